@@ -1,0 +1,45 @@
+# make demo    a first report, on this machine's CPU
+# make test    the whole test suite          make quick   without the slow tests
+# make check   lint, format, types
+#
+# Each sets up .venv by itself. PYTHON chooses the interpreter (3.10 or later).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+
+.PHONY: demo test quick check setup clean
+
+setup: $(DEV_STAMP)
+
+demo: $(RUN_STAMP)
+	$(BIN)/python run.py experiment=quickstart
+
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest
+
+quick: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "Python 3.10 or later is needed; choose one with: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+	  || { echo "This Python cannot make a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
+
+$(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@ $(RUN_STAMP)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs multirun

@@ -1,0 +1,119 @@
+"""Block bookkeeping: reference counts, free blocks, and which block holds which prefix. Counts blocks, holds no tensor.
+
+A block is in exactly one of three states:
+
+    referenced   ref_count > 0; in some request's block table. It may also be hashed, so that others can share it.
+    cached       ref_count = 0, hashed: nobody uses it now, but a prompt with the same prefix may. LRU order.
+    blank        ref_count = 0, no hash: nothing worth keeping.
+
+    blank --allocate--> referenced --release--> cached (if hashed) or blank
+    cached --share--> referenced            a prefix hit
+    cached --allocate--> referenced         eviction, least recently used first, once no blank block is left
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_evictions = 0
+        self._ref_counts = [0] * num_blocks
+        self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 is taken first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._block_of_hash: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out: blank and cached."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Takes `count` blocks with one reference each; None, and nothing taken, when there are not enough."""
+        if count > self.num_free:
+            return None
+        taken = []
+        for _ in range(count):
+            block = self._blank.pop() if self._blank else self._evict()
+            self._ref_counts[block] = 1
+            taken.append(block)
+        return taken
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Adds a reference to blocks that are cached or already referenced."""
+        ref_counts, cached = self._ref_counts, self._cached
+        for block in blocks:
+            if ref_counts[block] == 0:
+                del cached[block]
+            ref_counts[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        """Gives back one reference of each block of a table.
+
+        Last block first: the end of a prefix becomes the older entry of the LRU order, so a chain is evicted
+        from its end and what remains of it can still be hit.
+        """
+        for block in reversed(blocks):
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                if self._hashes[block] is None:
+                    self._blank.append(block)
+                else:
+                    self._cached[block] = None
+
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Makes a referenced block findable. The first block of equal content stays the one that is found."""
+        if self._hashes[block] is None and block_hash not in self._block_of_hash:
+            self._hashes[block] = block_hash
+            self._block_of_hash[block_hash] = block
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest leading run of `hashes` that the pool still holds."""
+        found = []
+        get = self._block_of_hash.get
+        for block_hash in hashes:
+            block = get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks nobody references now."""
+        ref_counts = self._ref_counts
+        return sum(1 for block in blocks if ref_counts[block] == 0)
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        block_hash = self._hashes[block]
+        assert block_hash is not None
+        del self._block_of_hash[block_hash]
+        self._hashes[block] = None
+        self.num_evictions += 1
+        return block
+
+    def check_integrity(self, tables: Iterable[list[int]]) -> None:
+        """Raises AssertionError unless every block is in exactly one state and the reference counts are those of
+        `tables`, the block tables of all live requests."""
+        held = Counter(block for table in tables for block in table)
+        for block in range(self.num_blocks):
+            assert self._ref_counts[block] == held[block], (
+                f"block {block} has {self._ref_counts[block]} references, but {held[block]} tables hold it"
+            )
+        referenced = {block for block, count in enumerate(self._ref_counts) if count}
+        blank, cached = set(self._blank), set(self._cached)
+        assert len(blank) == len(self._blank), "a blank block is listed twice"
+        assert len(referenced) + len(blank) + len(cached) == self.num_blocks, "a block is lost or in two states"
+        assert referenced | blank | cached == set(range(self.num_blocks)), "a block is lost or in two states"
+        hashed = {block: h for block, h in enumerate(self._hashes) if h is not None}
+        assert {h: block for block, h in hashed.items()} == self._block_of_hash, "the hash index is not one to one"
+        assert cached <= hashed.keys(), "a cached block has no hash"
+        assert blank.isdisjoint(hashed), "a blank block has a hash"

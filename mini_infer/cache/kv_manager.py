@@ -1,0 +1,222 @@
+"""KVManager: all that the scheduler sees of KV memory. It counts blocks and tokens and holds no tensor.
+
+A request's block table, block_size = 4, after a prefix hit of two blocks and two steps of its own:
+
+    token_ids     [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9 ta tb | tc td .. .. ]
+    block_table   [     17      |      3      |      42     |     8      ]
+                    \\---- shared with other requests ----/   \\-- own --/
+    block_hashes  [     h0      |      h1     |      h2     ]               full blocks only; h1 = H(h0, t4..t7)
+
+With the contiguous layout (a baseline) a request takes one region of max_model_len slots for its whole life: the
+pool then counts regions, and a table is the region's run of consecutive blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Collection
+from itertools import pairwise
+from typing import NamedTuple
+
+from mini_infer.cache.block_pool import BlockPool
+from mini_infer.core.config import Layout
+from mini_infer.core.plan import KVUsage
+from mini_infer.core.request import Request
+
+
+class PrefixMatch(NamedTuple):
+    """Leading blocks of a prompt whose KV is there already. They hold no reference until `admit` takes them."""
+
+    blocks: list[int]
+    num_tokens: int
+
+
+NO_MATCH = PrefixMatch([], 0)
+
+
+class KVManager:
+    """Every verb either happens whole or answers "no room" (None or False) and changes nothing.
+
+    Args:
+        num_blocks: blocks of the pool; `capacity` tells how many tokens one request can have.
+        block_size: tokens a block.
+        max_model_len: the longest request, in tokens.
+        num_host_blocks: blocks of swap space.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        *,
+        layout: Layout = Layout.paged,
+        prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching and layout is Layout.paged
+        # Blocks that are always taken together: one, or a whole request's worth.
+        self._unit = 1 if layout is Layout.paged else -(-max_model_len // block_size)
+        self._pool = BlockPool(num_blocks // self._unit)
+        self._host_free = list(range(num_host_blocks - 1, -1, -1))
+        self._host_tables: dict[str, list[int]] = {}  # request id -> host blocks of a swapped request
+        self.num_host_blocks = num_host_blocks
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit when one request has the whole pool."""
+        return self._pool.num_blocks * self._unit * self.block_size
+
+    @property
+    def num_evictions(self) -> int:
+        return self._pool.num_evictions
+
+    # --- prefix cache -------------------------------------------------------------------------------------------
+
+    def match_prefix(self, request: Request) -> PrefixMatch:
+        """The longest cached prefix of the request's tokens, in whole blocks.
+
+        At least one token is left to compute, since its logits choose the next one. A sibling (n > 1) takes its
+        leader's prompt blocks directly, with the prefix cache on or off.
+        """
+        limit = (request.num_tokens - 1) // self.block_size
+        blocks: list[int] = []
+        if request.fork_of is not None and self._unit == 1:
+            leader = request.fork_of
+            shareable = min(leader.num_committed_blocks, (leader.prompt_len - 1) // self.block_size)
+            blocks = leader.block_table[:shareable]
+        if not blocks and self.prefix_caching:
+            self._extend_hashes(request, limit)
+            blocks = self._pool.find(request.block_hashes[:limit])
+        return PrefixMatch(blocks, len(blocks) * self.block_size)
+
+    def commit(self, request: Request, num_computed_tokens: int) -> None:
+        """Lets others share the request's blocks that the steps so far have filled."""
+        full = num_computed_tokens // self.block_size
+        if full <= request.num_committed_blocks:
+            return
+        if self.prefix_caching:
+            self._extend_hashes(request, full)
+            for index in range(request.num_committed_blocks, full):
+                self._pool.register(request.block_table[index], request.block_hashes[index])
+        request.num_committed_blocks = full
+
+    def _extend_hashes(self, request: Request, num_blocks: int) -> None:
+        """Chained SHA-256 of the first `num_blocks` blocks: equal hashes mean equal tokens from the start on, and
+        an equal salt."""
+        hashes = request.block_hashes
+        first = len(hashes)
+        if first >= num_blocks:
+            return
+        size = self.block_size
+        data = array("I", request.token_ids[first * size : num_blocks * size]).tobytes()
+        width = len(data) // (num_blocks - first)
+        parent = hashes[-1] if hashes else hashlib.sha256(request.cache_salt.encode()).digest()
+        sha256 = hashlib.sha256
+        for start in range(0, len(data), width):
+            parent = sha256(parent + data[start : start + width]).digest()
+            hashes.append(parent)
+
+    # --- a request's blocks -------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, match: PrefixMatch = NO_MATCH, keep_free: int = 0) -> bool:
+        """Gives a request without blocks its table: the matched blocks, shared, and new ones for the rest of its
+        `num_tokens`. False when that would leave fewer than `keep_free` blocks."""
+        return self._take_table(request, match, keep_free)
+
+    def can_admit(self, request: Request, match: PrefixMatch = NO_MATCH, keep_free: int = 0) -> bool:
+        """Whether `admit` (or `swap_in`, without a match) would succeed now."""
+        spare = self._pool.num_free - self._pool.count_free(match.blocks) - self._num_missing(request, match)
+        return spare * self._unit >= keep_free
+
+    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Extends the table to `num_tokens` tokens. The new blocks (often none), or None when there is no room."""
+        missing = -(-num_tokens // self.block_size) - len(request.block_table)
+        if missing <= 0:
+            return []
+        blocks = self._pool.allocate(missing)
+        if blocks is not None:
+            request.block_table += blocks
+        return blocks
+
+    def free(self, request: Request) -> None:
+        """Gives back everything the request holds, on the device and in swap space."""
+        self._release_table(request)
+        self._host_free += self._host_tables.pop(request.request_id, [])
+
+    def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
+        """Moves the request's computed tokens to host blocks: (device block, host block) pairs to copy before the
+        device blocks are written again. None when the swap space is too small."""
+        count = -(-request.num_computed_tokens // self.block_size)
+        if count > len(self._host_free):
+            return None
+        host = [self._host_free.pop() for _ in range(count)]
+        self._host_tables[request.request_id] = host
+        pairs = list(zip(request.block_table, host, strict=False))
+        self._release_table(request)
+        return pairs
+
+    def swap_in(self, request: Request, keep_free: int = 0) -> list[tuple[int, int]] | None:
+        """Gives a swapped request a table again: (host block, device block) pairs to copy before it runs."""
+        if not self._take_table(request, NO_MATCH, keep_free):
+            return None
+        host = self._host_tables.pop(request.request_id)
+        self._host_free += host
+        return list(zip(host, request.block_table, strict=False))
+
+    def _take_table(self, request: Request, match: PrefixMatch, keep_free: int) -> bool:
+        if not self.can_admit(request, match, keep_free):
+            return False
+        self._pool.share(match.blocks)
+        units = self._pool.allocate(self._num_missing(request, match))
+        assert units is not None
+        request.block_table = match.blocks + self._expand(units)
+        request.num_committed_blocks = len(match.blocks)
+        return True
+
+    def _num_missing(self, request: Request, match: PrefixMatch) -> int:
+        """Units to allocate for all of the request's tokens, besides the matched blocks."""
+        return -(-request.num_tokens // (self.block_size * self._unit)) - len(match.blocks)
+
+    def _release_table(self, request: Request) -> None:
+        self._pool.release([block // self._unit for block in request.block_table[:: self._unit]])
+        request.block_table = []
+        request.num_committed_blocks = 0
+
+    def _expand(self, units: list[int]) -> list[int]:
+        if self._unit == 1:
+            return units
+        return [block for unit in units for block in range(unit * self._unit, (unit + 1) * self._unit)]
+
+    # --- observation --------------------------------------------------------------------------------------------
+
+    def usage(self, holders: Collection[Request]) -> KVUsage:
+        """`holders` are the requests that have a block table now."""
+        used = (self._pool.num_blocks - self._pool.num_free) * self._unit
+        reserved = used * self.block_size
+        # A shared block is full, so the unused slots are at the ends of the tables, each its request's own.
+        unused = sum(len(r.block_table) * self.block_size - r.num_computed_tokens for r in holders)
+        return KVUsage(
+            total_blocks=self.num_blocks,
+            used_blocks=used,
+            cached_blocks=self._pool.num_cached,
+            used_slots=reserved - unused,
+            reserved_slots=reserved,
+            host_blocks_used=self.num_host_blocks - len(self._host_free),
+        )
+
+    def check_integrity(self, holders: Collection[Request]) -> None:
+        """Raises AssertionError unless blocks, tables, hashes and swap space agree. `holders` as in `usage`."""
+        for request in holders:
+            table = request.block_table
+            assert len(table) * self.block_size >= request.num_computed_tokens, f"{request} outgrew its table"
+            assert len(set(table)) == len(table), f"{request} holds a block twice"
+            assert request.request_id not in self._host_tables, f"{request} is on the device and in swap space"
+            if self._unit > 1:
+                assert all(b == a + 1 for a, b in pairwise(table)), f"{request} is not contiguous"
+        self._pool.check_integrity([[block // self._unit for block in r.block_table[:: self._unit]] for r in holders])
+        host = self._host_free + [block for table in self._host_tables.values() for block in table]
+        assert sorted(host) == list(range(self.num_host_blocks)), "a host block is lost or in two places"

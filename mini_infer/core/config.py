@@ -1,0 +1,272 @@
+"""The EngineConfig tree: every setting of the engine, typed, validated and immutable.
+
+Plain dataclasses, so that this module needs neither torch nor Hydra. Enum members carry the name that is
+typed on a command line; a plain string of that name is accepted wherever an enum is expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from mini_infer.core.errors import ConfigError
+
+
+class LoadFormat(str, Enum):
+    auto = "auto"  # safetensors of a Hugging Face folder
+    dummy = "dummy"  # random weights of the true shape, made on the device
+    dry = "dry"  # no weights at all: a deterministic token function and a time model
+
+
+class DType(str, Enum):
+    auto = "auto"  # what the checkpoint says on a GPU, float32 on a CPU
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Device(str, Enum):
+    auto = "auto"  # cuda where there is one
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Layout(str, Enum):
+    paged = "paged"  # blocks are taken as a request grows
+    contiguous = "contiguous"  # baseline: one stretch of max_model_len slots for a request's whole life
+
+
+class Batching(str, Enum):
+    continuous = "continuous"  # requests join and leave between steps
+    static = "static"  # baseline: a batch is admitted together, and the next one when all of it is done
+
+
+class Policy(str, Enum):
+    fcfs = "fcfs"
+    priority = "priority"  # smaller number first, then arrival
+
+
+class Preemption(str, Enum):
+    recompute = "recompute"  # drop the KV and compute it again later
+    swap = "swap"  # move the KV to host memory and back
+
+
+class AttentionChoice(str, Enum):
+    auto = "auto"
+    sdpa = "sdpa"  # torch.nn.functional.scaled_dot_product_attention over gathered blocks
+
+
+@dataclass(frozen=True)
+class DryConfig:
+    """Shape and time model of the dry model (`load_format: dry`). Times of zero do not sleep."""
+
+    vocab_size: int = 512
+    max_model_len: int = 8192
+    step_ms: float = 0.0  # fixed cost of a step
+    prefill_token_us: float = 0.0  # for each prompt token computed
+    decode_token_us: float = 0.0  # for each decode row
+
+    def __post_init__(self) -> None:
+        _coerce(self)
+        _at_least(self, "vocab_size", 261)  # 256 bytes and the special tokens of the byte tokenizer
+        _at_least(self, "max_model_len", 2)
+        for name in ("step_ms", "prefill_token_us", "decode_token_us"):
+            _at_least(self, name, 0)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = "tiny-target"  # a folder, a hub name, or a shipped model: tiny-target, tiny-draft
+    load_format: LoadFormat = LoadFormat.auto
+    hf_config: dict[str, Any] | None = None  # a config.json given inline, for dummy weights without a folder
+    tokenizer: str | None = None  # defaults to `path`
+    dtype: DType = DType.auto
+    device: Device = Device.auto
+    max_model_len: int | None = None  # tokens of prompt + output; defaults to the model's own limit
+    seed: int = 0  # of dummy weights
+    dry: DryConfig = field(default_factory=DryConfig)
+
+    def __post_init__(self) -> None:
+        _coerce(self)
+        if not self.path:
+            raise ConfigError("model.path is empty: give a folder, a hub name, or tiny-target")
+        if self.hf_config is not None and self.load_format is not LoadFormat.dummy:
+            raise ConfigError(
+                f"model.hf_config goes with model.load_format=dummy, not {self.load_format.value}: "
+                "a folder brings its own config.json"
+            )
+        if self.max_model_len is not None:
+            _at_least(self, "max_model_len", 2)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    layout: Layout = Layout.paged
+    block_size: int = 16  # tokens a block
+    num_blocks: int | None = None  # default: as many as the memory holds, and the batch can use
+    memory_gib: float | None = None  # KV memory; default: 0.5 on a CPU, what gpu_memory_utilization leaves on a GPU
+    gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV together
+    prefix_caching: bool = True
+    num_host_blocks: int | None = None  # swap space; default: num_blocks with preemption=swap, else none
+    watermark: float = 0.01  # share of the pool that admission leaves free for running requests to grow
+
+    def __post_init__(self) -> None:
+        _coerce(self)
+        _at_least(self, "block_size", 1)
+        if self.num_blocks is not None:
+            _at_least(self, "num_blocks", 1)
+        if self.num_host_blocks is not None:
+            _at_least(self, "num_host_blocks", 0)
+        if self.memory_gib is not None and self.memory_gib <= 0:
+            raise ConfigError(f"cache.memory_gib must be above 0, got {self.memory_gib}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"cache.gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"cache.watermark must be in [0, 1), got {self.watermark}")
+        if self.layout is Layout.contiguous and self.prefix_caching:
+            raise ConfigError(
+                "cache.prefix_caching=true needs cache.layout=paged: contiguous requests share no blocks. "
+                "Set cache.prefix_caching=false"
+            )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    batching: Batching = Batching.continuous
+    policy: Policy = Policy.fcfs
+    max_num_seqs: int = 256  # requests that hold a batch slot at once
+    max_num_batched_tokens: int = 8192  # token budget of a step
+    chunked_prefill: bool = True
+    preemption: Preemption = Preemption.recompute
+
+    def __post_init__(self) -> None:
+        _coerce(self)
+        _at_least(self, "max_num_seqs", 1)
+        _at_least(self, "max_num_batched_tokens", 1)
+        if self.chunked_prefill and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"scheduler.max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"scheduler.max_num_seqs={self.max_num_seqs}: a step could not give every running request "
+                "its token. Raise the first or lower the second"
+            )
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Prefill and decode rows of one batch may use different backends."""
+
+    prefill: AttentionChoice = AttentionChoice.auto
+    decode: AttentionChoice = AttentionChoice.auto
+
+    def __post_init__(self) -> None:
+        _coerce(self)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine is told. `EngineConfig(model="path")` is short for `ModelConfig(path="path")`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    seed: int = 0  # of requests that bring none
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, str):
+            object.__setattr__(self, "model", ModelConfig(path=self.model))
+        _coerce(self)
+        swap = self.scheduler.preemption is Preemption.swap
+        if not swap and self.cache.num_host_blocks:
+            raise ConfigError(
+                f"cache.num_host_blocks={self.cache.num_host_blocks} needs scheduler.preemption=swap: "
+                "recomputing uses no host memory"
+            )
+        if swap and self.cache.num_host_blocks == 0:
+            raise ConfigError(
+                "scheduler.preemption=swap needs host memory: leave cache.num_host_blocks unset (as many as on the "
+                "device), or give at least 1"
+            )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
+        """Builds the tree from nested dicts; an unknown key is an error that lists the known ones."""
+        return _build(cls, values, "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested dicts of plain values, which `from_dict` takes back."""
+        return _plain(self)
+
+
+def _build(cls: type, values: Any, path: str) -> Any:
+    if isinstance(values, cls):
+        return values
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path or 'the config'} must be a mapping of settings, got {values!r}")
+    known = {f.name: f for f in fields(cls)}
+    hints = typing.get_type_hints(cls)
+    kwargs = {}
+    for key, value in values.items():
+        name = f"{path}.{key}" if path else str(key)
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"unknown setting {name!r}{hint} Known here: {', '.join(known)}")
+        hint_type = hints[key]
+        nested = isinstance(hint_type, type) and is_dataclass(hint_type)
+        if nested and not (key == "model" and isinstance(value, str)):
+            value = _build(hint_type, value, name)
+        kwargs[key] = value
+    return cls(**kwargs)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    return value.value if isinstance(value, Enum) else value
+
+
+def _coerce(config: Any) -> None:
+    """Checks each field against its annotation, turning strings into enum members and ints into floats."""
+    cls = type(config)
+    for name, hint in typing.get_type_hints(cls).items():
+        value = getattr(config, name)
+        options = list(typing.get_args(hint)) or [hint]
+        if typing.get_origin(hint) is dict:
+            options = [dict]
+        if value is None and type(None) in options:
+            continue
+        target = next((t for t in options if t is not type(None)), hint)
+        target = typing.get_origin(target) or target
+        if issubclass(target, Enum):
+            try:
+                object.__setattr__(config, name, target(value))
+            except ValueError:
+                allowed = ", ".join(member.value for member in target)
+                raise ConfigError(f"{_key(config, name)} must be one of {allowed}; got {value!r}") from None
+        elif target is float and isinstance(value, int) and not isinstance(value, bool):
+            object.__setattr__(config, name, float(value))
+        elif not isinstance(value, target) or (target is int and isinstance(value, bool)):
+            raise ConfigError(f"{_key(config, name)} must be {target.__name__}, got {value!r}")
+
+
+def _key(config: Any, name: str) -> str:
+    """The dotted key as it is typed: CacheConfig, block_size -> cache.block_size."""
+    section = type(config).__name__.removesuffix("Config").lower()
+    return name if section == "engine" else f"{section}.{name}"
+
+
+def _at_least(config: Any, name: str, minimum: float) -> None:
+    value = getattr(config, name)
+    if value < minimum:
+        raise ConfigError(f"{_key(config, name)} must be at least {minimum}, got {value}")
+
+
+def replace(config: EngineConfig, **sections: dict[str, Any]) -> EngineConfig:
+    """A copy with some settings changed: `replace(config, cache={"prefix_caching": False})`."""
+    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    return dataclasses.replace(config, **changed)  # type: ignore[arg-type]

@@ -1,0 +1,124 @@
+"""What the scheduler tells the runner (StepPlan), what it hears back (StepResult), and what is kept (StepRecord).
+
+A plan is a plain record without tensors: it can be printed, compared, sent to another process, or run by the dry
+model. It carries only what changed: a request's tokens and block table travel once, when it takes a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mini_infer.core.request import SamplingParams, TokenLogprob
+
+
+class Admission(NamedTuple):
+    """A slot's new owner. Sent when a request is first admitted and again when it comes back from preemption."""
+
+    slot: int
+    request_id: str
+    token_ids: list[int]  # prompt and whatever output it already has
+    prompt_len: int
+    block_table: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]  # end-of-sequence (unless ignored) and stop tokens
+
+
+class Growth(NamedTuple):
+    """Blocks appended to the table of the request in `slot`, from table index `first` on."""
+
+    slot: int
+    first: int
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step's batch, row by row. Row i computes tokens [starts[i], starts[i] + counts[i]) of the request in
+    slots[i], and samples one token after the last of them where samples[i].
+
+    Rows [0, num_decode_rows) are running requests; the rest are prompts or chunks of prompts.
+
+        slots   [ 4   0   7 | 2    5  ]      decode rows | prefill rows
+        starts  [ 91  17  40| 0    512 ]
+        counts  [ 1   1   1 | 300  1024]
+        samples [ y   y   y | y    n  ]      the last row's prompt goes on in the next step
+    """
+
+    step: int
+    slots: list[int]
+    starts: list[int]
+    counts: list[int]
+    samples: list[bool]
+    num_decode_rows: int
+    admissions: list[Admission] = field(default_factory=list)
+    growths: list[Growth] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block), copied first
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block), copied second
+    preempted: list[str] = field(default_factory=list)  # request ids
+    prefix_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache this step
+    prefix_hit_tokens: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(self.counts[self.num_decode_rows :])
+
+    @property
+    def empty(self) -> bool:
+        return not self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Row i's new tokens (none where the plan does not sample), and their logprobs where a request wants them."""
+
+    tokens: list[list[int]]
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row -> one an element of tokens[row]
+
+
+@dataclass(frozen=True, slots=True)
+class KVUsage:
+    """State of the KV cache in slots (one slot holds one token's K and V)."""
+
+    total_blocks: int
+    used_blocks: int  # referenced by a request
+    cached_blocks: int  # free, but still holding a prefix that a later prompt may hit
+    used_slots: int  # slots that hold a live token; blocks shared by n requests count once
+    reserved_slots: int  # slots of all referenced blocks
+    host_blocks_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What happened in one step. Every engine metric is derived from these and from the requests' timestamps."""
+
+    step: int
+    start_time: float  # seconds on the engine's clock
+    end_time: float
+    schedule_s: float
+    execute_s: float
+    update_s: float
+    prefill_tokens: int
+    decode_tokens: int
+    sampled_tokens: int
+    num_running: int  # after the step
+    num_prefilling: int
+    num_waiting: int
+    num_swapped: int
+    kv: KVUsage
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    evictions: int  # cached blocks overwritten
+    preempted: tuple[str, ...]
+    swapped_out_blocks: int
+    swapped_in_blocks: int
+    finished: tuple[str, ...]

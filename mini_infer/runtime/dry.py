@@ -1,0 +1,105 @@
+"""The dry model: no weights, a deterministic token function, and a time model. It answers the whole API.
+
+It is also the sharpest test of the cache there is. Each KV slot holds one 64-bit state instead of K and V,
+
+    state[p] = A * state[p - 1] + token[p] + 1   (mod 2^64)
+
+read through the block table exactly where a real model would read K and V. The next token is a hash of the last
+state, so a single wrong block, missing token, stale slot or lost swap changes every token that follows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mini_infer.core.config import DryConfig
+from mini_infer.runtime.slots import StepInput
+from mini_infer.runtime.tokenizer import ByteTokenizer
+
+_A = 6364136223846793005  # odd, so that it has an inverse modulo 2^64
+_A_INVERSE = pow(_A, -1, 2**64)
+_EOS_ONE_IN = 256
+_PEAK = 8.0  # logit of the greedy token; all others are below 4
+
+
+class DryModel:
+    """Stands where a model and its KV store stand.
+
+    Args:
+        num_blocks, block_size, num_host_blocks: as in the KVManager.
+    """
+
+    def __init__(self, config: DryConfig, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+        self.config = config
+        self._eos = ByteTokenizer(config.vocab_size).eos_token_ids[0]
+        self._states = np.zeros((num_blocks, block_size), dtype=np.uint64)
+        self._host_states = np.zeros((num_host_blocks, block_size), dtype=np.uint64)
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Writes the step's states and returns the sampled rows' logits, float32 [S, vocab_size], on the CPU."""
+        states = self._states.reshape(-1)
+        block_size = self._states.shape[1]
+        previous = np.zeros(len(step.slots), dtype=np.uint64)
+        rows = np.flatnonzero(step.starts)
+        block, offset = np.divmod(step.starts[rows] - 1, block_size)
+        previous[rows] = states[step.block_tables[rows, block].astype(np.int64) * block_size + offset]
+
+        ends = np.cumsum(step.counts)
+        new = np.empty(len(step.token_ids), dtype=np.uint64)
+        tokens = step.token_ids.astype(np.uint64) + np.uint64(1)
+        d = step.num_decode_rows
+        new[:d] = previous[:d] * np.uint64(_A) + tokens[:d]
+        for row in range(d, len(step.slots)):
+            span = slice(ends[row] - step.counts[row], ends[row])
+            new[span] = _chain(previous[row], tokens[span])
+        states[step.slot_mapping] = new
+
+        self._take_time(step)
+        return self._logits(new[step.sampled_tokens])
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for device, host in pairs:
+            self._host_states[host] = self._states[device]
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for host, device in pairs:
+            self._states[device] = self._host_states[host]
+
+    def _logits(self, states: NDArray[np.uint64]) -> torch.Tensor:
+        """Noise in [0, 4) over the vocabulary and a peak at the greedy token: a printable character, or now and
+        then the end of the sequence."""
+        draw = _mix(states)
+        text = np.uint64(32) + draw % np.uint64(95)
+        greedy = np.where((draw >> np.uint64(32)) % np.uint64(_EOS_ONE_IN) == 0, np.uint64(self._eos), text)
+        vocab = np.arange(1, self.config.vocab_size + 1, dtype=np.uint64)
+        noise = _mix(states[:, None] ^ (vocab * np.uint64(0x9E3779B97F4A7C15))) >> np.uint64(40)
+        logits = noise.astype(np.float32) * np.float32(4 / 2**24)
+        logits[np.arange(len(states)), greedy.astype(np.int64)] = _PEAK
+        return torch.from_numpy(logits)
+
+    def _take_time(self, step: StepInput) -> None:
+        c = self.config
+        micros = c.prefill_token_us * step.num_prefill_tokens + c.decode_token_us * step.num_decode_rows
+        seconds = c.step_ms * 1e-3 + micros * 1e-6
+        if seconds > 0:
+            time.sleep(seconds)
+
+
+def _chain(previous: np.uint64, tokens: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """state[i] = A * state[i - 1] + tokens[i] for a whole chunk at once: divide by A^(i + 1), sum, multiply back."""
+    n = len(tokens)
+    powers = np.cumprod(np.full(n, _A, dtype=np.uint64))
+    inverses = np.cumprod(np.full(n, _A_INVERSE, dtype=np.uint64))
+    return powers * (previous + np.cumsum(tokens * inverses))
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele et al. 2014): every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

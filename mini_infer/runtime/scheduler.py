@@ -1,0 +1,427 @@
+"""The scheduler: which tokens of which requests are computed in the next step.
+
+It counts tokens, not phases. Every request has `num_computed_tokens` chasing `num_tokens`, under one token budget a
+step; prefill, chunked prefill, prefix hits, decode and recomputation are all this one chase:
+
+    prefix hit        the counter starts ahead
+    chunked prefill   the counter moves by what is left of the budget
+    decode            the counter is one behind, and moves by one
+    preemption        the counter goes back to zero (recompute), or the blocks move to the host (swap)
+
+    waiting --admit--> prefilling --last prompt token planned--> running --stop--> finished
+       ^                   |                                      |
+       +---- recompute ----+--------------------------------------+---- swap ----> swapped --room--> (back)
+
+A step serves running requests first, so a decode never waits behind a prompt; then prompts in progress, then
+swapped requests, then new ones. Whoever ranks last gives way when blocks run out. No tensors here: the same
+scheduler drives a GPU, the dry model and a simulator.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from mini_infer.cache.kv_manager import NO_MATCH, KVManager
+from mini_infer.core.config import Batching, Policy, Preemption, SchedulerConfig
+from mini_infer.core.plan import Admission, Growth, KVUsage, StepPlan, StepResult
+from mini_infer.core.request import FinishReason, Request, RequestStatus
+from mini_infer.runtime.request_queue import Rank, RequestQueue
+
+
+class TokenUpdate(NamedTuple):
+    """A request's new tokens, and the plan's row they came from."""
+
+    request: Request
+    token_ids: list[int]
+    row: int
+
+
+class Scheduler:
+    """
+    Args:
+        watermark: share of the pool that admission leaves free, so that running requests can grow for a while
+            before somebody has to be preempted.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv: KVManager, watermark: float = 0.01) -> None:
+        self.config = config
+        self.kv = kv
+        self._watermark_blocks = int(watermark * kv.num_blocks)
+        self._by_priority = config.policy is Policy.priority
+        self._requests: dict[str, Request] = {}
+        self._waiting = RequestQueue(RequestStatus.waiting)
+        self._swapped = RequestQueue(RequestStatus.swapped)
+        self._prefilling: list[Request] = []  # in rank order, as is _running: the last one is the first to give way
+        self._running: list[Request] = []
+        self._siblings: dict[str, list[Request]] = {}  # n > 1: they wait for their leader's prompt, by its id
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._planned: dict[int, list[Request]] = {}  # step -> its rows
+        self._num_added = 0
+        self._step = 0
+
+    # --- requests come and go ---------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues a request. One with `fork_of` waits until its leader's prompt is computed, to share its blocks."""
+        request.order = self._num_added
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        leader = request.fork_of
+        if leader is not None and leader.status in (RequestStatus.waiting, RequestStatus.prefilling):
+            self._siblings.setdefault(leader.request_id, []).append(request)
+        else:
+            self._waiting.push(self._rank(request), request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request at any moment; None when it is unknown or has ended already."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.finish(request, FinishReason.abort)
+        return request
+
+    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Ends a request, wherever it is, and gives back all it holds."""
+        if request.status is RequestStatus.finished:  # its last token also completed a stop string
+            request.finish_reason, request.stop_reason = reason, stop_reason
+            return
+        if request.status is RequestStatus.waiting:
+            leader = request.fork_of
+            siblings = self._siblings.get(leader.request_id, []) if leader is not None else []
+            if request in siblings:
+                siblings.remove(request)
+            else:
+                self._waiting.discard(request)
+        elif request.status is RequestStatus.swapped:
+            self._swapped.discard(request)
+        elif request.status is RequestStatus.prefilling:
+            self._prefilling.remove(request)
+        elif request.status is RequestStatus.running:
+            self._running.remove(request)
+        self._release(request, reason, stop_reason)
+        self._queue_siblings(request)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + sum(len(siblings) for siblings in self._siblings.values())
+
+    @property
+    def num_swapped(self) -> int:
+        return len(self._swapped)
+
+    @property
+    def num_prefilling(self) -> int:
+        return len(self._prefilling)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    # --- plan a step --------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float = 0.0) -> StepPlan:
+        """Plans the next step, at time `now`. The plan has no rows only when no request is left."""
+        self._step += 1
+        step = _Step(now, self.config)
+        batch_is_open = self.config.batching is Batching.continuous or not (self._running or self._prefilling)
+
+        if self._by_priority and batch_is_open:
+            self._yield_to_priority(step)
+        everybody_grew = self._schedule_running(step)
+        self._schedule_prefilling(step)
+        if batch_is_open and everybody_grew:  # whoever was just thrown out must not come straight back
+            self._schedule_newcomers(step)
+
+        self._planned[self._step] = step.requests
+        return StepPlan(
+            step=self._step,
+            slots=step.slots,
+            starts=step.starts,
+            counts=step.counts,
+            samples=step.samples,
+            num_decode_rows=step.num_decode_rows,
+            admissions=step.admissions,
+            growths=step.growths,
+            swap_out=step.swap_out,
+            swap_in=step.swap_in,
+            preempted=step.preempted,
+            prefix_queried_tokens=step.prefix_queried_tokens,
+            prefix_hit_tokens=step.prefix_hit_tokens,
+        )
+
+    def _schedule_running(self, step: _Step) -> bool:
+        """One token for each running request. False when some had to be preempted to make room for others."""
+        running, block_size, grow = self._running, self.kv.block_size, self.kv.grow
+        slots, starts, requests = step.slots, step.starts, step.requests
+        everybody_grew = True
+        index = 0
+        while index < len(running):
+            request = running[index]
+            table = request.block_table
+            if request.num_tokens > len(table) * block_size:
+                first = len(table)
+                blocks = grow(request, request.num_tokens)
+                if blocks is None:
+                    # It ranks behind this request, or is this request: never one that is in the step already.
+                    self._preempt(self._last_ranked(), step)
+                    everybody_grew = False
+                    continue
+                step.growths.append(Growth(_slot(request), first, blocks))
+            slots.append(request.slot)  # type: ignore[arg-type]  # a running request has one; no call in this loop
+            starts.append(request.num_computed_tokens)
+            requests.append(request)
+            request.num_computed_tokens += 1
+            index += 1
+        step.num_decode_rows = index
+        step.counts = [1] * index
+        step.samples = [True] * index
+        if self.config.chunked_prefill:  # a whole prompt needs the whole budget, or it would never be admitted
+            step.budget -= index
+        return everybody_grew
+
+    def _schedule_prefilling(self, step: _Step) -> None:
+        self._prefilling = [request for request in self._prefilling if not self._compute(request, step)]
+
+    def _schedule_newcomers(self, step: _Step) -> None:
+        static = self.config.batching is Batching.static  # admits its whole batch now, and computes it bit by bit
+        while self._free_slots and (step.budget > 0 or static):
+            request = self._next_in_line()
+            if request is None:
+                return
+            if request.status is RequestStatus.swapped:
+                admitted = self._swap_in(request, step)
+            else:
+                admitted = self._admit(request, step, whole=not (self.config.chunked_prefill or static))
+            if not admitted:
+                return
+            self._enter_batch(request, step)
+
+    def _next_in_line(self) -> Request | None:
+        heads = [head for head in (self._swapped.peek(), self._waiting.peek()) if head is not None]
+        return min(heads, key=self._rank, default=None)
+
+    def _swap_in(self, request: Request, step: _Step) -> bool:
+        pairs = self.kv.swap_in(request, self._keep_free())
+        if pairs is None:
+            return False
+        self._swapped.pop()
+        step.swap_in += pairs
+        return True
+
+    def _admit(self, request: Request, step: _Step, whole: bool) -> bool:
+        match = self.kv.match_prefix(request)
+        if whole and request.num_tokens - match.num_tokens > step.budget:
+            return False
+        if not self.kv.admit(request, match, self._keep_free()):
+            return False
+        self._waiting.pop()
+        request.num_computed_tokens = match.num_tokens
+        if request.num_cached_tokens is None:  # a preempted request that finds its own blocks again is no hit
+            request.num_cached_tokens = match.num_tokens
+            if self.kv.prefix_caching and request.fork_of is None:
+                step.prefix_queried_tokens += request.num_tokens
+                step.prefix_hit_tokens += match.num_tokens
+        return True
+
+    def _enter_batch(self, request: Request, step: _Step) -> None:
+        """Gives an admitted request its slot and computes what the budget allows."""
+        request.slot = self._free_slots.pop()
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = step.now
+        step.admissions.append(
+            Admission(
+                request.slot,
+                request.request_id,
+                request.token_ids.copy(),
+                request.prompt_len,
+                request.block_table.copy(),
+                request.params,
+                request.seed,
+                request.stop_ids,
+            )
+        )
+        request.status = RequestStatus.prefilling
+        if not self._compute(request, step):
+            insort(self._prefilling, request, key=self._rank)
+
+    def _compute(self, request: Request, step: _Step) -> bool:
+        """Adds a prefill row, as far as the budget goes; True when it completes the prompt."""
+        start = request.num_computed_tokens
+        needed = request.num_tokens - start
+        count = min(needed, step.budget)
+        if count == 0 or (count < needed and not self.config.chunked_prefill):
+            return False
+        request.num_computed_tokens = start + count
+        step.budget -= count
+        step.slots.append(_slot(request))
+        step.starts.append(start)
+        step.counts.append(count)
+        step.samples.append(count == needed)
+        step.requests.append(request)
+        if count < needed:
+            return False
+        request.status = RequestStatus.running
+        insort(self._running, request, key=self._rank)
+        return True
+
+    # --- giving way -----------------------------------------------------------------------------------------------
+
+    def _yield_to_priority(self, step: _Step) -> None:
+        """Preempts lower-priority requests for the head of the waiting queue, before anything is planned."""
+        head = self._next_in_line()
+        while head is not None and (self._running or self._prefilling):
+            last = self._last_ranked()
+            if last.priority <= head.priority:
+                return
+            match = self.kv.match_prefix(head) if head.status is RequestStatus.waiting else NO_MATCH
+            if self._free_slots and self.kv.can_admit(head, match, self._keep_free()):
+                return
+            self._preempt(last, step)
+
+    def _preempt(self, request: Request, step: _Step) -> None:
+        queue = self._running if request.status is RequestStatus.running else self._prefilling
+        assert queue.pop() is request
+        step.preempted.append(request.request_id)
+        request.num_preemptions += 1
+        self._free_slots.append(_slot(request))
+        request.slot = None
+        if self.config.preemption is Preemption.swap:
+            pairs = self.kv.swap_out(request)
+            if pairs is not None:
+                step.swap_out += pairs
+                self._swapped.push(self._rank(request), request)
+                return
+        self.kv.free(request)  # recompute, also where the swap space is full
+        request.num_computed_tokens = 0
+        self._waiting.push(self._rank(request), request)
+
+    def _last_ranked(self) -> Request:
+        return max((queue[-1] for queue in (self._running, self._prefilling) if queue), key=self._rank)
+
+    def _rank(self, request: Request) -> Rank:
+        """Who goes first: by priority if so configured, then by arrival. Unique."""
+        return (request.priority if self._by_priority else 0, request.order)
+
+    def _keep_free(self) -> int:
+        """Blocks that admission leaves to the running requests; an idle engine can give a request everything."""
+        return self._watermark_blocks if self._running or self._prefilling else 0
+
+    # --- take in a step's tokens ----------------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenUpdate]:
+        """Books a step's tokens at time `now`, and ends the requests that are done."""
+        updates = []
+        commit = self.kv.commit
+        num_finished = 0
+        rows = zip(self._planned.pop(plan.step), plan.starts, plan.counts, result.tokens, strict=True)
+        for row, (request, start, count, token_ids) in enumerate(rows):
+            if request.slot is None:  # it was aborted while the step ran
+                continue
+            commit(request, start + count)
+            if not token_ids:
+                continue
+            reason = None
+            for position, token in enumerate(token_ids):
+                request.token_ids.append(token)
+                request.token_times.append(now)
+                request.num_tokens += 1
+                if token in request.stop_ids and request.num_tokens > request.min_total_tokens:
+                    reason = FinishReason.stop
+                elif request.num_tokens >= request.max_total_tokens:
+                    reason = FinishReason.length
+                if reason is not None:
+                    token_ids = token_ids[: position + 1]
+                    self._release(request, reason, token if token in request.params.stop_token_ids else None)
+                    num_finished += 1
+                    break
+            updates.append(TokenUpdate(request, token_ids, row))
+        if num_finished:
+            self._running = [r for r in self._running if r.status is RequestStatus.running]
+        if self._siblings:
+            for update in updates:
+                self._queue_siblings(update.request)
+        return updates
+
+    def fail(self, plan: StepPlan) -> list[Request]:
+        """Ends the requests of a step that did not run to its end. Returns those that it ended."""
+        requests = [request for request in self._planned.pop(plan.step) if not request.finished]
+        for request in requests:
+            self.finish(request, FinishReason.abort)
+        return requests
+
+    def _release(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
+        del self._requests[request.request_id]
+        self.kv.free(request)
+        if request.slot is not None:
+            self._free_slots.append(request.slot)
+            request.slot = None
+        request.status = RequestStatus.finished
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+
+    def _queue_siblings(self, leader: Request) -> None:
+        """The leader's prompt is computed, or never will be: either way its siblings need not wait any longer."""
+        for sibling in self._siblings.pop(leader.request_id, ()):
+            self._waiting.push(self._rank(sibling), sibling)
+
+    # --- observation ----------------------------------------------------------------------------------------------
+
+    def usage(self) -> KVUsage:
+        return self.kv.usage(self._running + self._prefilling)
+
+    def requests(self) -> Iterable[Request]:
+        """Every unfinished request."""
+        return self._requests.values()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless queues, slots and blocks agree."""
+        active = self._running + self._prefilling
+        for queue, status in (
+            (self._running, RequestStatus.running),
+            (self._prefilling, RequestStatus.prefilling),
+        ):
+            assert all(r.status is status for r in queue), (
+                f"a request in the {status.value} queue is not {status.value}"
+            )
+            assert queue == sorted(queue, key=self._rank), f"the {status.value} queue is not in rank order"
+        slots = [_slot(r) for r in active] + self._free_slots
+        assert sorted(slots) == list(range(self.config.max_num_seqs)), "a slot is lost or in two places"
+        counts = len(active) + self.num_waiting + self.num_swapped
+        assert counts == len(self._requests), f"{len(self._requests)} unfinished requests, but {counts} in the queues"
+        for request in self._requests.values():
+            assert request.num_tokens == len(request.token_ids)
+            assert request.num_computed_tokens <= request.num_tokens
+            if request not in active:
+                assert not request.block_table, f"{request} holds blocks outside the batch"
+        self.kv.check_integrity(active)
+
+
+def _slot(request: Request) -> int:
+    assert request.slot is not None
+    return request.slot
+
+
+class _Step:
+    """A plan under construction; it never leaves `schedule`."""
+
+    def __init__(self, now: float, config: SchedulerConfig) -> None:
+        self.now = now
+        self.budget = config.max_num_batched_tokens
+        self.requests: list[Request] = []
+        self.slots: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.samples: list[bool] = []
+        self.num_decode_rows = 0
+        self.admissions: list[Admission] = []
+        self.growths: list[Growth] = []
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
+        self.preempted: list[str] = []
+        self.prefix_queried_tokens = 0
+        self.prefix_hit_tokens = 0

@@ -1,0 +1,50 @@
+"""A PyTorch model, its KV store and its attention backends, as one part of the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mini_infer.attention.backend import Requirements, select_backend
+from mini_infer.attention.context import AttentionBatch, AttentionContext
+from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.swap import HostStore
+from mini_infer.core.config import AttentionConfig
+from mini_infer.modeling.decoder import Decoder
+from mini_infer.runtime.slots import StepInput
+
+
+class TorchModel:
+    def __init__(self, model: Decoder, store: KVStore, host: HostStore | None, attention: AttentionConfig) -> None:
+        self._model = model
+        self._store = store
+        self._host = host
+        spec = model.spec
+        self._windows = spec.sliding_windows
+        self._scale = spec.head_dim**-0.5
+        needs = Requirements(
+            head_size=spec.head_dim,
+            block_size=store.block_size,
+            dtype=store.dtype,
+            device=store.device,
+            sliding_window=any(self._windows),
+        )
+        self._prefill = select_backend(attention.prefill, "prefill", needs)
+        self._decode = select_backend(attention.decode, "decode", needs)
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Computes the step's tokens and returns the sampled rows' logits, float32 [S, vocab_size]."""
+        device = self._store.device
+        batch = AttentionBatch.build(step, device)
+        context = AttentionContext(batch, self._store, self._prefill, self._decode, self._windows, self._scale)
+        hidden = self._model(torch.from_numpy(step.token_ids).to(device), batch.positions, context)
+        return self._model.compute_logits(hidden[torch.from_numpy(step.sampled_tokens).to(device)])
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        assert self._host is not None
+        self._host.swap_out(pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        assert self._host is not None
+        self._host.swap_in(pairs)

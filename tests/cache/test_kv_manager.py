@@ -1,0 +1,161 @@
+"""Prefix matching, admission, growth, swap, and the contiguous baseline, as the scheduler sees them."""
+
+from __future__ import annotations
+
+import pytest
+
+from mini_infer.cache.kv_manager import KVManager
+from mini_infer.core.config import Layout
+from mini_infer.core.request import Request, RequestStatus, SamplingParams
+
+
+def request(tokens: list[int], name: str = "r", salt: str = "", fork_of: Request | None = None) -> Request:
+    return Request(name, tokens, SamplingParams(), max_total_tokens=1000, cache_salt=salt, fork_of=fork_of)
+
+
+def computed(kv: KVManager, tokens: list[int], name: str = "r", salt: str = "") -> Request:
+    """A request whose prompt is in the cache."""
+    r = request(tokens, name, salt)
+    assert kv.admit(r, kv.match_prefix(r))
+    r.num_computed_tokens = r.num_tokens
+    kv.commit(r, r.num_computed_tokens)
+    return r
+
+
+@pytest.mark.parametrize(
+    ("prompt", "hit"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8], 4),  # all of it is cached, but one token must be computed
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 8),
+        ([1, 2, 3, 4, 5, 6, 7, 9, 9], 4),  # only whole blocks are shared
+        ([2, 2, 3, 4, 5, 6, 7, 8, 9], 0),  # another first token: the equal second block is another block
+        ([1, 2, 3], 0),
+    ],
+)
+def test_match_is_the_longest_run_of_whole_blocks(prompt: list[int], hit: int) -> None:
+    kv = KVManager(16, 4, 64)
+    first = computed(kv, [1, 2, 3, 4, 5, 6, 7, 8, 10])
+    match = kv.match_prefix(request(prompt))
+    assert match.num_tokens == hit
+    assert match.blocks == first.block_table[: hit // 4]
+
+
+def test_prefixes_are_shared_only_under_the_same_salt() -> None:
+    kv = KVManager(16, 4, 64)
+    computed(kv, list(range(9)), salt="alice")
+    assert kv.match_prefix(request(list(range(9)), salt="alice")).num_tokens == 8
+    assert kv.match_prefix(request(list(range(9)), salt="bob")).num_tokens == 0
+    assert kv.match_prefix(request(list(range(9)))).num_tokens == 0
+
+
+def test_nothing_is_found_before_it_is_computed() -> None:
+    kv = KVManager(16, 4, 64)
+    r = request(list(range(12)))
+    assert kv.admit(r)
+    kv.commit(r, 7)  # the second block is not full yet
+    assert kv.match_prefix(request(list(range(12)))).num_tokens == 4
+
+
+def test_prefix_survives_its_request_until_the_blocks_are_needed() -> None:
+    kv = KVManager(4, 4, 16)
+    kv.free(computed(kv, list(range(12))))
+    assert kv.match_prefix(request(list(range(12)))).num_tokens == 8
+    assert kv.usage([]).cached_blocks == 3
+    other = computed(kv, [100 + i for i in range(12)], "other")
+    assert kv.num_evictions == 2
+    assert kv.match_prefix(request(list(range(12)))).num_tokens == 4
+    kv.check_integrity([other])
+
+
+def test_prefix_cache_off_matches_nothing() -> None:
+    kv = KVManager(16, 4, 64, prefix_caching=False)
+    computed(kv, list(range(9)))
+    assert kv.match_prefix(request(list(range(9)))).num_tokens == 0
+
+
+def test_admission_counts_matched_blocks_that_are_free() -> None:
+    """A cached block that is matched is no longer there to be allocated."""
+    kv = KVManager(4, 4, 16)
+    kv.free(computed(kv, list(range(16))))
+    r = request([*range(8), *range(50, 58)])
+    match = kv.match_prefix(r)
+    assert match.num_tokens == 8
+    assert not kv.admit(r, match, keep_free=1)
+    assert kv.admit(r, match)
+    kv.check_integrity([r])
+
+
+def test_grow_takes_a_block_when_the_table_is_full() -> None:
+    kv = KVManager(2, 4, 8)
+    r = computed(kv, [1, 2, 3])
+    assert kv.grow(r, 4) == []
+    (new,) = kv.grow(r, 5) or []
+    assert r.block_table[1] == new
+    assert kv.grow(r, 9) is None
+    assert len(r.block_table) == 2
+
+
+def test_swap_moves_computed_blocks_and_brings_them_back() -> None:
+    kv = KVManager(4, 4, 16, num_host_blocks=2)
+    r = computed(kv, list(range(7)))
+    device = list(r.block_table)
+    out = kv.swap_out(r)
+    assert out is not None
+    assert [d for d, _ in out] == device
+    assert kv.usage([]).used_blocks == 0
+    assert kv.usage([]).host_blocks_used == 2
+    r.status = RequestStatus.swapped
+    back = kv.swap_in(r)
+    assert back is not None
+    assert [h for h, _ in back] == [h for _, h in out]
+    assert [d for _, d in back] == r.block_table
+    kv.check_integrity([r])
+
+
+def test_swap_without_room_changes_nothing() -> None:
+    kv = KVManager(4, 4, 16, num_host_blocks=1)
+    r = computed(kv, list(range(7)))
+    assert kv.swap_out(r) is None
+    assert len(r.block_table) == 2
+    kv.check_integrity([r])
+
+
+def test_sibling_shares_the_leaders_full_prompt_blocks_without_a_prefix_cache() -> None:
+    kv = KVManager(8, 4, 32, prefix_caching=False)
+    leader = computed(kv, list(range(10)))
+    sibling = request(list(range(10)), "s", fork_of=leader)
+    match = kv.match_prefix(sibling)
+    assert match.blocks == leader.block_table[:2]
+    assert kv.admit(sibling, match)
+    sibling.num_computed_tokens = match.num_tokens
+    kv.check_integrity([leader, sibling])
+    usage = kv.usage([leader, sibling])
+    assert usage.used_blocks == 4  # two shared, and one of each their own
+    assert usage.used_slots == 8 + 2 + 0
+    kv.free(leader)
+    kv.check_integrity([sibling])
+
+
+def test_contiguous_layout_reserves_the_longest_request() -> None:
+    kv = KVManager(9, 4, 16, layout=Layout.contiguous, prefix_caching=False)
+    assert kv.capacity == 32  # two regions of 16; the ninth block is too little for a third
+    a, b, c = request([1, 2]), request([3]), request([4])
+    assert kv.admit(a)
+    assert kv.admit(b)
+    assert not kv.admit(c)
+    assert a.block_table == [0, 1, 2, 3]
+    a.num_computed_tokens = 2
+    usage = kv.usage([a, b])
+    assert (usage.reserved_slots, usage.used_slots) == (32, 2)
+    assert kv.grow(a, 16) == []
+    kv.check_integrity([a, b])
+    kv.free(a)
+    assert kv.admit(c)
+    kv.check_integrity([b, c])
+
+
+def test_integrity_check_finds_a_lost_host_block() -> None:
+    kv = KVManager(4, 4, 16, num_host_blocks=2)
+    kv._host_free.pop()
+    with pytest.raises(AssertionError, match="host block"):
+        kv.check_integrity([])

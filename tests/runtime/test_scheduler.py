@@ -1,0 +1,332 @@
+"""What the scheduler plans, case by case. Tokens are made up: token k of every request is k."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from mini_infer.cache.kv_manager import KVManager
+from mini_infer.core.config import Layout, SchedulerConfig
+from mini_infer.core.plan import StepPlan, StepResult
+from mini_infer.core.request import FinishReason, Request, RequestStatus, SamplingParams
+from mini_infer.runtime.scheduler import Scheduler, TokenUpdate
+
+BLOCK = 4
+
+
+class Bench:
+    """A scheduler that is stepped by hand, checked after every step."""
+
+    def __init__(self, num_blocks: int = 64, num_host_blocks: int = 0, prefix_caching: bool = False, **config) -> None:
+        settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **config}
+        layout = settings.pop("layout", Layout.paged)
+        max_len = settings.pop("max_model_len", 64)
+        watermark = settings.pop("watermark", 0.0)
+        kv = KVManager(
+            num_blocks, BLOCK, max_len, layout=layout, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks
+        )
+        self.scheduler = Scheduler(SchedulerConfig(**settings), kv, watermark)
+        self.clock = 0.0
+
+    def add(
+        self, name: str, prompt: int | list[int], max_tokens: int = 8, priority: int = 0, fork_of: Request | None = None
+    ) -> Request:
+        tokens = list(range(prompt)) if isinstance(prompt, int) else prompt
+        request = Request(
+            name,
+            tokens,
+            SamplingParams(max_tokens=max_tokens, stop_token_ids=(999,)),
+            max_total_tokens=len(tokens) + max_tokens,
+            priority=priority,
+            fork_of=fork_of,
+        )
+        self.scheduler.add(request)
+        return request
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.schedule(self.clock)
+        self.scheduler.check_integrity()
+        return plan
+
+    def book(self, plan: StepPlan, tokens: dict[int, list[int]] | None = None) -> list[TokenUpdate]:
+        self.clock += 1.0
+        result = [(tokens or {}).get(row, [7]) if samples else [] for row, samples in enumerate(plan.samples)]
+        updates = self.scheduler.update(plan, StepResult(result), self.clock)
+        self.scheduler.check_integrity()
+        return updates
+
+    def step(self) -> StepPlan:
+        plan = self.plan()
+        self.book(plan)
+        return plan
+
+
+def test_prompt_is_computed_in_chunks_under_the_budget_and_decodes_go_first() -> None:
+    bench = Bench(max_num_batched_tokens=16)
+    a = bench.add("a", 4)
+    bench.step()
+    b = bench.add("b", 30)
+    plan = bench.step()
+    assert (plan.num_decode_rows, plan.counts, plan.samples) == (1, [1, 15], [True, False])
+    assert b.status is RequestStatus.prefilling
+    assert a.num_output_tokens == 2
+    plan = bench.step()
+    assert (plan.starts, plan.counts, plan.samples) == ([5, 15], [1, 15], [True, True])
+    assert b.status is RequestStatus.running
+    assert b.num_output_tokens == 1
+
+
+def test_whole_prompts_wait_for_a_step_that_has_room_for_them() -> None:
+    bench = Bench(max_num_batched_tokens=16, chunked_prefill=False)
+    bench.add("a", 10)
+    bench.add("b", 10)
+    bench.add("c", 16)
+    assert bench.step().counts == [10]
+    assert bench.step().counts == [1, 10]
+    assert bench.step().counts == [1, 1, 16], "decodes take nothing from a whole prompt's budget"
+
+
+def test_static_batch_admits_the_next_requests_only_when_all_of_it_is_done() -> None:
+    bench = Bench(batching="static", max_num_seqs=2)
+    bench.add("a", 4, max_tokens=1)
+    b = bench.add("b", 4, max_tokens=4)
+    c = bench.add("c", 4)
+    assert len(bench.step().slots) == 2
+    while not b.finished:
+        assert bench.step().counts == [1]
+        assert c.status is RequestStatus.waiting
+    assert [a.request_id for a in bench.step().admissions] == ["c"]
+
+
+def test_continuous_batch_fills_a_slot_as_soon_as_it_is_free() -> None:
+    bench = Bench(max_num_seqs=2)
+    bench.add("a", 4, max_tokens=1)
+    bench.add("b", 4, max_tokens=4)
+    bench.add("c", 4)
+    bench.step()
+    assert [a.request_id for a in bench.step().admissions] == ["c"]
+
+
+def test_last_arrival_gives_way_and_is_computed_again() -> None:
+    bench = Bench(num_blocks=4, max_model_len=16)
+    a, b = bench.add("a", 7), bench.add("b", 7)
+    bench.step()
+    bench.step()  # both tables are full: 8 tokens each
+    plan = bench.step()
+    assert plan.preempted == ["b"]
+    assert len(plan.slots) == 1
+    assert (b.status, b.num_computed_tokens, b.block_table) == (RequestStatus.waiting, 0, [])
+    assert b.num_preemptions == 1
+    while not a.finished:
+        bench.step()
+    plan = bench.step()
+    assert plan.admissions[0].token_ids == b.token_ids[:9], "prompt and the output so far"
+    assert (plan.starts, plan.counts) == ([0], [9])
+
+
+def test_swapped_request_goes_on_where_it_was() -> None:
+    bench = Bench(num_blocks=4, max_model_len=16, preemption="swap", num_host_blocks=4)
+    a, b = bench.add("a", 7), bench.add("b", 7)
+    bench.step()
+    bench.step()
+    plan = bench.step()
+    assert plan.preempted == ["b"]
+    assert len(plan.swap_out) == 2
+    assert b.status is RequestStatus.swapped
+    while not a.finished:
+        assert not bench.step().swap_in
+    plan = bench.step()
+    assert [host for host, _ in plan.swap_in] == [0, 1]
+    assert (plan.starts, plan.counts) == ([8], [1]), "nothing is computed twice"
+
+
+def test_full_swap_space_falls_back_to_recompute() -> None:
+    bench = Bench(num_blocks=4, max_model_len=16, preemption="swap", num_host_blocks=1)
+    bench.add("a", 7)
+    b = bench.add("b", 7)
+    for _ in range(3):
+        bench.step()
+    assert (b.status, b.num_computed_tokens) == (RequestStatus.waiting, 0)
+
+
+def test_priority_goes_first_in_the_queue() -> None:
+    bench = Bench(policy="priority", max_num_seqs=1)
+    bench.add("first", 4, max_tokens=2)
+    bench.step()
+    bench.add("low", 4, priority=5)
+    bench.add("high", 4, priority=0)
+    bench.step()
+    assert [a.request_id for a in bench.step().admissions] == ["high"]
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_urgent_request_takes_the_place_of_the_least_urgent(preemption: str) -> None:
+    bench = Bench(policy="priority", max_num_seqs=2, preemption=preemption, num_host_blocks=16)
+    bench.add("middle", 4, priority=1)
+    bench.add("low", 4, priority=2)
+    bench.step()
+    bench.add("high", 4, priority=0)
+    plan = bench.step()
+    assert plan.preempted == ["low"]
+    assert [a.request_id for a in plan.admissions] == ["high"]
+    assert plan.counts == [1, 4]
+    bench.add("equal", 4, priority=1)
+    assert bench.step().preempted == [], "an equal does not push anyone out"
+
+
+def test_urgent_request_does_not_wait_behind_a_swapped_one() -> None:
+    bench = Bench(num_blocks=4, max_model_len=16, policy="priority", preemption="swap", num_host_blocks=8)
+    bench.add("a", 7, priority=3)
+    bench.add("b", 7, priority=3)
+    for _ in range(3):
+        bench.step()
+    assert bench.scheduler.num_swapped == 1
+    bench.add("urgent", 3, priority=0)
+    assert "urgent" in [a.request_id for a in bench.step().admissions]
+
+
+def test_fcfs_ignores_priorities() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add("first", 4, priority=9)
+    bench.add("second", 4, priority=0)
+    assert [a.request_id for a in bench.step().admissions] == ["first"]
+    assert bench.step().preempted == []
+
+
+def test_watermark_leaves_room_to_grow_but_never_starves_an_idle_engine() -> None:
+    bench = Bench(num_blocks=4, watermark=0.5, max_model_len=16)
+    bench.add("a", 8)
+    b = bench.add("b", 4)
+    bench.step()
+    assert b.status is RequestStatus.waiting, "one block is left, and two are to be kept"
+    bench = Bench(num_blocks=4, watermark=0.5, max_model_len=16)
+    whole = bench.add("whole", 15, max_tokens=1)
+    bench.step()
+    assert whole.finished
+
+
+def test_prefix_hit_starts_the_counter_ahead() -> None:
+    bench = Bench(prefix_caching=True)
+    bench.add("a", 10)
+    bench.step()
+    b = bench.add("b", [*range(8), 50, 51, 52])
+    plan = bench.step()
+    assert (plan.starts[1], plan.counts[1]) == (8, 3)
+    assert (plan.prefix_queried_tokens, plan.prefix_hit_tokens) == (11, 8)
+    assert b.num_cached_tokens == 8
+
+
+def test_preempted_request_that_finds_its_own_blocks_is_no_prefix_hit() -> None:
+    bench = Bench(num_blocks=4, max_model_len=16, prefix_caching=True)
+    bench.add("a", list(range(7)))
+    b = bench.add("b", list(range(100, 107)))
+    hits = 0
+    while not b.finished:
+        hits += bench.step().prefix_hit_tokens
+    assert b.num_preemptions == 1
+    assert hits == 0
+    assert b.num_cached_tokens == 0
+
+
+def test_siblings_wait_for_the_leaders_prompt_and_share_its_blocks() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    leader = bench.add("x#0", 10)
+    siblings = [bench.add(f"x#{i}", 10, fork_of=leader) for i in (1, 2)]
+    other = bench.add("other", 2)
+    plan = bench.step()
+    assert [a.request_id for a in plan.admissions] == ["x#0"]
+    plan = bench.step()
+    assert [a.request_id for a in plan.admissions] == ["x#0", "other"][1:], "they hold nobody up"
+    assert other.num_output_tokens == 1
+    bench.step()
+    assert all(s.block_table[:2] == leader.block_table[:2] for s in siblings)
+    assert all(s.block_table[2] != leader.block_table[2] for s in siblings)
+    assert all(s.num_cached_tokens == 8 for s in siblings)
+
+
+def test_siblings_of_an_aborted_leader_go_on_alone() -> None:
+    bench = Bench()
+    leader = bench.add("x#0", 10)
+    sibling = bench.add("x#1", 10, fork_of=leader)
+    bench.scheduler.abort("x#0")
+    assert bench.step().counts == [10]
+    assert sibling.num_output_tokens == 1
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "running", "swapped", "sibling", "planned"])
+def test_abort_in_every_state_gives_everything_back(state: str) -> None:
+    bench = Bench(num_blocks=6, max_model_len=24, preemption="swap", num_host_blocks=8, max_num_batched_tokens=8)
+    victim: Request | None = None
+    if state == "swapped":
+        a, b = bench.add("a", 7), bench.add("b", 15)
+        while not bench.scheduler.num_swapped:
+            bench.step()
+        victim = next(r for r in (a, b) if r.status is RequestStatus.swapped)
+    elif state == "sibling":
+        victim = bench.add("x#1", 4, fork_of=bench.add("x#0", 4))
+    else:
+        victim = bench.add("v", 4 if state in ("running", "planned") else 12)
+        plan = None if state == "waiting" else bench.plan()
+        if state == "planned":  # it goes while its step runs: the step's token for it is dropped
+            bench.scheduler.abort("v")
+            assert bench.book(plan) == []
+        elif plan is not None:
+            bench.book(plan)
+    if state not in ("planned", "sibling"):
+        assert victim.status.value == state
+    bench.scheduler.abort(victim.request_id)
+    bench.scheduler.check_integrity()
+    assert victim.finish_reason is FinishReason.abort
+    assert not victim.block_table
+    for request in list(bench.scheduler.requests()):
+        bench.scheduler.abort(request.request_id)
+    bench.scheduler.check_integrity()
+    usage = bench.scheduler.usage()
+    assert usage.used_blocks == usage.host_blocks_used == 0
+    assert not bench.plan().slots
+    assert bench.scheduler.abort("nobody") is None
+
+
+def test_request_ends_by_stop_token_length_and_not_before_min_tokens() -> None:
+    bench = Bench()
+    a = bench.add("a", 4, max_tokens=3)
+    bench.step()
+    bench.book(bench.plan(), {0: [999]})
+    assert (a.finish_reason, a.stop_reason, a.output_token_ids) == (FinishReason.stop, 999, [7, 999])
+    b = bench.add("b", 4, max_tokens=2)
+    bench.step()
+    bench.step()
+    assert (b.finish_reason, b.stop_reason, b.num_output_tokens) == (FinishReason.length, None, 2)
+    c = bench.add("c", 4)
+    c.min_total_tokens = 6
+    for expected in (False, False, True):
+        bench.book(bench.plan(), {0: [999]})
+        assert c.finished is expected
+
+
+def test_failed_step_ends_its_own_requests_only() -> None:
+    bench = Bench(max_num_seqs=1)
+    a, b = bench.add("a", 4), bench.add("b", 4)
+    plan = bench.plan()
+    assert bench.scheduler.fail(plan) == [a]
+    bench.scheduler.check_integrity()
+    assert a.finish_reason is FinishReason.abort
+    bench.step()
+    assert b.num_output_tokens == 1
+
+
+def test_plan_is_a_plain_record() -> None:
+    bench = Bench()
+    bench.add("a", 4)
+    plan = bench.plan()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.step = 3  # type: ignore[misc]
+    assert dataclasses.asdict(plan)["counts"] == [4]
+
+
+def test_scheduler_and_cache_bookkeeping_need_no_torch() -> None:
+    code = "import sys, mini_infer.runtime.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
