@@ -1,0 +1,117 @@
+"""One random token a row: temperature, top-k, top-p, min-p, then the inverse CDF at a uniform number.
+
+Two things make a row's token a function of (logits, parameters, seed, position) alone, whatever the batch around it,
+its slot, or a preemption in between. The uniform is a hash of (seed, position): there is no generator state to
+advance. And the distribution is summed in integers: float sums depend on their order, which a GPU scan chooses by
+the shape of the batch; integer sums do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """A parameter of the rows that use it."""
+
+    rows: Tensor | None  # [n] int64; None: all rows, which saves a copy of their logits
+    values: Tensor  # [n, 1]
+
+    def take(self, matrix: Tensor) -> Tensor:
+        return matrix if self.rows is None else matrix[self.rows]
+
+    def put(self, matrix: Tensor, part: Tensor) -> Tensor:
+        return part if self.rows is None else matrix.index_copy(0, self.rows, part)
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """R rows that are sampled. Rows of `top_k` and `top_p` count within these R."""
+
+    rows: Tensor | None  # [R] int64; None: all rows of the batch
+    uniforms: Tensor  # [R, 1] float64 in [0, 1)
+    temperature: Tensor  # [R, 1] float32
+    top_k: Column | None  # int64
+    max_top_k: int
+    top_p: Column | None  # float64: 1 - top_p, the mass that may go
+    min_p: Tensor | None  # [R, 1] float32
+
+
+def hash_seeds(seeds: Array) -> Array:
+    """Keys for `uniforms`, uint64: without this, neighbouring seeds would be neighbouring streams."""
+    return _splitmix64(seeds)
+
+
+def uniforms(keys: Array, positions: Array) -> Array:
+    """One float64 in [0, 1), a multiple of 2**-53, for each (key, position).
+
+    SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") read at any
+    position: its n-th output is a hash of key + n * the golden ratio.
+    """
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    return (_splitmix64(keys + positions.astype(np.uint64) * golden) >> np.uint64(11)) * 2.0**-53
+
+
+def _splitmix64(x: Array) -> Array:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def draw_tokens(scores: Tensor, draw: Draw) -> Tensor:
+    """Samples every row of scores [R, V] by its inverse CDF; a token that was cut has no width in it."""
+    scores = truncate(scores, draw)
+    cdf = _weights(scores).cumsum(dim=1)
+    total = cdf[:, -1:]
+    target = (draw.uniforms * total).long().clamp(max=total - 1)  # u * total may round up to total
+    return torch.searchsorted(cdf, target, right=True).squeeze(1)  # the first token with cdf > target
+
+
+def truncate(scores: Tensor, draw: Draw) -> Tensor:
+    """Scales [R, V] by temperature and sets what top-k, top-p and min-p cut to -inf, in the order and with the
+    rules of transformers' logits warpers. The most likely token always stays."""
+    limits = torch.finfo(scores.dtype)
+    scores = (scores / draw.temperature).nan_to_num_(nan=limits.max, posinf=limits.max, neginf=limits.min)
+    if draw.top_k is not None:
+        scores = draw.top_k.put(scores, _top_k(draw.top_k.take(scores), draw.top_k.values, draw.max_top_k))
+    if draw.top_p is not None:
+        scores = draw.top_p.put(scores, _top_p(draw.top_p.take(scores), draw.top_p.values))
+    if draw.min_p is not None:
+        scores = scores.masked_fill(_relative(scores) < draw.min_p, -torch.inf)
+    return scores
+
+
+def _top_k(scores: Tensor, k: Tensor, max_k: int) -> Tensor:
+    """Keeps the k highest, and all that tie with the k-th. Fan et al. 2018 (arXiv:1805.04833)."""
+    kth = scores.topk(max_k, dim=1).values.gather(1, k - 1)
+    return scores.masked_fill(scores < kth, -torch.inf)
+
+
+def _top_p(scores: Tensor, tail: Tensor) -> Tensor:
+    """Cuts the least likely tokens whose mass together is at most tail [R, 1] = 1 - top_p. Holtzman et al. 2019
+    (arXiv:1904.09751). Of equal tokens, those with the lower ids go first."""
+    ordered, token_ids = scores.sort(dim=1, stable=True)
+    mass = _weights(ordered).cumsum(dim=1)
+    cut = mass <= (tail * mass[:, -1:]).long()
+    cut[:, -1] = False
+    return scores.masked_fill(torch.empty_like(cut).scatter_(1, token_ids, cut), -torch.inf)
+
+
+def _relative(scores: Tensor) -> Tensor:
+    """Probabilities divided by the row's highest."""
+    return (scores - scores.amax(dim=1, keepdim=True)).exp_()
+
+
+def _weights(scores: Tensor) -> Tensor:
+    """Probabilities in fixed point: int64, the row's highest being 2**bits, and the row's sum below 2**62."""
+    bits = 62 - scores.shape[1].bit_length()
+    return _relative(scores).mul_(2.0**bits).long()

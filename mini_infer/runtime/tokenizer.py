@@ -1,0 +1,278 @@
+"""Text to token ids and back: a Hugging Face tokenizer, plain bytes for the dry model, or none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from mini_infer import assets
+from mini_infer.core.config import LoadFormat, ModelConfig
+from mini_infer.core.errors import ModelError, RequestError
+
+VOCABULARY_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+MESSAGE_KEYS = ("role", "content", "name")
+
+
+class Tokenizer(Protocol):
+    """What the engine asks of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id with a text. A model may have more rows than that: they are padding."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out of a text."""
+
+    @property
+    def token_bytes(self) -> Sequence[bytes] | None:
+        """The bytes of each id, where a text is nothing but its tokens' bytes read as UTF-8; None where it is not."""
+
+    @property
+    def byte_fallback_ids(self) -> frozenset[int]:
+        """SentencePiece's <0x00> to <0xFF>. A run of them is one piece of text: its last byte can change its first."""
+
+    def encode(self, text: str) -> list[int]:
+        """With the special tokens that the tokenizer adds by itself, such as a beginning-of-sequence token.
+
+        Raises:
+            RequestError: not valid Unicode, or there is no tokenizer.
+        """
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Bytes that are no valid UTF-8 become U+FFFD; ids without a text are left out."""
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Encodes a conversation, of {"role": str, "content": str} each, up to where the model's answer begins.
+
+        Raises:
+            RequestError: a message of another shape, one that the template refuses, or there is no template.
+        """
+
+
+def load_tokenizer(config: ModelConfig) -> Tokenizer:
+    """The tokenizer of `config.tokenizer`, or else of the model itself.
+
+    A model that has none is served by token ids alone (NoTokenizer).
+
+    Raises:
+        ModelError: it cannot be read, or the one that was asked for does not exist.
+    """
+    if config.load_format is LoadFormat.dry:
+        return ByteTokenizer(config.dry.vocab_size)
+    if config.tokenizer is None and config.hf_config is not None:
+        return NoTokenizer("model.hf_config gives a model's shape and no tokenizer")
+    name = config.tokenizer or config.path
+    hf = _load_hf(name)
+    if hf is not None:
+        return HFTokenizer(hf)
+    missing = f"{name!r} holds no tokenizer (none of {', '.join(VOCABULARY_FILES)} with a vocabulary)"
+    if config.tokenizer is not None:
+        raise ModelError(f"{missing}: set model.tokenizer to a folder or a hub name that does")
+    return NoTokenizer(missing)
+
+
+def _load_hf(name: str) -> Any | None:
+    """The Hugging Face tokenizer of a folder, a hub name or a shipped model; None where there is no vocabulary."""
+    shipped = assets.shipped_path(name)
+    source = shipped or Path(name)
+    if source.is_dir() and not any(any(source.glob(pattern)) for pattern in VOCABULARY_FILES):
+        return None
+    # Takes a second to import, which the dry model need not wait for.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    try:
+        settings = get_tokenizer_config(shipped or name)
+        # AutoTokenizer would replace normalizer and pre-tokenizer of a tokenizer.json by those of the model's
+        # architecture, even where the folder asks for a tokenizer just as it is written there.
+        as_written = settings.get("tokenizer_class") in GENERIC_CLASSES and "auto_map" not in settings
+        hf = (PreTrainedTokenizerFast if as_written else AutoTokenizer).from_pretrained(shipped or name)
+    except Exception as error:  # the Rust side raises bare Exceptions
+        raise ModelError(
+            f"the tokenizer of {name!r} cannot be loaded: {error}. model.tokenizer takes a folder, a hub name or a "
+            "shipped model (tiny-target, tiny-draft)"
+        ) from error
+    # Without a vocabulary file, transformers invents a tokenizer that knows its special tokens and nothing else.
+    return hf if len(hf) > len(hf.added_tokens_decoder) else None
+
+
+class HFTokenizer:
+    """A tokenizer of the transformers library."""
+
+    def __init__(self, hf: Any) -> None:
+        self._hf = hf
+        self.vocab_size = len(hf)
+        self.eos_token_ids: tuple[int, ...] = () if hf.eos_token_id is None else (hf.eos_token_id,)
+        self.special_ids = frozenset(i for i, token in hf.added_tokens_decoder.items() if token.special)
+
+    def encode(self, text: str) -> list[int]:
+        return self._hf.encode(checked_text(text), verbose=False)  # the engine checks the length itself
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if skip_special_tokens:
+            token_ids = [i for i in token_ids if i not in self.special_ids]
+        # Cleaning up spaces would change characters that a stream has already sent.
+        return self._hf.decode(list(token_ids), clean_up_tokenization_spaces=False)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        checked = checked_messages(messages)
+        if not self._hf.chat_template:
+            raise RequestError(
+                "this model's tokenizer has no chat template: send a text prompt, or set model.tokenizer to another",
+                "messages",
+            )
+        from jinja2 import TemplateError
+
+        try:
+            # Tokens that begin a sequence are in the template; the tokenizer does not add them once more.
+            return self._hf.apply_chat_template(
+                checked, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+
+    @cached_property
+    def token_bytes(self) -> Sequence[bytes] | None:
+        from tokenizers.decoders import ByteLevel
+
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if not isinstance(getattr(backend, "decoder", None), ByteLevel):
+            return None
+        return [_byte_level(token) for token in self._hf.convert_ids_to_tokens(list(range(self.vocab_size)))]
+
+    @cached_property
+    def byte_fallback_ids(self) -> frozenset[int]:
+        vocab = self._hf.get_vocab()
+        return frozenset(vocab[token] for token in map("<0x{:02X}>".format, range(256)) if token in vocab)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the rest for U+0100 and up, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + i): byte for i, byte in enumerate(others)}}
+
+
+_BYTE_OF = _byte_level_alphabet()
+
+
+def _byte_level(token: str | None) -> bytes:
+    """The bytes of a token as it stands in a ByteLevel vocabulary; one with a foreign character means itself."""
+    try:
+        return bytes([_BYTE_OF[char] for char in token or ""])
+    except KeyError:
+        return (token or "").encode()
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, then five special tokens. Needs no file.
+
+    Ids beyond those, up to `vocab_size`, decode to a printable ASCII character and are never encoded: the dry
+    model's made-up tokens read as text.
+    """
+
+    SPECIAL_TOKENS = ("<eos>", "<bos>", "<im_start>", "<im_end>", "<pad>")
+    EOS, BOS, IM_START, IM_END, PAD = range(256, 261)
+
+    def __init__(self, vocab_size: int = 261) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = (self.EOS,)
+        self.special_ids = frozenset(range(256, 261))
+        self.byte_fallback_ids: frozenset[int] = frozenset()
+        self.token_bytes: Sequence[bytes] = [
+            *(bytes([i]) for i in range(256)),
+            *(token.encode() for token in self.SPECIAL_TOKENS),
+            *(bytes([i % 95 + 32]) for i in range(261, vocab_size)),
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        return list(checked_text(text).encode())
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        skipped = self.special_ids if skip_special_tokens else ()
+        known = [self.token_bytes[i] for i in token_ids if i < self.vocab_size and i not in skipped]
+        return b"".join(known).decode(errors="replace")
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        token_ids = []
+        for message in checked_messages(messages):
+            text = f"{message['role']}\n{message['content']}"
+            token_ids += [self.IM_START, *text.encode(), self.IM_END, *b"\n"]
+        return [*token_ids, self.IM_START, *b"assistant\n"] if add_generation_prompt else token_ids
+
+
+class NoTokenizer:
+    """Stands in for a tokenizer that does not exist: prompts are token ids, and outputs have no text."""
+
+    vocab_size = 0
+    eos_token_ids: tuple[int, ...] = ()
+    special_ids: frozenset[int] = frozenset()
+    token_bytes: Sequence[bytes] = ()
+    byte_fallback_ids: frozenset[int] = frozenset()
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def encode(self, text: str) -> list[int]:
+        raise self._error("prompt")
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        raise self._error("messages")
+
+    def _error(self, param: str) -> RequestError:
+        return RequestError(
+            f"text needs a tokenizer: {self._reason}. Send token ids, or set model.tokenizer to a folder or a hub name",
+            param,
+        )
+
+
+def checked_text(text: str, param: str = "prompt") -> str:
+    """Raises RequestError where the text is none, or holds half a surrogate pair, which UTF-8 cannot say."""
+    if not isinstance(text, str):
+        raise RequestError(f"a text must be a string, got {type(text).__name__}", param)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise RequestError(
+            f"character {error.start} of the text is U+{code:04X}, half a surrogate pair: send whole characters", param
+        ) from None
+    return text
+
+
+def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Raises RequestError where they are no conversation of {"role": str, "content": str} messages."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError("messages must be a list of at least one {'role': ..., 'content': ...}", "messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"message {index} must be a mapping, got {type(message).__name__}", "messages")
+        unknown = [key for key in message if key not in MESSAGE_KEYS]
+        if unknown:
+            raise RequestError(
+                f"message {index} has {unknown[0]!r}: only {', '.join(MESSAGE_KEYS)} are understood", "messages"
+            )
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise RequestError(f"message {index} needs {key!r} as a string, got {message.get(key)!r}", "messages")
+        for value in message.values():
+            checked_text(value, "messages")
+    return [dict(message) for message in messages]
