@@ -11,7 +11,7 @@ import difflib
 import typing
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.errors import ConfigError
 
@@ -176,6 +176,17 @@ class EngineConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     seed: int = 0  # of requests that bring none
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            model: ModelConfig | str = ...,
+            cache: CacheConfig = ...,
+            scheduler: SchedulerConfig = ...,
+            attention: AttentionConfig = ...,
+            seed: int = ...,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         if isinstance(self.model, str):
             object.__setattr__(self, "model", ModelConfig(path=self.model))
@@ -269,4 +280,4 @@ def _at_least(config: Any, name: str, minimum: float) -> None:
 def replace(config: EngineConfig, **sections: dict[str, Any]) -> EngineConfig:
     """A copy with some settings changed: `replace(config, cache={"prefix_caching": False})`."""
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    return dataclasses.replace(config, **changed)  # type: ignore[arg-type]
+    return dataclasses.replace(config, **changed)

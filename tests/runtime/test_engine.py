@@ -222,7 +222,9 @@ def test_bad_prompt_is_refused_and_costs_nobody_anything(engine: LLMEngine, prom
 def test_prompt_over_the_caches_limit_says_so() -> None:
     engine = dry(cache={"num_blocks": 2, "block_size": 16})
     assert engine.max_model_len == 32
-    with pytest.raises(RequestError, match=r"at most 31 .*KV pool holds 32 tokens \(2 blocks of 16\): raise cache.num_"):
+    with pytest.raises(
+        RequestError, match=r"at most 31 .*KV pool holds 32 tokens \(2 blocks of 16\): raise cache.num_"
+    ):
         engine.generate([40] * 40)
     assert len(engine.generate([40] * 31, GREEDY)[0].outputs[0].token_ids) == 1
 
@@ -269,7 +271,10 @@ def test_request_id_in_use(engine: LLMEngine) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"cache": {"num_blocks": 3}, "model": {"max_model_len": 64}}, "KV pool holds 48 tokens.*too few for one request"),
+        (
+            {"cache": {"num_blocks": 3}, "model": {"max_model_len": 64}},
+            "KV pool holds 48 tokens.*too few for one request",
+        ),
         ({"model": {"max_model_len": 65}}, "beyond the model's own limit of 64"),
         ({"cache": {"layout": "contiguous"}}, "Set cache.prefix_caching=false"),
         ({"scheduler": {"max_num_seqs": 9, "max_num_batched_tokens": 8}}, "max_num_batched_tokens=8 is less than"),

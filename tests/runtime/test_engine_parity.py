@@ -86,7 +86,9 @@ def expected(checkpoint: tuple[Path, Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_greedy_tokens_equal_transformers(checkpoint: tuple[Path, Any], expected: list[list[int]], machine: str) -> None:
+def test_greedy_tokens_equal_transformers(
+    checkpoint: tuple[Path, Any], expected: list[list[int]], machine: str
+) -> None:
     folder, _ = checkpoint
     engine = LLMEngine(EngineConfig.from_dict({"model": {"path": str(folder), "device": "cpu"}, **MACHINES[machine]}))
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)

@@ -1,0 +1,140 @@
+"""What attention knows about a step: AttentionBatch (the rows) and AttentionContext (the rows, bound to a cache)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mini_infer.attention.backend import AttentionBackend, PagedKV
+
+
+class StepRows(Protocol):
+    """What a step's input says of its rows, on the host: row i computes tokens [starts[i], starts[i] + counts[i])."""
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[R] integers"""
+
+    @property
+    def counts(self) -> np.ndarray:
+        """[R] integers"""
+
+    @property
+    def num_decode_rows(self) -> int: ...
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[T] integers"""
+
+    @property
+    def slot_mapping(self) -> np.ndarray:
+        """[T] integers"""
+
+    @property
+    def block_tables(self) -> np.ndarray:
+        """[R, W] integers"""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBatch:
+    """The rows of one step, complete when constructed: R rows, T tokens.
+
+        tokens        | a | b | c | d d d d d | e e e |      rows [0, num_decode_rows) come first
+        query_starts  0   1   2   3           8       11
+        seq_lens        90  17  41  5           512          cached tokens and this step's together
+
+    Tensors live on the model's device; the host copies serve backends that need shapes or loop over rows.
+    Columns of block_tables beyond a row's own blocks may hold any block of the store.
+    """
+
+    positions: Tensor  # [T] int64, each token's place in its sequence
+    slot_mapping: Tensor  # [T] int64, where its K and V are stored
+    block_tables: Tensor  # [R, W] int32
+    query_starts: Tensor  # [R + 1] int32
+    seq_lens: Tensor  # [R] int32
+    num_decode_rows: int
+    decode_query_len: int  # tokens of each decode row: 1, or 1 + k where k drafts are verified
+    max_decode_seq_len: int  # 0 where there are no such rows
+    max_prefill_query_len: int
+    max_prefill_seq_len: int
+    host_query_starts: np.ndarray  # [R + 1]
+    host_seq_lens: np.ndarray  # [R]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.host_seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.slot_mapping.shape[0]
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_decode_rows * self.decode_query_len
+
+    @classmethod
+    def build(cls, step: StepRows, device: torch.device) -> AttentionBatch:
+        """Raises ValueError where decode rows differ in their number of tokens."""
+        n = step.num_decode_rows
+        decode_counts, prefill_counts = step.counts[:n], step.counts[n:]
+        if n and (decode_counts != decode_counts[0]).any():
+            raise ValueError(f"decode rows must have the same number of tokens, got {decode_counts.tolist()}")
+        query_starts = np.concatenate(([0], np.cumsum(step.counts)))
+        seq_lens = step.starts + step.counts
+
+        def put(array: np.ndarray, dtype: type) -> Tensor:
+            return torch.from_numpy(array.astype(dtype, copy=False)).to(device, non_blocking=True)
+
+        return cls(
+            positions=put(step.positions, np.int64),
+            slot_mapping=put(step.slot_mapping, np.int64),
+            block_tables=put(step.block_tables, np.int32),
+            query_starts=put(query_starts, np.int32),
+            seq_lens=put(seq_lens, np.int32),
+            num_decode_rows=n,
+            decode_query_len=int(decode_counts[0]) if n else 1,
+            max_decode_seq_len=int(seq_lens[:n].max(initial=0)),
+            max_prefill_query_len=int(prefill_counts.max(initial=0)),
+            max_prefill_seq_len=int(seq_lens[n:].max(initial=0)),
+            host_query_starts=query_starts,
+            host_seq_lens=seq_lens,
+        )
+
+
+class AttentionContext:
+    """The argument through which a model's attention layers reach the KV cache in one step.
+
+    windows[layer] is the layer's sliding window, or None for full attention. scale multiplies q.k.
+    """
+
+    def __init__(
+        self,
+        batch: AttentionBatch,
+        kv_store: PagedKV,
+        prefill_backend: AttentionBackend,
+        decode_backend: AttentionBackend,
+        windows: Sequence[int | None],
+        scale: float,
+    ) -> None:
+        self.batch = batch
+        self._kv_store = kv_store
+        # A backend derives here, once a step, what all layers share.
+        self._decode = decode_backend.decode(batch, kv_store, windows, scale) if batch.num_decode_rows else None
+        has_prefill = batch.num_decode_rows < batch.num_rows
+        self._prefill = prefill_backend.prefill(batch, kv_store, windows, scale) if has_prefill else None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores k and v [T, num_kv_heads, head_dim] and attends with q [T, num_heads, head_dim]; returns q's shape."""
+        self._kv_store.write(layer, k, v, self.batch.slot_mapping)
+        if self._decode is None:
+            assert self._prefill is not None, "a batch has rows"
+            return self._prefill(layer, q, k, v)
+        if self._prefill is None:
+            return self._decode(layer, q)
+        n = self.batch.num_decode_tokens
+        return torch.cat((self._decode(layer, q[:n]), self._prefill(layer, q[n:], k[n:], v[n:])))

@@ -1,0 +1,218 @@
+"""Attention through torch.nn.functional.scaled_dot_product_attention over gathered blocks: the reference backend.
+
+It runs wherever torch does and defines what the kernels must compute. Grouped queries never repeat K or V in
+memory: decode folds the group into the query axis, prefill expands the heads with stride 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mini_infer.attention.backend import AttentionBackend, Capabilities, PagedKV
+from mini_infer.attention.context import AttentionBatch
+
+
+class SdpaBackend(AttentionBackend):
+    capabilities = Capabilities(
+        prefill=True,
+        decode=True,
+        head_sizes=None,
+        block_sizes=None,
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        devices=frozenset({"cpu", "cuda"}),
+        sliding_window=True,
+        graph_safe=False,
+    )
+
+    def __init__(self) -> None:
+        self._scratch = _Scratch()
+
+    def decode(self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float) -> _Decode:
+        return _Decode(batch, kv_store, windows, scale, self._scratch)
+
+    def prefill(
+        self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
+    ) -> _Prefill:
+        return _Prefill(batch, kv_store, windows, scale, self._scratch)
+
+
+class _Scratch:
+    """The memory that blocks are gathered into, kept over layers and steps: malloc hands buffers of this size back to
+    the system, and touching fresh pages costs a CPU ten times the copy (1.1 ms against 0.05 ms at batch 8 x 256)."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def take(self, rows: int, like: Tensor) -> Tensor:
+        """[rows, like.shape[1]] of like's dtype and device. Every call gives the same memory."""
+        numel = rows * like.shape[1]
+        if self._buffer is None or self._buffer.numel() < numel:
+            size = numel if self._buffer is None else max(numel, self._buffer.numel() * 5 // 4)
+            self._buffer = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self._buffer[:numel].view(rows, like.shape[1])
+
+
+class _Gather:
+    """The blocks of some rows [R, W] of block tables, as K and V of shape [R, W * block_size, num_kv_heads, head_dim].
+
+    Keys and values come in one index_select: they are rows b and num_blocks + b of the same matrix.
+    """
+
+    def __init__(self, kv_store: PagedKV, block_tables: Tensor, scratch: _Scratch) -> None:
+        self._kv_store = kv_store
+        blocks = block_tables.flatten()
+        self._index = torch.cat((blocks, blocks + kv_store.num_blocks))
+        self._out = scratch.take(len(self._index), kv_store.blocks(0))
+        rows = block_tables.shape[0]
+        self.k, self.v = self._out.view(2, rows, -1, kv_store.num_kv_heads, kv_store.head_dim)
+
+    def __call__(self, layer: int) -> None:
+        """Fills k and v."""
+        torch.index_select(self._kv_store.blocks(layer), 0, self._index, out=self._out)
+
+
+class _Decode:
+    """All decode rows in one call, padded to the longest.
+
+    q [R * n, num_heads, head_dim] is seen as [R, num_kv_heads, n * group, head_dim], so each KV head serves its group
+    of query heads as if they were further query tokens.
+    """
+
+    def __init__(
+        self,
+        batch: AttentionBatch,
+        kv_store: PagedKV,
+        windows: Sequence[int | None],
+        scale: float,
+        scratch: _Scratch,
+    ) -> None:
+        rows, n, length = batch.num_decode_rows, batch.decode_query_len, batch.max_decode_seq_len
+        self._rows, self._n, self._kv_heads = rows, n, kv_store.num_kv_heads
+        self._scale = scale
+        width = math.ceil(length / kv_store.block_size)
+        self._gather = _Gather(kv_store, batch.block_tables[:rows, :width], scratch)
+        self._k = self._gather.k[:, :length].transpose(1, 2)
+        self._v = self._gather.v[:, :length].transpose(1, 2)
+        self._windows = _effective(windows, length)
+        same_length = bool((batch.host_seq_lens[:rows] == length).all())
+        queries = batch.positions[: rows * n].view(rows, n)
+        keys = torch.arange(length, device=queries.device)
+        self._masks: dict[int | None, Tensor | None] = {}  # [R, 1, n, length]
+        for window in set(self._windows):
+            needed = window is not None or n > 1 or not same_length
+            self._masks[window] = _mask(queries, keys, window, kv_store.dtype)[:, None] if needed else None
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        self._gather(layer)
+        mask = self._masks[self._windows[layer]]
+        shape, n = q.shape, self._n
+        group = shape[1] // self._kv_heads
+        if n == 1:
+            q = q.view(self._rows, self._kv_heads, group, -1)
+        else:
+            q = q.view(self._rows, n, self._kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
+            mask = None if mask is None else mask.repeat_interleave(group, dim=2)
+        out = F.scaled_dot_product_attention(q, self._k, self._v, attn_mask=mask, scale=self._scale)
+        if n > 1:
+            out = out.unflatten(2, (n, group)).transpose(1, 2)
+        return out.reshape(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """One prompt, or a chunk of one. Tokens [begin, end) of the step's prefill tokens."""
+
+    begin: int
+    end: int
+    length: int  # of the sequence up to `end`
+    gather: _Gather | None  # None: it starts at 0, so the step's own k and v are all it attends to
+    views: dict[int | None, _View]  # of each window
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """The keys [first, length) that a row's queries may see, and which query sees which."""
+
+    first: int
+    is_causal: bool  # query i sees keys [0, i]; no mask
+    mask: Tensor | None  # [end - begin, length - first]
+
+
+class _Prefill:
+    """Row by row. q [n, num_heads, head_dim] is seen as [num_kv_heads, group, n, head_dim], with K and V expanded
+    over the group at stride 0."""
+
+    def __init__(
+        self,
+        batch: AttentionBatch,
+        kv_store: PagedKV,
+        windows: Sequence[int | None],
+        scale: float,
+        scratch: _Scratch,
+    ) -> None:
+        self._scale = scale
+        self._windows = _effective(windows, batch.max_prefill_seq_len)
+        distinct = set(self._windows)
+        self._rows = []
+        for row in range(batch.num_decode_rows, batch.num_rows):
+            begin, end = (int(x) - batch.num_decode_tokens for x in batch.host_query_starts[row : row + 2])
+            length = int(batch.host_seq_lens[row])
+            start = length - (end - begin)
+            width = math.ceil(length / kv_store.block_size)
+            table = batch.block_tables[row : row + 1, :width]
+            gather = _Gather(kv_store, table, scratch) if start else None
+            views = {window: _view(start, length, window, kv_store.dtype, table.device) for window in distinct}
+            self._rows.append(_Row(begin, end, length, gather, views))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outs = []
+        for row in self._rows:
+            if row.gather is None:
+                keys, values = k[row.begin : row.end], v[row.begin : row.end]
+            else:
+                row.gather(layer)
+                keys, values = row.gather.k[0, : row.length], row.gather.v[0, : row.length]
+            view = row.views[self._windows[layer]]
+            outs.append(self._attend(q[row.begin : row.end], keys, values, view))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, view: _View) -> Tensor:
+        group = q.shape[1] // keys.shape[1]
+        q = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+        k = keys[view.first :].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+        v = values[view.first :].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=view.mask, is_causal=view.is_causal, scale=self._scale)
+        return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _effective(windows: Sequence[int | None], length: int) -> list[int | None]:
+    """A window that covers every sequence of the step is none."""
+    return [None if window is None or window >= length else window for window in windows]
+
+
+def _view(start: int, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> _View:
+    if window is None or window >= length:
+        if start == 0:
+            return _View(0, is_causal=True, mask=None)
+        window = None
+    first = 0 if window is None else max(0, start - window + 1)
+    queries = torch.arange(start, length, device=device)
+    keys = torch.arange(first, length, device=device)
+    return _View(first, is_causal=False, mask=_mask(queries, keys, window, dtype))
+
+
+def _mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where the query at position p sees the key, positions (p - window, p], and -inf elsewhere.
+
+    queries [..., n], keys [L] -> [..., n, L]. Additive, because a boolean mask is converted in every layer.
+    """
+    hidden = keys > queries[..., None]
+    if window is not None:
+        hidden |= keys <= queries[..., None] - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)

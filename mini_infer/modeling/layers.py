@@ -1,0 +1,55 @@
+"""The layers that decoders are built of. Parameters are created empty: the loader fills them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """Zhang & Sennrich 2019 (arXiv:1910.07467), over the last dimension; computed in float32."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self._shape = (size,)
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self._shape, self.weight, self._eps)
+
+
+class Linear(nn.Module):
+    """x [T, in_size] -> [T, sum of parts].
+
+    `parts` names the checkpoint's projections that lie side by side in this one, with their output sizes: one matmul
+    for q, k and v, one for gate and up.
+    """
+
+    def __init__(
+        self, in_size: int, parts: dict[str, int], bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        out_size = sum(parts.values())
+        self.parts = parts
+        self.weight = empty_parameter(out_size, in_size, dtype=dtype, device=device)
+        if device.type == "cpu":
+            # Input-major memory: MKL reads it 1.8 times as fast at batch 1, 1.3 times at 8, and no slower at 512.
+            self.weight.data = self.weight.data.view(in_size, out_size).t()
+        self.bias = empty_parameter(out_size, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Checkpoint name ("q_proj.weight") -> the part of a parameter that it fills."""
+        sizes = list(self.parts.values())
+        tensors = {f"{name}.weight": part for name, part in zip(self.parts, self.weight.split(sizes), strict=True)}
+        if self.bias is not None:
+            tensors |= {f"{name}.bias": part for name, part in zip(self.parts, self.bias.split(sizes), strict=True)}
+        return tensors

@@ -1,0 +1,131 @@
+"""ModelSpec: all that the decoder knows about a model, read from its config.json."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mini_infer.core.errors import ModelError
+from mini_infer.modeling.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool  # RMSNorm over each head's q and k
+    sliding_windows: tuple[int | None, ...]  # of each layer; None is full attention
+    tie_word_embeddings: bool
+    max_model_len: int  # tokens of prompt + output
+    dtype: torch.dtype  # of the checkpoint
+    eos_token_ids: tuple[int, ...]
+
+
+def common_fields(config: Any, source: str) -> dict[str, Any]:
+    """The fields that all supported architectures read alike from a transformers config.
+
+    `source` names the config in errors. Raises ModelError for what the decoder does not do.
+    """
+    if config.hidden_act != "silu":
+        raise ModelError(f"{source}: hidden_act is {config.hidden_act!r}; only 'silu' is supported")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{source}: quantized checkpoints are not supported; use the original weights")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise ModelError(f"{source}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if head_dim % 2:
+        raise ModelError(f"{source}: head_dim={head_dim} is odd, which rotary embedding cannot be")
+    eos = config.eos_token_id
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope": rope_spec(config, source),
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_model_len": config.max_position_embeddings,
+        "dtype": config.dtype or torch.float32,
+        "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+    }
+
+
+def layer_windows(config: Any, source: str) -> tuple[int | None, ...]:
+    """Each layer's window, by the config's layer_types."""
+    known = {"full_attention": None, "sliding_attention": config.sliding_window}
+    for kind in config.layer_types:
+        if kind not in known:
+            raise ModelError(f"{source}: layer type {kind!r} is not supported; only {', '.join(known)} are")
+    return tuple(known[kind] for kind in config.layer_types)
+
+
+def rope_spec(config: Any, source: str) -> RopeSpec:
+    values = config.rope_parameters
+    if "rope_type" not in values:
+        raise ModelError(f"{source}: rope_parameters that differ between layers are not supported")
+    if values.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(f"{source}: partial_rotary_factor other than 1 is not supported")
+    theta = float(values["rope_theta"])
+    kind = values["rope_type"]
+    if kind == "default":
+        return RopeSpec(theta)
+    if kind == "linear":
+        return RopeSpec(theta, LinearScaling(values["factor"]))
+    if kind == "llama3":
+        return RopeSpec(
+            theta,
+            Llama3Scaling(
+                factor=values["factor"],
+                low_freq_factor=values["low_freq_factor"],
+                high_freq_factor=values["high_freq_factor"],
+                original_max_len=values["original_max_position_embeddings"],
+            ),
+        )
+    if kind == "yarn":
+        return RopeSpec(theta, _yarn(values, config.max_position_embeddings))
+    raise ModelError(
+        f"{source}: rope type {kind!r} is not supported; supported are default, linear, llama3, yarn. "
+        "(dynamic and longrope change the keys already cached as a sequence grows)"
+    )
+
+
+def _yarn(values: dict[str, Any], max_position: int) -> YarnScaling:
+    original = values["original_max_position_embeddings"]
+    factor = values["factor"] or max_position / original
+    mscale, mscale_all_dim = values.get("mscale"), values.get("mscale_all_dim")
+    attention_factor = values.get("attention_factor")
+    if attention_factor is None:
+        if mscale and mscale_all_dim:
+            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
+        else:
+            attention_factor = _yarn_mscale(factor, 1.0)
+    return YarnScaling(
+        factor=factor,
+        original_max_len=original,
+        beta_fast=values.get("beta_fast") or 32,
+        beta_slow=values.get("beta_slow") or 1,
+        truncate=values.get("truncate", True),
+        attention_factor=attention_factor,
+    )
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
