@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Union
+from typing import Any
 
 from mini_infer.core.errors import RequestError
 from mini_infer.runtime.tokenizer import Tokenizer
 
 ChatMessage = Mapping[str, Any]  # {"role": ..., "content": ...}
-Prompt = Union[str, Sequence[int], Sequence[ChatMessage]]
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
 def is_single_prompt(prompts: object) -> bool:
