@@ -1,0 +1,1 @@
+"""What every experiment shares: workloads, clocks, statistics, gates, the result store, plots, reports, peers."""

@@ -1,0 +1,127 @@
+"""Claims and their verdicts: a claim is judged by the interval of what was measured, never by the median alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from experiments.lab import stats
+from experiments.lab.gate import Gate
+from experiments.lab.points import Point, find_point
+from experiments.lab.rows import Row, Table
+from experiments.lab.spec import ClaimSpec
+from mini_infer.core.errors import ConfigError
+
+
+class Bound(str, Enum):
+    at_least = "at_least"
+    at_most = "at_most"
+    ratio_at_least = "ratio_at_least"
+    ratio_at_most = "ratio_at_most"
+
+    @property
+    def is_ratio(self) -> bool:
+        return self in (Bound.ratio_at_least, Bound.ratio_at_most)
+
+    @property
+    def is_floor(self) -> bool:
+        return self in (Bound.at_least, Bound.ratio_at_least)
+
+
+class Verdict(str, Enum):
+    supported = "supported"
+    refuted = "refuted"
+    inconclusive = "inconclusive"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`metric` of `variant` at `point` against a bound: an absolute one, or one on the ratio to a reference."""
+
+    metric: str
+    variant: str
+    point: str
+    bound: Bound
+    value: float
+    reference_variant: str | None = None  # both set for a ratio, else None
+    reference_point: str | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    claim: Claim
+    verdict: Verdict
+    estimate: stats.Estimate | None
+    reason: str  # why it is inconclusive; empty otherwise
+
+
+def resolve(
+    spec: ClaimSpec,
+    where: str,
+    *,
+    variants: Sequence[str],
+    baseline: str | None,
+    metrics: Sequence[str],
+    points: Sequence[Point],
+) -> Claim:
+    """Checks a claim of a YAML against what will be measured; `where` names it in errors."""
+    bounds = {b: getattr(spec, b.value) for b in Bound if getattr(spec, b.value) is not None}
+    if len(bounds) != 1:
+        raise ConfigError(f"{where} needs exactly one of {', '.join(b.value for b in Bound)}; it has {len(bounds)}")
+    (bound, value), *_ = bounds.items()
+    if spec.metric not in metrics:
+        raise ConfigError(
+            f"{where} is about the metric {spec.metric!r}, which is not measured. Measured: {', '.join(metrics)}"
+        )
+    if spec.variant not in variants:
+        raise ConfigError(f"{where} is about the variant {spec.variant!r}. Variants: {', '.join(variants)}")
+    point = find_point(points, spec.at, f"{where}.at")
+    if not bound.is_ratio:
+        return Claim(spec.metric, spec.variant, point.name, bound, float(value), source=spec.source)
+    if spec.against:
+        reference = (spec.variant, find_point(points, spec.against, f"{where}.against").name)
+    elif baseline is not None and baseline != spec.variant:
+        reference = (baseline, point.name)
+    else:
+        raise ConfigError(f"{where}: a ratio needs a baseline variant, or `against: {{key: value}}` for another point")
+    return Claim(spec.metric, spec.variant, point.name, bound, float(value), *reference, source=spec.source)
+
+
+def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate]) -> Judgement:
+    table = Table(rows)
+    values = table.values(claim.variant, claim.point, claim.metric)
+    failed = [g for g in gates if not g.passed and (g.variant, g.point) == (claim.variant, claim.point)]
+    if failed:
+        return _inconclusive(claim, None, "its tokens differ from the baseline's, so its speed does not count")
+    if claim.bound.is_ratio:
+        assert claim.reference_variant is not None
+        assert claim.reference_point is not None
+        reference = table.values(claim.reference_variant, claim.reference_point, claim.metric)
+        found = ratio(values, reference)
+    else:
+        found = stats.estimate(list(values.values())) if values else None
+    if found is None:
+        return _inconclusive(claim, None, "no valid measurement")
+    if found.low is None or found.high is None:
+        return _inconclusive(claim, found, "one repeat has no interval")
+    if claim.bound.is_floor:
+        supported, refuted = found.low >= claim.value, found.high < claim.value
+    else:
+        supported, refuted = found.high <= claim.value, found.low > claim.value
+    if not supported and not refuted:
+        return _inconclusive(claim, found, "the interval holds the bound")
+    return Judgement(claim, Verdict.supported if supported else Verdict.refuted, found, "")
+
+
+def ratio(values: Mapping[int, float], reference: Mapping[int, float]) -> stats.Estimate | None:
+    """Paired by repeat, over the repeats that both have."""
+    repeats = [r for r in values if reference.get(r, 0) > 0]
+    if not repeats:
+        return None
+    return stats.paired_ratio([values[r] for r in repeats], [reference[r] for r in repeats])
+
+
+def _inconclusive(claim: Claim, found: stats.Estimate | None, reason: str) -> Judgement:
+    return Judgement(claim, Verdict.inconclusive, found, reason)

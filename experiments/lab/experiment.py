@@ -1,0 +1,45 @@
+"""What an experiment is to the program that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from omegaconf import DictConfig
+
+from experiments.lab.claims import Claim
+from experiments.lab.gate import Gate
+from experiments.lab.metrics import Metric
+from experiments.lab.points import Point
+from experiments.lab.progress import Steps
+from experiments.lab.rows import Row
+from experiments.lab.spec import ExperimentSpec
+from experiments.lab.store import Sample
+from mini_infer.core.config import Device
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What measuring gave."""
+
+    rows: Sequence[Row]
+    gates: Sequence[Gate] = ()
+    samples: Sequence[Sample] = ()
+
+
+class Experiment(Protocol):
+    """Built from a config it has checked to the last key, so that `measure` cannot fail on a setting."""
+
+    spec: ExperimentSpec
+    device: Device  # on which it measures
+    baseline: str | None
+    variants: Mapping[str, str]  # name -> label
+    points: Sequence[Point]
+    metrics: Mapping[str, Metric]
+    claims: Sequence[Claim]
+
+    @classmethod
+    def from_config(cls, config: DictConfig) -> Experiment: ...
+
+    def measure(self, steps: Steps) -> Findings: ...

@@ -1,0 +1,90 @@
+"""Errors of Hydra and OmegaConf in our own words: which key, what is allowed, the closest match. One screen."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from mini_infer.core.errors import MiniInferError
+
+
+def explain(error: BaseException, groups: Sequence[str] = ()) -> str | None:
+    """The message for a person, or None where the error is no mistake in the input. `groups` are the config groups
+    that may stand on a command line beside the keys."""
+    if isinstance(error, MiniInferError):
+        return str(error)
+    if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return f"unknown option {group}={name}{suggest(name, error.options)}"
+    if isinstance(error, OverrideParseException):
+        reason = str(error).splitlines()[0]
+        return f"cannot read {error.override!r} ({reason}): settings are typed as key=value"
+    cause = _omegaconf_cause(error)
+    if cause is not None:
+        origin = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
+        return origin + describe(cause, groups)
+    if isinstance(error, HydraException):
+        return str(error).strip()
+    return None
+
+
+def describe(error: OmegaConfBaseException, groups: Sequence[str] = ()) -> str:
+    key = str(error.full_key or error.key or "").removeprefix(".")
+    if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
+        section, _, last = key.rpartition(".")
+        known = _known(error)
+        if not section and "hydra" in known:  # the root of the command line
+            known = sorted({*known, *groups} - {"hydra"})
+        text = f"unknown setting {key!r}{suggest(last or key, known, f' in {section}' if section else '')}"
+        return text + (f". To add one, write +{key}=..." if section and error.object_type is dict else "")
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key} has no value: it must be given"
+    reason = str(error.msg or error).splitlines()[0]
+    if isinstance(error, ValidationError):
+        allowed = _enum_of(error)
+        if allowed:
+            return f"{key} cannot be {error.value!r}{suggest(str(error.value), allowed)}"
+        return f"{key}: {reason}"
+    return f"{key}: {reason}" if key else reason
+
+
+def suggest(name: str, known: Iterable[str], where: str = "") -> str:
+    """`; did you mean 'x'? Known: ...`"""
+    names = [str(k) for k in known]
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return f"{hint} Known{where}: {', '.join(names) or '(nothing)'}"
+
+
+def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:
+    while error is not None:
+        if isinstance(error, OmegaConfBaseException):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _known(error: OmegaConfBaseException) -> list[str]:
+    parent = error.parent_node
+    return [str(key) for key in parent] if isinstance(parent, DictConfig) else []
+
+
+def _enum_of(error: OmegaConfBaseException) -> list[str]:
+    node: Any = error.child_node
+    kind = getattr(node, "enum_type", None)
+    if kind is None and isinstance(error.parent_node, DictConfig) and isinstance(error.key, str):
+        child = error.parent_node._get_node(error.key)
+        kind = getattr(child, "enum_type", None)
+    return [member.name for member in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []

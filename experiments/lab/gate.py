@@ -1,0 +1,79 @@
+"""The gate: before a variant's speed counts, its greedy tokens are compared with the baseline's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token at which a request's output left the baseline's; None stands for a missing token."""
+
+    request: int
+    position: int
+    expected: int | None
+    got: int | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    equal_tokens: int  # before each request's first difference: what follows one has another context
+    total_tokens: int  # of the baseline
+    first_difference: Difference | None
+
+    @property
+    def share(self) -> float:
+        return self.equal_tokens / self.total_tokens if self.total_tokens else 1.0
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One variant at one point, over all repeats. In fp32 every token must be equal (`needed_share` 1.0)."""
+
+    variant: str
+    point: str
+    equal_tokens: int
+    total_tokens: int
+    needed_share: float
+    first_difference: Difference | None
+
+    @property
+    def share(self) -> float:
+        return self.equal_tokens / self.total_tokens if self.total_tokens else 1.0
+
+    @property
+    def passed(self) -> bool:
+        exact = self.first_difference is None
+        return exact if self.needed_share >= 1 else self.share >= self.needed_share
+
+
+def compare(baseline: Sequence[Sequence[int]], variant: Sequence[Sequence[int]]) -> Comparison:
+    """Compares two outputs request by request. Both must hold the same requests in the same order."""
+    if len(baseline) != len(variant):
+        raise ValueError(f"{len(variant)} outputs cannot be compared with {len(baseline)}")
+    equal = total = 0
+    first: Difference | None = None
+    for index, (expected, got) in enumerate(zip(baseline, variant, strict=True)):
+        position = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(expected, got, strict=False)))
+        equal += position
+        total += len(expected)
+        if first is None and (position < len(expected) or position < len(got)):
+            first = Difference(index, position, _at(expected, position), _at(got, position))
+    return Comparison(equal, total, first)
+
+
+def gate(variant: str, point: str, comparisons: Sequence[Comparison], needed_share: float = 1.0) -> Gate:
+    return Gate(
+        variant=variant,
+        point=point,
+        equal_tokens=sum(c.equal_tokens for c in comparisons),
+        total_tokens=sum(c.total_tokens for c in comparisons),
+        needed_share=needed_share,
+        first_difference=next((c.first_difference for c in comparisons if c.first_difference), None),
+    )
+
+
+def _at(tokens: Sequence[int], position: int) -> int | None:
+    return tokens[position] if position < len(tokens) else None

@@ -1,0 +1,1 @@
+"""Other systems that serve the same workload, timed with the same definitions."""

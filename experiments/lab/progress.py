@@ -1,0 +1,51 @@
+"""Progress of long work on stderr: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Steps:
+    """`with Steps("quickstart") as steps: steps.plan(20); steps.next("engine, batch 8")` before each step."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._console = Console(stderr=True)
+        self._bar: Progress | None = None
+        self._started = time.monotonic()
+        self._total = 0
+        self._done = 0
+
+    def __enter__(self) -> Steps:
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            # Drawn between measurements only: a thread that redraws would take its time from what is measured.
+            self._bar = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
+            self._task = self._bar.add_task(self._title, total=None)
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if kind is None:
+            seconds = time.monotonic() - self._started
+            print(f"{self._title}: {self._total} measurements in {seconds:.0f} s", file=sys.stderr)
+
+    def plan(self, total: int) -> None:
+        self._total = total
+        if self._bar is not None:
+            self._bar.update(self._task, total=total)
+
+    def next(self, what: str) -> None:
+        """A step begins; the one before it is done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, description=f"{self._title}: {what}", refresh=True)
+        else:
+            print(f"[{self._done + 1}/{self._total}] {self._title}: {what}", file=sys.stderr, flush=True)
+        self._done += 1

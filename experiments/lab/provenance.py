@@ -1,0 +1,41 @@
+"""Which code made a number: commit, whether the tree was clean, versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+
+import mini_infer
+
+PACKAGES = ("torch", "transformers", "numpy")
+
+
+def commit(root: Path) -> str | None:
+    """The commit's full hash; None outside a git repository or before its first commit."""
+    return _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+
+
+def is_clean(root: Path) -> bool | None:
+    """Whether the tree equals the commit. What runs themselves write, results/ and reports/, is left aside."""
+    changes = _git(root, "status", "--porcelain", "--", ".", ":(exclude)results", ":(exclude)reports")
+    return None if changes is None else changes == ""
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "mini-infer": mini_infer.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,182 @@
+"""What Hydra checks a config against, and the one way out of Hydra into frozen, validated settings.
+
+OmegaConf refuses to merge into frozen dataclasses, so each settings class gets a mutable twin, derived from
+it: the frozen class stays the only place where a setting is written down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.lab.explain import describe, suggest
+from experiments.lab.spec import ExperimentSpec
+from experiments.lab.workloads import WORKLOADS, Workload
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import ConfigError
+
+Settings = TypeVar("Settings")
+Spec = TypeVar("Spec", bound=ExperimentSpec)
+
+
+def twin(cls: type) -> type:
+    """A mutable dataclass with the fields, types and defaults of `cls`, nested dataclasses included."""
+    hints = typing.get_type_hints(cls)
+    columns: list[Any] = []
+    for f in fields(cls):
+        hint = _twin_hint(hints[f.name])
+        if is_dataclass(hint):
+            columns.append((f.name, hint, field(default_factory=typing.cast(type, hint))))
+        elif isinstance(f.default, tuple):
+            columns.append((f.name, hint, field(default_factory=functools.partial(list, f.default))))
+        elif f.default_factory is not MISSING:
+            columns.append((f.name, hint, field(default_factory=f.default_factory)))
+        elif f.default is not MISSING:
+            columns.append((f.name, hint, field(default=f.default)))
+        else:
+            columns.append((f.name, hint))
+    return dataclasses.make_dataclass(cls.__name__, columns, namespace={"frozen_class": cls})
+
+
+def _twin_hint(hint: Any) -> Any:
+    if is_dataclass(hint):
+        return twin(typing.cast(type, hint))
+    if typing.get_origin(hint) is tuple:  # tuple[X, ...], which OmegaConf knows as a list
+        return list[_twin_hint(typing.get_args(hint)[0])]  # type: ignore[misc]
+    return hint
+
+
+@dataclass(frozen=True)
+class Measure:
+    repeats: int = 5  # of every variant at every point
+    seed: int = 0  # of prompts, lengths and the order of everything random
+    threads: int | None = None  # of torch, for all variants alike; default: what torch chooses
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ConfigError(f"measure.repeats must be at least 1, got {self.repeats}")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"measure.threads must be at least 1, got {self.threads}")
+        if self.seed < 0:
+            raise ConfigError(f"measure.seed must be 0 or more, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where a run writes; relative paths start at the folder of run.py."""
+
+    results: str = "results"
+    reports: str = "reports"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The root of the config. `workload` and `experiment` take their types from what was chosen."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    workload: Any = None
+    measure: Measure = field(default_factory=Measure)
+    paths: Paths = field(default_factory=Paths)
+    experiment: Any = None
+
+
+def register() -> None:
+    """Makes the schema known to Hydra: `schema` for the root, `schema/workload: <kind>` for a workload file."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=twin(RunConfig))
+    for name, cls in WORKLOADS.items():
+        store.store(group="schema/workload", name=name, node=twin(cls))
+
+
+def build(cls: type[Settings], values: Any, path: str) -> Settings:
+    """`values` (a config node or plain dict) as a frozen `cls`; unknown keys and wrong types are errors."""
+    schema: Any = OmegaConf.create({path: twin(cls)})  # nested, so that an error names the whole key
+    plain = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else values
+    try:
+        merged: Any = OmegaConf.merge(schema, {path: plain})
+        return typing.cast(Settings, _freeze(OmegaConf.to_object(merged[path])))
+    except OmegaConfBaseException as error:
+        text = describe(error)
+        raise ConfigError(text if path in text else f"{path}: {text}") from error
+
+
+def experiment_spec(cls: type[Spec], config: DictConfig) -> Spec:
+    """What the YAML says under `experiment`, beside the class that runs it."""
+    values = plain(config.experiment)
+    del values["_target_"]
+    return build(cls, values, "experiment")
+
+
+def _freeze(value: Any) -> Any:
+    if hasattr(type(value), "frozen_class"):
+        return type(value).frozen_class(**{f.name: _freeze(getattr(value, f.name)) for f in fields(value)})
+    if isinstance(value, list):
+        return tuple(_freeze(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _freeze(item) for key, item in value.items()}
+    return value
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The resolved config as nested dicts of JSON values."""
+    return typing.cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+
+
+def engine_config(node: DictConfig) -> EngineConfig:
+    return EngineConfig.from_dict(plain(node))
+
+
+def workload(config: DictConfig) -> Workload:
+    """The chosen workload. Its class is that of the schema which its file names in its defaults list."""
+    node = config.workload
+    cls = OmegaConf.get_type(node) if OmegaConf.is_config(node) else None
+    if cls is None or not hasattr(cls, "frozen_class"):
+        raise ConfigError(
+            "the workload has no type: choose one with workload=<name>; a file in conf/workload/ names its kind in "
+            f"its defaults list, `- /schema/workload@_here_: <kind>`, which is one of {', '.join(WORKLOADS)}"
+        )
+    return typing.cast(Workload, _freeze(OmegaConf.to_object(node)))
+
+
+def merged(node: DictConfig, changes: Mapping[str, Any], where: str) -> DictConfig:
+    """`node` with nested `changes`; an error names its key below `where`."""
+    try:
+        return typing.cast(DictConfig, OmegaConf.merge(node, changes))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{where}: {describe(error)}") from error
+
+
+def with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    """A copy of `config` with dotted keys set, checked against the schema like anything typed on a command line."""
+    changed = config.copy()
+    for key, value in values.items():
+        OmegaConf.update(changed, key, value, merge=True)
+    return changed
+
+
+def experiment_class(config: DictConfig) -> Any:
+    """The class that `experiment._target_` names."""
+    target = config.experiment.get("_target_")
+    if not isinstance(target, str) or "." not in target:
+        raise ConfigError(
+            "experiment._target_ must name the class that runs the experiment, such as experiments.ablation.Ablation; "
+            f"got {target!r}"
+        )
+    module_name, _, name = target.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"experiment._target_={target} cannot be imported: {error}") from error
+    if not hasattr(module, name):
+        classes = [key for key, value in vars(module).items() if hasattr(value, "from_config")]
+        raise ConfigError(f"experiment._target_={target}: no such class in {module_name}{suggest(name, classes)}")
+    return getattr(module, name)

@@ -1,0 +1,227 @@
+"""What the host pays for a step, without a model: the scheduler and the KV manager are driven with made-up tokens.
+
+It is no ablation: nothing is served, and what is timed is one call, not a request.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from omegaconf import DictConfig
+
+from experiments.lab import claims, heap, points, schema, stats
+from experiments.lab.experiment import Findings
+from experiments.lab.metrics import Better, Metric
+from experiments.lab.points import Point
+from experiments.lab.progress import Steps
+from experiments.lab.rows import Row
+from experiments.lab.spec import ExperimentSpec
+from mini_infer import SamplingParams
+from mini_infer.cache.kv_manager import KVManager
+from mini_infer.core.config import Device, EngineConfig
+from mini_infer.core.errors import ConfigError
+from mini_infer.core.plan import StepPlan, StepResult
+from mini_infer.core.request import Request
+from mini_infer.runtime.scheduler import Scheduler
+
+VARIANT = "engine"
+VOCABULARY = 32_000
+PROMPT = 32  # tokens of a running request's prompt, and up to a block more, so that not all fill a block at once
+WARMUP_STEPS = 50
+METRICS = {
+    "step_us": Metric("schedule + update, median step", "us", Better.lower),
+    "step_p99_us": Metric("schedule + update, P99 step", "us", Better.lower),
+    "us_per_request": Metric("schedule + update for one more request", "us", Better.lower),
+    "r_squared": Metric("linearity in running requests (R²)", "", Better.higher),
+    "waiting_step_us": Metric("schedule + update beside a queue, median step", "us", Better.lower),
+    "match_us": Metric("prefix match, median prompt", "us", Better.lower),
+}
+
+
+@dataclass(frozen=True)
+class OverheadSpec(ExperimentSpec):
+    """
+    Attributes:
+        running: numbers of running requests.
+        steps: timed steps at each of them; a P99 takes 1,000.
+        prompt_tokens: lengths of prompts that the prefix cache knows.
+        matches: timed prompts of each length.
+        waiting: numbers of requests that queue behind `waiting_running` running ones.
+    """
+
+    running: tuple[int, ...] = (16, 64, 128, 256, 512)
+    steps: int = 1000
+    prompt_tokens: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    matches: int = 50
+    waiting: tuple[int, ...] = (10, 1_000, 100_000)
+    waiting_running: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("running", "prompt_tokens", "waiting"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise ConfigError(f"experiment.{name} must be a list of numbers from 1 on, got {list(values)}")
+        for name in ("steps", "matches", "waiting_running"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"experiment.{name} must be at least 1, got {getattr(self, name)}")
+        if len(set(self.running)) < 3:
+            raise ConfigError(f"experiment.running needs three sizes or more to fit a line, got {list(self.running)}")
+
+
+class SchedulerOverhead:
+    device = Device.cpu
+    baseline = None
+    variants = {VARIANT: "mini-infer"}  # noqa: RUF012
+    metrics = METRICS
+
+    def __init__(self, spec: OverheadSpec, engine: EngineConfig, repeats: int, seed: int) -> None:
+        self.spec = spec
+        self._engine = engine
+        self._repeats = repeats
+        self._rng = np.random.default_rng(seed)
+        self._running = [points.point({"running": n}) for n in spec.running]
+        self._matching = [points.point({"prompt_tokens": n}) for n in spec.prompt_tokens]
+        self._waiting = [points.point({"waiting": n}) for n in spec.waiting]
+        self._fit = Point(f"running={min(spec.running)}..{max(spec.running)}", {"fit": "running"})
+        self.points = [*self._running, self._fit, *self._matching, *self._waiting]
+        self.claims = [
+            claims.resolve(
+                claim,
+                f"experiment.claims[{index}]",
+                variants=[VARIANT],
+                baseline=None,
+                metrics=list(METRICS),
+                points=self.points,
+            )
+            for index, claim in enumerate(spec.claims)
+        ]
+
+    @classmethod
+    def from_config(cls, config: DictConfig) -> SchedulerOverhead:
+        spec = schema.experiment_spec(OverheadSpec, config)
+        measure = schema.build(schema.Measure, config.measure, "measure")
+        return cls(spec, schema.engine_config(config.engine), measure.repeats, measure.seed)
+
+    def measure(self, steps: Steps) -> Findings:
+        with heap.frozen():
+            return self._measure(steps)
+
+    def _measure(self, steps: Steps) -> Findings:
+        sweep: list[tuple[Point, Callable[[Point], dict[str, float | None]]]] = [
+            *((point, self._steps_by_running) for point in self._running),
+            *((point, self._match) for point in self._matching),
+            *((point, self._steps_by_waiting) for point in self._waiting),
+        ]
+        steps.plan(self._repeats * len(sweep))
+        rows: list[Row] = []
+        for repeat in range(self._repeats):
+            by_running: dict[int, float] = {}
+            for point, measure in stats.abba(sweep, repeat):
+                steps.next(f"{point.name}, repeat {repeat + 1} of {self._repeats}")
+                gc.collect()
+                found = measure(point)
+                rows += _rows(point, repeat, found)
+                if "running" in point.values:
+                    by_running[point.values["running"]] = float(found["step_us"] or 0.0)
+            sizes = sorted(by_running)
+            line = stats.fit_line(sizes, [by_running[size] for size in sizes])
+            rows += _rows(self._fit, repeat, {"us_per_request": line.slope, "r_squared": line.r_squared})
+        return Findings(rows)
+
+    def _steps_by_running(self, point: Point) -> dict[str, float | None]:
+        times = _timed_steps(self._busy_scheduler(point.values["running"]), self.spec.steps)
+        return {"step_us": stats.median(times), "step_p99_us": stats.percentile(times, 99)}
+
+    def _steps_by_waiting(self, point: Point) -> dict[str, float | None]:
+        scheduler = self._busy_scheduler(self.spec.waiting_running)
+        for index, prompt in enumerate(self._prompts([PROMPT] * point.values["waiting"])):
+            scheduler.add(_request(f"waiting-{index}", prompt, PROMPT + 1))
+        return {"waiting_step_us": stats.median(_timed_steps(scheduler, self.spec.steps))}
+
+    def _match(self, point: Point) -> dict[str, float | None]:
+        """The prompt is computed once by a request that has left; new requests of the same prompt look it up."""
+        length = point.values["prompt_tokens"]
+        block = self._engine.cache.block_size
+        kv = KVManager(length // block + 2, block, length + 1, prefix_caching=True)
+        config = replace(
+            self._engine.scheduler, max_num_batched_tokens=max(length, self._engine.scheduler.max_num_seqs)
+        )
+        scheduler = Scheduler(config, kv, watermark=0.0)
+        (prompt,) = self._prompts([length])
+        scheduler.add(_request("first", prompt, length + 1))
+        while scheduler.num_unfinished:
+            _step(scheduler)
+        expected = (length - 1) // block * block
+        times = []
+        for index in range(self.spec.matches):
+            request = _request(f"again-{index}", prompt, length + 1)
+            start = time.perf_counter()
+            match = kv.match_prefix(request)
+            times.append(1e6 * (time.perf_counter() - start))
+            if match.num_tokens != expected:
+                raise RuntimeError(f"a warm cache matched {match.num_tokens} of {expected} tokens")
+        return {"match_us": stats.median(times)}
+
+    def _busy_scheduler(self, running: int) -> Scheduler:
+        """A scheduler with exactly `running` requests decoding, and room for all of them to the end."""
+        cache, block = self._engine.cache, self._engine.cache.block_size
+        longest = PROMPT + block + WARMUP_STEPS + self.spec.steps + 2
+        blocks = running * -(-longest // block)
+        kv = KVManager(blocks, block, longest, layout=cache.layout, prefix_caching=cache.prefix_caching)
+        budget = max(self._engine.scheduler.max_num_batched_tokens, running)
+        config = replace(self._engine.scheduler, max_num_seqs=running, max_num_batched_tokens=budget)
+        scheduler = Scheduler(config, kv, watermark=0.0)
+        for index, prompt in enumerate(self._prompts([PROMPT + i % block for i in range(running)])):
+            scheduler.add(_request(f"running-{index}", prompt, longest))
+        while scheduler.num_running < running:
+            _step(scheduler)
+        return scheduler
+
+    def _prompts(self, lengths: Sequence[int]) -> list[list[int]]:
+        return [self._rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+
+
+def _request(request_id: str, prompt: list[int], longest: int) -> Request:
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    return Request(request_id, prompt, params, max_total_tokens=longest)
+
+
+def _made_up(plan: StepPlan) -> StepResult:
+    return StepResult(tokens=[[plan.step % VOCABULARY] if samples else [] for samples in plan.samples])
+
+
+def _step(scheduler: Scheduler) -> None:
+    plan = scheduler.schedule(0.0)
+    scheduler.update(plan, _made_up(plan), 0.0)
+
+
+def _timed_steps(scheduler: Scheduler, count: int) -> list[float]:
+    """Microseconds of schedule + update in each of `count` steps; making up the tokens is not counted."""
+    running = scheduler.num_running
+    for _ in range(WARMUP_STEPS):
+        _step(scheduler)
+    times = []
+    clock = time.perf_counter
+    for _ in range(count):
+        start = clock()
+        plan = scheduler.schedule(start)
+        planned = clock()
+        result = _made_up(plan)
+        executed = clock()
+        scheduler.update(plan, result, executed)
+        times.append(1e6 * (planned - start + clock() - executed))
+        if plan.num_rows != running:
+            raise RuntimeError(f"a step had {plan.num_rows} rows where {running} requests were running")
+    return times
+
+
+def _rows(point: Point, repeat: int, found: dict[str, float | None]) -> list[Row]:
+    return [
+        Row(VARIANT, point.name, repeat, name, value, METRICS[name].unit)
+        for name, value in found.items()
+        if value is not None
+    ]

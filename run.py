@@ -1,0 +1,66 @@
+"""Runs an experiment: `python run.py experiment=quickstart`. `python run.py --help` tells what can be chosen,
+`python run.py report` rebuilds every report from results/ alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.lab import catalog, schema
+from experiments.lab.explain import explain
+from mini_infer.core.errors import ConfigError, MiniInferError
+
+ROOT = Path(__file__).resolve().parent
+CONF = ROOT / "conf"
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def job(config: DictConfig) -> None:
+    from experiments.lab.execute import execute  # torch and matplotlib, which no help text needs
+
+    chosen = HydraConfig.get().runtime.choices.get("experiment")
+    if config.experiment is None or chosen is None:
+        raise ConfigError(f"no experiment chosen: add experiment=<name>\n\n{catalog.experiment_list(CONF)}")
+    execute(config, chosen, list(HydraConfig.get().overrides.task), ROOT)
+
+
+def report(arguments: list[str]) -> None:
+    from experiments.lab.report import rebuild
+
+    if arguments:
+        raise ConfigError(f"`python run.py report` takes no further arguments, got {' '.join(arguments)}")
+    for path in rebuild(ROOT / "results", ROOT / "reports"):
+        print(path.relative_to(ROOT))
+
+
+def main() -> None:
+    try:
+        if sys.argv[1:2] == ["report"]:
+            report(sys.argv[2:])
+            return
+        if len(sys.argv) == 1:
+            raise ConfigError(
+                "choose an experiment: python run.py experiment=<name>\n\n"
+                f"{catalog.experiment_list(CONF)}\n\n`python run.py --help` tells what else can be chosen."
+            )
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its errors on, and `explain` words them
+        schema.register()
+        OmegaConf.register_new_resolver("lab.help", lambda: catalog.help_text(CONF), replace=True)
+        sys.argv[1:] = catalog.shorthand(sys.argv[1:], CONF)
+        job()
+    except Exception as error:
+        message = explain(error, list(catalog.groups(CONF)))
+        if message is None:
+            raise
+        label = "error: " if not isinstance(error, MiniInferError) or len(sys.argv) > 1 else ""
+        print(f"{label}{message}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

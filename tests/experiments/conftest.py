@@ -1,0 +1,54 @@
+"""Composing configs as run.py does, and a small random checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.lab import schema
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def compose_config() -> Callable[..., DictConfig]:
+    schema.register()
+    OmegaConf.register_new_resolver("lab.help", lambda: "", replace=True)
+
+    def make(*overrides: str) -> DictConfig:
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            return compose("config", overrides=list(overrides))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2 of two layers. Its generation_config.json would bend any generation that heeds it."""
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=list(range(0, 128, 2)), do_sample=True, temperature=3.0, repetition_penalty=1.5
+    )
+    folder = tmp_path_factory.mktemp("models") / "random-qwen2"
+    model.save_pretrained(folder)
+    return folder

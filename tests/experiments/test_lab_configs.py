@@ -1,0 +1,176 @@
+"""Every config composes and converts; every mistake in one is an error that names the key and the way out."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.lab import catalog, schema
+from experiments.lab.explain import explain
+from experiments.lab.workloads import WORKLOADS
+from mini_infer.core.config import EngineConfig, LoadFormat
+from mini_infer.core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
+EXPERIMENTS = sorted(catalog.experiments(CONF))
+GROUPS = [(group, option) for group, options in catalog.groups(CONF).items() for option in options]
+
+
+def build(config):
+    return schema.experiment_class(config).from_config(config)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes_and_checks_its_settings(compose_config, name):
+    experiment = build(compose_config(f"experiment={name}"))
+    assert experiment.spec.question
+    assert experiment.claims
+    for path in experiment.spec.code:
+        assert (ROOT / path).is_file(), path
+    for plot in experiment.spec.plots:
+        assert {panel.metric for panel in plot.panels} <= set(experiment.metrics)
+
+
+@pytest.mark.parametrize(("group", "option"), GROUPS)
+def test_every_option_composes_into_valid_settings(compose_config, group, option):
+    config = compose_config(f"{group}={option}")
+    schema.engine_config(config.engine)
+    assert schema.workload(config).in_flight >= 1
+
+
+def test_the_default_config_is_the_engines_own(compose_config):
+    assert schema.engine_config(compose_config().engine) == EngineConfig()
+
+
+def test_options_do_what_they_say(compose_config):
+    engine = schema.engine_config(
+        compose_config("engine/cache=contiguous", "engine/batching=static", "model=qwen3_0_6b").engine
+    )
+    assert engine.cache.layout.value == "contiguous"
+    assert not engine.cache.prefix_caching
+    assert engine.scheduler.batching.value == "static"
+    assert engine.model.load_format is LoadFormat.dummy
+    assert engine.model.hf_config["head_dim"] == 128
+
+
+def test_every_kind_of_workload_has_a_file():
+    assert set(WORKLOADS) <= set(catalog.groups(CONF)["workload"])
+
+
+def test_twins_have_the_defaults_of_the_settings():
+    made = schema.twin(EngineConfig)()
+    made.cache.block_size = 3  # mutable, which the settings are not
+    assert schema.build(EngineConfig, {}, "engine") == EngineConfig()
+
+
+MISTAKES = [
+    ("experiment=quikstart", r"experiment=quikstart; did you mean 'quickstart'\? Known: .*scheduler_overhead"),
+    ("engine/cache=pagd", r"engine/cache=pagd; did you mean 'paged'\? Known: contiguous, paged"),
+    ("engine/cach=paged", r"'engine/cach'; did you mean 'engine/cache'\?"),
+    ("experimnt=quickstart", r"'experimnt'; did you mean 'experiment'\?"),
+    (
+        "engine.cache.blok_size=3",
+        r"'engine.cache.blok_size'; did you mean 'block_size'\? Known in engine.cache: layout",
+    ),
+    ("engine.cache.layout=pagd", r"engine.cache.layout cannot be 'pagd'; did you mean 'paged'\? Known: paged, contig"),
+    ("engine.cache.block_size=many", r"engine.cache.block_size: Value 'many'"),
+    ("workload.conut=3", r"'workload.conut'; did you mean 'count'\?"),
+    ("measure.repeat=3", r"'measure.repeat'; did you mean 'repeats'\?"),
+    ("quickstart", r"cannot read 'quickstart'.*key=value"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), MISTAKES)
+def test_a_mistake_on_the_command_line_is_explained(compose_config, override, message):
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # Hydra's own kinds; the text is what matters
+        compose_config(override)
+    text = explain(caught.value, list(catalog.groups(CONF)))
+    assert text is not None
+    assert len(text.splitlines()) < 5
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(text)
+
+
+MISTAKES_IN_YAML = [
+    ({"clams": []}, r"'experiment.clams'; did you mean 'claims'\?"),
+    ({"baseline": "hf"}, r"baseline='hf' is no variant; variants: transformers, engine"),
+    ({"metrics": ["ttft"]}, r"unknown metric 'ttft'; known: .*ttft_ms"),
+    ({"points": {"workload.concurency": [1]}}, r"'workload.concurency'; did you mean 'concurrency'\?"),
+    ({"points": {"workload.concurrency": []}}, r"must be a list of values, got \[\]"),
+    ({"points": {"workload.concurrency": ["x"]}}, r"workload.concurrency: Value 'x'"),
+    ({"points": {"workload.concurrency": [0]}}, r"workload.concurrency must be at least 1, got 0"),
+    ({"variants": {"transformers": {"kind": "hg"}, "engine": {}}}, r"transformers.kind must be one of engine, hf"),
+    (
+        {"variants": {"transformers": {"kind": "hf"}, "engine": {"cache": {"blok_size": 3}}}},
+        r"experiment.variants.engine: unknown setting .*blok_size'; did you mean 'block_size'\?",
+    ),
+    (
+        {"variants": {"transformers": {"kind": "hf"}, "engine": {"cache": {"layout": "contiguous"}}}},
+        r"prefix_caching=true needs cache.layout=paged",
+    ),
+    (
+        {"claims": [{"metric": "ttft_ms", "variant": "engine", "at": {"workload.concurrency": 9}, "at_most": 1}]},
+        r"experiment.claims\[0\].at=.* names no measured point. Measured: concurrency=1, concurrency=8",
+    ),
+    ({"claims": [{"metric": "ttft_ms", "variant": "engine"}]}, r"needs exactly one of at_least, at_most, ratio"),
+    ({"claims": [{"metric": "itl_ms", "variant": "engine", "at_most": 1}]}, r"'itl_ms', which is not measured"),
+    ({"claims": [{"metric": "ttft_ms", "vriant": "engine", "at_most": 1}]}, r"did you mean 'variant'\?"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES_IN_YAML)
+def test_a_mistake_in_an_experiment_is_found_before_anything_runs(compose_config, changes, message):
+    config = compose_config("experiment=quickstart")
+    OmegaConf.set_struct(config, False)
+    for key, value in changes.items():
+        config.experiment[key] = value
+    OmegaConf.set_struct(config, True)
+    try:
+        build(config)
+        text = "no error"
+    except (ConfigError, OmegaConfBaseException) as error:
+        text = explain(error)
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(text)
+
+
+def run_py(monkeypatch, *arguments):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # run.py sets it; here it is taken back afterwards
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "run.py"), *arguments])
+    runpy.run_path(str(ROOT / "run.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("arguments", [[], ["experiment=quikstart"], ["report", "everything"]])
+def test_the_program_ends_with_code_2_and_no_traceback(monkeypatch, capsys, arguments):
+    with pytest.raises(SystemExit) as ended:
+        run_py(monkeypatch, *arguments)
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    if not arguments:
+        assert all(name in shown for name in EXPERIMENTS)
+
+
+def test_help_lists_experiments_with_their_questions_and_all_groups(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_py(monkeypatch, "--help")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for name, question in catalog.experiments(CONF).items():
+        assert name in shown
+        assert question in shown
+    for group, option in GROUPS:
+        assert group in shown
+        assert option in shown
+
+
+def test_a_model_may_be_given_by_its_folder():
+    assert catalog.shorthand(["model=tiny", "model=/models/x", "a=b/c"], CONF) == [
+        "model=tiny",
+        "engine.model.path=/models/x",
+        "a=b/c",
+    ]

@@ -1,0 +1,86 @@
+"""The gate finds a planted wrong token, and claims are judged by intervals."""
+
+import pytest
+
+from experiments.lab.claims import Bound, Claim, Verdict, judge
+from experiments.lab.gate import Difference, compare, gate
+from experiments.lab.rows import Row
+
+
+def test_equal_outputs_pass():
+    outputs = [[1, 2, 3], [4, 5]]
+    result = gate("v", "p", [compare(outputs, outputs)] * 2)
+    assert result.passed
+    assert (result.equal_tokens, result.total_tokens, result.share) == (10, 10, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("got", "difference", "equal"),
+    [
+        ([[1, 2, 3], [4, 9]], Difference(1, 1, 5, 9), 4),
+        ([[7, 2, 3], [4, 5]], Difference(0, 0, 1, 7), 2),  # what follows a difference does not count as equal
+        ([[1, 2], [4, 5]], Difference(0, 2, 3, None), 4),
+        ([[1, 2, 3, 8], [4, 5]], Difference(0, 3, None, 8), 5),
+    ],
+)
+def test_a_planted_wrong_token_fails_the_gate(got, difference, equal):
+    expected = [[1, 2, 3], [4, 5]]
+    result = gate("v", "p", [compare(expected, expected), compare(expected, got)])
+    assert not result.passed
+    assert result.first_difference == difference
+    assert result.equal_tokens == 5 + equal
+
+
+def test_a_lower_share_may_be_enough():
+    comparison = compare([list(range(100))], [[*range(98), 0, 0]])
+    assert not gate("v", "p", [comparison]).passed
+    assert gate("v", "p", [comparison], needed_share=0.97).passed
+    assert not gate("v", "p", [comparison], needed_share=0.99).passed
+
+
+def rows(variant, values):
+    return [Row(variant, "p", repeat, "speed", value, "tokens/s") for repeat, value in enumerate(values)]
+
+
+def claim(bound, value):
+    reference = ("base", "p") if bound.is_ratio else (None, None)
+    return Claim("speed", "new", "p", bound, value, *reference)
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "verdict"),
+    [
+        (Bound.ratio_at_least, 1.0, Verdict.supported),
+        (Bound.ratio_at_least, 2.0, Verdict.refuted),
+        (Bound.ratio_at_least, 1.5, Verdict.inconclusive),
+        (Bound.ratio_at_most, 2.0, Verdict.supported),
+        (Bound.ratio_at_most, 1.0, Verdict.refuted),
+        (Bound.at_least, 10.0, Verdict.supported),
+        (Bound.at_most, 10.0, Verdict.refuted),
+    ],
+)
+def test_verdicts_follow_the_interval(bound, value, verdict):
+    measured = rows("base", [10.0] * 5) + rows("new", [14.0, 14.5, 15.0, 15.5, 16.0])
+    assert judge(claim(bound, value), measured, []).verdict is verdict
+
+
+def test_one_repeat_proves_nothing():
+    measured = rows("base", [10.0]) + rows("new", [99.0])
+    judged = judge(claim(Bound.ratio_at_least, 1.0), measured, [])
+    assert (judged.verdict, judged.reason) == (Verdict.inconclusive, "one repeat has no interval")
+
+
+def test_the_speed_of_wrong_tokens_does_not_count():
+    measured = rows("base", [10.0] * 5) + rows("new", [99.0] * 5)
+    failed = gate("new", "p", [compare([[1]], [[2]])])
+    judged = judge(claim(Bound.ratio_at_least, 1.0), measured, [failed])
+    assert judged.verdict is Verdict.inconclusive
+    assert "tokens differ" in judged.reason
+
+
+def test_invalid_rows_are_not_counted():
+    measured = rows("base", [10.0] * 5) + rows("new", [20.0] * 5)
+    spoiled = Row("new", "p", 5, "speed", 0.001, "tokens/s", valid=False, reason="a request failed")
+    judged = judge(claim(Bound.at_least, 20.0), [*measured, spoiled], [])
+    assert judged.verdict is Verdict.supported
+    assert judged.estimate.n == 5
