@@ -62,7 +62,7 @@ class KVManager:
         self._unit = 1 if layout is Layout.paged else -(-max_model_len // block_size)
         self._pool = BlockPool(num_blocks // self._unit)
         self._host_free = list(range(num_host_blocks - 1, -1, -1))
-        self._host_tables: dict[str, list[int]] = {}  # request id -> host blocks of a swapped request
+        self._host_tables: dict[Request, list[int]] = {}  # host blocks of swapped requests
         self.num_host_blocks = num_host_blocks
 
     @property
@@ -84,13 +84,14 @@ class KVManager:
         """
         limit = (request.num_tokens - 1) // self.block_size
         blocks: list[int] = []
-        if request.fork_of is not None and self._unit == 1:
-            leader = request.fork_of
-            shareable = min(leader.num_committed_blocks, (leader.prompt_len - 1) // self.block_size)
-            blocks = leader.block_table[:shareable]
-        if not blocks and self.prefix_caching:
+        if self.prefix_caching:
             self._extend_hashes(request, limit)
             blocks = self._pool.find(request.block_hashes[:limit])
+        leader = request.fork_of
+        if leader is not None and self._unit == 1:
+            shareable = min(leader.num_committed_blocks, (leader.prompt_len - 1) // self.block_size)
+            if shareable > len(blocks):
+                blocks = leader.block_table[:shareable]
         return PrefixMatch(blocks, len(blocks) * self.block_size)
 
     def commit(self, request: Request, num_computed_tokens: int) -> None:
@@ -112,8 +113,9 @@ class KVManager:
         if first >= num_blocks:
             return
         size = self.block_size
-        data = array("I", request.token_ids[first * size : num_blocks * size]).tobytes()
-        width = len(data) // (num_blocks - first)
+        tokens = array("I", request.token_ids[first * size : num_blocks * size])
+        assert len(tokens) == (num_blocks - first) * size, "a hash needs a full block"
+        data, width = tokens.tobytes(), size * tokens.itemsize
         parent = hashes[-1] if hashes else hashlib.sha256(request.cache_salt.encode()).digest()
         sha256 = hashlib.sha256
         for start in range(0, len(data), width):
@@ -125,10 +127,18 @@ class KVManager:
     def admit(self, request: Request, match: PrefixMatch = NO_MATCH, keep_free: int = 0) -> bool:
         """Gives a request without blocks its table: the matched blocks, shared, and new ones for the rest of its
         `num_tokens`. False when that would leave fewer than `keep_free` blocks."""
-        return self._take_table(request, match, keep_free)
+        if not self.can_admit(request, match, keep_free):
+            return False
+        self._pool.share(match.blocks)
+        units = self._pool.allocate(self._num_missing(request, match))
+        assert units is not None
+        request.block_table = match.blocks + self._expand(units)
+        request.num_committed_blocks = len(match.blocks)
+        return True
 
     def can_admit(self, request: Request, match: PrefixMatch = NO_MATCH, keep_free: int = 0) -> bool:
-        """Whether `admit` (or `swap_in`, without a match) would succeed now."""
+        """Whether `admit` (or `swap_in`, without a match) would succeed now. A negative `keep_free` asks what would
+        be if so many more blocks were free."""
         spare = self._pool.num_free - self._pool.count_free(match.blocks) - self._num_missing(request, match)
         return spare * self._unit >= keep_free
 
@@ -145,7 +155,7 @@ class KVManager:
     def free(self, request: Request) -> None:
         """Gives back everything the request holds, on the device and in swap space."""
         self._release_table(request)
-        self._host_free += self._host_tables.pop(request.request_id, [])
+        self._host_free += self._host_tables.pop(request, [])
 
     def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
         """Moves the request's computed tokens to host blocks: (device block, host block) pairs to copy before the
@@ -154,28 +164,18 @@ class KVManager:
         if count > len(self._host_free):
             return None
         host = [self._host_free.pop() for _ in range(count)]
-        self._host_tables[request.request_id] = host
+        self._host_tables[request] = host
         pairs = list(zip(request.block_table, host, strict=False))
         self._release_table(request)
         return pairs
 
     def swap_in(self, request: Request, keep_free: int = 0) -> list[tuple[int, int]] | None:
         """Gives a swapped request a table again: (host block, device block) pairs to copy before it runs."""
-        if not self._take_table(request, NO_MATCH, keep_free):
+        if not self.admit(request, NO_MATCH, keep_free):
             return None
-        host = self._host_tables.pop(request.request_id)
+        host = self._host_tables.pop(request)
         self._host_free += host
         return list(zip(host, request.block_table, strict=False))
-
-    def _take_table(self, request: Request, match: PrefixMatch, keep_free: int) -> bool:
-        if not self.can_admit(request, match, keep_free):
-            return False
-        self._pool.share(match.blocks)
-        units = self._pool.allocate(self._num_missing(request, match))
-        assert units is not None
-        request.block_table = match.blocks + self._expand(units)
-        request.num_committed_blocks = len(match.blocks)
-        return True
 
     def _num_missing(self, request: Request, match: PrefixMatch) -> int:
         """Units to allocate for all of the request's tokens, besides the matched blocks."""
@@ -214,7 +214,7 @@ class KVManager:
             table = request.block_table
             assert len(table) * self.block_size >= request.num_computed_tokens, f"{request} outgrew its table"
             assert len(set(table)) == len(table), f"{request} holds a block twice"
-            assert request.request_id not in self._host_tables, f"{request} is on the device and in swap space"
+            assert request not in self._host_tables, f"{request} is on the device and in swap space"
             if self._unit > 1:
                 assert all(b == a + 1 for a, b in pairwise(table)), f"{request} is not contiguous"
         self._pool.check_integrity([[block // self._unit for block in r.block_table[:: self._unit]] for r in holders])

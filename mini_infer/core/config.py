@@ -121,7 +121,7 @@ class CacheConfig:
             _at_least(self, "num_blocks", 1)
         if self.num_host_blocks is not None:
             _at_least(self, "num_host_blocks", 0)
-        if self.memory_gib is not None and self.memory_gib <= 0:
+        if self.memory_gib is not None and not self.memory_gib > 0:
             raise ConfigError(f"cache.memory_gib must be above 0, got {self.memory_gib}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"cache.gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")

@@ -72,10 +72,6 @@ class StepPlan:
     def num_prefill_tokens(self) -> int:
         return sum(self.counts[self.num_decode_rows :])
 
-    @property
-    def empty(self) -> bool:
-        return not self.slots
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -118,7 +114,10 @@ class StepRecord:
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     evictions: int  # cached blocks overwritten
-    preempted: tuple[str, ...]
+    preempted: tuple[str, ...]  # request ids
     swapped_out_blocks: int
     swapped_in_blocks: int
-    finished: tuple[str, ...]
+    # Request ids, one an ended completion (a request with n = 3 comes up three times).
+    finished: tuple[str, ...]  # by stop or length, in this step
+    aborted: tuple[str, ...]  # by the caller, since the step before
+    failed: tuple[str, ...]  # by an error of the engine's, since the step before

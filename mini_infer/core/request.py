@@ -26,16 +26,19 @@ class SamplingParams:
     max_tokens: int | None = 128  # None: up to the model's length
     min_tokens: int = 0  # no end-of-sequence, stop token or stop string before this many
     ignore_eos: bool = False
-    stop: Sequence[str] = ()  # strings that end the text; a single string is taken as one
+    stop: Sequence[str] = ()  # strings that end the text; a single string, or None, will do
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     logprobs: int | None = None  # this many alternatives beside each token; 0: the token's own only
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
         for name in (
             "temperature",
             "top_p",
@@ -93,7 +96,8 @@ class SamplingParams:
 class FinishReason(str, Enum):
     stop = "stop"  # end-of-sequence, a stop token or a stop string
     length = "length"  # max_tokens, or the model's length
-    abort = "abort"
+    abort = "abort"  # the caller asked for it
+    error = "error"  # the engine could not finish it
 
 
 class RequestStatus(Enum):
@@ -154,7 +158,7 @@ class Request:
         cache_salt: str = "",
         fork_of: Request | None = None,
     ) -> None:
-        self.request_id = request_id
+        self.request_id = request_id  # the caller's name for it; n > 1 completions share it
         self.params = params
         self.token_ids: list[int] = list(prompt_token_ids)  # prompt, then output
         self.prompt_len = len(self.token_ids)
@@ -227,7 +231,7 @@ class RequestMetrics:
     num_preemptions: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: hundreds are made in a step, and a frozen one costs three times as much
 class CompletionOutput:
     """One completion so far: what this step added (`*_delta`), and on demand everything (`text`, `token_ids`).
 
@@ -270,7 +274,7 @@ class CompletionOutput:
         return None if logprobs is None else logprobs[len(logprobs) - len(self.token_ids_delta) :]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestOutput:
     """The completions of one request that have something new in this step; `generate` returns all n of them."""
 
@@ -281,13 +285,22 @@ class RequestOutput:
     outputs: list[CompletionOutput]
 
 
+def _tuple(name: str, value: object) -> tuple:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise RequestError(f"{name} must be a list, got {value!r}", name)
+    return tuple(value)
+
+
 def _integer(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RequestError(f"{name} must be an integer, got {value!r}", name)
 
 
 def _number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    ok = not isinstance(value, bool) and isinstance(value, (int, float))
+    if not ok or not abs(value) < math.inf:  # type: ignore[arg-type]  # an int may be too large for isfinite
         raise RequestError(f"{name} must be a finite number, got {value!r}", name)
 
 

@@ -36,7 +36,8 @@ def resolve_folder(path: str, *, weights: bool = True) -> Path:
         raise ModelError(f"model.path={path}: there is no such folder")
     from huggingface_hub import snapshot_download
 
-    patterns = [*_SMALL_FILES, "*.safetensors"] if weights else list(_SMALL_FILES)
+    # model*.safetensors: some repositories hold the weights a second time, under another name.
+    patterns = [*_SMALL_FILES, "model*.safetensors"] if weights else list(_SMALL_FILES)
     try:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception as error:  # the hub's own errors, its HTTP client's, and the file system's
@@ -77,6 +78,14 @@ def safetensors_files(folder: Path) -> list[Path]:
                 f"{folder} has no {file.name}{hint}. Without weights, model.load_format=dummy runs the shape"
             )
     return files
+
+
+def checkpoint_dtype(folder: Path) -> torch.dtype:
+    """The dtype that the folder's first floating tensor has. Raises ModelError."""
+    for _, _, read in _tensors(safetensors_files(folder)[0]):
+        if (dtype := read().dtype).is_floating_point:
+            return dtype
+    raise ModelError(f"{folder} holds no floating-point weights")
 
 
 def fill_from(files: list[Path], wanted: dict[str, Tensor], ignored: tuple[str, ...]) -> None:

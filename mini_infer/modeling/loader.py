@@ -8,11 +8,11 @@ import torch
 
 from mini_infer.core.config import Device, DType, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
-from mini_infer.modeling.checkpoint import fill_from, read_json, resolve_folder, safetensors_files
+from mini_infer.modeling.checkpoint import checkpoint_dtype, fill_from, read_json, resolve_folder, safetensors_files
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.layers import RMSNorm
 from mini_infer.modeling.registry import parse_spec
-from mini_infer.modeling.spec import ModelSpec
+from mini_infer.modeling.spec import ModelSpec, token_ids
 
 _DUMMY_STD = 0.02  # as models are initialised: activations stay of order 1
 
@@ -24,15 +24,17 @@ def load_spec(config: ModelConfig) -> ModelSpec:
     folder = resolve_folder(config.path, weights=config.load_format is LoadFormat.auto)
     spec = parse_spec(read_json(folder / "config.json"), str(folder / "config.json"))
     if (folder / "generation_config.json").is_file():
-        eos = read_json(folder / "generation_config.json").get("eos_token_id")
-        more = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+        more = token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
         spec = dataclasses.replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *more))))
     return spec
 
 
-def load_model(config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The model on its device, weights filled. Raises ModelError, naming the tensor and the file."""
-    model = Decoder(spec, max_len=resolve_max_model_len(config, spec), dtype=dtype, device=device)
+def load_model(
+    config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+) -> Decoder:
+    """The model on its device, weights filled, for sequences of up to `max_len` tokens (default: the model's own
+    limit). Raises ModelError, naming the tensor and the file."""
+    model = Decoder(spec, max_len=max_len or spec.max_model_len, dtype=dtype, device=device)
     if config.load_format is LoadFormat.dummy:
         fill_dummy(model, config.seed)
     else:
@@ -51,18 +53,6 @@ def fill_dummy(model: Decoder, seed: int) -> None:
             module.weight.fill_(1.0)
 
 
-def resolve_max_model_len(config: ModelConfig, spec: ModelSpec) -> int:
-    """Tokens of prompt + output. Raises ConfigError where more are asked for than the model's positions reach."""
-    if config.max_model_len is None:
-        return spec.max_model_len
-    if config.max_model_len > spec.max_model_len:
-        raise ConfigError(
-            f"model.max_model_len={config.max_model_len} is more than the model's own limit of {spec.max_model_len} "
-            "(max_position_embeddings). Lower it, or stretch the model with rope scaling in its config.json"
-        )
-    return config.max_model_len
-
-
 def resolve_device(config: ModelConfig) -> torch.device:
     """Raises ConfigError where CUDA is asked for and there is none."""
     available = torch.cuda.is_available()
@@ -74,5 +64,9 @@ def resolve_device(config: ModelConfig) -> torch.device:
 def resolve_dtype(config: ModelConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
     """`auto` is the checkpoint's dtype on a GPU, and float32 on a CPU, where it is both exact and faster."""
     if config.dtype is DType.auto:
-        return spec.dtype if device.type == "cuda" else torch.float32
+        if device.type == "cpu":
+            return torch.float32
+        if spec.dtype is not None or config.load_format is not LoadFormat.auto:
+            return spec.dtype or torch.bfloat16
+        return checkpoint_dtype(resolve_folder(config.path))
     return {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}[config.dtype]

@@ -60,6 +60,7 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 def parse_spec(raw: dict[str, Any], source: str) -> ModelSpec:
     """A config.json's content -> ModelSpec. `source` names it in errors. Raises ModelError."""
     names = raw.get("architectures") or []
+    names = [names] if isinstance(names, str) else names
     name = next((name for name in names if name in ARCHITECTURES), None)
     if name is None:
         raise ModelError(

@@ -31,7 +31,7 @@ class ModelSpec:
     sliding_windows: tuple[int | None, ...]  # of each layer; None is full attention
     tie_word_embeddings: bool
     max_model_len: int  # tokens of prompt + output
-    dtype: torch.dtype  # of the checkpoint
+    dtype: torch.dtype | None  # what config.json says of the checkpoint, if anything
     eos_token_ids: tuple[int, ...]
 
 
@@ -45,12 +45,12 @@ def common_fields(config: Any, source: str) -> dict[str, Any]:
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{source}: quantized checkpoints are not supported; use the original weights")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % kv_heads:
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ModelError(f"{source}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if head_dim % 2:
         raise ModelError(f"{source}: head_dim={head_dim} is odd, which rotary embedding cannot be")
-    eos = config.eos_token_id
+    rope = rope_spec(config, source)
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -60,12 +60,28 @@ def common_fields(config: Any, source: str) -> dict[str, Any]:
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope": rope_spec(config, source),
+        "rope": rope,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "max_model_len": config.max_position_embeddings,
-        "dtype": config.dtype or torch.float32,
-        "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        "max_model_len": stretched_length(rope, config.max_position_embeddings),
+        "dtype": config.dtype if isinstance(config.dtype, torch.dtype) else None,
+        "eos_token_ids": token_ids(config.eos_token_id),
     }
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """An end-of-sequence entry of a config: one id, several, or none (some files say -1 for none)."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(token for token in values if token >= 0)
+
+
+def stretched_length(rope: RopeSpec, max_position: int) -> int:
+    """Tokens that the positions reach: linear and yarn stretch them; llama3's max_position_embeddings has it in."""
+    scaling = rope.scaling
+    if isinstance(scaling, YarnScaling):
+        return max(max_position, int(scaling.original_max_len * scaling.factor))
+    if isinstance(scaling, LinearScaling):
+        return int(max_position * scaling.factor)
+    return max_position
 
 
 def layer_windows(config: Any, source: str) -> tuple[int | None, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.swap import HostStore
 from mini_infer.core.config import CacheConfig, EngineConfig, LoadFormat, Preemption
 from mini_infer.core.errors import ConfigError
+from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.loader import load_model, load_spec, resolve_device, resolve_dtype
 from mini_infer.runtime.dry import DryModel
 from mini_infer.runtime.runner import Runner, StepModel
@@ -19,7 +21,7 @@ from mini_infer.runtime.sampler import SamplingState
 from mini_infer.runtime.scheduler import Scheduler
 from mini_infer.runtime.slots import SlotState
 from mini_infer.runtime.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from mini_infer.runtime.torch_model import TorchModel
+from mini_infer.runtime.torch_model import AttentionBackends, TorchModel
 
 CPU_KV_GIB = 0.5
 
@@ -27,8 +29,8 @@ CPU_KV_GIB = 0.5
 @dataclass(frozen=True)
 class EngineParts:
     tokenizer: Tokenizer
-    scheduler: Scheduler
     runner: Runner
+    make_scheduler: Callable[[], Scheduler]
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int  # tokens of prompt and output
@@ -46,31 +48,36 @@ class Limits:
 
 
 def build_parts(config: EngineConfig) -> EngineParts:
-    """Raises ConfigError or ModelError where the settings cannot work."""
+    """Raises ConfigError or ModelError where the settings cannot work; what needs no weights is found out first."""
     if config.model.load_format is LoadFormat.dry:
         return _build_dry(config)
-    spec = load_spec(config.model)
-    device = resolve_device(config.model)
-    dtype = resolve_dtype(config.model, spec, device)
-    tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, spec, dtype, device)
+    model_config = config.model
+    if model_config.hf_config is None:  # a hub name is looked up once; from here on it is a folder
+        folder = resolve_folder(model_config.path, weights=model_config.load_format is LoadFormat.auto)
+        model_config = dataclasses.replace(model_config, path=str(folder))
+    spec = load_spec(model_config)
+    device = resolve_device(model_config)
+    dtype = resolve_dtype(model_config, spec, device)
     shape = {"num_layers": spec.num_layers, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
     block_size = config.cache.block_size
     block_bytes = KVStore.bytes_per_block(**shape, block_size=block_size, dtype=dtype)
-    memory = _kv_memory(config.cache, device)
-    limits = settle_limits(config, spec.max_model_len, affordable_blocks=memory // block_bytes)
+    limits = settle_limits(config, spec.max_model_len, _kv_memory(config.cache, device) // block_bytes)
+    backends = AttentionBackends.select(config.attention, spec, block_size, dtype, device)
+    tokenizer = load_tokenizer(model_config)
+    model = load_model(model_config, spec, dtype, device, limits.max_model_len)
+    if device.type == "cuda":  # the weights have taken their share
+        limits = settle_limits(config, spec.max_model_len, _kv_memory(config.cache, device) // block_bytes)
     store = KVStore(**shape, num_blocks=limits.num_blocks, block_size=block_size, dtype=dtype, device=device)
     host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
-    step_model = TorchModel(model, store, host, config.attention)
     eos = spec.eos_token_ids or tokenizer.eos_token_ids
-    return _assemble(config, limits, step_model, tokenizer, spec.vocab_size, eos, device)
+    return _assemble(config, limits, TorchModel(model, store, host, backends), tokenizer, spec.vocab_size, eos, device)
 
 
 def _build_dry(config: EngineConfig) -> EngineParts:
     dry = config.model.dry
     tokenizer = ByteTokenizer(dry.vocab_size)
-    wanted = config.scheduler.max_num_seqs * dry.max_model_len // config.cache.block_size
-    limits = settle_limits(config, dry.max_model_len, affordable_blocks=wanted)
+    plenty = config.scheduler.max_num_seqs * -(-dry.max_model_len // config.cache.block_size)
+    limits = settle_limits(config, dry.max_model_len, affordable_blocks=plenty)
     model = DryModel(dry, limits.num_blocks, config.cache.block_size, limits.num_host_blocks)
     return _assemble(config, limits, model, tokenizer, dry.vocab_size, tokenizer.eos_token_ids, torch.device("cpu"))
 
@@ -84,20 +91,23 @@ def _assemble(
     eos_token_ids: Sequence[int],
     device: torch.device,
 ) -> EngineParts:
-    kv = KVManager(
-        limits.num_blocks,
-        config.cache.block_size,
-        limits.max_model_len,
-        layout=config.cache.layout,
-        prefix_caching=config.cache.prefix_caching,
-        num_host_blocks=limits.num_host_blocks,
-    )
+    def make_scheduler() -> Scheduler:
+        kv = KVManager(
+            limits.num_blocks,
+            config.cache.block_size,
+            limits.max_model_len,
+            layout=config.cache.layout,
+            prefix_caching=config.cache.prefix_caching,
+            num_host_blocks=limits.num_host_blocks,
+        )
+        return Scheduler(config.scheduler, kv, config.cache.watermark)
+
     max_num_seqs = config.scheduler.max_num_seqs
     slots = SlotState(max_num_seqs, limits.max_model_len, config.cache.block_size)
     return EngineParts(
         tokenizer=tokenizer,
-        scheduler=Scheduler(config.scheduler, kv, config.cache.watermark),
         runner=Runner(model, slots, SamplingState(max_num_seqs, vocab_size, device)),
+        make_scheduler=make_scheduler,
         vocab_size=vocab_size,
         eos_token_ids=tuple(eos_token_ids),
         max_model_len=limits.max_model_len,
@@ -117,7 +127,10 @@ def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int
     """
     cache, scheduler, asked = config.cache, config.scheduler, config.model.max_model_len
     if asked is not None and asked > model_limit:
-        raise ConfigError(f"model.max_model_len={asked} is beyond the model's own limit of {model_limit} tokens")
+        raise ConfigError(
+            f"model.max_model_len={asked} is beyond the model's own limit of {model_limit} tokens. Lower it, or "
+            "stretch the model with rope scaling (linear or yarn) in its config.json"
+        )
     length = asked or model_limit
     reason = f"model.max_model_len={asked}" if asked else f"the model's limit is {model_limit} tokens"
     longest = -(-length // cache.block_size)
@@ -143,7 +156,7 @@ def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int
 
 
 def _kv_memory(cache: CacheConfig, device: torch.device) -> int:
-    """Bytes that KV may take, once the weights are loaded."""
+    """Bytes that KV may take, beside what is on the device already."""
     if cache.memory_gib is not None or device.type != "cuda":
         return int((cache.memory_gib or CPU_KV_GIB) * 2**30)
     free, total = torch.cuda.mem_get_info(device)

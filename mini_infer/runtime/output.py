@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mini_infer.core.plan import StepResult
 from mini_infer.core.request import (
     CompletionOutput,
+    FinishReason,
     Request,
     RequestMetrics,
     RequestOutput,
@@ -16,69 +18,78 @@ from mini_infer.core.request import (
 from mini_infer.runtime.detokenizer import Detokenizer
 from mini_infer.runtime.scheduler import TokenUpdate
 
+logger = logging.getLogger(__name__)
+
+
+class Ending(NamedTuple):
+    """A request that its text has ended."""
+
+    request: Request
+    reason: FinishReason
+    stop_reason: str | None
+
 
 class _Completion:
     """What one of a request's n sequences has produced so far."""
 
-    def __init__(self, index: int, request: Request, detokenizer: Detokenizer) -> None:
+    def __init__(self, index: int, request: Request, detokenizer: Detokenizer, stream: bool) -> None:
         self.index = index
         self.request = request
         self.detokenizer = detokenizer
+        self.detokenizes_every_step = stream or bool(request.params.stop)
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprob] | None = [] if request.params.logprobs is not None else None
-        self.last: CompletionOutput | None = None
         self._detokenized = request.prompt_len  # tokens that have become text, or need not
-        self._reported = request.prompt_len  # tokens that the caller has seen
+        self._reported_tokens = request.prompt_len  # what the caller has seen
+        self._reported_texts = 0
 
     def detokenize(self) -> None:
         """Turns the tokens since the last call into text. The token that ended the request is no text."""
         request = self.request
-        end = request.num_tokens - (request.ended_by_token)
+        end = request.num_tokens - request.ended_by_token
         if end > self._detokenized:
             self.texts.append(self.detokenizer.append(request.token_ids[self._detokenized : end]))
             self._detokenized = end
+        if request.finished:
+            self.texts.append(self.detokenizer.finish())
 
     def output(self) -> CompletionOutput:
         """Everything since the last call."""
-        request = self.request
-        num_texts = 0 if self.last is None else self.last._num_texts
-        self.detokenize()
-        if request.finished:
-            self.texts.append(self.detokenizer.finish())
-        self.last = CompletionOutput(
-            index=self.index,
-            text_delta="".join(self.texts[num_texts:]),
-            token_ids_delta=request.token_ids[self._reported : request.num_tokens],
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            metrics=_metrics(request) if request.finished else None,
-            _texts=self.texts,
-            _num_texts=len(self.texts),
-            _tokens=request.token_ids,
-            _span=(request.prompt_len, request.num_tokens),
-            _logprobs=self.logprobs,
+        request, texts = self.request, self.texts
+        first_text, self._reported_texts = self._reported_texts, len(texts)
+        first_token, self._reported_tokens = self._reported_tokens, request.num_tokens
+        return CompletionOutput(
+            self.index,
+            "".join(texts[first_text:]),
+            request.token_ids[first_token : request.num_tokens],
+            request.finish_reason,
+            request.stop_reason,
+            _metrics(request) if request.finished else None,
+            texts,
+            len(texts),
+            request.token_ids,
+            (request.prompt_len, request.num_tokens),
+            self.logprobs,
         )
-        self._reported = request.num_tokens
-        return self.last
 
 
-@dataclass(frozen=True)
 class _Group:
     """The n sequences of one request of the caller's."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    stream: bool
-    completions: list[_Completion]
-
-    @property
-    def finished(self) -> bool:
-        return all(completion.request.finished for completion in self.completions)
+    def __init__(
+        self, request_id: str, prompt: str | None, sequences: list[tuple[Request, Detokenizer]], stream: bool
+    ) -> None:
+        leader = sequences[0][0]
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = leader.token_ids[: leader.prompt_len]
+        self.stream = stream
+        self.completions = [_Completion(i, request, detok, stream) for i, (request, detok) in enumerate(sequences)]
+        self.num_unfinished = len(sequences)
 
     def report(self, completions: list[_Completion]) -> RequestOutput:
         outputs = [completion.output() for completion in completions]
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, self.finished, outputs)
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, not self.num_unfinished, outputs)
 
 
 class OutputProcessor:
@@ -86,7 +97,7 @@ class OutputProcessor:
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
-        self._of_sequence: dict[str, tuple[_Group, _Completion]] = {}
+        self._of_request: dict[Request, tuple[_Group, _Completion]] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._groups
@@ -95,53 +106,67 @@ class OutputProcessor:
         self, request_id: str, prompt: str | None, sequences: list[tuple[Request, Detokenizer]], stream: bool
     ) -> None:
         """`stream`: an output for every step that brings something new; else one at the end, which costs less."""
-        completions = [_Completion(i, request, detokenizer) for i, (request, detokenizer) in enumerate(sequences)]
-        leader = sequences[0][0]
-        group = _Group(request_id, prompt, leader.token_ids[: leader.prompt_len], stream, completions)
+        group = _Group(request_id, prompt, sequences, stream)
         self._groups[request_id] = group
-        for completion in completions:
-            self._of_sequence[completion.request.request_id] = (group, completion)
+        for completion in group.completions:
+            self._of_request[completion.request] = (group, completion)
 
-    def sequences(self, request_id: str) -> list[Request]:
-        """The sequences of a request; none when it is unknown or finished."""
+    def unfinished(self, request_id: str | None = None) -> list[Request]:
+        """The unfinished sequences of a request, or of all."""
+        if request_id is None:
+            return list(self._of_request)
         group = self._groups.get(request_id)
-        return [completion.request for completion in group.completions] if group else []
+        return [c.request for c in group.completions if c.request in self._of_request] if group else []
 
-    def request_ids(self) -> list[str]:
-        return list(self._groups)
-
-    def process(self, updates: Sequence[TokenUpdate], result: StepResult) -> list[tuple[Request, str]]:
-        """Takes in a step's tokens. Returns the requests whose text has just met a stop string, with the string:
-        the caller ends them before it collects the outputs."""
-        stopped = []
+    def process(self, updates: Sequence[TokenUpdate], result: StepResult) -> list[Ending]:
+        """Takes in a step's tokens. Returns the requests that their text ends: by a stop string, or because it
+        cannot be made. The caller ends them before it collects the outputs."""
+        endings = []
         for request, token_ids, row in updates:
-            _, completion = self._of_sequence[request.request_id]
+            _, completion = self._of_request[request]
             if completion.logprobs is not None:
                 completion.logprobs += result.logprobs[row][: len(token_ids)]
-            if request.params.stop:
+            if not (completion.detokenizes_every_step or request.finished):
+                continue
+            try:
                 completion.detokenize()
-                if completion.detokenizer.stop_string is not None:
-                    stopped.append((request, completion.detokenizer.stop_string))
-        return stopped
+            except Exception:  # one request's text must not cost the others theirs
+                logger.exception("request %r ends, because its tokens cannot be made text", request.request_id)
+                endings.append(Ending(request, FinishReason.error, None))
+                continue
+            stop = completion.detokenizer.stop_string
+            if stop is not None:
+                endings.append(Ending(request, FinishReason.stop, stop))
+        return endings
 
     def collect(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """The outputs that the caller gets after a step in which `requests` changed."""
-        changed: dict[str, list[_Completion]] = {}
+        """The outputs that the caller gets after `requests` have changed."""
+        changed: dict[_Group, list[_Completion]] = {}
         for request in requests:
-            group, completion = self._of_sequence[request.request_id]
-            changed.setdefault(group.request_id, []).append(completion)
+            group, completion = self._of_request[request]
+            if group in changed:
+                changed[group].append(completion)
+            else:
+                changed[group] = [completion]
             if request.finished:
-                del self._of_sequence[request.request_id]
+                del self._of_request[request]
+                group.num_unfinished -= 1
+                if not group.num_unfinished:
+                    del self._groups[group.request_id]
         outputs = []
-        for request_id, completions in changed.items():
-            group = self._groups[request_id]
-            if group.finished:
-                del self._groups[request_id]
+        for group, completions in changed.items():
             if group.stream:
                 outputs.append(group.report(completions))
-            elif group.finished:
+            elif not group.num_unfinished:
                 outputs.append(group.report(group.completions))
         return outputs
+
+    def finish_texts(self, requests: Iterable[Request]) -> None:
+        """Completes the text of requests that end without a token: held-back characters come out."""
+        for request in requests:
+            _, completion = self._of_request[request]
+            if request.finish_reason is not FinishReason.error:
+                completion.detokenize()
 
 
 def _metrics(request: Request) -> RequestMetrics:

@@ -12,7 +12,8 @@ Rank = tuple[int, int]
 class RequestQueue:
     """Smallest rank first: O(1) to look at the head, O(log n) to add or take one.
 
-    A request that leaves from the middle (an abort) changes its status and is dropped when it reaches the head.
+    A request that leaves from the middle (an abort) changes its status. It is dropped when it reaches the head, or
+    when the dead outnumber the living.
     """
 
     def __init__(self, status: RequestStatus) -> None:
@@ -26,6 +27,9 @@ class RequestQueue:
     def push(self, rank: Rank, request: Request) -> None:
         request.status = self._status
         self._length += 1
+        if len(self._heap) > 2 * self._length + 64:
+            self._heap = [entry for entry in self._heap if entry[1].status is self._status]
+            heapq.heapify(self._heap)
         heapq.heappush(self._heap, (rank, request))  # ranks are unique, so requests are never compared
 
     def peek(self) -> Request | None:

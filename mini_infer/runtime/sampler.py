@@ -104,7 +104,7 @@ class SamplingState:
         row["min_len"] = prompt_len + params.min_tokens
         row["wants_logprobs"] = params.logprobs is not None
         row["num_top"] = min(params.logprobs or 0, self.vocab_size)
-        self._stop_ids[slot] = np.array([i for i in sorted(stop_ids) if i < self.vocab_size], np.int64)
+        self._stop_ids[slot] = np.array([i for i in sorted(stop_ids) if 0 <= i < self.vocab_size], np.int64)
 
     def batch(self, slots: Sequence[int] | Array, positions: Sequence[int] | Array, token_ids: Array) -> SamplingBatch:
         """The batch whose row i samples token number positions[i] of the request in slots[i].

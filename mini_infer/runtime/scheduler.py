@@ -20,7 +20,6 @@ scheduler drives a GPU, the dry model and a simulator.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from mini_infer.cache.kv_manager import NO_MATCH, KVManager
@@ -50,14 +49,15 @@ class Scheduler:
         self.kv = kv
         self._watermark_blocks = int(watermark * kv.num_blocks)
         self._by_priority = config.policy is Policy.priority
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[Request, None] = {}  # all unfinished ones
         self._waiting = RequestQueue(RequestStatus.waiting)
         self._swapped = RequestQueue(RequestStatus.swapped)
         self._prefilling: list[Request] = []  # in rank order, as is _running: the last one is the first to give way
         self._running: list[Request] = []
-        self._siblings: dict[str, list[Request]] = {}  # n > 1: they wait for their leader's prompt, by its id
+        self._siblings: dict[Request, list[Request]] = {}  # n > 1: those that wait for their leader's prompt
+        self._num_siblings = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._planned: dict[int, list[Request]] = {}  # step -> its rows
+        self._planned: dict[int, _Step] = {}  # planned, and not booked yet
         self._num_added = 0
         self._step = 0
 
@@ -67,30 +67,26 @@ class Scheduler:
         """Queues a request. One with `fork_of` waits until its leader's prompt is computed, to share its blocks."""
         request.order = self._num_added
         self._num_added += 1
-        self._requests[request.request_id] = request
+        self._requests[request] = None
         leader = request.fork_of
-        if leader is not None and leader.status in (RequestStatus.waiting, RequestStatus.prefilling):
-            self._siblings.setdefault(leader.request_id, []).append(request)
+        # A static batch computes them side by side instead: who waits for the leader would miss its batch.
+        static = self.config.batching is Batching.static
+        if leader is not None and not static and leader.status in (RequestStatus.waiting, RequestStatus.prefilling):
+            self._siblings.setdefault(leader, []).append(request)
+            self._num_siblings += 1
         else:
             self._waiting.push(self._rank(request), request)
 
-    def abort(self, request_id: str) -> Request | None:
-        """Ends a request at any moment; None when it is unknown or has ended already."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self.finish(request, FinishReason.abort)
-        return request
-
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a request, wherever it is, and gives back all it holds."""
+        """Ends a request, wherever it is and at any moment, and gives back all it holds."""
         if request.status is RequestStatus.finished:  # its last token also completed a stop string
             request.finish_reason, request.stop_reason = reason, stop_reason
             return
         if request.status is RequestStatus.waiting:
-            leader = request.fork_of
-            siblings = self._siblings.get(leader.request_id, []) if leader is not None else []
+            siblings = self._siblings.get(request.fork_of, []) if request.fork_of is not None else []
             if request in siblings:
                 siblings.remove(request)
+                self._num_siblings -= 1
             else:
                 self._waiting.discard(request)
         elif request.status is RequestStatus.swapped:
@@ -104,7 +100,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + sum(len(siblings) for siblings in self._siblings.values())
+        return len(self._waiting) + self._num_siblings
 
     @property
     def num_swapped(self) -> int:
@@ -133,11 +129,11 @@ class Scheduler:
         if self._by_priority and batch_is_open:
             self._yield_to_priority(step)
         everybody_grew = self._schedule_running(step)
-        self._schedule_prefilling(step)
-        if batch_is_open and everybody_grew:  # whoever was just thrown out must not come straight back
-            self._schedule_newcomers(step)
+        # Whoever was just thrown out must not come straight back.
+        self._schedule_prompts(step, admit=batch_is_open and everybody_grew)
 
-        self._planned[self._step] = step.requests
+        if step.requests:
+            self._planned[self._step] = step
         return StepPlan(
             step=self._step,
             slots=step.slots,
@@ -184,22 +180,30 @@ class Scheduler:
             step.budget -= index
         return everybody_grew
 
-    def _schedule_prefilling(self, step: _Step) -> None:
-        self._prefilling = [request for request in self._prefilling if not self._compute(request, step)]
-
-    def _schedule_newcomers(self, step: _Step) -> None:
+    def _schedule_prompts(self, step: _Step, admit: bool) -> None:
+        """Prompts in progress and, with `admit`, newcomers: in rank order, as far as the budget goes."""
         static = self.config.batching is Batching.static  # admits its whole batch now, and computes it bit by bit
-        while self._free_slots and (step.budget > 0 or static):
-            request = self._next_in_line()
-            if request is None:
-                return
-            if request.status is RequestStatus.swapped:
-                admitted = self._swap_in(request, step)
+        in_progress = iter(self._prefilling.copy())
+        current = next(in_progress, None)
+        while step.budget > 0 or static:
+            newcomer = self._next_in_line() if admit and self._free_slots else None
+            if newcomer is not None and (current is None or self._rank(newcomer) < self._rank(current)):
+                admit = self._take_in(newcomer, step)  # who comes behind one that finds no room waits too
+            elif current is not None:
+                if self._compute(current, step):
+                    self._prefilling.remove(current)
+                current = next(in_progress, None)
             else:
-                admitted = self._admit(request, step, whole=not (self.config.chunked_prefill or static))
-            if not admitted:
                 return
+
+    def _take_in(self, request: Request, step: _Step) -> bool:
+        if request.status is RequestStatus.swapped:
+            admitted = self._swap_in(request, step)
+        else:
+            admitted = self._admit(request, step)
+        if admitted:
             self._enter_batch(request, step)
+        return admitted
 
     def _next_in_line(self) -> Request | None:
         heads = [head for head in (self._swapped.peek(), self._waiting.peek()) if head is not None]
@@ -213,8 +217,9 @@ class Scheduler:
         step.swap_in += pairs
         return True
 
-    def _admit(self, request: Request, step: _Step, whole: bool) -> bool:
+    def _admit(self, request: Request, step: _Step) -> bool:
         match = self.kv.match_prefix(request)
+        whole = self.config.batching is Batching.continuous and not self.config.chunked_prefill
         if whole and request.num_tokens - match.num_tokens > step.budget:
             return False
         if not self.kv.admit(request, match, self._keep_free()):
@@ -231,6 +236,7 @@ class Scheduler:
     def _enter_batch(self, request: Request, step: _Step) -> None:
         """Gives an admitted request its slot and computes what the budget allows."""
         request.slot = self._free_slots.pop()
+        step.entered.append(request)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = step.now
         step.admissions.append(
@@ -272,20 +278,25 @@ class Scheduler:
     # --- giving way -----------------------------------------------------------------------------------------------
 
     def _yield_to_priority(self, step: _Step) -> None:
-        """Preempts lower-priority requests for the head of the waiting queue, before anything is planned."""
+        """Preempts lower-priority requests for the head of the line, before anything is planned. Nobody gives way
+        where that would not be enough."""
         head = self._next_in_line()
-        while head is not None and (self._running or self._prefilling):
-            last = self._last_ranked()
-            if last.priority <= head.priority:
-                return
-            match = self.kv.match_prefix(head) if head.status is RequestStatus.waiting else NO_MATCH
-            if self._free_slots and self.kv.can_admit(head, match, self._keep_free()):
-                return
+        if head is None:
+            return
+        lower = [r for r in self._running + self._prefilling if r.priority > head.priority]
+        match = self.kv.match_prefix(head) if lower and head.status is RequestStatus.waiting else NO_MATCH
+        to_gain = sum(len(r.block_table) for r in lower)
+        if not lower or not self.kv.can_admit(head, match, self._keep_free() - to_gain):
+            return
+        while lower and not (self._free_slots and self.kv.can_admit(head, match, self._keep_free())):
+            last = max(lower, key=self._rank)
+            lower.remove(last)
             self._preempt(last, step)
 
     def _preempt(self, request: Request, step: _Step) -> None:
+        """Takes out the last-ranked request of its queue."""
         queue = self._running if request.status is RequestStatus.running else self._prefilling
-        assert queue.pop() is request
+        queue.remove(request)
         step.preempted.append(request.request_id)
         request.num_preemptions += 1
         self._free_slots.append(_slot(request))
@@ -294,9 +305,13 @@ class Scheduler:
             pairs = self.kv.swap_out(request)
             if pairs is not None:
                 step.swap_out += pairs
+                step.swapped_out.append(request)
                 self._swapped.push(self._rank(request), request)
                 return
-        self.kv.free(request)  # recompute, also where the swap space is full
+        self._recompute(request)  # also where the swap space is full
+
+    def _recompute(self, request: Request) -> None:
+        self.kv.free(request)
         request.num_computed_tokens = 0
         self._waiting.push(self._rank(request), request)
 
@@ -318,9 +333,9 @@ class Scheduler:
         updates = []
         commit = self.kv.commit
         num_finished = 0
-        rows = zip(self._planned.pop(plan.step), plan.starts, plan.counts, result.tokens, strict=True)
+        rows = zip(self._planned.pop(plan.step).requests, plan.starts, plan.counts, result.tokens, strict=True)
         for row, (request, start, count, token_ids) in enumerate(rows):
-            if request.slot is None:  # it was aborted while the step ran
+            if request.finished:  # it was aborted while the step ran
                 continue
             commit(request, start + count)
             if not token_ids:
@@ -348,14 +363,20 @@ class Scheduler:
         return updates
 
     def fail(self, plan: StepPlan) -> list[Request]:
-        """Ends the requests of a step that did not run to its end. Returns those that it ended."""
-        requests = [request for request in self._planned.pop(plan.step) if not request.finished]
-        for request in requests:
-            self.finish(request, FinishReason.abort)
-        return requests
+        """Gives up a step that did not run to its end. Ends the requests whose KV it would have written, and returns
+        them. Those that it swapped out may not have arrived: they are computed again."""
+        step = self._planned.pop(plan.step)
+        ended = [r for r in dict.fromkeys(step.requests + step.entered) if not r.finished]
+        for request in ended:
+            self.finish(request, FinishReason.error)
+        for request in step.swapped_out:
+            if request.status is RequestStatus.swapped:
+                self._swapped.discard(request)
+                self._recompute(request)
+        return ended
 
     def _release(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
-        del self._requests[request.request_id]
+        del self._requests[request]
         self.kv.free(request)
         if request.slot is not None:
             self._free_slots.append(request.slot)
@@ -366,17 +387,14 @@ class Scheduler:
 
     def _queue_siblings(self, leader: Request) -> None:
         """The leader's prompt is computed, or never will be: either way its siblings need not wait any longer."""
-        for sibling in self._siblings.pop(leader.request_id, ()):
+        for sibling in self._siblings.pop(leader, ()):
+            self._num_siblings -= 1
             self._waiting.push(self._rank(sibling), sibling)
 
     # --- observation ----------------------------------------------------------------------------------------------
 
     def usage(self) -> KVUsage:
         return self.kv.usage(self._running + self._prefilling)
-
-    def requests(self) -> Iterable[Request]:
-        """Every unfinished request."""
-        return self._requests.values()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless queues, slots and blocks agree."""
@@ -393,7 +411,7 @@ class Scheduler:
         assert sorted(slots) == list(range(self.config.max_num_seqs)), "a slot is lost or in two places"
         counts = len(active) + self.num_waiting + self.num_swapped
         assert counts == len(self._requests), f"{len(self._requests)} unfinished requests, but {counts} in the queues"
-        for request in self._requests.values():
+        for request in self._requests:
             assert request.num_tokens == len(request.token_ids)
             assert request.num_computed_tokens <= request.num_tokens
             if request not in active:
@@ -411,6 +429,8 @@ class _Step:
 
     def __init__(self, now: float, config: SchedulerConfig) -> None:
         self.now = now
+        self.entered: list[Request] = []  # took a slot in this step
+        self.swapped_out: list[Request] = []
         self.budget = config.max_num_batched_tokens
         self.requests: list[Request] = []
         self.slots: list[int] = []

@@ -82,20 +82,20 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
 
 def _load_hf(name: str) -> Any | None:
     """The Hugging Face tokenizer of a folder, a hub name or a shipped model; None where there is no vocabulary."""
-    shipped = assets.shipped_path(name)
-    source = shipped or Path(name)
-    if source.is_dir() and not any(any(source.glob(pattern)) for pattern in VOCABULARY_FILES):
+    folder = assets.shipped_path(name) or Path(name).expanduser()
+    source = folder if folder.is_dir() else name
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in VOCABULARY_FILES):
         return None
     # Takes a second to import, which the dry model need not wait for.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     try:
-        settings = get_tokenizer_config(shipped or name)
+        settings = get_tokenizer_config(source)
         # AutoTokenizer would replace normalizer and pre-tokenizer of a tokenizer.json by those of the model's
         # architecture, even where the folder asks for a tokenizer just as it is written there.
         as_written = settings.get("tokenizer_class") in GENERIC_CLASSES and "auto_map" not in settings
-        hf = (PreTrainedTokenizerFast if as_written else AutoTokenizer).from_pretrained(shipped or name)
+        hf = (PreTrainedTokenizerFast if as_written else AutoTokenizer).from_pretrained(source)
     except Exception as error:  # the Rust side raises bare Exceptions
         raise ModelError(
             f"the tokenizer of {name!r} cannot be loaded: {error}. model.tokenizer takes a folder, a hub name or a "

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +16,7 @@ from mini_infer.core.config import ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.layers import RMSNorm
-from mini_infer.modeling.loader import load_model, load_spec, resolve_device, resolve_dtype, resolve_max_model_len
+from mini_infer.modeling.loader import load_model, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.rope import RopeSpec
 
 CPU = torch.device("cpu")
@@ -155,7 +156,7 @@ class TestFolder:
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
         for load_format in ("dummy", "auto"):
             assert load_spec(ModelConfig(path="some/model", load_format=load_format)).vocab_size == 100
-        assert ["*.safetensors" in patterns for patterns in asked] == [False, True]
+        assert ["model*.safetensors" in patterns for patterns in asked] == [False, True]
 
     def test_shipped_names(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert SHIPPED == ("tiny-target", "tiny-draft")
@@ -313,13 +314,44 @@ class TestResolve:
         assert resolve_device(ModelConfig()) == torch.device("cuda")
         assert resolve_device(ModelConfig(device="cpu")) == CPU
 
-    def test_max_model_len(self) -> None:
-        spec = load_spec(dummy())
-        assert resolve_max_model_len(ModelConfig(), spec) == 128
-        assert resolve_max_model_len(ModelConfig(max_model_len=20), spec) == 20
-        with pytest.raises(ConfigError, match=r"model\.max_model_len=129.*128"):
-            resolve_max_model_len(ModelConfig(max_model_len=129), spec)
-
     def test_rotary_table_is_as_long_as_the_model_runs(self) -> None:
-        config = ModelConfig(load_format="dummy", hf_config=QWEN25, max_model_len=20)
-        assert make_model(config).rotary.table.shape == (20, 32)
+        config = dummy()
+        model = load_model(config, load_spec(config), torch.float32, CPU, max_len=20)
+        assert model.rotary.table.shape == (20, 32)
+
+    @pytest.mark.parametrize(
+        ("rope", "length"),
+        [
+            ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+            ({"rope_type": "linear", "factor": 2.0}, 256),
+            (
+                {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+                128,
+            ),
+        ],
+    )
+    def test_rope_scaling_lengthens_the_model(self, rope: dict[str, Any], length: int) -> None:
+        assert load_spec(dummy(rope_scaling=rope)).max_model_len == length
+
+    def test_no_end_of_sequence_spelled_minus_one(self) -> None:
+        assert load_spec(dummy(eos_token_id=-1)).eos_token_ids == ()
+
+    def test_dtype_that_the_config_does_not_tell_is_the_files(self, tmp_path: Path) -> None:
+        config = transformers.Qwen2Config(
+            **{k: v for k, v in QWEN25.items() if k not in ("architectures", "model_type")}
+        )
+        transformers.Qwen2ForCausalLM(config).to(torch.float16).save_pretrained(tmp_path)
+        values = json.loads((tmp_path / "config.json").read_text())
+        for key in ("dtype", "torch_dtype"):
+            values.pop(key, None)
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        config = ModelConfig(path=str(tmp_path))
+        spec = load_spec(config)
+        assert spec.dtype is None
+        assert resolve_dtype(config, spec, torch.device("cuda")) is torch.float16

@@ -26,7 +26,7 @@ def assert_idle(engine: LLMEngine) -> None:
     assert engine.scheduler.usage().used_blocks == 0
     assert not engine._mailbox
     assert not engine._claimed
-    assert not engine._outputs.request_ids()
+    assert not engine._outputs.unfinished()
 
 
 def test_short_imports() -> None:
@@ -81,17 +81,39 @@ def test_streams_read_in_turns_and_left_early(engine: LLMEngine) -> None:
     next(left)
     left.close()
     assert_idle(engine)
+    engine.stream("never read", GREEDY)
+    with pytest.raises(RequestError, match="empty"):
+        engine.stream("", GREEDY)  # found at once, not at the first output
+    assert_idle(engine)
 
 
 def test_generate_beside_running_requests_keeps_their_outputs(engine: LLMEngine) -> None:
     request_id = engine.add_request("mine", GREEDY)
     engine.generate("other", SamplingParams(max_tokens=2))
     tokens = []
-    while engine.has_unfinished_requests() or request_id in engine._mailbox:
+    while engine.has_unfinished_requests():
         for output in engine.step():
             assert output.request_id == request_id
             tokens += output.outputs[0].token_ids_delta
     assert tokens == engine.generate("mine", GREEDY)[0].outputs[0].token_ids
+
+
+def test_generate_tells_of_each_request_as_it_ends(engine: LLMEngine) -> None:
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (30, 2, 9)]
+    told: list[tuple[str, int]] = []
+    engine.generate(["a", "b", "c"], params, on_output=lambda out: told.append((out.prompt or "", len(engine.records))))
+    assert told == [("b", 2), ("c", 9), ("a", 30)]
+
+
+def test_outputs_of_requests_that_ended_meanwhile_are_still_handed_over(engine: LLMEngine) -> None:
+    ended = engine.add_request("short", SamplingParams(max_tokens=1))
+    aborted = engine.add_request("aborted", GREEDY)
+    engine.generate("other", SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.abort(aborted)
+    seen = []
+    while engine.has_unfinished_requests():
+        seen += [output.request_id for output in engine.step() if output.finished]
+    assert seen == [ended, aborted]
 
 
 def test_n_completions_differ_and_reproduce(engine: LLMEngine) -> None:
@@ -201,6 +223,7 @@ def test_abort_reports_once_and_frees_everything(engine: LLMEngine) -> None:
         ([True, 4], "token ids are integers"),
         (list(range(1, 65)), r"has 64 tokens; at most 63 are allowed.*the model's limit is 64"),
         (7, "a prompt is a string"),
+        (b"bytes", "a prompt is a string"),
         ([{"role": "user"}], "content"),
         ("\ud800", "surrogate"),
     ],
@@ -249,6 +272,10 @@ def test_prompt_over_the_caches_limit_says_so() -> None:
         ({"seed": -5}, "seed"),
         ({"stop": [""]}, "non-empty"),
         ({"stop_token_ids": ["x"]}, "stop_token_ids must be an integer"),
+        ({"stop_token_ids": 7}, "stop_token_ids must be a list"),
+        ({"stop": 5}, "stop must be a list"),
+        ({"ignore_eos": "no"}, "ignore_eos must be true or false"),
+        ({"temperature": 10**400}, "temperature must be from 0"),
     ],
 )
 def test_impossible_sampling_values_name_themselves(values: dict, message: str) -> None:
@@ -260,6 +287,36 @@ def test_impossible_sampling_values_name_themselves(values: dict, message: str) 
 def test_stop_token_out_of_range(engine: LLMEngine) -> None:
     with pytest.raises(RequestError, match="stop token id 600 is out of range: 0 to 511"):
         engine.generate("a", SamplingParams(stop_token_ids=[600]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cache_salt": "\ud800"}, "surrogate"),
+        ({"cache_salt": None}, "must be a string"),
+        ({"priority": "high"}, "priority must be an integer"),
+        ({"arrival_time": "now"}, "arrival_time must be seconds"),
+        ({"request_id": 5}, "request_id must be a string"),
+    ],
+)
+def test_bad_arguments_of_add_request(engine: LLMEngine, arguments: dict, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine.add_request("a", GREEDY, **arguments)
+    assert_idle(engine)
+
+
+def test_names_never_collide(engine: LLMEngine) -> None:
+    """Neither with the n completions of another request, nor with the names that the engine gives."""
+    engine.add_request("a", SamplingParams(n=2, max_tokens=3, ignore_eos=True), request_id="a")
+    engine.add_request("b", GREEDY, request_id="a#0")
+    engine.add_request("c", GREEDY, request_id="request-3")
+    engine.add_request("d", GREEDY, request_id="request-4")
+    assert len(engine.generate(["x", "y"], GREEDY)) == 2
+    ended = []
+    while engine.has_unfinished_requests():
+        ended += [output.request_id for output in engine.step() if output.finished]
+    assert sorted(ended) == ["a", "a#0", "request-3", "request-4"]
+    assert_idle(engine)
 
 
 def test_request_id_in_use(engine: LLMEngine) -> None:
@@ -348,17 +405,118 @@ def test_request_timestamps_are_in_order_on_the_engines_clock() -> None:
 
 def test_failure_while_a_step_runs_ends_its_requests_and_leaves_a_usable_engine(engine: LLMEngine, monkeypatch) -> None:
     expected = engine.generate("next", GREEDY)[0].outputs[0].token_ids
-    execute = engine._runner.execute
+    runner = engine._parts.runner
+    execute = runner.execute
 
     def fail(plan):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine._runner, "execute", fail)
+    monkeypatch.setattr(runner, "execute", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate(["a", "b"], GREEDY)
-    monkeypatch.setattr(engine._runner, "execute", execute)
+    monkeypatch.setattr(runner, "execute", execute)
     assert_idle(engine)
     assert engine.generate("next", GREEDY)[0].outputs[0].token_ids == expected
+
+
+def test_request_swapped_out_in_a_failed_step_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> LLMEngine:
+        return dry(
+            max_model_len=32,
+            cache={"num_blocks": 8, "block_size": 4, "watermark": 0.0, "prefix_caching": False},
+            scheduler={"preemption": "swap"},
+        )
+
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = ["0123456789abcd", "ABCDEFGHIJKLMN"]
+    expected = [out.outputs[0].token_ids for out in make().generate(prompts, params)]
+    engine = make()
+    execute = engine._parts.runner.execute
+
+    def fail_when_swapping(plan):
+        if plan.swap_out:
+            raise RuntimeError("the copy failed")
+        return execute(plan)
+
+    monkeypatch.setattr(engine._parts.runner, "execute", fail_when_swapping)
+    first, second = (engine.add_request(prompt, params) for prompt in prompts)
+    tokens: dict[str, list[int]] = {first: [], second: []}
+    reasons = {}
+    failures = 0
+    while engine.has_unfinished_requests():
+        try:
+            outputs = engine.step()
+        except RuntimeError:
+            failures += 1
+            continue
+        engine.scheduler.check_integrity()
+        for output in outputs:
+            tokens[output.request_id] += output.outputs[0].token_ids_delta
+            reasons[output.request_id] = output.outputs[0].finish_reason
+    assert failures == 1
+    assert reasons == {first: FinishReason.error, second: FinishReason.length}
+    assert tokens[first] == expected[0][: len(tokens[first])]
+    assert tokens[second] == expected[1]
+    assert [r.failed for r in engine.records if r.failed] == [(first,)]
+
+
+@pytest.mark.parametrize("method", ["schedule", "update"])
+def test_error_in_the_bookkeeping_ends_everything_and_starts_anew(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    expected = engine.generate("next", GREEDY)[0].outputs[0].token_ids
+    for prompt in ("a", "b"):
+        engine.add_request(prompt, GREEDY)
+    engine.step()
+    monkeypatch.setattr(engine.scheduler, method, lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    ended = []
+    while engine.has_unfinished_requests():
+        ended += [output.outputs[0].finish_reason for output in engine.step()]
+    assert ended == [FinishReason.error] * 2
+    assert_idle(engine)
+    assert engine.generate("next", GREEDY)[0].outputs[0].token_ids == expected
+
+
+def test_text_that_cannot_be_made_ends_its_own_request_only(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = engine.add_request("bad", GREEDY)
+    good = engine.add_request("good", GREEDY)
+    completion = engine._outputs._groups[bad].completions[0]
+    monkeypatch.setattr(completion.detokenizer, "append", lambda tokens: 1 / 0)
+    reasons = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            reasons[output.request_id] = output.outputs[0].finish_reason
+    assert reasons == {bad: FinishReason.error, good: FinishReason.length}
+    assert [r.failed for r in engine.records if r.failed] == [(bad,)]
+    assert_idle(engine)
+
+
+def test_observer_that_fails_costs_no_output(engine: LLMEngine) -> None:
+    request_id = engine.add_request("a", SamplingParams(max_tokens=1))
+    engine.observers.append(lambda record: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.observers.clear()
+    assert engine.has_unfinished_requests()
+    assert [output.request_id for output in engine.step()] == [request_id]
+
+
+def test_records_tell_who_was_aborted(engine: LLMEngine) -> None:
+    request_id = engine.add_request("a", SamplingParams(n=2, max_tokens=30, ignore_eos=True))
+    engine.step()
+    engine.abort(request_id)
+    engine.step()
+    assert engine.records[-1].aborted == (request_id, request_id)
+    assert engine.records[-1].finished == ()
+
+
+def test_an_idle_engine_grows_nothing(engine: LLMEngine) -> None:
+    for _ in range(50):
+        engine.step()
+    assert not engine.scheduler._planned
+    assert not engine.records
 
 
 def test_close_aborts_what_is_left(engine: LLMEngine) -> None:

@@ -30,6 +30,7 @@ class Bench:
         )
         self.scheduler = Scheduler(SchedulerConfig(**settings), kv, watermark)
         self.clock = 0.0
+        self.added: list[Request] = []
 
     def add(
         self, name: str, prompt: int | list[int], max_tokens: int = 8, priority: int = 0, fork_of: Request | None = None
@@ -44,7 +45,11 @@ class Bench:
             fork_of=fork_of,
         )
         self.scheduler.add(request)
+        self.added.append(request)
         return request
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.finish(request, FinishReason.abort)
 
     def plan(self) -> StepPlan:
         plan = self.scheduler.schedule(self.clock)
@@ -188,6 +193,29 @@ def test_urgent_request_does_not_wait_behind_a_swapped_one() -> None:
     assert "urgent" in [a.request_id for a in bench.step().admissions]
 
 
+def test_urgent_prompt_overtakes_a_prompt_in_progress() -> None:
+    bench = Bench(policy="priority", max_num_batched_tokens=8, num_blocks=200, max_model_len=400)
+    low = bench.add("low", 300, priority=5)
+    bench.step()
+    high = bench.add("high", 8, priority=0)
+    plan = bench.step()
+    assert [a.request_id for a in plan.admissions] == ["high"]
+    assert high.num_output_tokens == 1
+    bench.step()
+    assert low.num_computed_tokens > 8, "and goes on beside it"
+
+
+def test_nobody_gives_way_where_that_would_not_be_enough() -> None:
+    bench = Bench(num_blocks=10, max_model_len=40, policy="priority")
+    bench.add("high", 20, priority=0, max_tokens=15)
+    bench.add("low", 4, priority=2)
+    bench.step()
+    big = bench.add("big", 30, priority=1)
+    plan = bench.step()
+    assert plan.preempted == []
+    assert big.status is RequestStatus.waiting
+
+
 def test_fcfs_ignores_priorities() -> None:
     bench = Bench(max_num_seqs=1)
     bench.add("first", 4, priority=9)
@@ -247,11 +275,41 @@ def test_siblings_wait_for_the_leaders_prompt_and_share_its_blocks() -> None:
     assert all(s.num_cached_tokens == 8 for s in siblings)
 
 
+def test_siblings_of_a_static_batch_run_beside_their_leader() -> None:
+    bench = Bench(batching="static", max_num_seqs=4)
+    leader = bench.add("x", 10)
+    for _ in range(2):
+        bench.add("x", 10, fork_of=leader)
+    assert bench.step().counts == [10, 10, 10]
+
+
+def test_preempted_sibling_finds_its_own_blocks_where_they_are_more() -> None:
+    kv = KVManager(32, BLOCK, 64)
+    leader = Request("x", list(range(9)), SamplingParams(), max_total_tokens=40)
+    kv.admit(leader)
+    kv.commit(leader, 9)
+    sibling = Request("x", list(range(30)), SamplingParams(), max_total_tokens=40, fork_of=leader)
+    kv.admit(sibling)
+    kv.commit(sibling, 28)
+    kv.free(sibling)
+    assert kv.match_prefix(sibling).num_tokens == 28
+
+
+def test_aborted_waiting_requests_are_forgotten() -> None:
+    bench = Bench(policy="priority", max_num_seqs=1)
+    bench.add("head", 4, priority=0)
+    for _ in range(1000):
+        bench.abort(bench.add("gone", 4, priority=1))
+    bench.add("last", 4, priority=1)
+    assert len(bench.scheduler._waiting._heap) < 100
+    assert bench.scheduler.num_waiting == 2
+
+
 def test_siblings_of_an_aborted_leader_go_on_alone() -> None:
     bench = Bench()
     leader = bench.add("x#0", 10)
     sibling = bench.add("x#1", 10, fork_of=leader)
-    bench.scheduler.abort("x#0")
+    bench.abort(leader)
     assert bench.step().counts == [10]
     assert sibling.num_output_tokens == 1
 
@@ -271,23 +329,24 @@ def test_abort_in_every_state_gives_everything_back(state: str) -> None:
         victim = bench.add("v", 4 if state in ("running", "planned") else 12)
         plan = None if state == "waiting" else bench.plan()
         if state == "planned":  # it goes while its step runs: the step's token for it is dropped
-            bench.scheduler.abort("v")
+            bench.abort(victim)
             assert bench.book(plan) == []
         elif plan is not None:
             bench.book(plan)
     if state not in ("planned", "sibling"):
         assert victim.status.value == state
-    bench.scheduler.abort(victim.request_id)
+    bench.abort(victim)
     bench.scheduler.check_integrity()
+    assert victim is not None
     assert victim.finish_reason is FinishReason.abort
     assert not victim.block_table
-    for request in list(bench.scheduler.requests()):
-        bench.scheduler.abort(request.request_id)
+    for request in bench.added:
+        if not request.finished:
+            bench.abort(request)
     bench.scheduler.check_integrity()
     usage = bench.scheduler.usage()
     assert usage.used_blocks == usage.host_blocks_used == 0
     assert not bench.plan().slots
-    assert bench.scheduler.abort("nobody") is None
 
 
 def test_request_ends_by_stop_token_length_and_not_before_min_tokens() -> None:
@@ -313,7 +372,7 @@ def test_failed_step_ends_its_own_requests_only() -> None:
     plan = bench.plan()
     assert bench.scheduler.fail(plan) == [a]
     bench.scheduler.check_integrity()
-    assert a.finish_reason is FinishReason.abort
+    assert a.finish_reason is FinishReason.error
     bench.step()
     assert b.num_output_tokens == 1
 

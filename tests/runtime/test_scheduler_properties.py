@@ -6,15 +6,17 @@ block, stale slot or lost swap shows in the output.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
-from mini_infer.core.request import FinishReason, RequestOutput
+from mini_infer.core.plan import StepPlan, StepResult
+from mini_infer.core.request import CompletionOutput, FinishReason, TokenLogprob
 
 MAX_LEN = 48
 PREFIXES = [[65 + i % 20 for i in range(40)], [65 + i % 20 for i in range(18)] + [50] * 22, [97] * 40]
@@ -26,6 +28,8 @@ class Arrival:
     prompt: list[int]
     params: SamplingParams
     priority: int
+    cache_salt: str
+    stream: bool
     abort_after: int | None  # steps after its arrival
 
 
@@ -43,12 +47,17 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         ignore_eos=draw(st.booleans()),
         seed=draw(st.integers(0, 3)),
         stop_token_ids=draw(st.sampled_from([(), (65, 66, 67)])),
+        stop=draw(st.sampled_from([(), (), ("a",), ("A", "ab", "Z"), ("e", "x1")])),
+        include_stop_str_in_output=draw(st.booleans()),
+        logprobs=draw(st.sampled_from([None, None, 1])),
     )
     return Arrival(
         step=draw(st.integers(0, 25)),
         prompt=prompt,
         params=params,
         priority=draw(st.integers(0, 2)),
+        cache_salt=draw(st.sampled_from(["", "", "salt"])),
+        stream=draw(st.booleans()),
         abort_after=draw(st.one_of(st.none(), st.none(), st.integers(0, 20))),
     )
 
@@ -78,56 +87,78 @@ def make_engine(cache: dict[str, object], scheduler: dict[str, object]) -> LLMEn
     return LLMEngine(EngineConfig.from_dict({"model": dry, "cache": cache, "scheduler": scheduler}))
 
 
+@dataclass
+class Produced:
+    """What one completion has given its caller."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+    def take(self, completion: CompletionOutput) -> None:
+        assert self.reason is None, "an output after the end"
+        self.tokens += completion.token_ids_delta
+        self.text += completion.text_delta
+        self.logprobs += completion.logprobs_delta or []
+        self.reason = completion.finish_reason
+        assert (self.tokens, self.text) == (completion.token_ids, completion.text)
+        if completion.logprobs is not None:
+            assert [entry.token_id for entry in self.logprobs] == self.tokens
+
+
 ROOMY = {"block_size": 16, "num_blocks": 100, "prefix_caching": False}
-alone: dict[tuple, list[list[int]]] = {}
+alone: dict[tuple, list[CompletionOutput]] = {}
 
 
-def tokens_alone(prompt: list[int], params: SamplingParams) -> list[list[int]]:
-    """The request's tokens when nobody else is there and memory is plenty."""
+def outputs_alone(prompt: list[int], params: SamplingParams) -> list[CompletionOutput]:
+    """The request's completions when nobody else is there and memory is plenty."""
     key = (tuple(prompt), params)
     if key not in alone:
         engine = make_engine(ROOMY, {"max_num_seqs": 4, "max_num_batched_tokens": 1024})
-        (output,) = engine.generate([prompt], params)
-        alone[key] = [completion.token_ids for completion in output.outputs]
+        alone[key] = engine.generate([prompt], params)[0].outputs
     return alone[key]
 
 
-def drive(engine: LLMEngine, traffic: list[Arrival]) -> dict[str, list[list[int]]]:
-    """Runs the traffic with integrity checked after every step. Returns each request's tokens, by completion."""
-    tokens: dict[str, list[list[int]]] = {}
-    ended: dict[str, set[int]] = {}
-    reasons: dict[str, set[FinishReason | None]] = {}
-
-    def take(outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            for completion in output.outputs:
-                tokens[output.request_id][completion.index] += completion.token_ids_delta
-                assert tokens[output.request_id][completion.index] == completion.token_ids
-                if completion.finished:
-                    assert completion.index not in ended[output.request_id], "finished twice"
-                    ended[output.request_id].add(completion.index)
-                    reasons[output.request_id].add(completion.finish_reason)
-
+def drive(engine: LLMEngine, traffic: list[Arrival], failing_step: int | None) -> dict[str, list[Produced]]:
+    """Runs the traffic with integrity checked after every step. Returns each request's completions."""
+    produced: dict[str, list[Produced]] = {}
+    runner = engine._parts.runner
+    execute = runner.execute
     for step in itertools.count():
         assert step < 3000, "the engine makes no progress"
         for number, arrival in enumerate(traffic):
             request_id = f"r{number}"
             if arrival.step == step:
-                tokens[request_id] = [[] for _ in range(arrival.params.n)]
-                ended[request_id], reasons[request_id] = set(), set()
-                engine.add_request(arrival.prompt, arrival.params, request_id=request_id, priority=arrival.priority)
+                produced[request_id] = [Produced() for _ in range(arrival.params.n)]
+                engine.add_request(
+                    arrival.prompt,
+                    arrival.params,
+                    request_id=request_id,
+                    priority=arrival.priority,
+                    cache_salt=arrival.cache_salt,
+                    stream=arrival.stream,
+                )
             if arrival.abort_after is not None and step == arrival.step + arrival.abort_after:
                 engine.abort(request_id)
                 engine.scheduler.check_integrity()
-        take(engine.step())
+        runner.execute = planted_failure if step == failing_step else execute  # type: ignore[method-assign]
+        with contextlib.suppress(PlantedFailure):
+            for output in engine.step():
+                for completion in output.outputs:
+                    produced[output.request_id][completion.index].take(completion)
         engine.scheduler.check_integrity()
         if not engine.has_unfinished_requests() and step > 45:
-            break
-    for number, arrival in enumerate(traffic):
-        assert len(ended[f"r{number}"]) == arrival.params.n, "a completion never finished"
-        if arrival.abort_after is None:
-            assert FinishReason.abort not in reasons[f"r{number}"]
-    return tokens
+            return produced
+    raise AssertionError
+
+
+class PlantedFailure(Exception):
+    pass
+
+
+def planted_failure(plan: StepPlan) -> StepResult:
+    raise PlantedFailure
 
 
 combinations = list(
@@ -137,7 +168,11 @@ combinations = list(
 
 @pytest.mark.parametrize(("batching", "chunked", "cache", "preemption"), combinations)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(machine=machines(), traffic=st.lists(arrivals(), min_size=1, max_size=8))
+@given(
+    machine=machines(),
+    traffic=st.lists(arrivals(), min_size=1, max_size=8),
+    failing_step=st.one_of(st.none(), st.none(), st.integers(1, 20)),
+)
 def test_traffic_changes_no_token_and_loses_no_block(
     batching: str,
     chunked: bool,
@@ -145,6 +180,7 @@ def test_traffic_changes_no_token_and_loses_no_block(
     preemption: str,
     machine: dict[str, dict],
     traffic: list[Arrival],
+    failing_step: int | None,
 ) -> None:
     scheduler = {**machine["scheduler"], "batching": batching, "chunked_prefill": chunked, "preemption": preemption}
     if not chunked:
@@ -156,13 +192,21 @@ def test_traffic_changes_no_token_and_loses_no_block(
         "layout": "contiguous" if cache == "contiguous" else "paged",
     }
     engine = make_engine(memory, scheduler)
-    tokens = drive(engine, traffic)
+    produced = drive(engine, traffic, failing_step)
 
     for number, arrival in enumerate(traffic):
-        expected = tokens_alone(arrival.prompt, arrival.params)
-        for got, whole in zip(tokens[f"r{number}"], expected, strict=True):
-            # An aborted request stops early, but what it produced is what it would have produced.
-            assert got == whole[: len(got)] if arrival.abort_after is not None else got == whole
+        expected = outputs_alone(arrival.prompt, arrival.params)
+        for got, whole in zip(produced[f"r{number}"], expected, strict=True):
+            assert got.reason is not None, "a completion never finished"
+            if got.reason is FinishReason.abort:
+                assert arrival.abort_after is not None
+            elif got.reason is FinishReason.error:
+                assert failing_step is not None
+            else:
+                assert (got.tokens, got.text, got.reason) == (whole.token_ids, whole.text, whole.finish_reason)
+            # Who ends early has produced a beginning of what it would have produced.
+            assert got.tokens == whole.token_ids[: len(got.tokens)]
     usage = engine.scheduler.usage()
     assert usage.used_blocks == usage.used_slots == usage.host_blocks_used == 0
     assert engine.scheduler.num_unfinished == 0
+    assert not engine._outputs.unfinished()
