@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -77,12 +78,12 @@ class _Gather:
         torch.index_select(self._kv_store.blocks(layer), 0, self._index, out=self._out)
 
 
-class _Decode:
-    """All decode rows in one call, padded to the longest.
+# Padding that a further call must save to be worth its overhead, in tokens of K and V gathered for nothing.
+_WORTH_A_CALL = 1024
 
-    q [R * n, num_heads, head_dim] is seen as [R, num_kv_heads, n * group, head_dim], so each KV head serves its group
-    of query heads as if they were further query tokens.
-    """
+
+class _Decode:
+    """Decode rows, those of like lengths together."""
 
     def __init__(
         self,
@@ -92,21 +93,76 @@ class _Decode:
         scale: float,
         scratch: _Scratch,
     ) -> None:
-        rows, n, length = batch.num_decode_rows, batch.decode_query_len, batch.max_decode_seq_len
-        self._rows, self._n, self._kv_heads = rows, n, kv_store.num_kv_heads
-        self._scale = scale
-        width = math.ceil(length / kv_store.block_size)
-        self._gather = _Gather(kv_store, batch.block_tables[:rows, :width], scratch)
+        n = batch.decode_query_len
+        groups = _alike(batch.host_seq_lens[: batch.num_decode_rows])
+        device = batch.positions.device
+        self._n = n
+        self._order: Tensor | None = None  # the rows, group after group
+        self._tokens = [len(rows) * n for rows in groups]
+        positions = batch.positions[: batch.num_decode_tokens].view(-1, n)
+        tables = batch.block_tables[: batch.num_decode_rows]
+        if len(groups) == 1:  # as they are
+            lens = batch.host_seq_lens[: batch.num_decode_rows]
+            self._parts = [_DecodePart(positions, tables, lens, kv_store, windows, scale, scratch)]
+            return
+        order = np.concatenate(groups)
+        self._order = torch.from_numpy(order).to(device)
+        self._inverse = torch.from_numpy(np.argsort(order)).to(device)
+        self._parts = []
+        for rows in groups:
+            index, lens = torch.from_numpy(rows).to(device), batch.host_seq_lens[rows]
+            self._parts.append(_DecodePart(positions[index], tables[index], lens, kv_store, windows, scale, scratch))
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        if self._order is None:
+            return self._parts[0](layer, q)
+        q = q.unflatten(0, (-1, self._n))[self._order].flatten(0, 1)
+        out = [part(layer, own) for part, own in zip(self._parts, q.split(self._tokens), strict=True)]
+        return torch.cat(out).unflatten(0, (-1, self._n))[self._inverse].flatten(0, 1)
+
+
+def _alike(lens: np.ndarray) -> list[np.ndarray]:
+    """Rows in groups, longest first: a group is cut where padding the rest to its longest would waste too much."""
+    order = np.argsort(-lens, kind="stable")
+    groups: list[np.ndarray] = []
+    while True:
+        shorter = np.flatnonzero(2 * lens[order] < lens[order[0]])
+        if not shorter.size or (lens[order[0]] - lens[order[shorter]]).sum() < _WORTH_A_CALL:
+            return [*groups, order]
+        groups.append(order[: shorter[0]])
+        order = order[shorter[0] :]
+
+
+class _DecodePart:
+    """Decode rows in one call, padded to the longest.
+
+    q [R * n, num_heads, head_dim] is seen as [R, num_kv_heads, n * group, head_dim], so each KV head serves its group
+    of query heads as if they were further query tokens.
+    """
+
+    def __init__(
+        self,
+        positions: Tensor,  # [R, n]
+        block_tables: Tensor,  # [R, W]
+        seq_lens: np.ndarray,  # [R]
+        kv_store: PagedKV,
+        windows: Sequence[int | None],
+        scale: float,
+        scratch: _Scratch,
+    ) -> None:
+        self._rows, self._n = positions.shape
+        self._kv_heads, self._scale = kv_store.num_kv_heads, scale
+        length = int(seq_lens.max())
+        self._gather = _Gather(kv_store, block_tables[:, : math.ceil(length / kv_store.block_size)], scratch)
         self._k = self._gather.k[:, :length].transpose(1, 2)
         self._v = self._gather.v[:, :length].transpose(1, 2)
         self._windows = _effective(windows, length)
-        same_length = bool((batch.host_seq_lens[:rows] == length).all())
-        queries = batch.positions[: rows * n].view(rows, n)
-        keys = torch.arange(length, device=queries.device)
+        same_length = bool((seq_lens == length).all())
+        keys = torch.arange(length, device=positions.device)
         self._masks: dict[int | None, Tensor | None] = {}  # [R, 1, n, length]
         for window in set(self._windows):
-            needed = window is not None or n > 1 or not same_length
-            self._masks[window] = _mask(queries, keys, window, kv_store.dtype)[:, None] if needed else None
+            needed = window is not None or self._n > 1 or not same_length
+            self._masks[window] = _mask(positions, keys, window, kv_store.dtype)[:, None] if needed else None
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         self._gather(layer)

@@ -4,10 +4,12 @@ import dataclasses
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from mini_infer.attention import backend as backends
+from mini_infer.attention import torch_sdpa
 from mini_infer.attention.backend import AttentionBackend, Capabilities, Requirements, select_backend
 from mini_infer.attention.context import AttentionBatch, AttentionContext
 from mini_infer.attention.torch_sdpa import SdpaBackend
@@ -25,6 +27,16 @@ WINDOWS = (None, 5, 1, 1000)
 @pytest.fixture(params=DEVICES, ids=str)
 def device(request: pytest.FixtureRequest) -> torch.device:
     return request.param
+
+
+def test_rows_of_like_lengths_share_a_call() -> None:
+    def groups(*lens: int) -> list[list[int]]:
+        return [rows.tolist() for rows in torch_sdpa._alike(np.array(lens))]
+
+    assert groups(10, 12, 9) == [[1, 0, 2]]
+    assert groups(32, 2000, 30, 1900) == [[1, 3], [0, 2]]
+    assert groups(600, 32) == [[0, 1]], "too little to save"
+    assert groups(100, 3000, 1400, *[90] * 20) == [[1], [2], [0, *range(3, 23)]]
 
 
 def make_store(device: torch.device, kv_heads: int, dtype: torch.dtype = torch.float32) -> KVStore:
@@ -67,9 +79,18 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("worth_a_call", [1, 1024])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("name", BATCHES)
-def test_equals_the_formula(name: str, kv_heads: int, device: torch.device, step_rows: Any) -> None:
+def test_equals_the_formula(
+    name: str,
+    kv_heads: int,
+    worth_a_call: int,
+    device: torch.device,
+    step_rows: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_sdpa, "_WORTH_A_CALL", worth_a_call)
     rows, num_decode_rows = BATCHES[name]
     torch.manual_seed(0)
     store = make_store(device, kv_heads)
