@@ -1,5 +1,5 @@
-"""Runs an experiment: `python run.py experiment=quickstart`. `python run.py --help` tells what can be chosen,
-`python run.py report` rebuilds every report from results/ alone."""
+"""Runs an experiment: `python run.py experiment=quickstart`. `python run.py --help` tells what can be chosen
+and which commands there are beside it (report, compare, trace)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import catalog, schema
+from experiments.lab import catalog, schema, sweep
+from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import explain
 from mini_infer.core.errors import ConfigError, MiniInferError
 
@@ -21,27 +22,20 @@ CONF = ROOT / "conf"
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def job(config: DictConfig) -> None:
-    from experiments.lab.execute import execute  # torch and matplotlib, which no help text needs
+    with sweep.job():
+        from experiments.lab.execute import execute  # torch and matplotlib, which no help text needs
 
-    chosen = HydraConfig.get().runtime.choices.get("experiment")
-    if config.experiment is None or chosen is None:
-        raise ConfigError(f"no experiment chosen: add experiment=<name>\n\n{catalog.experiment_list(CONF)}")
-    execute(config, chosen, list(HydraConfig.get().overrides.task), ROOT)
-
-
-def report(arguments: list[str]) -> None:
-    from experiments.lab.report import rebuild
-
-    if arguments:
-        raise ConfigError(f"`python run.py report` takes no further arguments, got {' '.join(arguments)}")
-    for path in rebuild(ROOT / "results", ROOT / "reports"):
-        print(path.relative_to(ROOT))
+        chosen = HydraConfig.get().runtime.choices.get("experiment")
+        if config.experiment is None or chosen is None:
+            raise ConfigError(f"no experiment chosen: add experiment=<name>\n\n{catalog.experiment_list(CONF)}")
+        execute(config, chosen, list(HydraConfig.get().overrides.task), ROOT)
 
 
 def main() -> None:
     try:
-        if sys.argv[1:2] == ["report"]:
-            report(sys.argv[2:])
+        command = COMMANDS.get(next(iter(sys.argv[1:]), ""))
+        if command is not None:
+            command.run(sys.argv[2:], ROOT)
             return
         if len(sys.argv) == 1:
             raise ConfigError(
@@ -53,6 +47,9 @@ def main() -> None:
         OmegaConf.register_new_resolver("lab.help", lambda: catalog.help_text(CONF), replace=True)
         sys.argv[1:] = catalog.shorthand(sys.argv[1:], CONF)
         job()
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
     except Exception as error:
         message = explain(error, list(catalog.groups(CONF)))
         if message is None:

@@ -9,11 +9,12 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import claims, heap, points, schema, stats
+from experiments.lab import claims, heap, points, rounds, schema, stats
 from experiments.lab.experiment import Findings
 from experiments.lab.metrics import Better, Metric
 from experiments.lab.points import Point
@@ -118,19 +119,26 @@ class SchedulerOverhead:
         ]
         steps.plan(self._repeats * len(sweep))
         rows: list[Row] = []
-        for repeat in range(self._repeats):
+
+        def measure_all(repeat: int) -> None:
+            found_rows: list[Row] = []
             by_running: dict[int, float] = {}
             for point, measure in stats.abba(sweep, repeat):
                 steps.next(f"{point.name}, repeat {repeat + 1} of {self._repeats}")
                 gc.collect()
                 found = measure(point)
-                rows += _rows(point, repeat, found)
+                found_rows += _rows(point, repeat, found)
                 if "running" in point.values:
                     by_running[point.values["running"]] = float(found["step_us"] or 0.0)
             sizes = sorted(by_running)
             line = stats.fit_line(sizes, [by_running[size] for size in sizes])
-            rows += _rows(self._fit, repeat, {"us_per_request": line.slope, "r_squared": line.r_squared})
-        return Findings(rows)
+            fit = _rows(self._fit, repeat, {"us_per_request": line.slope, "r_squared": line.r_squared})
+            rows.extend([*found_rows, *fit])
+
+        outcome = rounds.run(
+            [(f"repeat {n + 1} of {self._repeats}", partial(measure_all, n)) for n in range(self._repeats)]
+        )
+        return Findings(rows, status=outcome.status, error=outcome.error)
 
     def _steps_by_running(self, point: Point) -> dict[str, float | None]:
         times = _timed_steps(self._busy_scheduler(point.values["running"]), self.spec.steps)

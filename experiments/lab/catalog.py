@@ -7,6 +7,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from experiments.lab.commands import COMMANDS
+
 EXAMPLES = (
     ("python run.py experiment=quickstart", "one experiment, as it is"),
     ("python run.py experiment=quickstart measure.repeats=3", "with a setting changed"),
@@ -14,7 +16,8 @@ EXAMPLES = (
     ("python run.py experiment=quickstart model=/path/to/a/folder", "on a Hugging Face model"),
     ("python run.py -m experiment=quickstart measure.seed=0,1", "a sweep"),
     ("python run.py -m 'experiment=glob(*)'", "every experiment"),
-    ("python run.py report", "all reports again, from results/ alone"),
+    ("python run.py -m hydra/launcher=joblib ...", "a sweep with its jobs side by side: not for timings"),
+    ("python run.py experiment=quickstart tracker=wandb", "with its curves, tables and figures in Weights & Biases"),
     ("python run.py experiment=quickstart --cfg job", "the composed config, without a run"),
 )
 
@@ -27,6 +30,14 @@ def groups(conf: Path) -> dict[str, list[str]]:
         if group not in (".", "experiment"):
             found.setdefault(group, []).append(path.stem)
     return found
+
+
+def defaults(conf: Path) -> dict[str, str]:
+    """Group -> the option that is taken where nothing is said; groups that take none then are left out."""
+    entries = OmegaConf.to_container(OmegaConf.load(conf / "config.yaml").defaults)
+    assert isinstance(entries, list)
+    named = [entry for entry in entries if isinstance(entry, dict)]
+    return {str(group): option for entry in named for group, option in entry.items() if option is not None}
 
 
 def experiments(conf: Path) -> dict[str, str]:
@@ -43,7 +54,11 @@ def experiment_list(conf: Path) -> str:
 
 
 def help_text(conf: Path) -> str:
-    rows = [(group, "  ".join(options)) for group, options in groups(conf).items()]
+    chosen = defaults(conf)
+    rows = [
+        (group, "  ".join(option + "*" * (option == chosen.get(group)) for option in options))
+        for group, options in groups(conf).items()
+    ]
     return "\n".join(
         [
             "mini-infer: run an experiment; it writes results/ and a report with figures in reports/",
@@ -53,12 +68,17 @@ def help_text(conf: Path) -> str:
             "Experiments",
             experiment_list(conf),
             "",
-            "Option groups (group=option)",
+            "Option groups (group=option; * is taken where nothing is said)",
             _table(rows),
             "",
+            "Without a choice engine/prefix_cache is what engine/cache can do, and hardware is looked up by its name.",
+            "",
             "Keys (key=value): engine.model.*, engine.cache.*, engine.scheduler.*, engine.attention.*, workload.*,",
-            "measure.repeats, measure.seed, measure.threads, paths.results, paths.reports; --cfg job shows all of them",
-            "with their values.",
+            "measure.repeats, measure.seed, measure.threads, tracker.project, paths.results, paths.reports; --cfg job",
+            "shows all of them with their values.",
+            "",
+            "Commands",
+            _table([(f"python run.py {name} {command.usage}", command.help) for name, command in COMMANDS.items()]),
             "",
             "Examples",
             _table(EXAMPLES),

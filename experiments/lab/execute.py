@@ -1,22 +1,30 @@
-"""One run from config to report: build, measure, store, report."""
+"""One run from config to report: build, measure, store, report, tell the tracker."""
 
 from __future__ import annotations
 
 import shlex
+import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import hardware, provenance, report, schema, store
-from experiments.lab.experiment import Experiment
+from experiments.lab import hardware, provenance, report, schema, store, sweep, tables, trackers
+from experiments.lab.experiment import Experiment, Findings
+from experiments.lab.lock import exclusive
 from experiments.lab.progress import Steps
-from experiments.lab.store import Provenance, Result, RunInfo
+from experiments.lab.rounds import IncompleteRun
+from experiments.lab.rows import Row
+from experiments.lab.store import Provenance, Result, RunInfo, StoreError
+from mini_infer.core.errors import MiniInferError
 
-NOT_IN_RUN_NAME = ("experiment=", "paths.")
+NOT_IN_RUN_NAME = ("experiment=", "paths.", "tracker")
 
 
 def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path) -> Path:
@@ -25,9 +33,14 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     Args:
         overrides: what was typed beside the program's name.
         root: where relative paths of the config start.
+
+    Raises:
+        IncompleteRun: it was stopped by an error, or its place could not be written; the message says what is kept.
+        KeyboardInterrupt: it was stopped by the user; what was finished is stored and reported.
     """
     experiment: Experiment = schema.experiment_class(config).from_config(config)
     paths = schema.build(schema.Paths, config.paths, "paths")
+    tracker = schema.build(schema.TrackerSettings, config.tracker, "tracker")
     threads = schema.build(schema.Measure, config.measure, "measure").threads
     if threads is not None:
         torch.set_num_threads(threads)
@@ -36,11 +49,43 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     with Steps(name) as steps:
         findings = experiment.measure(steps)
     device = hardware.resolve(experiment.device)
+    origin = Provenance(
+        command=shlex.join(["python", "run.py", *overrides]),
+        started=started.isoformat(timespec="seconds"),
+        seconds=time.monotonic() - clock,
+        commit=commit,
+        clean=clean,
+        versions=provenance.versions(),
+        device=hardware.facts(device),
+    )
+    run = store.run_name([o for o in overrides if not o.startswith(NOT_IN_RUN_NAME)])
+    result = _result(experiment, findings, name, hardware.key(device), run, origin, config)
+    results, reports = root / paths.results, root / paths.reports
+    written = _store(results, result)
+    path = _report(results, reports, written)
+    stored = store.read(written)
+    print(report.summary(stored))
+    print(f"results  {written.with_suffix('.csv')}\nreport   {path}")
+    trackers.track(stored, report.figure_paths(reports, stored), tracker, root)
+    if findings.error is not None:
+        _stop(findings, findings.error, written)
+    return path
+
+
+def _result(
+    experiment: Experiment,
+    findings: Findings,
+    name: str,
+    hardware_key: str,
+    run: str,
+    origin: Provenance,
+    config: DictConfig,
+) -> Result:
     spec = experiment.spec
     info = RunInfo(
         experiment=name,
-        hardware=hardware.key(device),
-        run=store.run_name([o for o in overrides if not o.startswith(NOT_IN_RUN_NAME)]),
+        hardware=hardware_key,
+        run=run,
         title=spec.title,
         question=spec.question,
         method=spec.method,
@@ -54,23 +99,55 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
         plots=spec.plots,
         code=spec.code,
         limits=spec.limits,
-        provenance=Provenance(
-            command=shlex.join(["python", "run.py", *overrides]),
-            started=started.isoformat(timespec="seconds"),
-            seconds=time.monotonic() - clock,
-            commit=commit,
-            clean=clean,
-            versions=provenance.versions(),
-            device=hardware.facts(device),
-        ),
+        provenance=origin,
         config=schema.plain(config),
+        status=findings.status,
+        workload=dict(findings.workload),
+        ceilings=None if findings.ceilings is None else asdict(findings.ceilings),
+        original=spec.original,
+        target=spec.target,
+        notes=(*findings.notes, *sweep.notes()),
     )
-    results, reports = root / paths.results, root / paths.reports
-    written = store.write(results, Result(info, tuple(findings.rows)))
+    return Result(info, tuple(findings.rows), tuple(findings.steps), tuple(findings.requests))
+
+
+def _store(results: Path, result: Result) -> Path:
+    """Writes the result and returns its JSON's path. What cannot be written to its place goes to the system's folder
+    for temporary files, and to the terminal where that fails too; then IncompleteRun is raised."""
     try:
-        path = report.rebuild(results, reports, only=name)[0]
-    except store.StoreError as error:
-        raise store.StoreError(f"measured and stored in {written}, but the report cannot be made: {error}") from error
-    print(report.summary(store.read(written)))
-    print(f"results  {written.with_suffix('.csv')}\nreport   {path}")
-    return path
+        with exclusive(results):
+            return store.write_run(results, result)
+    except (StoreError, OSError) as error:
+        problem = str(error)
+    folder = results / result.info.experiment / result.info.hardware
+    try:
+        kept = store.write(Path(tempfile.mkdtemp(prefix="mini-infer-results-")), result)
+    except (StoreError, OSError) as error:
+        print(tables.to_csv(Row, result.rows))
+        raise IncompleteRun(f"{problem}; nor to another folder ({error}). The rows stand above, on stdout") from error
+    raise IncompleteRun(
+        f"{problem}. What was measured is kept in {kept.parent}: move its files to {folder} once it can be written, "
+        "and run `python run.py report`"
+    )
+
+
+def _report(results: Path, reports: Path, written: Path) -> Path:
+    try:
+        with exclusive(results):
+            return report.rebuild(results, reports, only=written.parent.parent.name)[0]
+    except (StoreError, OSError) as error:
+        raise IncompleteRun(
+            f"measured and stored in {written}, but the report cannot be made: {error}. "
+            "`python run.py report` makes it again"
+        ) from error
+
+
+def _stop(findings: Findings, error: BaseException, written: Path) -> None:
+    """Ends a run that was stopped in the middle, after what it had is safe."""
+    message = f"{findings.status}, in {written}"
+    if isinstance(error, KeyboardInterrupt):
+        print(message, file=sys.stderr)
+        raise KeyboardInterrupt from error  # which ends a sweep, too
+    if not isinstance(error, MiniInferError):
+        traceback.print_exception(error)
+    raise IncompleteRun(message) from error

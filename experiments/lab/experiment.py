@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
 from experiments.lab.claims import Claim
 from experiments.lab.gate import Gate
+from experiments.lab.hardware import Ceilings
 from experiments.lab.metrics import Metric
 from experiments.lab.points import Point
 from experiments.lab.progress import Steps
 from experiments.lab.rows import Row
 from experiments.lab.spec import ExperimentSpec
-from experiments.lab.store import Sample
+from experiments.lab.steps import RequestRow, StepRow
+from experiments.lab.store import COMPLETE, Sample
 from mini_infer.core.config import Device
 
 
@@ -26,6 +28,13 @@ class Findings:
     rows: Sequence[Row]
     gates: Sequence[Gate] = ()
     samples: Sequence[Sample] = ()
+    status: str = COMPLETE  # or "incomplete: ...", where it was stopped and the finished rounds are kept
+    error: BaseException | None = None  # what stopped it
+    steps: Sequence[StepRow] = ()
+    requests: Sequence[RequestRow] = ()
+    workload: Mapping[str, Any] = field(default_factory=dict)  # how the requests were made
+    ceilings: Ceilings | None = None  # that floors were taken from
+    notes: Sequence[str] = ()
 
 
 class Experiment(Protocol):

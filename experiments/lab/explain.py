@@ -27,7 +27,7 @@ def explain(error: BaseException, groups: Sequence[str] = ()) -> str | None:
         return str(error)
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        return f"unknown option {group}={name}{suggest(name, error.options)}"
+        return f"unknown option {group}={name}{suggest(name, error.options)}" + _extra(group, name)
     if isinstance(error, OverrideParseException):
         reason = str(error).splitlines()[0]
         return f"cannot read {error.override!r} ({reason}): settings are typed as key=value"
@@ -35,9 +35,22 @@ def explain(error: BaseException, groups: Sequence[str] = ()) -> str | None:
     if cause is not None:
         origin = str(error).partition(":")[0] + ": " if str(error).startswith("In '") else ""
         return origin + describe(cause, groups)
+    text = str(error).strip()
+    if isinstance(error, ValueError) and text.startswith("Config group override must be"):
+        return "a group on the command line takes the name of one of its options; to take none, leave the group out"
     if isinstance(error, HydraException):
-        return str(error).strip()
+        if text.startswith("Ambiguous value"):
+            return f"{text.splitlines()[0]}: several values are a sweep, which takes -m: python run.py -m ..."
+        return text
     return None
+
+
+def _extra(group: str, name: str) -> str:
+    """What to install for a launcher that is a plugin."""
+    extra = "sweep" if name == "joblib" else "cluster" if name.startswith("submitit") else ""
+    if group != "hydra/launcher" or not extra:
+        return ""
+    return f". The launcher {name} is a plugin: pip install 'mini-infer[{extra}]'"
 
 
 def describe(error: OmegaConfBaseException, groups: Sequence[str] = ()) -> str:

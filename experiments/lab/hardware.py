@@ -1,4 +1,4 @@
-"""The machine that a number belongs to: a short key for folders, and the facts for the report."""
+"""The machine that a number belongs to: a short key for folders, the facts for the report, and its ceilings."""
 
 from __future__ import annotations
 
@@ -6,10 +6,47 @@ import os
 import platform
 import re
 import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mini_infer.core.config import Device
+from mini_infer.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The most that a machine was seen to do. 1 GB is 1e9 bytes, 1 TFLOP is 1e12 operations.
+
+    Attributes:
+        copy_gb_s: a copy larger than all caches; bytes read plus bytes written.
+        read_gb_s: reading, and nothing else, something larger than all caches.
+        matmul_tflop_s: dtype -> rate of large square matrix products; a multiplication and an addition are two.
+        cached_read_gb_s: MiB -> rate of reading so much again and again; sizes that caches make faster than read_gb_s,
+            and the first that they do not.
+        threads: of torch, on a CPU; None on a GPU.
+    """
+
+    copy_gb_s: float
+    read_gb_s: float
+    matmul_tflop_s: dict[str, float]
+    cached_read_gb_s: dict[int, float] = field(default_factory=dict)
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        rates = [self.copy_gb_s, self.read_gb_s, *self.matmul_tflop_s.values(), *self.cached_read_gb_s.values()]
+        if not self.matmul_tflop_s or not all(rate > 0 for rate in rates):
+            raise ConfigError("hardware.ceilings: every rate must be above 0, and matmul_tflop_s needs one at least")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A file of conf/hardware/: whose ceilings these are, and how they were found."""
+
+    machine: str = ""  # as `facts` names the CPU or GPU; empty where no file was chosen
+    measured: str = ""  # date
+    how: str = ""
+    ceilings: tuple[Ceilings, ...] = ()  # on a CPU one for each number of threads
 
 
 def resolve(device: Device) -> str:
@@ -36,13 +73,22 @@ def short_gpu_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", "".join(kept)) or "gpu"
 
 
+def name(device: str) -> str:
+    """The CPU's or GPU's full name, which two machines of the same key may differ in."""
+    if device == "cpu":
+        return _cpu_name()
+    import torch
+
+    return str(torch.cuda.get_device_name())
+
+
 def facts(device: str) -> dict[str, Any]:
     """CPU model, cores, threads and memory; with a GPU its name, memory, driver and CUDA version too."""
     import torch
 
     found: dict[str, Any] = {
         "cpu": _cpu_name(),
-        "cores": _cores(),
+        "cores": cores(),
         "torch_threads": torch.get_num_threads(),
         "ram_gib": _ram_gib(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -59,15 +105,26 @@ def facts(device: str) -> dict[str, Any]:
 
 def _cpu_name() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Model", "Hardware")):
-                return line.partition(":")[2].strip()
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        pass
-    return platform.processor() or platform.machine() or "unknown"
+        text = ""
+    return cpu_name(text) or platform.processor() or platform.machine() or "unknown"
 
 
-def _cores() -> int:
+def cpu_name(cpuinfo: str) -> str:
+    """The model in a /proc/cpuinfo. Virtual machines often hide it; then the family and model numbers stand in:
+    `AMD EPYC (family 25, model 17)`."""
+    first: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        label, _, value = line.partition(":")
+        first.setdefault(label.strip(), value.strip())
+    found = next((first[label] for label in ("model name", "Model", "Hardware") if first.get(label)), "")
+    if found and not re.search(r"\d", found) and "cpu family" in first and "model" in first:
+        found += f" (family {first['cpu family']}, model {first['model']})"
+    return found
+
+
+def cores() -> int:
     """Cores this process may use, which in a container is not what the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -1,139 +1,74 @@
-"""Metrics from timestamps. Every latency starts at the moment a request was due to arrive.
-
-arrival      first token            last token
-   |------------|----|----|----|----|
-   <--- TTFT --->
-                <ITL>                        gap between neighbouring tokens
-                <------ (n - 1) x TPOT ----->
-   <------------------ e2e ----------------->
-"""
+"""Metrics by their names. Every latency starts at the moment a request was due to arrive."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from itertools import groupby, pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from experiments.lab import stats
+from experiments.lab.explain import suggest
+from experiments.lab.formulas import SERVING, Better, Context, Metric, Missing
+from experiments.lab.slo import SLO
+from experiments.lab.traces import RequestTrace, Served
 from mini_infer.core.errors import ConfigError
 
+__all__ = [
+    "SERVING",
+    "SLO",
+    "Better",
+    "Context",
+    "Metric",
+    "Missing",
+    "RequestTrace",
+    "Served",
+    "describe",
+    "measure",
+    "require_classes",
+    "require_known",
+]
 
-@dataclass(frozen=True)
-class RequestTrace:
-    """What one request asked for and got. Times are seconds on one clock."""
-
-    prompt_tokens: int
-    asked_tokens: int  # output tokens it should have got
-    arrival: float
-    token_times: tuple[float, ...]  # one an output token; tokens that appeared together share a time
-    token_ids: tuple[int, ...]
-    cached_tokens: int = 0  # prompt tokens found in a prefix cache
-
-    @property
-    def ttft(self) -> float:
-        return self.token_times[0] - self.arrival
-
-    @property
-    def e2e(self) -> float:
-        return self.token_times[-1] - self.arrival
-
-    @property
-    def tpot(self) -> float | None:
-        """Mean time a token after the first; None for a single token."""
-        n = len(self.token_times)
-        return (self.token_times[-1] - self.token_times[0]) / (n - 1) if n > 1 else None
-
-    @property
-    def gaps(self) -> list[float]:
-        """Inter-token latencies. A chunk of n tokens counts as n gaps of its n-th part; the first chunk's end
-        is the TTFT and leaves no gap."""
-        gaps: list[float] = []
-        chunks = [(time, len(list(tokens))) for time, tokens in groupby(self.token_times)]
-        for (before, _), (time, size) in pairwise(chunks):
-            gaps += [(time - before) / size] * size
-        return gaps
+CLASS = "@"  # itl_p99_ms@stream: of the requests of class `stream`
 
 
-@dataclass(frozen=True)
-class Served:
-    """One timed pass over a workload: from the first arrival to the last request's end."""
-
-    requests: tuple[RequestTrace, ...]
-    start: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
+def describe(name: str) -> Metric:
+    """`ttft_ms`, or of one class of requests `ttft_ms@stream`."""
+    base, _, group = name.partition(CLASS)
+    metric = SERVING[base].metric
+    return replace(metric, label=f"{metric.label}, of {group}") if group else metric
 
 
-class Better(Enum):
-    higher = "higher"
-    lower = "lower"
-
-
-@dataclass(frozen=True)
-class Metric:
-    """What a report needs to know about a column of numbers."""
-
-    label: str
-    unit: str
-    better: Better
-
-
-Compute = Callable[[Served], "float | None"]  # None: the sample is too small
-
-
-def _milliseconds(values: Sequence[float | None], q: float | None = None) -> float | None:
-    known = [1e3 * value for value in values if value is not None]
-    if not known:
-        return None
-    return stats.median(known) if q is None else stats.percentile(known, q)
-
-
-def _gaps(served: Served) -> list[float | None]:
-    return [gap for request in served.requests for gap in request.gaps]
-
-
-SERVING: dict[str, tuple[Metric, Compute]] = {
-    "output_tokens_per_s": (
-        Metric("output tokens per second", "tokens/s", Better.higher),
-        lambda s: sum(len(r.token_ids) for r in s.requests) / s.seconds,
-    ),
-    "total_s": (Metric("time for the whole workload", "s", Better.lower), lambda s: s.seconds),
-    "ttft_ms": (
-        Metric("time to first token, median request", "ms", Better.lower),
-        lambda s: _milliseconds([r.ttft for r in s.requests]),
-    ),
-    "ttft_p99_ms": (
-        Metric("time to first token, P99", "ms", Better.lower),
-        lambda s: _milliseconds([r.ttft for r in s.requests], 99),
-    ),
-    "tpot_ms": (
-        Metric("time per output token after the first, median request", "ms", Better.lower),
-        lambda s: _milliseconds([r.tpot for r in s.requests]),
-    ),
-    "itl_ms": (
-        Metric("inter-token latency, median gap", "ms", Better.lower),
-        lambda s: _milliseconds(_gaps(s)),
-    ),
-    "itl_p99_ms": (
-        Metric("inter-token latency, P99", "ms", Better.lower),
-        lambda s: _milliseconds(_gaps(s), 99),
-    ),
-    "e2e_ms": (
-        Metric("end-to-end latency, median request", "ms", Better.lower),
-        lambda s: _milliseconds([r.e2e for r in s.requests]),
-    ),
-}
-
-
-def require_known(names: Sequence[str]) -> None:
+def require_known(names: Sequence[str], slo: SLO) -> None:
+    """Raises ConfigError with the closest match."""
     for name in names:
-        if name not in SERVING:
-            raise ConfigError(f"unknown metric {name!r}; known: {', '.join(SERVING)}")
+        base, at, group = name.partition(CLASS)
+        if base not in SERVING:
+            raise ConfigError(f"unknown metric {base!r}{suggest(base, SERVING)}")
+        if at and not SERVING[base].of_requests:
+            known = ", ".join(key for key, formula in SERVING.items() if formula.of_requests)
+            raise ConfigError(f"metric {name!r}: {base} is taken of the whole pass. Of one class of requests: {known}")
+        if at and not group:
+            raise ConfigError(f"metric {name!r} names no class of requests: write {base}@<name>, or {base} for all")
+        if base == "goodput_rps" and not slo.bounds:
+            raise ConfigError("the metric goodput_rps needs experiment.slo, such as {ttft_ms: 500, tpot_ms: 50}")
 
 
-def measure(served: Served, names: Sequence[str]) -> dict[str, float | None]:
-    return {name: SERVING[name][1](served) for name in names}
+def require_classes(names: Sequence[str], classes: Iterable[str], where: str) -> None:
+    """Raises ConfigError where a metric is asked of a class that the workload does not have."""
+    known = sorted({c for c in classes if c})
+    for name in names:
+        _, _, group = name.partition(CLASS)
+        if group and group not in known:
+            raise ConfigError(f"metric {name!r}: {where} has no requests called {group!r}{suggest(group, known)}")
+
+
+def measure(served: Served, names: Sequence[str], context: Context | None = None) -> Mapping[str, float | Missing]:
+    context = context or Context()
+    found = {}
+    for name in names:
+        base, _, group = name.partition(CLASS)
+        found[name] = SERVING[base].compute(_only(served, group) if group else served, context)
+    return found
+
+
+def _only(served: Served, group: str) -> Served:
+    """The pass with those requests alone; it lasts as long as for all of them."""
+    return replace(served, requests=tuple(request for request in served.requests if request.name == group))

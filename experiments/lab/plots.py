@@ -1,150 +1,445 @@
 """Figures of a result: medians with their 95 % intervals and every repeat as a dot. The same result gives the same
-bytes: no pyplot, default style, no metadata."""
+bytes: no pyplot, default style, no date. What colour tells is told again by hatches, markers and line styles, so that
+a figure can be read printed in grey."""
 
 from __future__ import annotations
 
 import io
+import math
 import textwrap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import matplotlib.style
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from PIL import Image  # matplotlib writes its PNGs with it
 
-from experiments.lab import stats, wording
-from experiments.lab.metrics import Better
+from experiments.lab import distributions, stats, wording
+from experiments.lab.metrics import Better, Metric
 from experiments.lab.rows import Table
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import Result
 
 # Okabe and Ito's palette, which people with any colour vision can tell apart
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
-DARK = ("#0072B2", "#000000")  # white text is read on these, black text on the others
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
+BOUND = "#D55E00"
+HATCHES = ("", "///", "...", "\\\\\\", "xxx", "ooo", "---")
 MARKERS = "os^Dv<>"
+DASHES = ("-", "--", "-.", ":")
 INK = "#404040"
+ON_TOP: dict[str, Any] = {  # a text that may cross lines and bars
+    "zorder": 6,
+    "bbox": {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
+}
 FAR = 3  # a bound this many times above everything measured would only press the data flat
-PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.6  # inches
+DPI = 144
+WIDTH = 10.2  # inches: about what a code-hosting page shows without shrinking
+PANELS_A_ROW = 3
+PANEL_HEIGHT = 3.5
+BAR_HEIGHT = 0.5  # of a horizontal bar
+MADE_FOR = "mini-infer report: "
+LEGEND_CHARACTERS = 110  # a row
+DENSE = 0.34  # inches a bar: below, its number is turned upright
 
 
 def draw(plot: PlotSpec, result: Result) -> bytes:
     """One figure as PNG bytes."""
     with matplotlib.style.context("default"):
-        figure = Figure(figsize=(PANEL_WIDTH * len(plot.panels), PANEL_HEIGHT), dpi=144, layout="constrained")
-        axes = figure.subplots(1, len(plot.panels), squeeze=False)[0]
-        for ax, panel in zip(axes, plot.panels, strict=True):
-            _panel(ax, panel, result)
-        handles, labels = axes[0].get_legend_handles_labels()
-        if len(result.info.variants) > 1:
-            figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-        figure.suptitle(plot.title, fontsize=12)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Software": None})
-        return buffer.getvalue()
+        columns = 2 if len(plot.panels) == 4 else min(len(plot.panels), PANELS_A_ROW)
+        rows = -(-len(plot.panels) // columns)
+        width = WIDTH if columns > 1 else 0.7 * WIDTH
+        flat = all(_is_horizontal(panel, result) for panel in plot.panels)
+        height = max(1.6, 1.1 + BAR_HEIGHT * len(result.info.variants)) if flat else PANEL_HEIGHT
+        figure = Figure(figsize=(width, rows * height + 0.6), dpi=DPI, layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False).flatten()
+        for index, panel in enumerate(plot.panels):
+            _panel(axes[index], panel, result, width / columns, named=not flat or index % columns == 0)
+        for ax in axes[len(plot.panels) :]:
+            ax.set_visible(False)
+        if not flat:
+            legend(figure, axes)
+        figure.suptitle(textwrap.fill(plot.title, 100), fontsize=12)
+        return png(figure, result.info.experiment)
 
 
-def _panel(ax: Axes, panel: PanelSpec, result: Result) -> None:
-    metric = result.info.metrics[panel.metric]
+def png(figure: Figure, experiment: str) -> bytes:
+    """The file names its experiment, so that a report whose results are gone can be told from other pictures."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None, "Description": f"{MADE_FOR}{experiment}"})
+    return buffer.getvalue()
+
+
+def made_for(path: Path) -> str | None:
+    """The experiment in whose report a picture belongs; None where it is not one of ours."""
+    try:
+        with Image.open(path) as image:
+            description = str(image.info.get("Description", ""))
+    except OSError:
+        return None
+    return description.removeprefix(MADE_FOR) if description.startswith(MADE_FOR) else None
+
+
+def legend(figure: Figure, axes: Iterable[Axes]) -> None:
+    """One legend below all panels, in as many columns as have room for the longest label."""
+    found: dict[str, dict[str, Any]] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            kind = "bar" if isinstance(handle, (BarContainer, Patch)) else "line"
+            found.setdefault(label, {}).setdefault(kind, handle)
+    if len(found) > 1:
+        columns = max(1, LEGEND_CHARACTERS // (max(len(label) for label in found) + 10))
+        handles: list[Any] = [tuple(kinds.values()) for kinds in found.values()]
+        figure.legend(handles, found.keys(), loc="outside lower center", ncols=min(columns, len(found)), fontsize=9,
+                      frameon=False, handlelength=3.4, handler_map={tuple: HandlerTuple(ndivide=None)})  # fmt: skip
+
+
+def tidy(ax: Axes, grid: Literal["x", "y"] = "y") -> None:
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-    ax.grid(axis="y", color="#dddddd", linewidth=0.8)
+    ax.grid(axis=grid, color="#dddddd", linewidth=0.8)
     ax.set_axisbelow(True)
-    if panel.kind is PanelKind.lines:
-        _lines(ax, panel, result)
+    ax.tick_params(labelsize=9)
+
+
+def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, named: bool) -> None:
+    metric = result.info.metrics.get(panel.metric)
+    if metric is None or (panel.kind is PanelKind.curve and panel.x not in result.info.metrics):
+        return _nothing(ax, f"{panel.metric}: not measured in this run")  # which may have chosen other metrics
+    flat = _is_horizontal(panel, result)
+    tidy(ax, "x" if flat else "y")
+    ax.set_title(f"{'higher' if metric.better is Better.higher else 'lower'} is better", fontsize=8, color=INK)
+    if panel.kind is PanelKind.distribution:
+        drawn = _distribution(ax, panel, result)
+        return _nothing(ax, "not stored for this run (experiment.timeline)") if not drawn else None
+    if flat:
+        drawn = _horizontal_bars(ax, panel, result, named)
+    elif panel.kind is PanelKind.bars:
+        drawn = _bars(ax, panel, result, width)
+    elif panel.kind is PanelKind.curve:
+        drawn = _curve(ax, panel, result)
     else:
-        _bars(ax, panel, result)
-    if panel.log_y:
-        ax.set_yscale("log")
+        drawn = _lines(ax, panel, result)
+    if not drawn:
+        return _nothing(ax, "no valid value")
+    if flat:
+        ax.set_xlim(left=0)
+        _linear(ax.xaxis, 5)
+        ax.set_xlabel(axis_label(metric, 32), fontsize=9)
+        return None
+    if panel.log_y and _all_positive(panel, result):
+        _log(ax.yaxis, ax, False)
     else:
         ax.set_ylim(bottom=0)
-    label = f"{metric.label} ({metric.unit})" if metric.unit else metric.label
-    ax.set_ylabel(textwrap.fill(label, 34), fontsize=9)
-    ax.set_title(f"{'higher' if metric.better is Better.higher else 'lower'} is better", fontsize=8, color=INK)
-    ax.tick_params(labelsize=9)
+        _linear(ax.yaxis, 8)
+    ax.set_ylabel(axis_label(metric, 36), fontsize=9)
     _limits(ax, panel, result)
+    return None
 
 
-def _bars(ax: Axes, panel: PanelSpec, result: Result) -> None:
+def axis_label(metric: Metric, width: int) -> str:
+    label = f"{metric.label} ({metric.unit})" if metric.unit else metric.label
+    return textwrap.fill(label, width)
+
+
+def _is_horizontal(panel: PanelSpec, result: Result) -> bool:
+    """Bars at a single point: the variants' names stand beside them, where any length has room."""
+    table, info = Table(result.rows), result.info
+    points = [p for p in info.points if any(table.values(v, p, panel.metric) for v in info.variants)]
+    return panel.kind is PanelKind.bars and len(points) == 1 and len(info.variants) > 1
+
+
+def _horizontal_bars(ax: Axes, panel: PanelSpec, result: Result, named: bool) -> bool:
+    table, variants = Table(result.rows), result.info.variants
+    tried = {v: any((r.variant, r.metric) == (v, panel.metric) for r in result.rows) for v in variants}
+    ends = []
+    for row, variant in enumerate(variants):
+        found = [table.values(variant, point, panel.metric) for point in result.info.points]
+        values = next((list(f.values()) for f in found if f), [])
+        if not values:
+            ax.annotate(
+                "INVALID" if tried[variant] else "not measured",
+                (0, row),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+            continue
+        (median,), errors = with_errors([values])
+        ax.barh(row, median, 0.72, xerr=errors, **_bar_style(row))
+        _dots(ax, values, [row] * len(values))
+        ends.append((np.nanmax([*values, median + errors[1][0]]), row, median))
+    for end, row, median in ends:
+        ax.annotate(wording.number(median), (end, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    ax.set_ylim(len(variants) - 0.4, -0.6)
+    ax.set_yticks(range(len(variants)), [textwrap.fill(v, 26) for v in variants.values()] if named else [])
+    ax.margins(x=0.16)
+    return bool(ends)
+
+
+def _bars(ax: Axes, panel: PanelSpec, result: Result, width: float) -> bool:
     table, variants = Table(result.rows), list(result.info.variants.items())
     points = [p for p in result.info.points if any(table.values(v, p, panel.metric) for v, _ in variants)]
-    width = 0.8 / len(variants)
+    tried = {(row.variant, row.point) for row in result.rows if row.metric == panel.metric}
+    step = 0.8 / len(variants)
+    dense = width * 0.8 / max(1, len(points) * len(variants)) < DENSE
     for column, (variant, label) in enumerate(variants):
         places, values = [], []
         for group, point in enumerate(points):
             found = table.values(variant, point, panel.metric)
+            place = group + (column - (len(variants) - 1) / 2) * step
             if found:
-                places.append(group + (column - (len(variants) - 1) / 2) * width)
+                places.append(place)
                 values.append(list(found.values()))
-        medians, errors = _with_errors(values)
-        colour = COLOURS[column % len(COLOURS)]
-        ax.bar(places, medians, width * 0.92, yerr=errors, color=colour, ecolor=INK, capsize=3, label=label)
-        for place, median in zip(places, medians, strict=True):
-            text = wording.number(median)
-            ink = "white" if colour in DARK else "black"
-            ax.annotate(text, (place, 0), (0, 3), textcoords="offset points", ha="center", color=ink, fontsize=8)
-        _dots(ax, places, values)
-    settings = [list(result.info.points[p].values()) for p in points]
-    one_each = panel.x_label and all(len(values) == 1 for values in settings)  # the label says what the value is
-    ax.set_xticks(range(len(points)), [str(s[0]) if one_each else p for p, s in zip(points, settings, strict=True)])
-    ax.set_xlabel(panel.x_label, fontsize=9)
+            elif (variant, point) in tried:
+                ax.annotate("INVALID", (place, 0), (0, 3), textcoords="offset points", ha="center", va="bottom",
+                            fontsize=7.5, rotation=90)  # fmt: skip
+        medians, errors = with_errors(values)
+        ax.bar(places, medians, step * 0.92, yerr=errors, label=label, **_bar_style(column))
+        for place, median, above, repeats in zip(places, medians, errors[1], values, strict=True):
+            top = np.nanmax([*repeats, median + above])
+            ax.annotate(wording.number(median), (place, top), (0, 3), textcoords="offset points", ha="center",
+                        va="bottom", fontsize=7.5, rotation=90 if dense else 0)  # fmt: skip
+            _dots(ax, [place] * len(repeats), repeats)
+    ax.margins(y=0.24 if dense else 0.1)
+    _name_points(ax, panel, result, points, width)
+    return bool(points)
 
 
-def _lines(ax: Axes, panel: PanelSpec, result: Result) -> None:
-    table = Table(result.rows)
+def _bar_style(index: int) -> dict[str, Any]:
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "hatch": HATCHES[index % len(HATCHES)],
+        "edgecolor": "white",
+        "linewidth": 0,
+        "error_kw": {"ecolor": INK, "capsize": 3, "elinewidth": 1.4},
+    }
+
+
+def _name_points(ax: Axes, panel: PanelSpec, result: Result, points: Sequence[str], width: float) -> None:
+    key = _only_key(result, points)
+    names = ["\n".join(p.split(" ")) for p in points] if key is None else [_setting(result, p) for p in points]
+    longest = max((len(line) for name in names for line in name.split("\n")), default=0)
+    upright = longest * len(names) * 0.085 > width * 0.8  # about 0.085 inches a letter
+    ax.set_xticks(range(len(points)), names)
+    if upright:
+        ax.tick_params(axis="x", labelrotation=90, labelsize=8)
+    ax.set_xlabel(panel.x_label or key or "", fontsize=9)
+
+
+def _only_key(result: Result, points: Sequence[str]) -> str | None:
+    """What all points differ in, where it is one thing: then its values are names enough."""
+    keys = {tuple(result.info.points[point]) for point in points}
+    (only, *others) = keys or {()}
+    return only[0].rpartition(".")[2] if not others and len(only) == 1 else None
+
+
+def _setting(result: Result, point: str) -> str:
+    (value,) = result.info.points[point].values()
+    return f"{value:,}" if _is_number(value) else str(value)
+
+
+def _lines(ax: Axes, panel: PanelSpec, result: Result) -> bool:
+    """One line a variant; where points differ in more than x, one line a variant and combination of the others."""
     assert panel.x is not None
+    table, info = Table(result.rows), result.info
+    at_x = {name: settings for name, settings in info.points.items() if panel.x in settings}
+    measured = [n for n in at_x if any(table.values(v, n, panel.metric) for v in info.variants)]
+    place_of, names = _places([at_x[name][panel.x] for name in measured])
+    others = list(dict.fromkeys(_rest(at_x[name], panel.x) for name in measured))
+    for row, (variant, label) in enumerate(info.variants.items()):
+        for kind, rest in enumerate(others):
+            places: list[float] = []
+            values = []
+            for name in measured:
+                found = table.values(variant, name, panel.metric)
+                if found and _rest(at_x[name], panel.x) == rest:
+                    places.append(place_of[at_x[name][panel.x]])
+                    values.append(list(found.values()))
+            if not places:
+                continue
+            order = sorted(range(len(places)), key=places.__getitem__)
+            medians, errors = with_errors([values[i] for i in order])
+            text = ", ".join(part for part in (label if len(info.variants) > 1 else "", rest) if part)
+            ax.errorbar([places[i] for i in order], medians, yerr=errors, label=text or label, **_line_style(row, kind))
+    shown = [place_of[value] for value in dict.fromkeys(at_x[name][panel.x] for name in measured)]
+    if panel.log_x and names is None and min(shown, default=1) > 0:
+        ax.set_xscale("log", base=10)
+        shown = _spread(shown, math.log)
+    elif names is None:
+        shown = _spread(shown)
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xticks(shown, [plain(place) for place in shown] if names is None else names)
+    ax.set_xlabel(panel.x_label or panel.x.rpartition(".")[2], fontsize=9)
+    return bool(measured)
+
+
+def _curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
+    """One curve a variant through its points, each at what was measured of two metrics: latency against the rate
+    that was really reached, say."""
+    assert panel.x is not None
+    table, info = Table(result.rows), result.info
+    drawn = named = False
+    for row, (variant, label) in enumerate(info.variants.items()):
+        found = [
+            (point, list(xs.values()), list(ys.values()))
+            for point in info.points
+            if (xs := table.values(variant, point, panel.x)) and (ys := table.values(variant, point, panel.metric))
+        ]
+        if not found:
+            continue
+        drawn = True
+        x, x_errors = with_errors([xs for _, xs, _ in found])
+        y, y_errors = with_errors([ys for _, _, ys in found])
+        ax.errorbar(x, y, xerr=x_errors, yerr=y_errors, label=label, **_line_style(row, 0))
+        key = _only_key(result, [point for point, _, _ in found])
+        if not named:
+            for (point, _, _), at_x, at_y in zip(found, x, y, strict=True):
+                name = point if key is None else _setting(result, point)
+                ax.annotate(name, (at_x, at_y), (5, -10), textcoords="offset points", fontsize=7.5, **ON_TOP)
+            if key is not None:
+                ax.set_title(f"{ax.get_title()} (small numbers: {key})", fontsize=8, color=INK)
+            named = True
+    if panel.log_x and drawn:
+        _log(ax.xaxis, ax, True)
+    elif drawn:
+        ax.set_xlim(left=0)
+        _linear(ax.xaxis, 5)
+    ax.set_xlabel(panel.x_label or axis_label(info.metrics[panel.x], 44), fontsize=9)
+    return drawn
+
+
+def _distribution(ax: Axes, panel: PanelSpec, result: Result) -> bool:
+    """The share of requests, or of tokens, that took longer than the time on the x axis: a straight look at the tail,
+    where 1 % on the y axis is the P99."""
+    shown = distributions.of(panel.metric, result)
+    if not shown.values:
+        return False
+    smallest, low, high = 100.0, math.inf, 0.0
     for row, (variant, label) in enumerate(result.info.variants.items()):
-        places: list[float] = []
-        values = []
-        for point, settings in result.info.points.items():
-            found = table.values(variant, point, panel.metric)
-            if panel.x in settings and found:
-                places.append(settings[panel.x])
-                values.append(list(found.values()))
-        medians, errors = _with_errors(values)
-        style: dict[str, Any] = {"color": COLOURS[row % len(COLOURS)], "marker": MARKERS[row % len(MARKERS)]}
-        ax.errorbar(places, medians, yerr=errors, capsize=3, markersize=5, label=label, **style)
-        if panel.log_x:
-            ax.set_xscale("log", base=2 if max(places, default=1) < 100_000 else 10)
-        shown = places if panel.log_x else _spread(places)
-        ax.set_xticks(shown, [f"{place:,}" for place in shown])
-        ax.minorticks_off()
-    ax.set_xlabel(panel.x_label or panel.x, fontsize=9)
+        times, weights = shown.values.get(variant, ((), ()))
+        if not times:
+            continue
+        x, share = distributions.above(times, weights)
+        style = _line_style(row, 0)
+        ax.step(x, share, where="post", label=label, color=style["color"], linestyle=style["linestyle"])
+        smallest = min(smallest, *(s for s in share if s > 0), 100.0)
+        low, high = min(low, *times), max(high, *times)
+    if low > 0 and high > 30 * low:
+        _log(ax.xaxis, ax, True)
+    ax.set_yscale("log")
+    ax.set_ylim(max(smallest / 1.5, 0.01), 130)
+    _plain(ax.yaxis, 1000)
+    ax.set_xlabel(shown.label, fontsize=9)
+    ax.set_ylabel(f"share of {shown.what} above (%)", fontsize=9)
+    return True
 
 
 def _limits(ax: Axes, panel: PanelSpec, result: Result) -> None:
     """The bound of an absolute claim about this metric, at its point."""
+    shown = 0
     for claim in result.info.claims:
         if claim.metric != panel.metric or claim.bound.is_ratio:
             continue
         top = ax.get_ylim()[1]
         if claim.value > FAR * top:
             continue
-        ax.axhline(claim.value, color="#D55E00", linewidth=1, linestyle="--")
+        ax.axhline(claim.value, color=BOUND, linewidth=1, linestyle="--")
         ax.set_ylim(top=max(top, 1.12 * claim.value))
         side = "at least" if claim.bound.is_floor else "at most"
-        text = f"claim: {side} {wording.number(claim.value)} at {claim.point}"
-        ax.annotate(text, (0.02, claim.value), (0, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-                    fontsize=8, color="#D55E00", annotation_clip=True)  # fmt: skip
+        text = f"claim: {side} {wording.number(claim.value)}" + (f" at {claim.point}" if claim.point else "")
+        ax.annotate(text, (0.02 + 0.48 * (shown % 2), claim.value), (0, 3), xycoords=("axes fraction", "data"),
+                    textcoords="offset points", fontsize=8, color=BOUND, annotation_clip=True, **ON_TOP)  # fmt: skip
+        shown += 1
 
 
-def _spread(places: Sequence[float]) -> list[float]:
-    """Ticks of a linear axis that leave each other room for a label, the largest first."""
-    room = 0.09 * (max(places, default=0) - min(places, default=0))
+def _line_style(variant: int, kind: int) -> dict[str, Any]:
+    colour = COLOURS[variant % len(COLOURS)]
+    return {
+        "color": colour,
+        "marker": MARKERS[variant % len(MARKERS)],
+        "linestyle": DASHES[(variant + kind) % len(DASHES)],
+        "markerfacecolor": "white" if kind % 2 else colour,  # and where lines cover each other, rings show
+        "markersize": 5.5,
+        "capsize": 3,
+    }
+
+
+def plain(value: float) -> str:
+    """`0.5  20  1,000  1,000,000`"""
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.6g}"
+
+
+def _places(values: Sequence[Any]) -> tuple[Mapping[Any, float], list[str] | None]:
+    """Where values stand on an axis, and their names where they are no numbers."""
+    distinct = list(dict.fromkeys(values))
+    if all(_is_number(value) for value in distinct):
+        return {value: float(value) for value in distinct}, None
+    return {value: float(index) for index, value in enumerate(distinct)}, [str(value) for value in distinct]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _rest(settings: Mapping[str, Any], x: str) -> str:
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != x)
+
+
+def _all_positive(panel: PanelSpec, result: Result) -> bool:
+    return all(row.value > 0 for row in result.rows if row.valid and row.metric == panel.metric)
+
+
+def _log(axis: Axis, ax: Axes, is_x: bool) -> None:
+    (ax.set_xscale if is_x else ax.set_yscale)("log")
+    low, high = axis.get_view_interval()
+    _plain(axis, high / low)
+
+
+def _linear(axis: Axis, ticks: int) -> None:
+    axis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+
+
+def _plain(axis: Axis, span: float) -> None:
+    """Ticks of a log axis as numbers that a person reads: 0.5 20 1,000 instead of powers."""
+    subs = (1.0, 2.0, 5.0) if span < 300 else (1.0,)
+    axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _spread(places: Sequence[float], scale: Any = float) -> list[float]:
+    """Ticks that leave each other room for a label, the largest first."""
+    room = 0.11 * (scale(max(places)) - scale(min(places))) if places else 0.0
     shown: list[float] = []
     for place in sorted(places, reverse=True):
-        if not shown or shown[-1] - place >= room:
+        if not shown or scale(shown[-1]) - scale(place) >= room:
             shown.append(place)
     return shown
 
 
-def _with_errors(values: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
-    """Medians, and the distances from them to the ends of their intervals."""
+def with_errors(values: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
+    """Medians, and the distances from them to the ends of their intervals: NaN, which is not drawn, without one."""
     found = [stats.estimate(v) for v in values]
-    below = [0.0 if e.low is None else max(e.median - e.low, 0.0) for e in found]
-    above = [0.0 if e.high is None else max(e.high - e.median, 0.0) for e in found]
+    below = [math.nan if e.low is None else max(e.median - e.low, 0.0) for e in found]
+    above = [math.nan if e.high is None else max(e.high - e.median, 0.0) for e in found]
     return [e.median for e in found], [below, above]
 
 
-def _dots(ax: Axes, places: Sequence[float], values: Sequence[Sequence[float]]) -> None:
-    for place, repeats in zip(places, values, strict=True):
-        ax.plot([place] * len(repeats), repeats, ".", color=INK, markersize=3, alpha=0.6)
+def _dots(ax: Axes, x: Sequence[float], y: Sequence[float]) -> None:
+    ax.plot(x, y, ".", color=INK, markersize=3, alpha=0.6, zorder=4)
+
+
+def _nothing(ax: Axes, why: str) -> None:
+    ax.annotate(why, (0.5, 0.5), xycoords="axes fraction", ha="center", color=INK, fontsize=9)
+    ax.set_xticks([])
+    ax.set_yticks([])

@@ -35,7 +35,8 @@ class Steps:
             self._bar.stop()
         if kind is None:
             seconds = time.monotonic() - self._started
-            print(f"{self._title}: {self._total} measurements in {seconds:.0f} s", file=sys.stderr)
+            count = f"{self._done} of {self._total}" if self._done < self._total else f"{self._total}"
+            print(f"{self._title}: {count} measurements in {seconds:.0f} s", file=sys.stderr)
 
     def plan(self, total: int) -> None:
         self._total = total
@@ -49,3 +50,11 @@ class Steps:
         else:
             print(f"[{self._done + 1}/{self._total}] {self._title}: {what}", file=sys.stderr, flush=True)
         self._done += 1
+
+    def again(self, why: str) -> None:
+        """The step is done once more."""
+        text = f"{self._title}: again, because {why}"
+        if self._bar is not None:
+            self._bar.update(self._task, description=text, refresh=True)
+        else:
+            print(text, file=sys.stderr, flush=True)

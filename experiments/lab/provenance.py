@@ -10,6 +10,7 @@ from pathlib import Path
 import mini_infer
 
 PACKAGES = ("torch", "transformers", "numpy")
+WRITTEN = ("results", "reports", "conf/hardware")  # by runs
 
 
 def commit(root: Path) -> str | None:
@@ -18,8 +19,9 @@ def commit(root: Path) -> str | None:
 
 
 def is_clean(root: Path) -> bool | None:
-    """Whether the tree equals the commit. What runs themselves write, results/ and reports/, is left aside."""
-    changes = _git(root, "status", "--porcelain", "--", ".", ":(exclude)results", ":(exclude)reports")
+    """Whether the tree equals the commit. What runs themselves write, results, reports and ceilings, is left aside."""
+    written = [f":(exclude){folder}" for folder in WRITTEN]
+    changes = _git(root, "status", "--porcelain", "--", ".", *written)
     return None if changes is None else changes == ""
 
 

@@ -12,6 +12,7 @@ import importlib
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from enum import Enum
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
@@ -19,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.lab.explain import describe, suggest
+from experiments.lab.hardware import Hardware
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.workloads import WORKLOADS, Workload
 from mini_infer.core.config import EngineConfig
@@ -78,6 +80,29 @@ class Paths:
     reports: str = "reports"
 
 
+class TrackerKind(str, Enum):
+    none = "none"
+    wandb = "wandb"  # Weights & Biases
+
+
+@dataclass(frozen=True)
+class TrackerSettings:
+    """Who is told of a finished run."""
+
+    kind: TrackerKind = TrackerKind.none
+    sync: bool = False  # sends the runs; else they stay in files, for a later `wandb sync`
+    project: str = "mini-infer"
+    entity: str | None = None  # user or team; the login's own where it is not given
+    folder: str = "outputs"  # of its files; a relative path starts at the folder of run.py
+    sync_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if not self.project or not self.folder:
+            raise ConfigError("tracker.project and tracker.folder must not be empty")
+        if self.sync_timeout_s <= 0:
+            raise ConfigError(f"tracker.sync_timeout_s must be above 0, got {self.sync_timeout_s}")
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """The root of the config. `workload` and `experiment` take their types from what was chosen."""
@@ -85,6 +110,8 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     workload: Any = None
     measure: Measure = field(default_factory=Measure)
+    hardware: Hardware = field(default_factory=Hardware)
+    tracker: TrackerSettings = field(default_factory=TrackerSettings)
     paths: Paths = field(default_factory=Paths)
     experiment: Any = None
 

@@ -24,16 +24,21 @@ class ClaimSpec:
     source: str = ""  # where the figure comes from
 
 
+DISTRIBUTIONS = ("ttft", "tpot", "e2e", "itl")  # metrics of which single requests, or tokens, are stored
+
+
 class PanelKind(str, Enum):
     bars = "bars"  # one group of bars a point
     lines = "lines"  # one line a variant, over a numeric setting
+    curve = "curve"  # one curve a variant through its points: the metric over another metric, such as a reached rate
+    distribution = "distribution"  # share of requests, or tokens, above a time; needs what `timeline` stores
 
 
 @dataclass(frozen=True)
 class PanelSpec:
     metric: str
     kind: PanelKind = PanelKind.bars
-    x: str | None = None  # lines: the point's key along the x axis
+    x: str | None = None  # lines: the point's key along the x axis; curve: the metric along it
     x_label: str = ""
     log_x: bool = False
     log_y: bool = False
@@ -41,6 +46,18 @@ class PanelSpec:
     def __post_init__(self) -> None:
         if self.kind is PanelKind.lines and self.x is None:
             raise ConfigError(f"the panel of {self.metric!r} draws lines: name the point's key along its x axis in `x`")
+        if self.kind is PanelKind.curve and self.x is None:
+            raise ConfigError(f"the panel of {self.metric!r} draws a curve: name the metric along its x axis in `x`")
+        if self.kind is PanelKind.bars and self.log_y:
+            raise ConfigError(f"the panel of {self.metric!r}: bars start at 0; for a log axis choose kind: lines")
+        base, _, of_class = self.metric.partition("@")
+        known = base.split("_")[0] in DISTRIBUTIONS and not (base.startswith("itl") and of_class)
+        if self.kind is PanelKind.distribution and not known:
+            allowed = ", ".join(f"{name}_ms" for name in DISTRIBUTIONS)
+            raise ConfigError(
+                f"the panel of {self.metric!r} draws a distribution, which there is of {allowed} (and of one class of "
+                "requests, metric@class, but for itl_ms)"
+            )
 
 
 @dataclass(frozen=True)
@@ -61,3 +78,5 @@ class ExperimentSpec:
     plots: tuple[PlotSpec, ...] = ()
     code: tuple[str, ...] = ()  # files that implement the mechanism
     limits: tuple[str, ...] = ()  # what the numbers do not say
+    original: str = ""  # the original project's figure, as the index shows it
+    target: str = ""  # the figure to reach or beat

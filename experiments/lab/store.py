@@ -1,37 +1,43 @@
 """The result store: `<run>.csv` with the numbers and `<run>.json` with all that is needed to understand them.
 
-    results/<experiment>/<hardware>/<run>.csv    one row per (variant, point, repeat, metric)
-                                    <run>.json   config, command, commit, versions, device, gates, claims, ...
+    results/<experiment>/<hardware>/<run>.csv            one row per (variant, point, repeat, metric)
+                                    <run>.json           config, command, commit, versions, device, gates, claims, ...
+                                    <run>.steps.csv      one row per engine step, and
+                                    <run>.requests.csv   one per request, of one point: where the experiment asks for it
 
-The JSON names the CSV's row count and SHA-256, so a file that was cut short or edited is found out. Both are written
-beside their place and renamed into it; numbers are rounded once, when written, so rewriting changes no byte.
+The JSON names each table's row count and SHA-256, so a file that was cut short or edited is found out. All are written
+beside their places first and then renamed into them, so that a disk that fills up costs no earlier result; numbers are
+rounded once, when written, so rewriting changes no byte.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
+import math
 import os
 import re
 import typing
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from experiments.lab import tables
 from experiments.lab.claims import Claim
 from experiments.lab.gate import Gate
 from experiments.lab.metrics import Metric
 from experiments.lab.rows import Row
 from experiments.lab.spec import PlotSpec
+from experiments.lab.steps import RequestRow, StepRow
 from mini_infer.core.errors import MiniInferError
 
-FORMAT = 1
-COLUMNS = [f.name for f in fields(Row)]
-DIGITS = 6  # significant; a clock's noise starts long before
+FORMAT = 2
+COMPLETE = "complete"
+INCOMPLETE = "-incomplete"  # ends the name of a run that may not replace a complete one
+AGAIN = "run the experiment again, or restore all its files"
+ROW_TYPES: dict[str, type] = {".csv": Row, ".steps.csv": StepRow, ".requests.csv": RequestRow}  # by file name ending
 
 
 class StoreError(MiniInferError, ValueError):
@@ -82,12 +88,20 @@ class RunInfo:
     limits: tuple[str, ...]
     provenance: Provenance
     config: dict[str, Any]
+    status: str = COMPLETE  # or "incomplete: <why, and what is kept>"
+    workload: dict[str, Any] = field(default_factory=dict)  # how the requests were made
+    ceilings: dict[str, Any] | None = None  # what this hardware can do at most, as measured; None: not known
+    original: str = ""  # the original project's figure
+    target: str = ""  # the figure to reach or beat
+    notes: tuple[str, ...] = ()  # what a reader should know, and what invalidates nothing
 
 
 @dataclass(frozen=True)
 class Result:
     info: RunInfo
     rows: tuple[Row, ...]
+    steps: tuple[StepRow, ...] = ()
+    requests: tuple[RequestRow, ...] = ()
 
 
 def run_name(overrides: Sequence[str]) -> str:
@@ -101,21 +115,46 @@ def run_name(overrides: Sequence[str]) -> str:
     return f"{safe[:100].lstrip('.')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
+def write_run(root: Path, result: Result) -> Path:
+    """As `write`; but an incomplete run does not replace a complete one: it is stored beside it, under another name,
+    until the run is complete again."""
+    info = result.info
+    beside = replace(result, info=replace(info, run=f"{info.run}{INCOMPLETE}"))
+    folder = root / info.experiment / info.hardware
+    if info.status != COMPLETE and _is_complete(folder / f"{info.run}.json"):
+        return write(root, beside)
+    path = write(root, result)
+    for ending in (".json", *ROW_TYPES):
+        (folder / f"{beside.info.run}{ending}").unlink(missing_ok=True)
+    return path
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        return read(path).info.status == COMPLETE
+    except StoreError:
+        return False
+
+
 def write(root: Path, result: Result) -> Path:
-    """Replaces the run's two files and returns the JSON's path."""
+    """Replaces the run's files and returns the JSON's path. Raises StoreError; the earlier files are whole then."""
     info = result.info
     folder = root / info.experiment / info.hardware
-    table = _csv(result.rows)
+    path = folder / f"{info.run}.json"
+    texts = {ending: tables.to_csv(ROW_TYPES[ending], rows) for ending, rows in _rows_of(result).items()}
     document = {
         "format": FORMAT,
-        "csv": {"rows": len(result.rows), "sha256": _sha256(table)},
+        "tables": {ending: {"rows": len(rows), "sha256": _sha256(texts[ending])}
+                   for ending, rows in _rows_of(result).items()},
         **_jsonable(info),
-    }
-    path = folder / f"{info.run}.json"
+    }  # fmt: skip
+    files: dict[Path, str | bytes] = {_table_path(path, ending): text for ending, text in texts.items()}
+    files[path] = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(path.with_suffix(".csv"), table)
-        write_atomic(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        _replace(files)
+        for ending in ROW_TYPES.keys() - texts.keys():
+            _table_path(path, ending).unlink(missing_ok=True)  # of an earlier run that stored more
     except OSError as error:
         raise StoreError(f"the results of {info.experiment} cannot be written to {folder}: {error}") from error
     return path
@@ -123,72 +162,81 @@ def write(root: Path, result: Result) -> Path:
 
 def write_atomic(path: Path, data: str | bytes) -> None:
     """A reader sees the old file or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    _replace({path: data})
+
+
+def _replace(files: Mapping[Path, str | bytes]) -> None:
+    """Writes all of them beside their places before it touches the first."""
+    made = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
     try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-        temporary.replace(path)
+        for path, temporary in made.items():
+            data = files[path]
+            temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        for path, temporary in made.items():
+            temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary in made.values():
+            temporary.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Result:
-    """Reads `<run>.json` and the CSV beside it. Raises StoreError where either is damaged or of another version."""
-    again = "run the experiment again, or restore both files"
+    """Reads `<run>.json` and the tables beside it. Raises StoreError where one is damaged or of another version."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
     except ValueError as error:
-        raise StoreError(f"{path} is cut short or damaged ({error}): {again}") from error
+        raise StoreError(f"{path} is cut short or damaged ({error}): {AGAIN}") from error
     found = document.get("format") if isinstance(document, dict) else None
     if found != FORMAT:
-        raise StoreError(f"{path} has format {found!r}; this version reads format {FORMAT}. {again.capitalize()}")
-    table = path.with_suffix(".csv")
+        raise StoreError(f"{path} has format {found!r}; this version reads format {FORMAT}. {AGAIN.capitalize()}")
+    try:
+        stated = document.pop("tables")
+        del document["format"]
+        rows = {ending: _read_table(path, ending, stated[ending]) for ending in ROW_TYPES if ending in stated}
+        info: RunInfo = _from_json(RunInfo, document)
+        return Result(info, rows[".csv"], rows.get(".steps.csv", ()), rows.get(".requests.csv", ()))
+    except StoreError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise StoreError(f"{path} is not a result file ({error!r}): {AGAIN}") from error
+
+
+def _read_table(path: Path, ending: str, stated: Mapping[str, Any]) -> tuple[Any, ...]:
+    table = _table_path(path, ending)
     try:
         text = table.read_text(encoding="utf-8")  # universal newlines: a checkout may have changed them
-    except OSError as error:
-        raise StoreError(f"{table} cannot be read: {error}") from error
-    try:
-        stated = document.pop("csv")
-        del document["format"]
-        if _sha256(text) != stated["sha256"]:
-            lines = max(text.count("\n") - 1, 0)
-            raise StoreError(f"{table} is not the one that {path.name} was written with: it has {lines} of "
-                             f"{stated['rows']} rows, or other ones; {again}")  # fmt: skip
-        return Result(_from_json(RunInfo, document), _rows(text))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, StoreError):
-            raise
-        raise StoreError(f"{path} is not a result file ({error!r}): {again}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"{table} cannot be read ({error}): {AGAIN}") from error
+    if _sha256(text) != stated["sha256"]:
+        lines = max(text.count("\n") - 1, 0)
+        raise StoreError(f"{table} is not the one that {path.name} was written with: it has {lines} of "
+                         f"{stated['rows']} rows, or other ones; {AGAIN}")  # fmt: skip
+    return tables.from_csv(ROW_TYPES[ending], text)
+
+
+def _rows_of(result: Result) -> dict[str, Sequence[Any]]:
+    """The tables that are stored, by the ending of their file's name."""
+    every: dict[str, Sequence[Any]] = {
+        ".csv": result.rows,
+        ".steps.csv": result.steps,
+        ".requests.csv": result.requests,
+    }
+    return {ending: rows for ending, rows in every.items() if rows or ending == ".csv"}
+
+
+def _table_path(path: Path, ending: str) -> Path:
+    return path.with_name(path.name.removesuffix(".json") + ending)
 
 
 def read_all(root: Path) -> list[Result]:
     """Every result under `root`: experiments and hardware by name, each one's default run first."""
-    results = [read(path) for path in root.glob("*/*/*.json")]
+    return in_order([read(path) for path in root.glob("*/*/*.json")])
+
+
+def in_order(results: Sequence[Result]) -> list[Result]:
     key = lambda r: (r.info.experiment, r.info.hardware, r.info.run != "default", r.info.run)  # noqa: E731
     return sorted(results, key=key)
-
-
-def _csv(rows: Sequence[Row]) -> str:
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for row in rows:
-        writer.writerow([_cell(getattr(row, column)) for column in COLUMNS])
-    return buffer.getvalue()
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value)
-
-
-def _rows(text: str) -> tuple[Row, ...]:
-    reader = csv.reader(io.StringIO(text))
-    if next(reader, None) != COLUMNS:
-        raise ValueError(f"the CSV's columns must be {','.join(COLUMNS)}")
-    return tuple(Row(v, p, int(r), m, float(x), u, valid == "true", why) for v, p, r, m, x, u, valid, why in reader)
 
 
 def _sha256(text: str) -> str:
@@ -204,7 +252,9 @@ def _jsonable(value: Any) -> Any:
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_jsonable(item) for item in value]
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return tables.rounded(value) if math.isfinite(value) else str(value)  # JSON has no NaN
+    return value
 
 
 def _from_json(hint: Any, value: Any) -> Any:
@@ -218,6 +268,8 @@ def _from_json(hint: Any, value: Any) -> Any:
         return cls(**{name: _from_json(hints[name], item) for name, item in value.items()})
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint(value)
+    if hint is float and isinstance(value, str):
+        return float(value)
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
         return tuple(_from_json(arguments[0], item) for item in value)

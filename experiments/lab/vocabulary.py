@@ -1,4 +1,4 @@
-"""The vocabulary of a model, read without loading its weights."""
+"""The vocabulary of a model and the length it takes, read without loading its weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import cached_property
 
 from mini_infer.core.config import LoadFormat, ModelConfig
 from mini_infer.modeling.loader import load_spec
+from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -14,11 +15,24 @@ class ModelVocabulary:
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
 
-    @cached_property
+    @property
     def size(self) -> int:
         """Ids that the model takes; its tokenizer may know fewer."""
-        dry = self._model.load_format is LoadFormat.dry
-        return self._model.dry.vocab_size if dry else load_spec(self._model).vocab_size
+        return self._model.dry.vocab_size if self._is_dry else self._spec.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together. The KV pool of an engine may be too small for as many."""
+        limit = self._model.dry.max_model_len if self._is_dry else self._spec.max_model_len
+        return min(self._model.max_model_len or limit, limit)
+
+    @property
+    def _is_dry(self) -> bool:
+        return self._model.load_format is LoadFormat.dry
+
+    @cached_property
+    def _spec(self) -> ModelSpec:
+        return load_spec(self._model)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

@@ -9,9 +9,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import schema
+from experiments.lab import clocks, schema
 
 ROOT = Path(__file__).resolve().parents[2]
+TEST_CONF = Path(__file__).resolve().parent / "conf"  # experiment=probe
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +22,7 @@ def compose_config() -> Callable[..., DictConfig]:
 
     def make(*overrides: str) -> DictConfig:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            return compose("config", overrides=list(overrides))
+            return compose("config", overrides=[f"hydra.searchpath=[file://{TEST_CONF}]", *overrides])
 
     return make
 
@@ -52,3 +53,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "random-qwen2"
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def steady_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that runs the tests is busy, and its clocks are nothing that they are about."""
+    monkeypatch.setattr(clocks, "take", lambda device, wanted=None: clocks.Speed(1.0))

@@ -98,7 +98,7 @@ def test_a_mistake_on_the_command_line_is_explained(compose_config, override, me
 MISTAKES_IN_YAML = [
     ({"clams": []}, r"'experiment.clams'; did you mean 'claims'\?"),
     ({"baseline": "hf"}, r"baseline='hf' is no variant; variants: transformers, engine"),
-    ({"metrics": ["ttft"]}, r"unknown metric 'ttft'; known: .*ttft_ms"),
+    ({"metrics": ["ttft"]}, r"unknown metric 'ttft'; did you mean 'ttft_ms'\? Known: .*itl_ms"),
     ({"points": {"workload.concurency": [1]}}, r"'workload.concurency'; did you mean 'concurrency'\?"),
     ({"points": {"workload.concurrency": []}}, r"must be a list of values, got \[\]"),
     ({"points": {"workload.concurrency": ["x"]}}, r"workload.concurrency: Value 'x'"),

@@ -1,14 +1,42 @@
-"""Latency definitions on a timeline worked out by hand."""
+"""Formulas on timelines worked out by hand, and their list in docs/metrics.md."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from experiments.lab import metrics
+from experiments.lab.formulas import SERVING, Context, Missing
 from experiments.lab.metrics import RequestTrace, Served
+from experiments.lab.roofline import Utilization
+from experiments.lab.slo import SLO
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.plan import KVUsage, StepRecord
+
+DOC = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 
-def trace(arrival, times):
-    return RequestTrace(4, len(times), arrival, tuple(times), tuple(range(len(times))))
+def trace(arrival, times, **more):
+    return RequestTrace(4, len(times), arrival, tuple(times), tuple(range(len(times))), **more)
+
+
+def record(step, start, end, **changes):
+    usage = {"total_blocks": 10, "used_blocks": 4, "cached_blocks": 2, "used_slots": 30, "reserved_slots": 64}
+    kv = KVUsage(**{key: changes.pop(key, value) for key, value in usage.items()}, host_blocks_used=0)
+    values = {
+        **dict.fromkeys(("schedule_s", "execute_s", "update_s"), 0.0),
+        **dict.fromkeys(("prefill_tokens", "decode_tokens", "sampled_tokens", "evictions"), 0),
+        **dict.fromkeys(("num_running", "num_prefilling", "num_waiting", "num_swapped"), 0),
+        **dict.fromkeys(("prefix_queried_tokens", "prefix_hit_tokens", "swapped_out_blocks", "swapped_in_blocks"), 0),
+        **dict.fromkeys(("preempted", "finished", "aborted", "failed"), ()),
+        **changes,
+    }
+    return StepRecord(step=step, start_time=start, end_time=end, kv=kv, **values)
+
+
+def value(name, served, context=None):
+    return metrics.measure(served, [name], context)[name]
 
 
 def test_latencies_of_one_request():
@@ -24,23 +52,157 @@ def test_a_chunk_of_tokens_counts_as_so_many_equal_gaps():
     assert request.gaps == pytest.approx([0.2, 0.2, 0.2, 0.2])
 
 
-def test_a_single_token_has_no_tpot():
+def test_a_request_of_one_token_or_none_has_no_tpot():
     assert trace(0.0, [1.0]).tpot is None
     assert trace(0.0, [1.0]).gaps == []
+    nothing = trace(0.0, [], error="refused")
+    assert (nothing.ttft, nothing.e2e, nothing.tpot, nothing.gaps) == (None, None, None, [])
 
 
-def test_throughput_counts_from_the_first_arrival_to_the_end():
-    served = Served((trace(0.0, [1.0, 2.0]), trace(0.0, [1.0, 2.0, 4.0])), 0.0, 5.0)
-    found = metrics.measure(served, ["output_tokens_per_s", "total_s", "ttft_ms", "e2e_ms", "ttft_p99_ms"])
-    assert found == {
-        "output_tokens_per_s": 1.0,
-        "total_s": 5.0,
-        "ttft_ms": 1000.0,
-        "e2e_ms": 3000.0,
-        "ttft_p99_ms": None,  # two requests show no P99
+def test_times_are_means_and_percentiles_take_a_sample():
+    served = Served((trace(0.0, [1.0, 2.0]), trace(1.0, [3.0, 4.0, 6.0])), 0.0, 6.0)
+    assert value("ttft_ms", served) == pytest.approx(1500)
+    assert value("itl_ms", served) == pytest.approx(4000 / 3)
+    assert value("itl_max_ms", served) == pytest.approx(2000)
+    assert value("tpot_ms", served) == pytest.approx(1250)  # 1 s and 1.5 s a token: a request counts once
+    assert value("e2e_ms", served) == pytest.approx(3500)
+    assert value("ttft_p99_ms", served) == Missing("2 samples do not show a P99, which takes 1000")
+    assert value("tpot_ms", Served((trace(0.0, [1.0]),), 0.0, 1.0)) == Missing("no request gave a sample of it")
+    ten = Served(tuple(trace(0.0, [float(i)]) for i in range(1, 11)), 0.0, 10.0)
+    assert value("ttft_p50_ms", ten) == pytest.approx(5500)
+    assert isinstance(value("ttft_p90_ms", ten), Missing)
+
+
+def test_rates_credit_a_token_to_the_window_in_which_it_appeared():
+    late = trace(0.0, [1.0, 2.0, 9.0])  # its last token came after the window
+    served = Served((trace(0.0, [1.0, 2.0]), late), 0.0, 5.0)
+    assert value("output_tokens_per_s", served) == pytest.approx(4 / 5)
+    assert value("input_tokens_per_s", served) == pytest.approx(8 / 5)
+    assert value("requests_per_s", served) == pytest.approx(2 / 5)
+    assert value("total_s", served) == 5.0
+
+
+def test_a_failed_request_is_neither_throughput_nor_goodput():
+    served = Served((trace(0.0, [1.0]), trace(0.0, [], error="refused")), 0.0, 1.0)
+    assert value("requests_per_s", served) == 1.0
+    assert value("goodput_rps", served, Context(SLO(ttft_ms=2000))) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("slo", "good"),
+    [
+        (SLO(ttft_ms=1000), 1),
+        (SLO(ttft_ms=3000), 2),
+        (SLO(ttft_ms=3000, tpot_ms=1000), 1),
+        (SLO(ttft_ms=3000, tpot_ms=1500, itl_ms=1999), 1),  # TPOT spreads the stall of 2 s; ITL does not
+        (SLO(e2e_ms=2000), 1),
+        (SLO(ttft_ms=1), 0),
+    ],
+)
+def test_goodput_counts_requests_that_met_every_bound(slo, good):
+    served = Served((trace(0.0, [1.0, 2.0]), trace(1.0, [3.0, 4.0, 6.0])), 0.0, 10.0)
+    assert value("goodput_rps", served, Context(slo)) == pytest.approx(good / 10)
+
+
+def test_the_cache_is_weighed_by_how_long_steps_took():
+    short = record(0, 0.0, 1.0, used_slots=10, reserved_slots=100, used_blocks=1, cached_blocks=0)
+    long = record(1, 5.0, 8.0, used_slots=90, reserved_slots=100, used_blocks=9, cached_blocks=4)
+    served = Served((), 0.0, 8.0, (short, long))
+    assert value("kv_utilization", served) == pytest.approx((10 + 3 * 90) / (4 * 100))
+    assert value("kv_used_share", served) == pytest.approx((1 + 3 * 9) / (4 * 10))
+    assert value("kv_cached_blocks", served) == pytest.approx(3 * 4 / 4)
+
+
+def test_steps_are_counted_and_averaged():
+    steps = (
+        record(0, 0.0, 0.5, prefill_tokens=100, schedule_s=0.002, evictions=3),
+        record(1, 0.5, 0.6, prefill_tokens=20, decode_tokens=4, schedule_s=0.004, swapped_out_blocks=5),
+        record(2, 0.6, 0.9, decode_tokens=2, swapped_in_blocks=4),
+    )
+    served = Served((), 0.0, 1.0, steps)
+    expected = {
+        "steps": 3,
+        "step_ms": 300,
+        "schedule_ms": 2,
+        "tokens_per_step": 42,
+        "batch_size": 3,
+        "evictions": 3,
+        "swapped_blocks": 9,
     }
+    assert metrics.measure(served, list(expected)) == pytest.approx(expected)
 
 
-def test_an_unknown_metric_is_named_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'ttft'; known: .*ttft_ms"):
-        metrics.require_known(["ttft"])
+def test_hits_and_preemptions_are_those_of_requests():
+    requests = (trace(0.0, [1.0], cached_tokens=3, preemptions=2), trace(0.0, [1.0], name="b", cached_tokens=1))
+    served = Served(requests, 0.0, 1.0, (record(0, 0.0, 1.0),))
+    assert value("prefix_hit_rate", served) == pytest.approx(4 / 8)
+    assert value("prefix_hit_rate@b", served) == pytest.approx(1 / 4)
+    assert value("preemptions", served) == 2
+
+
+def test_a_class_of_requests_is_measured_over_the_whole_pass():
+    served = Served((trace(0.0, [1.0], name="a"), trace(1.0, [4.0, 5.0], name="b")), 0.0, 5.0)
+    assert value("ttft_ms@b", served) == pytest.approx(3000)
+    assert value("output_tokens_per_s@b", served) == pytest.approx(2 / 5)
+    assert metrics.describe("ttft_ms@b").label == "time to first token, mean request, of b"
+
+
+def test_a_peer_has_no_steps_and_that_is_no_fault():
+    peer = Served((trace(0.0, [1.0]),), 0.0, 1.0)
+    for name in ("kv_utilization", "prefix_hit_rate", "preemptions", "steps", "batch_size", "mbu", "peak_memory_mib"):
+        found = value(name, peer)
+        assert isinstance(found, Missing), name
+        assert not found.applies
+
+
+def test_the_roofline_needs_ceilings():
+    served = Served((), 0.0, 1.0, (record(0, 0.0, 1.0),))
+    assert value("mbu", served, Context(no_utilization="nobody measured them")).reason == "nobody measured them"
+    known = Context(utilization=lambda records: Utilization(0.5, 0.1, 0.002))
+    assert metrics.measure(served, ["mbu", "mfu", "floor_ms"], known) == {"mbu": 0.5, "mfu": 0.1, "floor_ms": 2.0}
+
+
+def test_peak_memory_is_in_mib():
+    served = Served((), 0.0, 1.0, (record(0, 0.0, 1.0),), peak_memory=3 * 2**20)
+    assert value("peak_memory_mib", served) == 3.0
+    assert value("peak_memory_mib", replace(served, peak_memory=None)).applies is False
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ttft", r"unknown metric 'ttft'; did you mean 'ttft_ms'\? Known: .*itl_ms"),
+        ("itl_p98_ms@stream", r"unknown metric 'itl_p98_ms'; did you mean 'itl_p9"),
+        ("steps@stream", r"'steps@stream': steps is taken of the whole pass. Of one class of requests: ttft_ms"),
+        ("ttft_ms@", r"names no class of requests: write ttft_ms@<name>, or ttft_ms for all"),
+        ("goodput_rps", r"goodput_rps needs experiment.slo, such as"),
+    ],
+)
+def test_a_metric_that_cannot_be_is_named_with_the_way_out(name, message):
+    with pytest.raises(ConfigError, match=message):
+        metrics.require_known([name], SLO())
+
+
+def test_a_class_that_the_workload_lacks_is_named():
+    metrics.require_classes(["ttft_ms", "ttft_ms@stream"], ["stream", "prompt"], "workload=mixed")
+    with pytest.raises(
+        ConfigError, match=r"'ttft_ms@steam': workload=mixed has no requests called 'steam'; did you mean"
+    ):
+        metrics.require_classes(["ttft_ms@steam"], ["stream", "prompt"], "workload=mixed")
+
+
+def test_an_slo_is_above_zero():
+    with pytest.raises(ConfigError, match=r"experiment.slo.ttft_ms must be above 0 ms, got 0"):
+        SLO(ttft_ms=0)
+
+
+def test_the_document_lists_every_metric_with_its_unit_and_no_other():
+    units = {"": {"share", "count"}}
+    found = {}
+    for line in DOC.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            found.update(dict.fromkeys(re.findall(r"`([^`]+)`", cells[0]), cells[1]))
+    assert set(found) == set(SERVING)
+    for name, unit in found.items():
+        assert unit in units.get(SERVING[name].metric.unit, {SERVING[name].metric.unit}), name

@@ -1,16 +1,19 @@
-"""Result files: what is written comes back, rewriting changes nothing, damage is found; reports follow from them."""
+"""Result files: what is written comes back, rewriting changes nothing, damage is found."""
 
+import errno
 import json
-import shutil
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
-from experiments.lab import report, store
+from experiments.lab import store
 from experiments.lab.claims import Bound, Claim
 from experiments.lab.gate import compare, gate
 from experiments.lab.metrics import Better, Metric
 from experiments.lab.rows import Row
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
+from experiments.lab.steps import RequestRow, StepRow
 from experiments.lab.store import Provenance, Result, RunInfo, Sample, StoreError
 
 
@@ -110,8 +113,16 @@ def test_another_version_is_refused(tmp_path):
     path = store.write(tmp_path, result())
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, "format": 99}))
-    with pytest.raises(StoreError, match=r"format 99; this version reads format 1"):
+    with pytest.raises(StoreError, match=r"format 99; this version reads format 2. Run the experiment again"):
         store.read(path)
+    del document["tables"]
+    path.write_text(json.dumps({**document, "format": 1, "csv": {"rows": 13, "sha256": ""}}))  # as it once was
+    with pytest.raises(StoreError, match=r"format 1; this version reads format 2"):
+        store.read(path)
+    path.write_text(json.dumps({**document, "format": 2}))
+    with pytest.raises(StoreError, match=r"is not a result file .*tables"):
+        store.read(path)
+    document = json.loads(store.write(tmp_path, result()).read_text())
     path.write_text(json.dumps({**document, "surprise": 1}))
     with pytest.raises(StoreError, match="surprise"):
         store.read(path)
@@ -124,52 +135,98 @@ def test_a_missing_table_is_named(tmp_path):
         store.read(path)
 
 
+def with_steps():
+    numbers = {f.name: i for i, f in enumerate(fields(StepRow)) if f.type == "int"}
+    names = {"variant": "base", "point": "size=1", "preempted": ("a-1", "a-2"), "finished": ()}
+    step = StepRow(**{**numbers, **names}, start_s=0.123456789, duration_s=1e-5)
+    request = RequestRow("base", "size=1", "a-1", "a", 0.5, None, None, None, 12, 0, 0, 3)
+    return replace(result(), steps=(step, replace(step, step=2, preempted=())), requests=(request,))
+
+
+def test_steps_and_requests_come_back(tmp_path):
+    path = store.write(tmp_path, with_steps())
+    assert set(contents(tmp_path)) == {f"demo/cpu/default{e}" for e in (".csv", ".json", ".steps.csv", ".requests.csv")}
+    first = contents(tmp_path)
+    read = store.read(path)
+    assert read.steps == tuple(replace(step, start_s=0.123457) for step in with_steps().steps)
+    assert read.requests == with_steps().requests
+    store.write(tmp_path, read)
+    assert contents(tmp_path) == first
+    header = first["demo/cpu/default.requests.csv"].decode().splitlines()[0]
+    assert header == (
+        "variant,point,request,name,arrival_s,first_scheduled_s,first_token_s,end_s,prompt_tokens,output_tokens,"
+        "cached_tokens,preemptions"
+    )
+
+
+@pytest.mark.parametrize("ending", [".steps.csv", ".requests.csv"])
+def test_a_cut_or_missing_table_of_steps_is_named(tmp_path, ending):
+    path = store.write(tmp_path, with_steps())
+    table = path.with_name("default" + ending)
+    table.write_bytes(table.read_bytes()[:-3])
+    with pytest.raises(StoreError, match=f"default{ending} is not the one.*run the experiment again"):
+        store.read(path)
+    table.unlink()
+    with pytest.raises(StoreError, match=f"default{ending} cannot be read.*run the experiment again"):
+        store.read(path)
+
+
+def test_a_run_without_steps_removes_those_of_the_run_before(tmp_path):
+    store.write(tmp_path, with_steps())
+    assert store.read(store.write(tmp_path, result())).steps == ()
+    assert set(contents(tmp_path)) == {"demo/cpu/default.csv", "demo/cpu/default.json"}
+
+
+def test_everything_that_is_known_of_a_run_comes_back(tmp_path):
+    known = {
+        "status": "incomplete: interrupted",
+        "workload": {"kind": "trace", "cut": {"requests": 3}},
+        "ceilings": {"read_gb_s": 10.0, "matmul_tflop_s": {"float32": 0.1}},
+        "original": "-22 %",
+        "target": "7.5x",
+        "notes": ("a note",),
+        "gates": (gate("new", "size=1", [compare([[1]], [[1]])], 0.9, float("inf"), 0.1),),
+    }
+    written = replace(result(), info=replace(result().info, **known))
+    assert store.read(store.write(tmp_path, written)).info == replace(
+        written.info, provenance=store.read(store.write(tmp_path, result())).info.provenance
+    )
+
+
+def test_a_disk_that_fills_up_leaves_the_earlier_result_whole(tmp_path, monkeypatch):
+    path = store.write(tmp_path, result())
+    before = contents(tmp_path)
+    real, calls = Path.write_bytes, []
+
+    def write_bytes(self, data):
+        calls.append(self)
+        if len(calls) == 3:
+            real(self, data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    with pytest.raises(StoreError, match=r"results of demo cannot be written to .*cpu: .*No space left"):
+        store.write(tmp_path, with_steps())
+    assert contents(tmp_path) == before
+    assert store.read(path).rows == store.read(path).rows
+
+
+def test_an_incomplete_run_does_not_replace_a_complete_one(tmp_path):
+    stopped = replace(result(), info=replace(result().info, status="incomplete: interrupted"))
+    first = store.write_run(tmp_path, stopped)
+    assert first.name == "default.json"  # there was none before
+    assert store.write_run(tmp_path, result()) == first
+    beside = store.write_run(tmp_path, stopped)
+    assert beside.name == "default-incomplete.json"
+    assert (store.read(first).info.status, store.read(beside).info.run) == ("complete", "default-incomplete")
+    store.write_run(tmp_path, result())
+    assert set(contents(tmp_path)) == {"demo/cpu/default.csv", "demo/cpu/default.json"}
+
+
 def test_run_names_are_file_names_and_differ():
     assert store.run_name([]) == "default"
     assert store.run_name(["b=2", "a=1"]) == "a=1,b=2"
     names = [store.run_name([o]) for o in ("m=/a/b", "m=/a_b", "m=a b", "../x", "x" * 300, "x" * 301)]
     assert len(set(names)) == len(names)
     assert all("/" not in name and len(name) < 130 and not name.startswith(".") for name in names)
-
-
-def test_reports_are_rebuilt_from_results_byte_for_byte(tmp_path):
-    results, reports = tmp_path / "results", tmp_path / "reports"
-    store.write(results, result())
-    store.write(results, result(run="size=3"))
-    store.write(results, result(experiment="other"))
-    written = report.rebuild(results, reports)
-    assert [p.name for p in written] == ["demo.md", "other.md", "README.md"]
-    first = contents(reports)
-    assert set(first) >= {"figures/demo-cpu-speed.png", "figures/demo-cpu-size=3-speed.png"}
-    shutil.rmtree(reports)
-    report.rebuild(results, reports)
-    assert contents(reports) == first
-
-
-def test_a_report_says_what_was_found(tmp_path):
-    results, reports = tmp_path / "results", tmp_path / "reports"
-    store.write(results, result())
-    text = report.rebuild(results, reports)[0].read_text()
-    for part in (
-        "# A demo",
-        "Is new faster?",
-        "**refuted** | 0 of 1 tokens (first difference: request 0, token 0: 1 became 2)",
-        "its tokens differ from the baseline's",  # so the speed claim is open
-        "1.62x [1.57, 1.68]",  # the paired ratio at size=1
-        "INVALID",
-        "the old way and the new way, alike:",
-        "lengths differ",
-        "](figures/demo-cpu-speed.png)",
-        "python run.py experiment=demo",
-        "[run.py](../run.py)",
-        "It is made up.",
-        "````python",  # a fence longer than the one in the sample
-    ):
-        assert part in text
-    index = (reports / "README.md").read_text()
-    assert "| [demo](demo.md) | cpu | output tokens per second of the new way at size=2: at least 1.20x" in index
-
-
-def test_a_report_without_results_says_what_to_do(tmp_path):
-    with pytest.raises(StoreError, match="run an experiment first"):
-        report.rebuild(tmp_path / "nothing", tmp_path)

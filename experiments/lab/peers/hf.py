@@ -30,21 +30,8 @@ class HFGenerate:
     """The model of `config` in transformers, with its SDPA attention, the engine's dtype and the same threads."""
 
     def __init__(self, config: ModelConfig) -> None:
-        if config.load_format is not LoadFormat.auto:
-            raise ConfigError(
-                f"the variant kind `hf` needs a checkpoint that both sides can load, so model.load_format=auto; "
-                f"got {config.load_format.value}. Choose model=tiny or a Hugging Face folder"
-            )
-        self._device = hardware.resolve(config.device)
-        dtype: Any = config.dtype.value
-        if config.dtype is DType.auto and self._device == "cpu":
-            dtype = "float32"
-        path = shipped_path(config.path) or config.path
-        transformers_logging.disable_progress_bar()  # it would stand between our own lines
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-        self._model.to(self._device).eval()
-        # `generate` fills what is left out from here: a checkpoint's end-of-sequence, its penalties, its temperature.
-        self._model.generation_config = GenerationConfig()
+        self._model = load_checkpoint(config, "hf", "sdpa")
+        self._device = self._model.device
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         start = time.perf_counter()
@@ -83,6 +70,29 @@ class HFGenerate:
             )
             for item, tokens in zip(items, new_tokens, strict=True)
         ]
+
+
+def load_checkpoint(config: ModelConfig, kind: str, attention: str) -> Any:
+    """The transformers model on the engine's device and in its dtype, with nothing of its own to bend generation.
+
+    Raises ConfigError, in the name of the variant kind `kind`, where there is no checkpoint that both sides can load.
+    """
+    if config.load_format is not LoadFormat.auto:
+        raise ConfigError(
+            f"the variant kind `{kind}` needs a checkpoint that both sides can load, so model.load_format=auto; "
+            f"got {config.load_format.value}. Choose model=tiny or a Hugging Face folder"
+        )
+    device = hardware.resolve(config.device)
+    dtype: Any = config.dtype.value
+    if config.dtype is DType.auto and device == "cpu":
+        dtype = "float32"
+    path = shipped_path(config.path) or config.path
+    transformers_logging.disable_progress_bar()  # it would stand between our own lines
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+    model.to(device).eval()
+    # `generate` fills what is left out from here: a checkpoint's end-of-sequence, its penalties, its temperature.
+    model.generation_config = GenerationConfig()
+    return model
 
 
 class _Clock(BaseStreamer):

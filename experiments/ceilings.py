@@ -1,0 +1,249 @@
+"""What this machine can do at most: bytes a second through its memory, operations a second in matrix products.
+
+It is no ablation: nothing is served. Its result is what floors, MBU and MFU of the other experiments are taken from,
+and it is kept in conf/hardware/.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from experiments.lab import ceilings, claims, hardware, heap, points, schema, stats
+from experiments.lab.experiment import Findings
+from experiments.lab.hardware import Ceilings, Hardware
+from experiments.lab.metrics import Better, Metric
+from experiments.lab.points import Point
+from experiments.lab.progress import Steps
+from experiments.lab.rows import Row, Table
+from experiments.lab.spec import ExperimentSpec
+from mini_infer.core.config import Device, DType
+from mini_infer.core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+MIB = 2**20
+ALL, ONE = "machine", "one_thread"
+PASS_S = 0.005  # at least so long is a pass: far above the clock's grain, and short enough to slip past interruptions
+TOTAL_S = 0.25  # so long are all passes of a measurement; the fastest counts, because a ceiling is what can be reached
+MIN_PASSES = 3
+FASTER = 1.1  # a size counts as cached where it is read so much faster than what fits no cache
+
+
+@dataclass(frozen=True)
+class CeilingsSpec(ExperimentSpec):
+    """
+    Attributes:
+        mib: sizes of the buffers that are copied and read; the largest must fit no cache, and memory three times.
+        matmul: device -> sizes n of the n x n matrices that are multiplied.
+        dtypes: in which they are multiplied.
+        write: keeps the result in conf/hardware/; under another paths.results, in its folder `hardware`.
+    """
+
+    mib: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
+    matmul: dict[str, list[int]] = field(default_factory=dict)
+    dtypes: tuple[DType, ...] = (DType.float32, DType.bfloat16)
+    write: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.mib or min(self.mib) < 1:
+            raise ConfigError(f"experiment.mib must be a list of numbers from 1 on, got {list(self.mib)}")
+        for device in ("cpu", "cuda"):
+            sizes = self.matmul.get(device)
+            if not sizes or min(sizes) < 1:
+                raise ConfigError(f"experiment.matmul.{device} must be a list of numbers from 1 on, got {sizes}")
+        if not self.dtypes or DType.auto in self.dtypes:
+            raise ConfigError("experiment.dtypes must name dtypes: float32, bfloat16, float16")
+
+
+class CeilingsExperiment:
+    baseline = None
+
+    def __init__(
+        self, spec: CeilingsSpec, device: str, threads: int | None, repeats: int, seed: int, target: Path | None
+    ) -> None:
+        """`threads` is what a CPU measures with, beside one; None on a GPU. `target` is the file to write."""
+        self.spec = spec
+        self.device = Device(device)
+        self._threads: dict[str, int | None] = {ALL: threads}
+        if threads is not None and threads > 1:
+            self._threads = {ONE: 1, ALL: threads}
+        labels = {name: "GPU" if n is None else f"{n} thread{'s' * (n > 1)}" for name, n in self._threads.items()}
+        self.variants = labels
+        rate = {f"matmul_{d.value}_tflop_s": f"matrix product, {d.value}" for d in spec.dtypes}
+        self.metrics = {
+            "read_gb_s": Metric("reading a buffer", "GB/s", Better.higher),
+            "copy_gb_s": Metric("copying a buffer, read + written", "GB/s", Better.higher),
+            **{name: Metric(label, "TFLOP/s", Better.higher) for name, label in rate.items()},
+        }
+        self._buffers = [points.point({"mib": n}) for n in sorted(spec.mib)]
+        self._matrices = [points.point({"size": n}) for n in sorted(spec.matmul[device])]
+        self.points = [*self._buffers, *self._matrices]
+        self.claims = [
+            claims.resolve(
+                claim,
+                f"experiment.claims[{index}]",
+                variants=list(self.variants),
+                baseline=None,
+                metrics=list(self.metrics),
+                points=self.points,
+            )
+            for index, claim in enumerate(spec.claims)
+        ]
+        self._repeats = repeats
+        self._seed = seed
+        self._target = target
+
+    @classmethod
+    def from_config(cls, config: DictConfig) -> CeilingsExperiment:
+        spec = schema.experiment_spec(CeilingsSpec, config)
+        measure = schema.build(schema.Measure, config.measure, "measure")
+        device = hardware.resolve(schema.engine_config(config.engine).model.device)
+        threads = (measure.threads or torch.get_num_threads()) if device == "cpu" else None
+        target = None
+        if spec.write:
+            results = schema.build(schema.Paths, config.paths, "paths").results
+            folder = Path("conf") if results == schema.Paths().results else Path(results)
+            target = ROOT / folder / "hardware" / f"{hardware.key(device)}.yaml"
+        return cls(spec, device, threads, measure.repeats, measure.seed, target)
+
+    def measure(self, steps: Steps) -> Findings:
+        torch.manual_seed(self._seed)
+        with heap.frozen(), torch.inference_mode():
+            rows = self._measure(steps)
+        found = self.found(rows)
+        if self._target is not None:
+            ceilings.save(self._target, found)
+            print(f"hardware {self._target}", file=sys.stderr)
+        return Findings(rows, ceilings=found.ceilings[-1])
+
+    def _measure(self, steps: Steps) -> list[Row]:
+        sweep = [(variant, point) for variant in self.variants for point in self.points]
+        steps.plan(self._repeats * len(sweep))
+        rows: list[Row] = []
+        for repeat in range(self._repeats):
+            for variant, point in stats.abba(sweep, repeat):
+                steps.next(f"{self.variants[variant]} {point.name}, repeat {repeat + 1} of {self._repeats}")
+                gc.collect()
+                with _threads(self._threads[variant]):
+                    found = self._transfers(point) if "mib" in point.values else self._matmul(point)
+                rows += [
+                    Row(variant, point.name, repeat, name, value, self.metrics[name].unit)
+                    for name, value in found.items()
+                ]
+        return rows
+
+    def _transfers(self, point: Point) -> dict[str, float]:
+        count = point.values["mib"] * MIB // 4
+        source = torch.rand(count, device=self.device.value)  # random, because zeros can be faster
+        target = torch.empty_like(source)
+        size = 4 * count
+        return {
+            "read_gb_s": size / self._seconds(lambda: source.sum()) / 1e9,
+            "copy_gb_s": 2 * size / self._seconds(lambda: target.copy_(source)) / 1e9,
+        }
+
+    def _matmul(self, point: Point) -> dict[str, float]:
+        n = point.values["size"]
+        found = {}
+        for dtype in self.spec.dtypes:
+            a, b = (torch.rand(n, n, device=self.device.value).sub_(0.5).to(_TORCH[dtype]) for _ in range(2))
+            out = torch.empty_like(a)
+            found[f"matmul_{dtype.value}_tflop_s"] = 2 * n**3 / self._seconds(_product(a, b, out)) / 1e12
+        return found
+
+    def _seconds(self, work: Callable[[], Tensor]) -> float:
+        """Of one call, in the fastest pass. A pass is long enough for the clock, and is timed on the device."""
+        clock = _gpu_seconds if self.device.value == "cuda" else _cpu_seconds
+        calls = 1
+        while (once := clock(work, calls)) < PASS_S:  # the first rounds warm up
+            calls = max(calls + 1, min(10 * calls, round(1.2 * calls * PASS_S / once)))
+        passes = max(MIN_PASSES, round(TOTAL_S / once))
+        return min(clock(work, calls) for _ in range(passes)) / calls
+
+    def found(self, rows: Sequence[Row]) -> Hardware:
+        """The ceilings that the rows show: the best repeat of each rate."""
+        sizes = ", ".join(str(p.values["mib"]) for p in self._buffers)
+        products = ", ".join(str(p.values["size"]) for p in self._matrices)
+        return Hardware(
+            machine=hardware.name(self.device.value),
+            measured=datetime.now(timezone.utc).date().isoformat(),
+            how=f"torch {torch.__version__}: x.sum() and y.copy_(x) in float32 on {sizes} MiB, products of n x n "
+            f"matrices with n = {products}; the fastest pass of {self._repeats} repeats",
+            ceilings=tuple(self._of(variant, Table(rows)) for variant in self.variants),
+        )
+
+    def _of(self, variant: str, table: Table) -> Ceilings:
+        # With more threads a machine can do no less: it may leave them idle.
+        fewer = [v for v, n in self._threads.items() if (n or 0) <= (self._threads[variant] or 0)]
+
+        def best(metric: str, where: Sequence[Point]) -> float:
+            return max(value for v in fewer for p in where for value in table.values(v, p.name, metric).values())
+
+        largest = self._buffers[-1:]
+        read = best("read_gb_s", largest)
+        cached: dict[int, float] = {}
+        for index, point in enumerate(self._buffers[:-1]):
+            # Rates fall with size; where one does not (a GPU's launches slow small sizes down), the larger size's
+            # rate is what the smaller one could have.
+            cached[point.values["mib"]] = _rounded(best("read_gb_s", self._buffers[index:]))
+            if cached[point.values["mib"]] < FASTER * read:
+                break
+        return Ceilings(
+            copy_gb_s=_rounded(best("copy_gb_s", largest)),
+            read_gb_s=_rounded(read),
+            matmul_tflop_s={
+                d.value: _rounded(best(f"matmul_{d.value}_tflop_s", self._matrices)) for d in self.spec.dtypes
+            },
+            cached_read_gb_s=cached if len(cached) > 1 else {},
+            threads=self._threads[variant],
+        )
+
+
+_TORCH = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Tensor]:
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Runs with so many torch threads; None leaves them alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _cpu_seconds(work: Callable[[], Tensor], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return time.perf_counter() - start
+
+
+def _gpu_seconds(work: Callable[[], Tensor], calls: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

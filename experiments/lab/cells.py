@@ -1,0 +1,103 @@
+"""One variant at one point, and how it is measured once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from experiments.lab import metrics, roofline, validity
+from experiments.lab.clocks import Watch
+from experiments.lab.hardware import Ceilings
+from experiments.lab.metrics import Context, Missing
+from experiments.lab.points import Point
+from experiments.lab.rows import Row
+from experiments.lab.subjects import EngineSubject, Kind, open_subject
+from experiments.lab.traces import Served
+from experiments.lab.validity import Evidence
+from experiments.lab.workloads import Inputs, Workload
+from mini_infer.core.config import EngineConfig, LoadFormat
+from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Everything that is needed to measure a variant at a point."""
+
+    variant: str
+    point: Point
+    kind: Kind
+    engine: EngineConfig
+    workload: Workload
+
+    @property
+    def where(self) -> str:
+        return f"{self.variant} {self.point.name}".strip()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """
+    Attributes:
+        drift: of the clocks, while it ran.
+        scored: the same requests once more, untimed, with log-probabilities; where they were asked for.
+    """
+
+    served: Served
+    drift: float
+    scored: Served | None
+
+
+def serve(cell: Cell, inputs: Inputs, watch: Watch, scored: bool) -> Pass:
+    """A fresh engine, a warm-up on other prompts at the measured concurrency, priming of the prefix cache where the
+    workload wants it, and the timed pass."""
+    subject = open_subject(cell.kind, cell.engine)
+    try:
+        subject.serve(inputs.warmup, cell.workload.in_flight)
+        if inputs.prime:
+            subject.serve(inputs.prime, 1)
+        gc.collect()
+        before = watch.before()
+        served = subject.serve(inputs.measured, cell.workload.in_flight)
+        drift = watch.drift_since(before)
+        again = None
+        if scored and isinstance(subject, EngineSubject):
+            again = subject.serve_with_logprobs(inputs.measured, cell.workload.in_flight)
+        return Pass(served, drift, again)
+    finally:
+        subject.close()
+
+
+def context(cell: Cell, slo: metrics.SLO, ceilings: Ceilings | None, problem: str) -> Context:
+    """What the cell's metrics are measured against; `problem` says why there are no ceilings."""
+    if cell.engine.model.load_format is LoadFormat.dry:
+        return Context(slo, None, "a dry model moves no bytes")
+    if ceilings is None:
+        return Context(slo, None, problem)
+    spec = load_spec(cell.engine.model)
+    dtype = resolve_dtype(cell.engine.model, spec, resolve_device(cell.engine.model))
+    return Context(slo, lambda records: roofline.utilization(spec, dtype, records, ceilings))
+
+
+def rows(cell: Cell, repeat: int, names: Sequence[str], measured: Context, evidence: Evidence) -> list[Row]:
+    """One row a metric; none where a metric has no meaning for the cell (see `left_out`)."""
+    problem = validity.problem(evidence)
+    found = []
+    for name, value in metrics.measure(evidence.served, names, measured).items():
+        missing = value.reason if isinstance(value, Missing) else ""
+        if isinstance(value, Missing) and not value.applies:
+            continue
+        reason = " ".join("; ".join(part for part in (problem, missing) if part).split())  # an error may have lines
+        number = 0.0 if isinstance(value, Missing) else float(value)
+        unit = metrics.describe(name).unit
+        found.append(Row(cell.variant, cell.point.name, repeat, name, number, unit, not reason, reason))
+    return found
+
+
+def left_out(names: Sequence[str], measured: Context, served: Served) -> list[str]:
+    """Why metrics have no meaning for this pass, a line each."""
+    return [
+        f"{metrics.describe(name).label} is left out, because {value.reason}"
+        for name, value in metrics.measure(served, names, measured).items()
+        if isinstance(value, Missing) and not value.applies
+    ]

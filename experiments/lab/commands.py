@@ -1,0 +1,73 @@
+"""What run.py does beside running an experiment. catalog.py lists these in the help text, so nothing heavy is imported
+before a command is called."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Command:
+    usage: str  # what may follow its name
+    help: str
+    run: Callable[[Sequence[str], Path], None]  # the arguments after its name, and the folder of run.py
+
+
+def report(arguments: Sequence[str], root: Path) -> None:
+    parser = _parser("report")
+    parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
+    parser.add_argument("--reports", type=Path, default=root / "reports", metavar="DIR", help="default: reports/")
+    chosen = parser.parse_args(arguments)
+    from experiments.lab.lock import exclusive
+    from experiments.lab.report import rebuild
+
+    with exclusive(chosen.results) if chosen.results.is_dir() else nullcontext():
+        written = rebuild(chosen.results, chosen.reports)
+    for path in written:
+        print(path.relative_to(root) if path.is_relative_to(root) else path)
+
+
+def compare(arguments: Sequence[str], root: Path) -> None:
+    parser = _parser("compare")
+    for name in ("A", "B"):
+        parser.add_argument(name, help="a result file (.json or .csv), or experiment[/hardware[/run]]")
+    parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
+    chosen = parser.parse_args(arguments)
+    from experiments.lab import runs
+    from experiments.lab.compare import compare as compared
+
+    print(compared(runs.find(chosen.results, chosen.A), runs.find(chosen.results, chosen.B)))
+
+
+def trace(arguments: Sequence[str], root: Path) -> None:
+    parser = _parser("trace")
+    parser.add_argument("experiment")
+    parser.add_argument("--hardware", help="default: the only one that it was measured on")
+    parser.add_argument("--run", default="default", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="default: outputs/<experiment>-<hardware>-<run>.trace.json")
+    parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
+    chosen = parser.parse_args(arguments)
+    from experiments.lab import perfetto, runs, store
+
+    result = store.read(runs.named(chosen.results, chosen.experiment, chosen.hardware, chosen.run))
+    name = f"{result.info.experiment}-{result.info.hardware}-{result.info.run}.trace.json"
+    path = chosen.out or root / "outputs" / name
+    count = perfetto.write(result, path)
+    print(f"{path}: {count:,} events. Open it in ui.perfetto.dev or chrome://tracing.")
+
+
+COMMANDS: dict[str, Command] = {
+    "report": Command("[--results DIR] [--reports DIR]", "all reports again, from results/ alone", report),
+    "compare": Command("A B", "two results side by side: two commits, two machines, two settings", compare),
+    "trace": Command(
+        "EXPERIMENT [--hardware H] [--run R] [--out FILE]", "a run's stored steps and requests, for Perfetto", trace
+    ),
+}
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"python run.py {name}", description=COMMANDS[name].help, allow_abbrev=False)

@@ -1,0 +1,238 @@
+"""Every metric of a timed pass: its formula, its unit, and which way is better. docs/metrics.md says the same in words,
+and what each leaves out; a test holds that list and this one together.
+
+arrival      first token            last token
+   |------------|----|----|----|----|
+   <--- TTFT --->
+                <ITL>                        gap between neighbouring tokens
+                <------ (n - 1) x TPOT ----->
+   <------------------ e2e ----------------->
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from experiments.lab import stats
+from experiments.lab.roofline import Utilization
+from experiments.lab.slo import SLO
+from experiments.lab.traces import Served
+from mini_infer.core.plan import StepRecord
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+class Better(Enum):
+    higher = "higher"
+    lower = "lower"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a report needs to know about a column of numbers."""
+
+    label: str
+    unit: str
+    better: Better
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a pass is measured against."""
+
+    slo: SLO = field(default_factory=SLO)
+    utilization: Callable[[Sequence[StepRecord]], Utilization | None] | None = None  # against this machine's ceilings
+    no_utilization: str = "no ceilings are known for this machine"  # why there is none
+
+
+@dataclass(frozen=True)
+class Missing:
+    """No value, and why. `applies`: there should have been one, so the row is kept and marked invalid."""
+
+    reason: str
+    applies: bool = True
+
+
+NOT_A_PEERS = Missing("a peer has no engine steps to look at", applies=False)
+UNKNOWN_MEMORY = Missing("its memory is not known", applies=False)
+NOTHING = Missing("no request gave a sample of it")
+Compute = Callable[[Served, Context], "float | Missing"]
+Samples = Callable[[Served], Sequence["float | None"]]
+
+
+@dataclass(frozen=True)
+class Formula:
+    metric: Metric
+    compute: Compute
+    of_requests: bool = True  # and so can be taken of one class of them
+
+
+def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula]:
+    """Mean and percentiles of a time, `samples` in seconds."""
+
+    def known(served: Served) -> list[float]:
+        return [1e3 * sample for sample in samples(served) if sample is not None]
+
+    def mean(served: Served, context: Context) -> float | Missing:
+        found = known(served)
+        return sum(found) / len(found) if found else NOTHING
+
+    def percentile(q: int) -> Compute:
+        def compute(served: Served, context: Context) -> float | Missing:
+            found = known(served)
+            value = stats.percentile(found, q)
+            if value is None:
+                return Missing(f"{len(found)} samples do not show a P{q}, which takes {stats.samples_needed(q)}")
+            return value
+
+        return compute
+
+    formulas = {f"{key}_ms": Formula(Metric(f"{what}, mean {one}", "ms", Better.lower), mean)}
+    for q in PERCENTILES:
+        label = f"{what}, median {one}" if q == 50 else f"{what}, P{q}"
+        formulas[f"{key}_p{q}_ms"] = Formula(Metric(label, "ms", Better.lower), percentile(q))
+    return formulas
+
+
+def _gaps(served: Served) -> list[float]:
+    return [gap for request in served.requests for gap in request.gaps]
+
+
+def _longest_gap(served: Served, context: Context) -> float | Missing:
+    return max((1e3 * gap for gap in _gaps(served)), default=NOTHING)
+
+
+def _rate(count: Callable[[Served, Context], float]) -> Compute:
+    return lambda served, context: count(served, context) / served.seconds if served.seconds > 0 else NOTHING
+
+
+def _output_tokens(served: Served, context: Context) -> float:
+    return sum(served.in_window(request.token_times) for request in served.requests)
+
+
+def _input_tokens(served: Served, context: Context) -> float:
+    return sum(r.prompt_tokens for r in served.requests if served.in_window(r.token_times[:1]))
+
+
+def _completed(served: Served, context: Context) -> float:
+    return sum(1 for request in served.requests if not request.error)
+
+
+def _good(served: Served, context: Context) -> float:
+    return sum(1 for request in served.requests if context.slo.met_by(request))
+
+
+def _of_engine(compute: Callable[[Served], float | Missing]) -> Compute:
+    return lambda served, context: compute(served) if served.records else NOT_A_PEERS
+
+
+def _hit_rate(served: Served) -> float | Missing:
+    asked = sum(request.prompt_tokens for request in served.requests)
+    return sum(request.cached_tokens for request in served.requests) / asked if asked else NOTHING
+
+
+def _mean_over_time(value: Callable[[StepRecord], float], per: Callable[[StepRecord], float]) -> Compute:
+    """Ratio of two sums over the steps, each weighted by how long it took. Idle time between steps counts nothing."""
+
+    def compute(served: Served) -> float | Missing:
+        lasted = [record.end_time - record.start_time for record in served.records]
+        below = sum(t * per(record) for t, record in zip(lasted, served.records, strict=True))
+        above = sum(t * value(record) for t, record in zip(lasted, served.records, strict=True))
+        return above / below if below > 0 else NOTHING
+
+    return _of_engine(compute)
+
+
+def _total(value: Callable[[StepRecord], float]) -> Compute:
+    return _of_engine(lambda served: float(sum(value(record) for record in served.records)))
+
+
+def _mean(value: Callable[[StepRecord], float]) -> Compute:
+    return _of_engine(lambda served: sum(value(record) for record in served.records) / len(served.records))
+
+
+def _batch_size(served: Served) -> float | Missing:
+    decoding = [record.decode_tokens for record in served.records if record.decode_tokens]
+    return sum(decoding) / len(decoding) if decoding else NOTHING
+
+
+def _roofline(part: Callable[[Utilization], float]) -> Compute:
+    def compute(served: Served, context: Context) -> float | Missing:
+        if not served.records:
+            return NOT_A_PEERS
+        if context.utilization is None:
+            return Missing(context.no_utilization, applies=False)
+        found = context.utilization(served.records)
+        return NOTHING if found is None else part(found)
+
+    return compute
+
+
+def _request(label: str, unit: str, better: Better, compute: Compute) -> Formula:
+    return Formula(Metric(label, unit, better), compute)
+
+
+def _pass(label: str, unit: str, better: Better, compute: Compute) -> Formula:
+    return Formula(Metric(label, unit, better), compute, of_requests=False)
+
+
+_HIGH, _LOW = Better.higher, Better.lower
+
+SERVING: dict[str, Formula] = {
+    **_times("ttft", "time to first token", "request", lambda s: [r.ttft for r in s.requests]),
+    **_times("itl", "inter-token latency", "gap", _gaps),
+    "itl_max_ms": _request("inter-token latency, longest gap", "ms", _LOW, _longest_gap),
+    **_times("tpot", "time per output token after the first", "request", lambda s: [r.tpot for r in s.requests]),
+    **_times("e2e", "end-to-end latency", "request", lambda s: [r.e2e for r in s.requests]),
+    "output_tokens_per_s": _request("output tokens per second", "tokens/s", _HIGH, _rate(_output_tokens)),
+    "input_tokens_per_s": _request("prompt tokens per second", "tokens/s", _HIGH, _rate(_input_tokens)),
+    "requests_per_s": _request("requests per second", "requests/s", _HIGH, _rate(_completed)),
+    "goodput_rps": _request("requests per second that met every SLO", "requests/s", _HIGH, _rate(_good)),
+    "total_s": _pass("time for the whole workload", "s", _LOW, lambda s, c: s.seconds),
+    "prefix_hit_rate": _request("share of prompt tokens found in the prefix cache", "", _HIGH, _of_engine(_hit_rate)),
+    "preemptions": _request(
+        "preemptions", "", _LOW, _of_engine(lambda s: float(sum(r.preemptions for r in s.requests)))
+    ),
+    "kv_utilization": _pass(
+        "KV slots in use / reserved",
+        "",
+        _HIGH,
+        _mean_over_time(lambda r: r.kv.used_slots, lambda r: r.kv.reserved_slots),
+    ),
+    "kv_used_share": _pass(
+        "share of the KV blocks in use",
+        "",
+        _LOW,
+        _mean_over_time(lambda r: r.kv.used_blocks, lambda r: r.kv.total_blocks),
+    ),
+    "kv_cached_blocks": _pass(
+        "free KV blocks that hold a cached prefix",
+        "blocks",
+        _HIGH,
+        _mean_over_time(lambda r: r.kv.cached_blocks, lambda r: 1),
+    ),
+    "evictions": _pass("cached KV blocks overwritten", "blocks", _LOW, _total(lambda r: r.evictions)),
+    "swapped_blocks": _pass(
+        "KV blocks moved to host memory or back",
+        "blocks",
+        _LOW,
+        _total(lambda r: r.swapped_out_blocks + r.swapped_in_blocks),
+    ),
+    "steps": _pass("engine steps", "steps", _LOW, _total(lambda r: 1)),
+    "step_ms": _pass("time of an engine step, mean", "ms", _LOW, _mean(lambda r: 1e3 * (r.end_time - r.start_time))),
+    "schedule_ms": _pass("time to schedule a step, mean", "ms", _LOW, _mean(lambda r: 1e3 * r.schedule_s)),
+    "tokens_per_step": _pass(
+        "tokens computed in a step, mean", "tokens", _HIGH, _mean(lambda r: r.prefill_tokens + r.decode_tokens)
+    ),
+    "batch_size": _pass("requests that decode together, mean", "requests", _HIGH, _of_engine(_batch_size)),
+    "peak_memory_mib": _pass(
+        "peak memory", "MiB", _LOW, lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20
+    ),
+    "mbu": _pass("memory bandwidth utilization", "", _HIGH, _roofline(lambda u: u.mbu)),
+    "mfu": _pass("compute utilization", "", _HIGH, _roofline(lambda u: u.mfu)),
+    "floor_ms": _pass(
+        "least time that the hardware allows a step, mean", "ms", _LOW, _roofline(lambda u: 1e3 * u.floor_s)
+    ),
+}

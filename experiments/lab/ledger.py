@@ -1,0 +1,108 @@
+"""What an ablation has found so far, round by round: rows, comparisons of tokens, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from experiments.lab import cells, validity
+from experiments.lab.cells import Cell, Pass
+from experiments.lab.gate import Comparison, Gate, compare, gate, logprob_error
+from experiments.lab.metrics import Context
+from experiments.lab.rows import Row
+from experiments.lab.steps import RequestRow, StepRow, request_rows, step_rows
+from experiments.lab.subjects import Kind
+from experiments.lab.validity import Evidence
+
+Key = tuple[str, str]  # variant, point
+Tokens = Sequence[Sequence[int]]  # of each request
+
+
+@dataclass(frozen=True)
+class Round:
+    """All variants at one point, once."""
+
+    rows: list[Row] = field(default_factory=list)
+    comparisons: dict[Key, Comparison] = field(default_factory=dict)  # with the baseline
+    errors: dict[Key, float] = field(default_factory=dict)  # of log-probabilities
+    tokens: dict[Key, Tokens] = field(default_factory=dict)
+    steps: list[StepRow] = field(default_factory=list)
+    requests: list[RequestRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What passes are judged by.
+
+    Attributes:
+        labels: of the variants, for notes.
+        exact: whether greedy tokens must be the same in all repeats.
+        timeline: the point whose steps are kept; None: no point's.
+    """
+
+    metrics: Sequence[str]
+    baseline: str
+    labels: Mapping[str, str]
+    contexts: Mapping[Key, Context]
+    vocab_size: int
+    exact: bool
+    timeline: str | None
+
+
+class Ledger:
+    """A round is entered whole: what stops a run in the middle of one leaves nothing of it."""
+
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+        self.rounds: list[Round] = []
+
+    def enter(self, repeat: int, passes: Sequence[tuple[Cell, Sequence[Pass]]]) -> None:
+        """Of several attempts at a cell the last one counts; the rows of the others are kept, and are invalid."""
+        found = Round()
+        expected = next(attempts[-1] for cell, attempts in passes if cell.variant == self._terms.baseline)
+        for cell, attempts in passes:
+            for measured in attempts:
+                self._judge(found, repeat, cell, measured)
+            self._compare(found, cell, attempts[-1], expected)
+            if repeat == 0 and cell.kind is Kind.engine and cell.point.name == self._terms.timeline:
+                found.steps.extend(step_rows(cell.variant, cell.point.name, attempts[-1].served))
+                found.requests.extend(request_rows(cell.variant, cell.point.name, attempts[-1].served))
+        self.rounds.append(found)
+
+    def tokens(self, key: Key) -> Tokens | None:
+        """Of the first repeat."""
+        return next((r.tokens[key] for r in self.rounds if key in r.tokens), None)
+
+    def gates(self, keys: Sequence[Key], needed_share: float, allowed_error: float | None) -> list[Gate]:
+        """Of those that have been measured."""
+        gates = []
+        for variant, point in keys:
+            key = (variant, point)
+            comparisons = [r.comparisons[key] for r in self.rounds if key in r.comparisons]
+            error = next((r.errors[key] for r in self.rounds if key in r.errors), None)
+            if comparisons:
+                gates.append(gate(variant, point, comparisons, needed_share, error, allowed_error))
+        return gates
+
+    def _judge(self, found: Round, repeat: int, cell: Cell, measured: Pass) -> None:
+        terms, served = self._terms, measured.served
+        key = (cell.variant, cell.point.name)
+        against, label = terms.contexts[key], terms.labels[cell.variant]
+        first = self.tokens(key) if terms.exact else None
+        evidence = Evidence(served, terms.vocab_size, measured.drift, first)
+        found.rows.extend(cells.rows(cell, repeat, terms.metrics, against, evidence))
+        found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
+        caches = cell.kind is Kind.engine and cell.engine.cache.prefix_caching
+        few = validity.few_hits(served, caches)
+        if few:
+            at = f" at {cell.point.name}" if cell.point.name else ""
+            found.notes.append(f"{label}{at}, repeat {repeat + 1}: {few}.")
+
+    def _compare(self, found: Round, cell: Cell, measured: Pass, expected: Pass) -> None:
+        key = (cell.variant, cell.point.name)
+        found.tokens[key] = [request.token_ids for request in measured.served.requests]
+        reference = [request.token_ids for request in expected.served.requests]
+        found.comparisons[key] = compare(reference, found.tokens[key])
+        if measured.scored is not None and expected.scored is not None:
+            found.errors[key] = logprob_error(expected.scored.requests, measured.scored.requests)

@@ -1,0 +1,315 @@
+"""The pages of the reports as markdown: one of an experiment, and the index of all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from experiments.lab import store, timeline, wording
+from experiments.lab.answer import answer, flags, headline, judgements
+from experiments.lab.claims import Verdict
+from experiments.lab.gate import Gate
+from experiments.lab.grids import Sheet
+from experiments.lab.store import Result, RunInfo
+
+FIGURES = "figures"  # their folder beside the pages
+MARK = "<!-- Made by `python run.py report` from results/: what is written here by hand is lost. -->"
+NAMES_SHOWN = 12  # of preempted requests
+COMPARISON = """\
+Variants take turns in ABBA order, and every measurement starts from a fresh engine that is warmed up on other prompts.
+A ratio is taken repeat by repeat. Before a variant's speed counts, its greedy tokens are compared with the
+baseline's (*same tokens*)."""
+STATISTICS = """\
+Tables give the median over the repeats and, in brackets, a 95 % interval. A claim is *supported* or *refuted* only
+where the whole interval lies on one side of its bound, else *inconclusive*. INVALID values are listed and never
+counted. [docs/metrics.md](../docs/metrics.md) has the formulas."""
+
+
+def report_page(results: Sequence[Result], damaged: Sequence[Path]) -> str:
+    first = results[0].info
+    answers = [answer(result) for result in results]
+    if len(results) == 1:
+        answered = f"**Answer** ({_heading(first)}). {answers[0]}"
+    else:
+        pairs = zip(results, answers, strict=True)
+        answered = "**Answer.**\n\n" + "\n".join(f"- *{_heading(r.info)}*: {text}" for r, text in pairs)
+    parts = [
+        MARK,
+        f"# {first.title}",
+        *(f"> **NOT IN THIS REPORT**: `results/{path.as_posix()}` cannot be read." for path in damaged),
+        *(f"> **{flag}**, on {_heading(r.info)}" for r in results for flag in flags(r)),
+        f"**Question.** {first.question}",
+        answered,
+        _figures_to_reach(first),
+        *(_run(result) for result in results),
+        "## How the numbers are made",
+        *_texts(results, "method"),
+        COMPARISON if first.baseline is not None else "",
+        STATISTICS,
+        "## Limits" if any(r.info.limits for r in results) else "",
+        "\n".join(f"- {limit}" for limit in dict.fromkeys(limit for r in results for limit in r.info.limits)),
+        "## The code",
+        "\n".join(f"- [{path}](../{path})" for path in dict.fromkeys(path for r in results for path in r.info.code)),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _texts(results: Sequence[Result], name: str) -> list[str]:
+    """The same text once; where runs were made with other texts, each with its run."""
+    texts = [getattr(result.info, name) for result in results]
+    if len(set(texts)) == 1:
+        return texts[:1]
+    return [f"*{_heading(result.info)}*: {text}" for result, text in zip(results, texts, strict=True) if text]
+
+
+def _heading(info: RunInfo) -> str:
+    return info.hardware if info.run == "default" else f"{info.hardware}, with {_overrides(info)}"
+
+
+def _overrides(info: RunInfo) -> str:
+    """A run's name in pieces that a line can be broken between, and that are no markdown."""
+    return ", ".join(f"`{piece}`" for piece in info.run.split(",") if piece)
+
+
+def _figures_to_reach(info: RunInfo) -> str:
+    parts = []
+    if info.original:
+        parts.append(f"The original project's figure: {info.original}.")
+    if info.target:
+        parts.append(f"To reach or beat: {info.target}.")
+    return " ".join(parts)
+
+
+def _run(result: Result) -> str:
+    info, sheet = result.info, Sheet(result)
+    repeats = f"{sheet.repeats} repeats" if sheet.repeats != 1 else "one repeat, which has no interval"
+    parts = [
+        f"## Results: {_heading(info)}",
+        f"On {wording.device(info)}; {repeats}.{_ceilings(info)}",
+        _workload(info),
+        _verdicts(result),
+        "\n".join(f"- {note}" for note in info.notes),
+        *(_picture(plot.title, info, plot.name) for plot in info.plots),
+        *(grid.markdown() for grid in sheet.grids(list(info.metrics))),
+        _invalid(result),
+        _steps(result),
+        _samples(info),
+        _provenance(result),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _ceilings(info: RunInfo) -> str:
+    return f" Measured ceilings: {wording.settings(info.ceilings)}." if info.ceilings else ""
+
+
+def _workload(info: RunInfo) -> str:
+    return f"Workload: {wording.settings(info.workload)}." if info.workload else ""
+
+
+def _verdicts(result: Result) -> str:
+    info = result.info
+    lines = [(claim, f"**{verdict}**", figure, "the gate") for claim, verdict, figure in gate_lines(info)]
+    for j in judgements(result):
+        verdict = f"**{j.verdict.value}**" + (f": {j.reason}" if j.reason else "")
+        lines.append((wording.claim(j.claim, info), verdict, wording.measured(j, info), j.claim.source))
+    return _table(("claim", "verdict", "measured", "source"), lines) if lines else ""
+
+
+def gate_lines(info: RunInfo) -> list[tuple[str, str, str]]:
+    """Claim, verdict, figure: one line a variant for all points where it passed, one for each where it did not."""
+    lines = []
+    for variant in info.variants:
+        passed = [gate for gate in info.gates if gate.variant == variant and gate.passed]
+        if passed:
+            lines.append((_same_tokens(passed, info), Verdict.supported.value, _gate_figures(passed)))
+    failed = [gate for gate in info.gates if not gate.passed]
+    return [*lines, *((_gate_claim(gate, info), Verdict.refuted.value, _gate_figure(gate)) for gate in failed)]
+
+
+def _same_tokens(gates: Sequence[Gate], info: RunInfo) -> str:
+    if len(gates) == 1:
+        return _gate_claim(gates[0], info)
+    where = f"at all {len(info.points)} points" if len(gates) == len(info.points) else f"at {len(gates)} points"
+    return f"{_gate_claim(gates[0], info).removesuffix(f' at {gates[0].point}')}, {where}"
+
+
+def _gate_figures(gates: Sequence[Gate]) -> str:
+    if len(gates) == 1:
+        return _gate_figure(gates[0])
+    equal, total = sum(g.equal_tokens for g in gates), sum(g.total_tokens for g in gates)
+    return f"{equal:,} of {total:,} tokens"
+
+
+def _invalid(result: Result) -> str:
+    """Values by reason, so that a pass that does not count is one line and not one a metric."""
+    dropped = [row for row in result.rows if not row.valid]
+    if not dropped:
+        return ""
+    info, lines = result.info, []
+    for reason in dict.fromkeys(row.reason for row in dropped):
+        lines.append(f"- {reason}:")
+        rows = [row for row in dropped if row.reason == reason]
+        for variant, point in dict.fromkeys((row.variant, row.point) for row in rows):
+            own = [row for row in rows if (row.variant, row.point) == (variant, point)]
+            names = list(dict.fromkeys(row.metric for row in own))
+            metrics = "all metrics" if len(names) == len(info.metrics) else ", ".join(f"`{name}`" for name in names)
+            repeats = ", ".join(str(r + 1) for r in sorted({row.repeat for row in own}))
+            plural = "s" if "," in repeats else ""
+            lines.append(f"  - {f'{info.variants[variant]} {point}'.strip()}, repeat{plural} {repeats}: {metrics}")
+    return "\n".join([f"### INVALID: {len(dropped):,} values were kept but not counted", "", *lines])
+
+
+def _steps(result: Result) -> str:
+    if not result.steps:
+        return ""
+    info = result.info
+    pictures = [
+        _picture(f"Step by step {point}".strip(), info, steps_name(point)) for point in timeline.points(result)
+    ]  # fmt: skip
+    command = f"python run.py trace {info.experiment} --hardware {info.hardware}"
+    command += "" if info.run == "default" else f" --run '{info.run}'"
+    again = f"`{command}` writes the same steps, with every request, for Perfetto."
+    return "\n\n".join(["### Step by step", timeline.describe(result), *pictures, *_preempted(result), again])
+
+
+def _preempted(result: Result) -> list[str]:
+    """Who lost its place, and how often."""
+    lines = []
+    for variant, label in result.info.variants.items():
+        times = Counter(name for step in result.steps if step.variant == variant for name in step.preempted)
+        if times:
+            names = [f"{name} {count} times" if count > 1 else name for name, count in times.most_common(NAMES_SHOWN)]
+            more = f" and {len(times) - NAMES_SHOWN} more" if len(times) > NAMES_SHOWN else ""
+            lines.append(f"- Preempted by {label}: {', '.join(names)}{more}.")
+    return ["\n".join(lines)] if lines else []
+
+
+def _samples(info: RunInfo) -> str:
+    if not info.samples:
+        return ""
+    parts = [
+        "### What was generated",
+        "Each prompt, and the greedy text that followed, cut at the length that was asked for.",
+    ]
+    for prompt, group in groupby(info.samples, key=lambda s: s.prompt):
+        parts.append(f"Prompt:\n\n{_fenced(prompt)}")
+        for sample in group:
+            authors = " and ".join(info.variants[variant] for variant in sample.variants)
+            parts.append(f"{authors}{', alike' if len(sample.variants) > 1 else ''}:\n\n{_fenced(sample.text)}")
+    return "\n\n".join(parts)
+
+
+def _fenced(text: str) -> str:
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}python\n{text.strip(chr(10))}\n{fence}"
+
+
+def _provenance(result: Result) -> str:
+    info, origin = result.info, result.info.provenance
+    versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
+    data = f"../results/{info.experiment}/{info.hardware}/{info.run}"
+    return "\n".join(
+        [
+            "### Where it comes from, and how to run it again",
+            "",
+            f"Measured {origin.started} in {wording.number(origin.seconds)} s; {wording.commit(origin)}; {versions}.",
+            f"Data: [csv]({data}.csv), [json]({data}.json)"
+            + (f", [steps]({data}.steps.csv)" if result.steps else "")
+            + ".",
+            "",
+            f"```\n{origin.command}\n```",
+        ]
+    )
+
+
+def index_page(results: Sequence[Result], damaged: Iterable[Path]) -> str:
+    """One line an experiment and hardware: its default run, or whatever runs it has."""
+    lines, others = [], []
+    for _, group in groupby(results, key=lambda r: (r.info.experiment, r.info.hardware)):
+        first, *rest = group
+        info = first.info
+        name = _link(info) + ("" if info.run == "default" else f" {_overrides(info)}")
+        lines.append((name, info.hardware, info.question, info.original, info.target, *_headline(first)))
+        others += [(_link(r.info), r.info.hardware, _overrides(r.info), *_headline(r)) for r in rest]
+    parts = [
+        MARK,
+        "# Reports",
+        "Every number comes from a file in `results/`; `python run.py report` makes these pages from them again. "
+        "*Measured* is the median for the first claim of an experiment, with its 95 % interval in brackets. A verdict "
+        "holds for this hardware and workload: the reports say what was run and what it does not show.",
+        *(f"> **CANNOT BE READ**: `results/{path.as_posix()}`" for path in damaged),
+        _table(("experiment", "hardware", "question", "original", "to reach", "measured", "verdict"), lines),
+    ]
+    if others:
+        parts += ["## Other runs", _table(("experiment", "hardware", "with", "measured", "verdict"), others)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _headline(result: Result) -> tuple[str, str]:
+    """The figure of the first claim, and all verdicts: the first claim's alone could hide the others."""
+    first, info = headline(result), result.info
+    warnings = "; ".join(f"**{flag}**" for flag in flags(result))
+    if first is None:
+        return answer(result), warnings or "no claim"
+    claim = first.claim
+    where = ", ".join(
+        part for part in (info.variants[claim.variant] if len(info.variants) > 1 else "", claim.point) if part
+    )
+    measured = wording.measured(first, info) if first.estimate else "no figure that counts"
+    figure = f"{measured}: {info.metrics[claim.metric].label}" + (f" ({where})" if where else "")
+    verdict = f"**{first.verdict.value}**"
+    if len(info.claims) > 1:
+        counts = Counter(j.verdict for j in judgements(result))
+        every = ", ".join(f"{counts[v]} {v.value}" for v in Verdict if counts[v])
+        verdict += (
+            f" (all {len(info.claims)} claims)" if len(counts) == 1 else f" (of {len(info.claims)} claims {every})"
+        )
+    return figure, f"{verdict}; {warnings}" if warnings else verdict
+
+
+def _link(info: RunInfo) -> str:
+    return f"[{info.experiment}]({info.experiment}.md)"
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    every = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(wording.cell(text) for text in line)} |" for line in every)
+
+
+def _gate_claim(gate: Gate, info: RunInfo) -> str:
+    at = f" at {gate.point}" if gate.point else ""
+    return f"{info.variants[gate.variant]} generates the same greedy tokens as {info.variants[str(info.baseline)]}{at}"
+
+
+def _gate_figure(gate: Gate) -> str:
+    figure = f"{gate.equal_tokens:,} of {gate.total_tokens:,} tokens"
+    if gate.needed_share < 1:
+        figure += f", {wording.share(gate.needed_share)} needed"
+    if gate.logprob_error is not None:
+        figure += f", logprobs within {wording.number(gate.logprob_error)}"
+        figure += f" (allowed: {wording.number(gate.allowed_error)})" if gate.allowed_error is not None else ""
+    if gate.first_difference is not None:
+        where = gate.first_difference
+        figure += (
+            f" (first difference: request {where.request}, token {where.position}: {where.expected} became {where.got})"
+        )
+    return figure
+
+
+def _picture(title: str, info: RunInfo, plot: str) -> str:
+    return f"![{title}]({FIGURES}/{figure_name(info, plot)})"
+
+
+def figure_name(info: RunInfo, plot: str) -> str:
+    run = "" if info.run == "default" else f"-{info.run}"
+    return f"{info.experiment}-{info.hardware}{run}-{plot}.png"
+
+
+def steps_name(point: str) -> str:
+    """As a plot's name."""
+    return f"steps-{store.run_name([point])}" if point else "steps"

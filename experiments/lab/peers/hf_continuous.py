@@ -1,0 +1,131 @@
+"""transformers' continuous batching: requests join and leave between steps, over a paged KV cache.
+
+Its manager generates in a thread of its own and stamps each token with the clock that we use. End-of-sequence is
+switched off, so outputs have the lengths asked for. Its prefix sharing is off, because it does not say which tokens
+came from it. It serves requests that arrive on a schedule as well as the closed loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.utils import is_flash_attn_2_available, is_psutil_available
+
+from experiments.lab.driver import Schedule
+from experiments.lab.metrics import RequestTrace, Served
+from experiments.lab.peers.hf import load_checkpoint
+from experiments.lab.workloads import Item
+from mini_infer.cache.kv_store import KVStore
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import ConfigError
+from mini_infer.modeling.loader import load_spec
+from mini_infer.runtime.build import CPU_KV_GIB
+
+CPU_BATCH_TOKENS = 1024  # of one step: its mask has so many rows over the whole pool; 512 to 4096 were equally fast
+POLL_S = 1.0  # how often a wait looks whether the manager's thread still lives
+
+
+class HFContinuous:
+    """The model of `config.model` in transformers, on the engine's device, in its dtype, with the same threads.
+
+    On a GPU it sizes its KV cache itself, by `cache.gpu_memory_utilization`; on a CPU, where it would take nearly all
+    of the machine's memory, it gets as much as the engine.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        on_gpu = torch.cuda.is_available() and config.model.device.value != "cpu"
+        if not on_gpu and not is_psutil_available():
+            raise ConfigError(
+                "the variant kind `hf_continuous` needs the package psutil on a CPU, where transformers asks it for "
+                "the memory: pip install psutil"
+            )
+        flash = on_gpu and is_flash_attn_2_available()  # named, because it would otherwise fetch kernels by itself
+        attention = "paged|flash_attention_2" if flash else "paged|sdpa"
+        self._model = load_checkpoint(config.model, "hf_continuous", attention)
+        self._manager = self._model.init_continuous_batching(
+            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1),
+            continuous_batching_config=_batching(config, self._model.dtype, on_gpu),
+        )
+        try:
+            self._manager.warmup()  # makes its cache
+        except (MemoryError, ValueError) as error:
+            raise ConfigError(
+                f"transformers' continuous batching: {error}. Give it less memory, with cache.memory_gib on a CPU and "
+                "cache.gpu_memory_utilization on a GPU"
+            ) from error
+        self._manager.start()
+
+    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
+        """Raises RuntimeError where transformers cannot serve a request."""
+        clock, manager = time.perf_counter, self._manager
+        start = clock()
+        schedule = Schedule(items, start, concurrency)
+        arrivals: dict[str, tuple[int, float, float]] = {}  # id -> index, arrival, sent
+        traces: dict[int, RequestTrace] = {}
+        while len(traces) < len(items):
+            for index, arrival in schedule.due(clock()):
+                item = items[index]
+                sent = clock()
+                name = manager.add_request(list(item.prompt), max_new_tokens=item.output_tokens, record_timestamps=True)
+                if name is None:
+                    raise RuntimeError("transformers' continuous batching takes no more requests: its thread has died")
+                arrivals[name] = (index, arrival, sent)
+            due = schedule.next_due()
+            wait = POLL_S if due is None else min(POLL_S, max(0.0, due - clock()))
+            output = manager.get_result(timeout=wait)
+            if output is None:
+                if not manager.is_running():
+                    raise RuntimeError("transformers' continuous batching has stopped; its log says why")
+                continue
+            if output.error is not None:
+                raise RuntimeError(f"transformers' continuous batching failed: {output.error}")
+            index, arrival, sent = arrivals[output.request_id]
+            traces[index] = _trace(items[index], output, arrival, None if schedule.is_closed(index) else sent)
+            schedule.ended(index, traces[index].token_times[-1])
+        end = clock()
+        return Served(tuple(traces[index] for index in range(len(items))), start, end)
+
+    def close(self) -> None:
+        self._manager.stop(block=True, hard_stop=True)
+        self._manager.destroy()
+        del self._manager, self._model
+
+
+def _trace(item: Item, output: Any, arrival: float, sent: float | None) -> RequestTrace:
+    return RequestTrace(
+        prompt_tokens=len(output.prompt_ids),
+        asked_tokens=item.output_tokens,
+        arrival=arrival,
+        token_times=tuple(output.timestamps),
+        token_ids=tuple(output.generated_tokens),
+        name=item.name,
+        sent=sent,
+    )
+
+
+def _batching(config: EngineConfig, dtype: torch.dtype, on_gpu: bool) -> ContinuousBatchingConfig:
+    cache, scheduler = config.cache, config.scheduler
+    common: dict[str, Any] = {
+        "allow_block_sharing": False,
+        "max_requests_per_batch": scheduler.max_num_seqs,
+        "max_memory_percent": cache.gpu_memory_utilization,
+    }
+    if on_gpu:
+        return ContinuousBatchingConfig(**common)
+    spec = load_spec(config.model)
+    block = max(cache.block_size, 4)  # its smallest
+    size = KVStore.bytes_per_block(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=block,
+        dtype=dtype,
+    )
+    blocks = cache.num_blocks or int((cache.memory_gib or CPU_KV_GIB) * 2**30) // size
+    tokens = min(scheduler.max_num_batched_tokens, CPU_BATCH_TOKENS)
+    return ContinuousBatchingConfig(block_size=block, num_blocks=blocks, max_batch_tokens=tokens, **common)

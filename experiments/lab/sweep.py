@@ -1,0 +1,160 @@
+"""Sweeps (`-m`): a job that fails is reported at the end and does not stop the others.
+
+Each job leaves an `outcome.json` in its own folder of the sweep's folder, wherever a launcher runs it: in this process,
+in another one (joblib), or on another machine (submitit). `Summary`, a Hydra callback, reads them when all are through.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from experiments.lab import hardware
+from experiments.lab.explain import explain
+
+FILE = "outcome.json"
+DONE, FAILED, LOST = "done", "failed", "lost"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    number: int
+    overrides: tuple[str, ...]
+    status: str
+    reason: str = ""  # in one line; empty where it is done
+    seconds: float = 0.0
+
+
+def name() -> str | None:
+    """The sweep that this job belongs to, by its folder's date and time; None outside a sweep."""
+    if not _in_sweep():
+        return None
+    return " ".join(Path(HydraConfig.get().sweep.dir).parts[-2:])
+
+
+def notes() -> list[str]:
+    """What a report must say about how the launcher ran this job."""
+    side_by_side = _parallel(HydraConfig.get().launcher) if _in_sweep() else ""
+    if not side_by_side:
+        return []
+    return [f"Measured in a sweep whose jobs ran {side_by_side}: they disturbed each other's timings."]
+
+
+@contextmanager
+def job() -> Iterator[None]:
+    """Around one job. In a sweep it notes how the job ended, and keeps its failure from ending the sweep."""
+    if not _in_sweep():
+        yield
+        return
+    config = HydraConfig.get()
+    folder, number, overrides = Path(config.runtime.output_dir), int(config.job.num), tuple(config.overrides.task)
+    start = time.monotonic()
+    status, reason = DONE, ""
+    try:
+        yield
+    except KeyboardInterrupt:
+        status, reason = FAILED, "interrupted"
+        raise
+    except (Exception, SystemExit) as error:
+        status, reason = _judge(error)
+        print(f"job {number} {status}: {reason}", file=sys.stderr)
+    finally:
+        outcome = Outcome(number, overrides, status, reason, round(time.monotonic() - start, 3))
+        try:
+            (folder / FILE).write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
+        except OSError as error:  # the job's own results are stored, or their own error is on its way
+            print(f"job {number}: its outcome cannot be noted: {error}", file=sys.stderr)
+
+
+def outcomes(folder: Path) -> list[Outcome]:
+    """Of all jobs that have begun, in order."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not path.name.isdecimal():
+            continue
+        try:
+            values = json.loads((path / FILE).read_text(encoding="utf-8"))
+            found.append(Outcome(**{**values, "overrides": tuple(values["overrides"])}))
+        except (OSError, ValueError, KeyError, TypeError):
+            found.append(Outcome(int(path.name), (), LOST, f"its process ended without a word; see {path}"))
+    return sorted(found, key=lambda outcome: outcome.number)
+
+
+def table(found: Sequence[Outcome]) -> str:
+    lines = [f"sweep: {sum(o.status == DONE for o in found)} of {len(found)} jobs done"]
+    known = [set(o.overrides) for o in found if o.overrides]
+    shared = set.intersection(*known) if len(known) > 1 else set()
+    for o in found:
+        own = " ".join(part for part in o.overrides if part not in shared) or " ".join(o.overrides)
+        why = f": {o.reason}" if o.reason else ""
+        lines.append(f"  #{o.number:<3} {o.status:<7}{o.seconds:7.0f} s  {own}{why}")
+    return "\n".join(lines)
+
+
+class Summary(Callback):
+    """Prints the table of all jobs after the last one, or when the sweep is cut off; exit code 1 where one failed."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._folder = Path(config.hydra.sweep.dir).absolute()
+        atexit.register(self._print)  # for a sweep that never comes to its end: Ctrl-C, a worker that is killed
+        side_by_side = _parallel(config.hydra.launcher)
+        if side_by_side:
+            print(
+                f"warning: jobs run {side_by_side} and disturb each other's timings: fit to try things out, not for "
+                "numbers to keep",
+                file=sys.stderr,
+            )
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        found = self._print()
+        if not found or any(o.status != DONE for o in found):
+            sys.exit(1)  # Hydra turns an Exception of a callback into a warning, and this into an exit
+
+    def _print(self) -> list[Outcome]:
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return []
+        found = outcomes(folder)
+        print(table(found) if found else "sweep: no jobs; does a glob(...) match nothing?")
+        return found
+
+
+def _in_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def _parallel(launcher: DictConfig) -> str:
+    """`2 at a time on this machine`, or nothing for a launcher whose jobs each have their machine to themselves."""
+    target = str(launcher.get("_target_", ""))
+    if "joblib" in target:
+        wanted = int(launcher.get("n_jobs") or 1)
+        count = wanted if wanted > 0 else max(1, hardware.cores() + 1 + wanted)  # joblib's meaning of -1, -2, ...
+        return f"{count} at a time on this machine" if count > 1 else ""
+    return "all at once on this machine" if target.endswith("submitit_launcher.LocalLauncher") else ""
+
+
+def _judge(error: BaseException) -> tuple[str, str]:
+    """Status and reason of a job that ended with `error`; the traceback goes to stderr where it is no known mistake."""
+    if isinstance(error, SystemExit):
+        return (DONE, "") if error.code in (None, 0) else (FAILED, f"exit code {error.code}")
+    text = explain(error)
+    if text is None:
+        traceback.print_exception(error)
+        text = f"{type(error).__name__}: {error}"
+    return FAILED, next((line for line in text.splitlines() if line.strip()), type(error).__name__)

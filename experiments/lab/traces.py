@@ -1,0 +1,92 @@
+"""What a timed pass leaves behind: a trace of every request, the engine's step records, and how much memory it took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from mini_infer.core.plan import StepRecord
+
+
+@dataclass(frozen=True)
+class RequestTrace:
+    """What one request asked for and got. Times are seconds on one clock."""
+
+    prompt_tokens: int
+    asked_tokens: int  # output tokens it should have got
+    arrival: float  # when it was due, whether or not the client managed to send it then
+    token_times: tuple[float, ...]  # one an output token; tokens that appeared together share a time
+    token_ids: tuple[int, ...]
+    cached_tokens: int = 0  # prompt tokens found in a prefix cache
+    request_id: str = ""  # as step records call it
+    name: str = ""  # class of request, such as "stream"
+    sent: float | None = None  # when the client handed it over; None where no schedule has to be kept
+    could_send: float | None = None  # when the engine, which runs in the client's thread, had last returned
+    first_scheduled: float | None = None
+    preemptions: int = 0
+    shared_tokens: int = 0  # leading prompt tokens that the workload means to be found in a prefix cache
+    error: str = ""  # why it has no complete answer
+    logprobs: tuple[float, ...] = ()  # of its tokens, where the pass asked for them
+
+    @property
+    def ttft(self) -> float | None:
+        """None where it got no token."""
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+    @property
+    def e2e(self) -> float | None:
+        return self.token_times[-1] - self.arrival if self.token_times else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time a token after the first; None for a single token."""
+        n = len(self.token_times)
+        return (self.token_times[-1] - self.token_times[0]) / (n - 1) if n > 1 else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Inter-token latencies. A chunk of n tokens counts as n gaps of its n-th part; the first chunk's end
+        is the TTFT and leaves no gap."""
+        gaps: list[float] = []
+        chunks = [(time, len(list(tokens))) for time, tokens in groupby(self.token_times)]
+        for (before, _), (time, size) in pairwise(chunks):
+            gaps += [(time - before) / size] * size
+        return gaps
+
+    @property
+    def lag(self) -> float:
+        """By how much the client sent it too late. While a step runs nothing can be sent, and that is the engine's
+        time: lag counts from the later of the arrival and the moment the engine returned."""
+        if self.sent is None:
+            return 0.0
+        ready = self.arrival if self.could_send is None else max(self.arrival, self.could_send)
+        return max(0.0, self.sent - ready)
+
+
+@dataclass(frozen=True)
+class Served:
+    """One timed pass over a workload.
+
+    Attributes:
+        requests: in the order of the workload's items.
+        start, end: of the pass: its first arrival and the end of its last request.
+        records: the engine's steps between them; none of a peer.
+        peak_memory: bytes; see docs/metrics.md for what it holds on a CPU and on a GPU. None where nobody knows.
+        memory_growth: bytes of device memory that the pass itself reserved anew.
+    """
+
+    requests: tuple[RequestTrace, ...]
+    start: float
+    end: float
+    records: tuple[StepRecord, ...] = ()
+    peak_memory: int | None = None
+    memory_growth: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def in_window(self, times: Sequence[float]) -> int:
+        """How many of these moments lie inside the pass: a token counts where it appeared."""
+        return sum(1 for time in times if self.start <= time <= self.end)

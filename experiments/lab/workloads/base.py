@@ -1,0 +1,232 @@
+"""What every workload is: prompts of token ids with exactly the stated length, fixed output lengths, a time at which
+each request is due, and a warm-up on prompts that begin differently from every measured one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from experiments.lab.workloads.arrivals import gamma_times
+from experiments.lab.workloads.check import above_zero, at_least
+from mini_infer.core.errors import ConfigError
+
+START = 16  # tokens: prompts that are to share nothing differ within these (one KV block of the default size)
+OPEN_LOOP_WARMUP = 16  # requests; how many will be in flight in an open loop depends on the engine
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request: it gets exactly `output_tokens` tokens, end-of-sequence or not.
+
+    Attributes:
+        prompt: token ids; with `follows`, only what is new in this turn.
+        arrival_s: when it is due, from the start of the pass. None: as soon as there is a place for it.
+        priority: smaller goes first, with scheduler.policy=priority.
+        follows: index of the item whose whole prompt and actual output precede this prompt; it is due `think_s`
+            after that output's end.
+        shared_tokens: leading tokens of the whole prompt whose KV an earlier request of the pass (or a priming one)
+            leaves behind. A prefix cache can find that many, less what does not fill a block and the prompt's last
+            token; fewer where the earlier request has not got so far, or was evicted; never more.
+        name: class of request, such as "stream" and "prompt" of the workload `mixed`.
+    """
+
+    prompt: tuple[int, ...]
+    output_tokens: int
+    arrival_s: float | None = None
+    priority: int = 0
+    follows: int | None = None
+    think_s: float = 0.0
+    shared_tokens: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """
+    Attributes:
+        prime: served one by one after the warm-up and before the clock starts, so that what they leave in a prefix
+            cache is there from the first measured request on.
+        notes: facts about how the inputs were made, for `Workload.describe`.
+    """
+
+    measured: tuple[Item, ...]
+    warmup: tuple[Item, ...]
+    prime: tuple[Item, ...] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Vocabulary(Protocol):
+    """What a workload needs to know of a model."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together that the model takes."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class Workload:
+    kind: ClassVar[str]  # its name in YAML
+
+    @property
+    def num_requests(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def in_flight(self) -> int:
+        """The most requests that are in flight at once."""
+        return self.num_requests
+
+    def make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
+        """The same inputs for the same settings, vocabulary and seed, on any machine.
+
+        Raises ConfigError where a request is longer than the model takes, or prompts cannot all differ."""
+        raise NotImplementedError
+
+    def describe(self, inputs: Inputs) -> dict[str, Any]:
+        """What `make` made, in plain values for the result file. `hit_share` is the share of prompt tokens that a
+        prefix cache can at most find, were it large enough and every earlier request computed in time."""
+        prompts = prompt_lengths(inputs.measured)
+        outputs = [item.output_tokens for item in inputs.measured]
+        shared = sum(item.shared_tokens for item in inputs.measured)
+        arrivals = [item.arrival_s for item in inputs.measured if item.arrival_s is not None]
+        return {
+            "kind": self.kind,
+            "requests": len(inputs.measured),
+            "warmup_requests": len(inputs.warmup),
+            "priming_requests": len(inputs.prime),
+            "in_flight": self.in_flight,
+            "prompt_tokens": sum(prompts),
+            "shortest_prompt": min(prompts),
+            "longest_prompt": max(prompts),
+            "output_tokens": sum(outputs),
+            "shortest_output": min(outputs),
+            "longest_output": max(outputs),
+            "shared_tokens": shared,
+            "hit_share": shared / sum(prompts),
+            **({"last_arrival_s": max(arrivals)} if arrivals else {}),
+            **inputs.notes,
+        }
+
+    def _require_room(self, vocabulary: Vocabulary, prompt: int, output: int, way_out: str) -> None:
+        limit = vocabulary.max_model_len
+        if prompt + output > limit:
+            raise ConfigError(
+                f"the longest request of workload={self.kind} has {prompt} prompt and {output} output tokens, "
+                f"{prompt + output} together; the model takes {limit}: {way_out}, or raise engine.model.max_model_len "
+                "as far as the model allows"
+            )
+
+
+class Arrivals(str, Enum):
+    closed = "closed"  # the next request arrives when there is a place for it
+    burst = "burst"  # all at once
+    poisson = "poisson"  # at a mean rate, independently of each other
+    gamma = "gamma"  # at a mean rate; gaps spread by cv: below 1 more regular than Poisson, above 1 burstier
+    trace = "trace"  # as recorded in the trace
+
+
+@dataclass(frozen=True)
+class Arriving(Workload):
+    """A workload with a choice of arrivals. Closed loop: `concurrency` requests are in flight at once (all of them,
+    where it is not given). The others are open loops: nobody waits for a place.
+
+    Attributes:
+        rate_per_s: mean arrivals a second, of poisson and gamma.
+        cv: standard deviation of the gaps between arrivals over their mean, of gamma. 1 is a Poisson process.
+        warmup: requests in the warm-up; default: as many as are in flight, or 16 where an open loop does not tell.
+    """
+
+    arrivals: Arrivals = Arrivals.closed
+    concurrency: int | None = None
+    rate_per_s: float | None = None
+    cv: float | None = None
+    warmup: int | None = None
+
+    recorded_arrivals: ClassVar[bool] = False  # whether arrivals=trace means something
+
+    def __post_init__(self) -> None:
+        if self.arrivals is Arrivals.trace and not self.recorded_arrivals:
+            known = ", ".join(a.value for a in Arrivals if a is not Arrivals.trace)
+            raise ConfigError(
+                f"workload.arrivals=trace needs workload=trace; workload={self.kind} has no recorded times: use {known}"
+            )
+        random = self.arrivals in (Arrivals.poisson, Arrivals.gamma)
+        self._only_with("concurrency", self.arrivals is Arrivals.closed, "arrivals=closed", needed=False)
+        self._only_with("rate_per_s", random, "arrivals=poisson or gamma", needed=True)
+        self._only_with("cv", self.arrivals is Arrivals.gamma, "arrivals=gamma", needed=True)
+        at_least(self, 1, "concurrency", "warmup")
+        above_zero(self, "rate_per_s", "cv")
+
+    def _only_with(self, name: str, applies: bool, condition: str, *, needed: bool) -> None:
+        given = getattr(self, name) is not None
+        if given and not applies:
+            raise ConfigError(
+                f"workload.{name}={getattr(self, name)} needs workload.{condition}; it is {self.arrivals.value}"
+            )
+        if needed and applies and not given:
+            raise ConfigError(f"workload.arrivals={self.arrivals.value} needs workload.{name}")
+
+    @property
+    def num_arrivals(self) -> int:
+        """What arrivals, rate_per_s, concurrency and warmup count."""
+        return self.num_requests
+
+    @property
+    def in_flight(self) -> int:
+        return min(self.concurrency or self.num_arrivals, self.num_arrivals)
+
+    @property
+    def num_warmup(self) -> int:
+        if self.warmup is not None:
+            return self.warmup
+        known = self.arrivals in (Arrivals.closed, Arrivals.burst)
+        return max(self.in_flight if known else min(self.num_arrivals, OPEN_LOOP_WARMUP), 2)
+
+    def make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
+        inputs = self._make(vocabulary, seed)
+        return replace(inputs, measured=self._scheduled(inputs.measured, seed))
+
+    def describe(self, inputs: Inputs) -> dict[str, Any]:
+        settings = {"arrivals": self.arrivals.value, "rate_per_s": self.rate_per_s, "cv": self.cv}
+        return {**super().describe(inputs), **{key: value for key, value in settings.items() if value is not None}}
+
+    def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
+        """The requests, without arrival times unless those are recorded."""
+        raise NotImplementedError
+
+    def _scheduled(self, items: Sequence[Item], seed: int) -> tuple[Item, ...]:
+        if self.arrivals in (Arrivals.closed, Arrivals.trace):
+            return tuple(items)
+        first = [index for index, item in enumerate(items) if item.follows is None]
+        times = [0.0] * len(first)
+        if self.rate_per_s is not None:
+            cv = 1.0 if self.cv is None else self.cv
+            times = gamma_times(len(first), self.rate_per_s, cv, generator(seed, "arrivals"))
+        due: dict[int, float | None] = dict(zip(first, times, strict=True))
+        return tuple(replace(item, arrival_s=due.get(index)) for index, item in enumerate(items))
+
+
+def prompt_lengths(items: Sequence[Item]) -> list[int]:
+    """Tokens of each item's whole prompt, with the turns that it follows."""
+    lengths: list[int] = []
+    for item in items:
+        before = 0 if item.follows is None else lengths[item.follows] + items[item.follows].output_tokens
+        lengths.append(before + len(item.prompt))
+    return lengths
+
+
+def generator(seed: int, purpose: str) -> np.random.Generator:
+    """One stream of random numbers a purpose, so that a setting of one (say the rate) leaves the others alone."""
+    return np.random.default_rng([seed, *purpose.encode()])

@@ -1,0 +1,63 @@
+"""Real prompts for the models that ship: held-out Python code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from experiments.lab.workloads import check
+from experiments.lab.workloads.base import START, Arriving, Inputs, Item, Vocabulary
+from mini_infer.assets.prompts import heldout_prompts
+from mini_infer.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Text(Arriving):
+    """Held-out Python code, each prompt up to where a function's body begins. Lengths are spread over a range, in
+    tokens of the shipped tokenizer; output lengths are drawn evenly from theirs."""
+
+    kind: ClassVar[str] = "text"
+
+    count: int = 16
+    min_prompt_tokens: int = 32
+    max_prompt_tokens: int = 160
+    min_output_tokens: int = 16
+    max_output_tokens: int = 96
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.at_least(self, 1, "count", "min_prompt_tokens", "min_output_tokens")
+        check.ordered(self, "min_prompt_tokens", "max_prompt_tokens")
+        check.ordered(self, "min_output_tokens", "max_output_tokens")
+
+    @property
+    def num_requests(self) -> int:
+        return self.count
+
+    def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
+        rng = np.random.default_rng(seed)
+        needed = self.count + self.num_warmup
+        prompts: dict[tuple[int, ...], tuple[int, ...]] = {}  # by how they begin
+        for text in heldout_prompts(None, self.min_prompt_tokens, self.max_prompt_tokens, seed):
+            tokens = tuple(vocabulary.encode(text))
+            prompts.setdefault(tokens[:START], tokens)
+            if len(prompts) == needed:
+                break
+        else:
+            raise ConfigError(
+                f"workload.count={self.count} and {self.num_warmup} for the warm-up are more than the {len(prompts)} "
+                f"held-out prompts of {self.min_prompt_tokens} to {self.max_prompt_tokens} tokens that begin "
+                "differently: lower workload.count or workload.concurrency, or widen workload.min_prompt_tokens .. "
+                "workload.max_prompt_tokens"
+            )
+        outputs = rng.integers(self.min_output_tokens, self.max_output_tokens + 1, needed).tolist()
+        items = [Item(prompt, output) for prompt, output in zip(prompts.values(), outputs, strict=True)]
+        longest = max(items, key=lambda item: len(item.prompt) + item.output_tokens)
+        way_out = (
+            f"lower workload.max_prompt_tokens={self.max_prompt_tokens} (of the shipped tokenizer) or "
+            f"workload.max_output_tokens={self.max_output_tokens}"
+        )
+        self._require_room(vocabulary, len(longest.prompt), longest.output_tokens, way_out)
+        return Inputs(tuple(items[: self.count]), tuple(items[self.count :]))

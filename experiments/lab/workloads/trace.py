@@ -1,0 +1,123 @@
+"""A recorded trace: real lengths, real arrival times, and real shared prefixes where the trace tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from experiments.lab.workloads import check, trace_file
+from experiments.lab.workloads.base import Arrivals, Arriving, Inputs, Item, Vocabulary, generator
+from experiments.lab.workloads.hash_blocks import SMALLEST_BLOCK, HashBlocks, shrunk
+from experiments.lab.workloads.mooncake import HASH_BLOCK
+from experiments.lab.workloads.records import Record
+from experiments.lab.workloads.tokens import RandomTokens
+from experiments.lab.workloads.trace_file import TraceFile, TraceFormat
+from mini_infer.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Trace(Arriving):
+    """Requests `start` .. `start + limit` of a trace file. Token ids are random, as no trace tells them; where it has
+    block ids, equal ids become equal tokens.
+
+    Attributes:
+        arrivals: `trace` for the recorded times; the others take the lengths alone.
+        rate_scale: 2 makes requests arrive twice as fast as recorded.
+        shrink: lengths of prompts and outputs are divided by this, and shared prefixes with them.
+        max_prompt_tokens: longer prompts, once shrunk, are cut off at their end; likewise outputs.
+    """
+
+    kind: ClassVar[str] = "trace"
+    recorded_arrivals: ClassVar[bool] = True
+
+    arrivals: Arrivals = Arrivals.trace
+    path: str = ""
+    format: TraceFormat = TraceFormat.auto
+    start: int = 0
+    limit: int = 256
+    rate_scale: float = 1.0
+    shrink: float = 1.0
+    max_prompt_tokens: int | None = None
+    max_output_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.at_least(self, 0, "start")
+        check.at_least(self, 1, "limit", "shrink", "max_prompt_tokens", "max_output_tokens")
+        check.above_zero(self, "rate_scale")
+        if self.rate_scale != 1 and self.arrivals is not Arrivals.trace:
+            raise ConfigError(
+                f"workload.rate_scale={self.rate_scale} needs workload.arrivals=trace; it is {self.arrivals.value}"
+            )
+
+    @property
+    def num_requests(self) -> int:
+        return self.limit
+
+    def _make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
+        file = trace_file.read(self.path, self.format)
+        records = self._cut(file)
+        lengths = [self._lengths(record) for record in records]
+        way_out = "raise workload.shrink, or set workload.max_prompt_tokens and workload.max_output_tokens"
+        self._require_room(vocabulary, *max(lengths, key=sum), way_out)
+        tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
+        blocks = HashBlocks(tokens, self.shrink)
+        measured = []
+        for record, (prompt_tokens, output_tokens) in zip(records, lengths, strict=True):
+            if record.prefix_ids:
+                prompt, shared = blocks.prompt(record.prefix_ids, prompt_tokens)
+                tokens.claim(prompt)  # for the warm-up to begin differently, whatever is left of a block
+            else:
+                prompt, shared = tokens.draw(prompt_tokens), 0
+            arrival = (record.time_s - records[0].time_s) / self.rate_scale
+            due = arrival if self.arrivals is Arrivals.trace else None
+            measured.append(Item(prompt, output_tokens, due, shared_tokens=shared))
+        warmup = [lengths[index % self.limit] for index in range(self.num_warmup)]
+        return Inputs(
+            tuple(measured),
+            tuple(Item(tokens.draw(prompt), output) for prompt, output in warmup),
+            notes=self._notes(file, records),
+        )
+
+    def _cut(self, file: TraceFile) -> Sequence[Record]:
+        records = file.records[self.start : self.start + self.limit]
+        if len(records) < self.limit:
+            raise ConfigError(
+                f"workload.start={self.start} and workload.limit={self.limit} reach beyond {file.name}, which has "
+                f"{len(file.records)} requests: lower them"
+            )
+        coarsest = HASH_BLOCK / SMALLEST_BLOCK
+        if self.shrink > coarsest and any(record.prefix_ids for record in records):
+            raise ConfigError(
+                f"workload.shrink={self.shrink} leaves less than {SMALLEST_BLOCK} tokens of a hashed block of "
+                f"{HASH_BLOCK}, too few to tell blocks apart: {coarsest:.0f} is the most. To get shorter prompts, set "
+                "workload.max_prompt_tokens"
+            )
+        return records
+
+    def _lengths(self, record: Record) -> tuple[int, int]:
+        """Prompt and output tokens, shrunk and cut off."""
+        prompt = max(1, shrunk(record.prompt_tokens, self.shrink))
+        output = max(1, shrunk(record.output_tokens, self.shrink))
+        return min(prompt, self.max_prompt_tokens or prompt), min(output, self.max_output_tokens or output)
+
+    def _notes(self, file: TraceFile, records: Sequence[Record]) -> dict[str, Any]:
+        cut = [(record, self._lengths(record)) for record in records]
+        return {
+            "file": file.name,
+            "sha256": file.sha256,
+            "format": file.format.value,
+            "requests_in_file": len(file.records),
+            "start": self.start,
+            "limit": self.limit,
+            "rate_scale": self.rate_scale,
+            "shrink": self.shrink,
+            "max_prompt_tokens": self.max_prompt_tokens,
+            "max_output_tokens": self.max_output_tokens,
+            "prompts_cut_off": sum(got < shrunk(r.prompt_tokens, self.shrink) for r, (got, _) in cut),
+            "outputs_cut_off": sum(got < shrunk(r.output_tokens, self.shrink) for r, (_, got) in cut),
+            "recorded_s": records[-1].time_s - records[0].time_s,
+            "recorded_prompt_tokens": sum(record.prompt_tokens for record in records),
+            "recorded_output_tokens": sum(record.output_tokens for record in records),
+        }

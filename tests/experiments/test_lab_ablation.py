@@ -1,0 +1,259 @@
+"""Faults planted into a whole run end as INVALID rows or a failed gate; what a YAML asks for is measured and kept."""
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from experiments import ablation
+from experiments.lab import cells, clocks, driver
+from experiments.lab.progress import Steps
+from experiments.lab.workloads import Fixed
+from mini_infer.core.errors import ConfigError
+from mini_infer.runtime.dry import DryModel
+
+DRY = ["experiment=probe", "model=dry", "experiment.claims=[]", "experiment.plots=[]", "experiment.samples=0"]
+FIXED = ["workload=fixed", "workload.count=4", "workload.prompt_tokens=40", "workload.output_tokens=5"]
+
+
+@pytest.fixture
+def build(compose_config):
+    def make(*overrides, variants=None, points=None, **experiment):
+        config = compose_config(*DRY, "measure.repeats=2", "engine.cache.num_blocks=128", *overrides)
+        OmegaConf.set_struct(config, False)
+        config.experiment.variants = variants or {"transformers": {}, "engine": {"seed": 7}}
+        config.experiment.points = points or {}
+        config.experiment.update(experiment)
+        OmegaConf.set_struct(config, True)
+        return ablation.Ablation.from_config(config)
+
+    return make
+
+
+def measure(experiment):
+    with Steps("test") as steps:
+        return experiment.measure(steps)
+
+
+def reasons(findings, variant="engine"):
+    return {row.reason for row in findings.rows if row.variant == variant}
+
+
+# --- planted faults ----------------------------------------------------------------------------------------------
+
+
+def test_accidental_shared_prefixes_are_invalid(build, monkeypatch):
+    real = Fixed.make
+
+    def make(self, vocabulary, seed):
+        inputs = real(self, vocabulary, seed)
+        first = inputs.measured[0]
+        spoiled = [replace(item, prompt=first.prompt[:32] + item.prompt[32:]) for item in inputs.measured]
+        return replace(inputs, measured=tuple(spoiled))
+
+    monkeypatch.setattr(Fixed, "make", make)
+    assert reasons(measure(build(*FIXED, "workload.concurrency=1"))) == {
+        "96 prompt tokens of unrelated prompts came from a prefix cache"
+    }
+
+
+def test_a_lagging_client_is_invalid(build, monkeypatch):
+    real = driver.drive
+
+    def drive(engine, items, concurrency, **more):
+        return real(engine, items, concurrency, sleep=lambda s: time.sleep(s + 0.01), **more)
+
+    monkeypatch.setattr("experiments.lab.subjects.drive", drive)
+    open_loop = ["workload.arrivals=poisson", "workload.rate_per_s=200"]
+    (reason,) = reasons(measure(build(*FIXED, *open_loop, "measure.repeats=1")))
+    assert "the client fell behind its schedule" in reason
+
+
+def test_logits_of_nan_are_invalid(build, monkeypatch):
+    real = DryModel._logits
+    monkeypatch.setattr(DryModel, "_logits", lambda self, states: torch.full_like(real(self, states), torch.nan))
+    found = measure(build(*FIXED))
+    assert all("every token of every request is" in reason for reason in reasons(found))
+    assert all(gate.passed for gate in found.gates)  # both are alike, and wrong
+
+
+def test_a_sampler_that_is_not_steady_is_invalid_from_the_second_repeat_on(build, monkeypatch):
+    real, calls = DryModel._logits, itertools.count()
+    monkeypatch.setattr(DryModel, "_logits", lambda self, states: real(self, states + states.dtype.type(next(calls))))
+    found = measure(build(*FIXED))
+    assert {row.valid for row in found.rows if row.repeat == 0} == {True}
+    assert reasons(found, "transformers") - {""} == {"4 of 4 requests got other greedy tokens than in the first repeat"}
+    assert not any(gate.passed for gate in found.gates)
+    tolerant = measure(build(*FIXED, gate_share=0.5))  # where rounding differs, tokens may
+    assert reasons(tolerant, "transformers") == {""}
+
+
+def test_clocks_that_drift_are_invalid(build, monkeypatch):
+    speeds = itertools.cycle([1.0, 1.2])
+    monkeypatch.setattr(clocks, "take", lambda device, wanted=None: clocks.Speed(next(speeds)))
+    found = measure(build(*FIXED, metrics=["steps"]))
+    assert reasons(found) == {"the machine's speed changed by 20 % during the pass (5 % are allowed)"}
+    assert len(found.rows) == 2 * 2 * 3  # each was tried three times
+
+
+def test_a_pass_is_measured_again_when_the_clocks_are_steady(build, monkeypatch):
+    speeds = itertools.chain([1.0, 1.2], itertools.repeat(1.0))
+    monkeypatch.setattr(clocks, "take", lambda device, wanted=None: clocks.Speed(next(speeds)))
+    found = measure(build(*FIXED, metrics=["steps"], timeline={}))
+    assert [(row.variant, row.repeat, row.valid) for row in found.rows] == [
+        ("transformers", 0, False),
+        ("transformers", 0, True),
+        ("engine", 0, True),
+        ("engine", 1, True),
+        ("transformers", 1, True),
+    ]
+    assert found.gates[0].total_tokens == 2 * 4 * 5
+    assert len([r for r in found.requests if r.variant == "transformers"]) == 4
+
+
+def test_requests_that_the_engine_refuses_are_invalid(build):
+    variants = {"transformers": {}, "engine": {"model": {"max_model_len": 30}}}
+    found = reasons(measure(build(*FIXED, variants=variants)))
+    assert found
+    assert all(r.startswith("4 of 4 requests failed: the prompt has 40 tokens; at most 29 are allowed") for r in found)
+
+
+# --- what a YAML may ask for -------------------------------------------------------------------------------------
+
+
+def test_an_open_loop_is_measured_from_its_schedule(build):
+    found = measure(
+        build(
+            *FIXED,
+            "workload.arrivals=poisson",
+            "workload.rate_per_s=100",
+            "measure.repeats=1",
+            metrics=["ttft_ms", "goodput_rps", "requests_per_s", "total_s"],
+            slo={"ttft_ms": 1000},
+        )
+    )
+    values = {row.metric: row.value for row in found.rows if row.variant == "engine"}
+    assert values["goodput_rps"] == pytest.approx(values["requests_per_s"]) == pytest.approx(4 / values["total_s"])
+    assert values["total_s"] >= found.workload["last_arrival_s"]
+    assert found.workload["arrivals"] == "poisson"
+
+
+def test_classes_of_requests_are_measured_apart(build):
+    mixed = [
+        "workload=mixed",
+        "workload.streams=3",
+        "workload.stream_prompt_tokens=20",
+        "workload.stream_output_tokens=40",
+        "workload.prompts=2",
+        "workload.prompt_tokens=64",
+        "workload.prompt_output_tokens=2",
+        "workload.prompt_every_s=0.01",
+    ]
+    found = measure(build(*mixed, metrics=["itl_max_ms@stream", "e2e_ms@prompt", "batch_size"], timeline={}))
+    assert {row.metric for row in found.rows} == {"itl_max_ms@stream", "e2e_ms@prompt", "batch_size"}
+    assert {request.name for request in found.requests} == {"stream", "prompt"}
+    with pytest.raises(ConfigError, match=r"workload=mixed has no requests called 'steam'; did you mean 'stream'\?"):
+        measure(build(*mixed, metrics=["itl_ms@steam"]))
+
+
+def test_hits_of_a_shared_prefix_are_valid_and_primed_ones_are_there(build):
+    shared = ["workload=shared_prefix", "workload.prefix_tokens=64", "workload.suffix_tokens=16"]
+    small = ["workload.count=4", "workload.output_tokens=3", "workload.prime=true"]
+    variants = {"transformers": {"cache": {"prefix_caching": False}}, "engine": {}}
+    found = measure(build(*shared, *small, variants=variants, metrics=["prefix_hit_rate"]))
+    assert all(row.valid for row in found.rows)
+    assert {(row.variant, row.value) for row in found.rows} == {("transformers", 0.0), ("engine", 64 / 80)}
+    assert found.workload["hit_share"] == 64 / 80
+    assert found.gates[0].passed
+
+
+def test_steps_of_the_asked_point_and_first_repeat_are_kept(build):
+    points = {"workload.concurrency": [1, 4]}
+    found = measure(build(*FIXED, points=points, timeline={"workload.concurrency": 4}))
+    assert {(s.variant, s.point) for s in found.steps} == {(v, "concurrency=4") for v in ("transformers", "engine")}
+    steps = [s for s in found.steps if s.variant == "engine"]
+    assert [s.step for s in steps] == list(range(len(steps)))
+    assert sum(s.prefill_tokens for s in steps) == 4 * 40
+    assert sum(s.decode_tokens for s in steps) == 4 * 4
+    assert sorted(name for s in steps for name in s.finished) == [f"request-{i}" for i in range(4)]
+    assert 0 <= steps[0].start_s < steps[-1].start_s
+    requests = [r for r in found.requests if r.variant == "engine"]
+    assert [(r.request, r.prompt_tokens, r.output_tokens) for r in requests] == [
+        (f"request-{i}", 40, 5) for i in range(4)
+    ]
+    assert all(r.arrival_s <= r.first_scheduled_s <= r.first_token_s <= r.end_s for r in requests)
+
+
+def test_no_steps_are_kept_where_nobody_asks(build):
+    assert measure(build(*FIXED)).steps == []
+
+
+def test_a_timeline_of_a_point_that_is_not_measured_is_refused(build):
+    with pytest.raises(ConfigError, match=r"experiment.timeline=.* names no measured point. Measured: concurrency=1"):
+        build(*FIXED, points={"workload.concurrency": [1, 4]}, timeline={"workload.concurrency": 3})
+
+
+def test_what_has_no_meaning_is_left_out_with_a_note(build):
+    found = measure(build(*FIXED, metrics=["mbu", "peak_memory_mib", "steps"]))
+    assert {row.metric for row in found.rows} == {"steps"}
+    assert "engine: memory bandwidth utilization is left out, because a dry model moves no bytes." in found.notes
+
+
+def test_few_hits_are_noted(build):
+    shared = ["workload=shared_prefix", "workload.prefix_tokens=64", "workload.suffix_tokens=20", "workload.count=4"]
+    found = measure(build(*shared))  # all at once: nobody has left anything yet
+    assert "engine, repeat 1: 0 of 192 shared prompt tokens were found in the prefix cache." in found.notes
+
+
+def test_the_workload_is_described_point_by_point_where_points_differ(build):
+    found = measure(build(*FIXED, points={"workload.concurrency": [1, 4]}))
+    assert (found.workload["in_flight"], found.workload["requests"]) == ([1, 4], 4)
+
+
+def test_the_logprob_error_is_measured_in_a_pass_of_its_own(build, checkpoint, monkeypatch):
+    real, calls = cells.EngineSubject.serve_with_logprobs, []
+
+    def serve(self, items, concurrency):
+        calls.append(concurrency)
+        return real(self, items, concurrency)
+
+    monkeypatch.setattr(cells.EngineSubject, "serve_with_logprobs", serve)
+    model = [f"engine.model.path={checkpoint}", "engine.model.load_format=auto"]
+    variants = {"transformers": {}, "engine": {"scheduler": {"max_num_batched_tokens": 8, "max_num_seqs": 8}}}
+    metrics = ["ttft_ms", "peak_memory_mib"]
+    found = measure(build(*FIXED, *model, variants=variants, metrics=metrics, gate_logprob_error=0.01))
+    assert calls == [4, 4]  # once a variant, in the first repeat
+    (gate,) = found.gates
+    assert gate.passed
+    assert 0 < gate.logprob_error < 1e-4
+    assert all(row.value > 0 for row in found.rows)
+
+
+def test_a_peer_cannot_be_asked_for_an_open_loop(build, checkpoint):
+    experiment = build(
+        *FIXED,
+        "workload.arrivals=burst",
+        f"engine.model.path={checkpoint}",
+        "engine.model.load_format=auto",
+        variants={"transformers": {"kind": "hf"}, "engine": {}},
+    )
+    with pytest.raises(ConfigError, match=r"variants.transformers: the kind hf cannot serve arrival times"):
+        measure(experiment)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"metrics": ["goodput_rps"]}, "goodput_rps needs experiment.slo"),
+        ({"slo": {"ttft_ms": -1}}, "experiment.slo.ttft_ms must be above 0"),
+        ({"gate_logprob_error": 0}, "gate_logprob_error must be above 0"),
+        ({"samples": -1}, "experiment.samples must be 0 or more"),
+        ({"metrics": ["itl_p99_ms@"]}, "names no class of requests"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_named(build, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        build(*FIXED, **settings)

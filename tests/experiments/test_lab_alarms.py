@@ -1,0 +1,123 @@
+"""Whole runs: a slowdown that is planted is found, and one that is not there is not."""
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from experiments import ablation
+from experiments.lab import subjects
+from experiments.lab.claims import Verdict, judge, ratio
+from experiments.lab.progress import Steps
+from experiments.lab.rows import Table
+from mini_infer import LLMEngine
+from mini_infer.runtime import dry
+
+SETTINGS = [
+    "experiment=probe",
+    "model=dry",
+    "experiment.samples=0",
+    "experiment.plots=[]",
+    "engine.cache.num_blocks=64",
+    "workload=fixed",
+    "workload.count=4",
+    "workload.prompt_tokens=20",
+]
+
+
+def findings(compose_config, variants, claims, *overrides):
+    """`variants`: name -> milliseconds that a step of the dry model sleeps."""
+    config = compose_config(*SETTINGS, *overrides)
+    OmegaConf.set_struct(config, False)
+    config.experiment.baseline = next(iter(variants))
+    config.experiment.variants = {name: {"model": {"dry": {"step_ms": ms}}} for name, ms in variants.items()}
+    config.experiment.points = {}
+    config.experiment.metrics = ["tpot_ms", "output_tokens_per_s"]
+    config.experiment.claims = claims
+    OmegaConf.set_struct(config, True)
+    experiment = ablation.Ablation.from_config(config)
+    with Steps("test") as steps:
+        return experiment, experiment.measure(steps)
+
+
+class VirtualTime:
+    """A clock that moves as the dry model sleeps, with noise: a machine of its own, whatever else this one does."""
+
+    def __init__(self, seed):
+        self.now = 0.0
+        self._rng = np.random.default_rng(seed)
+        self.new_pass()
+
+    def new_pass(self):
+        """Each pass meets the machine in another mood."""
+        self._mood = float(np.exp(self._rng.normal(0, 0.02)))
+
+    def __call__(self):
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds * self._mood * float(np.exp(self._rng.normal(0, 0.05)))
+
+
+@pytest.fixture
+def virtual_time(monkeypatch):
+    clock = VirtualTime(seed=0)
+
+    def engine(config):
+        clock.new_pass()
+        return LLMEngine(config, clock=clock)
+
+    monkeypatch.setattr(subjects, "LLMEngine", engine)
+    monkeypatch.setattr(dry.time, "sleep", clock.sleep)
+
+
+CLAIMS = [
+    {"metric": metric, "variant": variant, **bound}
+    for variant in ("same", "slower")
+    for metric, bound in (("tpot_ms", {"ratio_at_most": 1.03}), ("output_tokens_per_s", {"ratio_at_least": 0.97}))
+]
+
+
+def verdicts(compose_config, *overrides):
+    """Of the claims that "same" and "slower" are as fast as "base", within 3 %."""
+    variants = {"base": 2.0, "same": 2.0, "slower": 2.2}
+    experiment, found = findings(compose_config, variants, CLAIMS, "workload.output_tokens=12", *overrides)
+    assert all(row.valid for row in found.rows)
+    judged = [(claim.variant, judge(claim, found.rows, found.gates).verdict) for claim in experiment.claims]
+    return {name: [verdict for variant, verdict in judged if variant == name] for name in ("same", "slower")}
+
+
+def test_a_slowdown_of_ten_percent_refutes_claims_and_none_refutes_nothing(compose_config, virtual_time):
+    found = verdicts(compose_config)
+    assert found["slower"] == [Verdict.refuted] * 2
+    assert Verdict.refuted not in found["same"]
+
+
+@pytest.mark.slow
+def test_so_it_does_in_real_time(compose_config):
+    attempts = (verdicts(compose_config, "measure.repeats=7")["slower"] for _ in range(4))
+    assert any(found == [Verdict.refuted] * 2 for found in attempts)  # a busy machine may hide it now and then
+
+
+def alarms(compose_config, runs, *overrides):
+    """In how many whole runs the interval tells identical variants apart."""
+    found = 0
+    for seed in range(runs):
+        variants = {"base": 0.3, "same": 0.3}
+        seeded = f"measure.seed={seed}"
+        _, measured = findings(compose_config, variants, [], "workload.output_tokens=8", seeded, *overrides)
+        table = Table(measured.rows)
+        interval = ratio(table.values("same", "", "tpot_ms"), table.values("base", "", "tpot_ms"))
+        found += not interval.low <= 1 <= interval.high
+    return found
+
+
+def test_identical_variants_are_seldom_told_apart(compose_config, virtual_time):
+    """5 % of wrong verdicts are stated; more than three in twelve runs would come once in five hundred tests."""
+    assert alarms(compose_config, 12) <= 3
+
+
+@pytest.mark.slow
+def test_nor_are_they_in_real_time(compose_config):
+    """More than six in forty come once in three hundred tests."""
+    assert alarms(compose_config, 40) <= 6

@@ -1,0 +1,108 @@
+"""The ceilings experiment, small: its rows, and the file that it keeps."""
+
+import pytest
+import torch
+
+from experiments import ceilings as experiment
+from experiments.ceilings import CeilingsExperiment
+from experiments.lab import ceilings, hardware
+from experiments.lab.execute import execute
+from experiments.lab.hardware import Hardware
+from experiments.lab.progress import Steps
+from experiments.lab.rows import Row
+from mini_infer.core.errors import ConfigError
+
+SMALL = [
+    "experiment=ceilings",
+    "engine.model.device=cpu",
+    "experiment.mib=[1,2,4]",
+    "experiment.matmul.cpu=[32,64]",
+    "experiment.claims=[]",
+    "measure.repeats=1",
+    "measure.threads=2",
+]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(experiment, "PASS_S", 1e-4)
+    monkeypatch.setattr(experiment, "TOTAL_S", 1e-3)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_it_runs_reports_and_keeps_what_it_found(compose_config, tmp_path):
+    config = compose_config(*SMALL, f"paths.results={tmp_path / 'results'}", f"paths.reports={tmp_path / 'reports'}")
+    text = execute(config, "ceilings", [], tmp_path).read_text()
+    assert "Ceilings: what this machine can do at most" in text
+    kept = tmp_path / "results" / "hardware" / "cpu.yaml"  # beside results that are not the repository's own
+    found = ceilings.read(kept)
+    assert found.machine == hardware.name("cpu")
+    assert [c.threads for c in found.ceilings] == [1, 2]
+    assert set(found.ceilings[0].matmul_tflop_s) == {"float32", "bfloat16"}
+    one, two = found.ceilings
+    assert two.read_gb_s >= one.read_gb_s  # a machine may leave a thread idle
+    assert ceilings.find(kept.parent, Hardware(), "cpu", 2).ceilings == two
+
+
+def test_the_repositorys_file_is_written_for_the_repositorys_results_only(compose_config, tmp_path):
+    own = CeilingsExperiment.from_config(compose_config(*SMALL))
+    assert own._target == experiment.ROOT / "conf" / "hardware" / "cpu.yaml"
+    elsewhere = CeilingsExperiment.from_config(compose_config(*SMALL, f"paths.results={tmp_path}"))
+    assert elsewhere._target == tmp_path / "hardware" / "cpu.yaml"
+    assert CeilingsExperiment.from_config(compose_config(*SMALL, "experiment.write=false"))._target is None
+
+
+def test_torch_threads_are_put_back(compose_config):
+    torch.set_num_threads(1)
+    made = CeilingsExperiment.from_config(compose_config(*SMALL, "experiment.write=false"))
+    with Steps("test") as steps:
+        findings = made.measure(steps)
+    assert torch.get_num_threads() == 1
+    assert {(row.variant, row.point, row.metric) for row in findings.rows} == {
+        (variant, point, metric)
+        for variant in ("one_thread", "machine")
+        for point, metrics in (
+            *((f"mib={n}", ("read_gb_s", "copy_gb_s")) for n in (1, 2, 4)),
+            *((f"size={n}", ("matmul_float32_tflop_s", "matmul_bfloat16_tflop_s")) for n in (32, 64)),
+        )
+        for metric in metrics
+    }
+
+
+def test_the_best_repeat_counts_and_cached_rates_fall_with_size(compose_config):
+    made = CeilingsExperiment.from_config(
+        compose_config(*SMALL, "experiment.mib=[1,4,16,64,256]", "experiment.write=false", "measure.threads=1")
+    )
+    reads = {1: 40.0, 4: 90.0, 16: 70.0, 64: 21.0, 256: 20.0}  # 1 MiB is slowed down by the calls' own cost
+    rows = [
+        Row("machine", f"mib={mib}", repeat, "read_gb_s", rate - repeat, "GB/s")
+        for mib, rate in reads.items()
+        for repeat in range(2)
+    ]
+    rows += [Row("machine", f"mib={mib}", 0, "copy_gb_s", 15.0, "GB/s") for mib in reads]
+    rows += [
+        Row("machine", f"size={n}", 0, f"matmul_{dtype}_tflop_s", n / 1000, "TFLOP/s")
+        for n in (32, 64)
+        for dtype in ("float32", "bfloat16")
+    ]
+    (found,) = made.found(rows).ceilings
+    assert (found.read_gb_s, found.copy_gb_s, found.threads) == (20.0, 15.0, 1)
+    assert found.cached_read_gb_s == {1: 90.0, 4: 90.0, 16: 70.0, 64: 21.0}
+    assert found.matmul_tflop_s == {"float32": 0.064, "bfloat16": 0.064}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("experiment.mib=[]", "experiment.mib must be a list of numbers from 1 on"),
+        ("experiment.matmul.cpu=[0]", "experiment.matmul.cpu must be a list of numbers from 1 on"),
+        ("experiment.dtypes=[auto]", "experiment.dtypes must name dtypes"),
+        ("experiment.dtypes=[int3]", "expected one of .*float32, bfloat16"),
+        ("experiment.dtypes=[]", "experiment.dtypes must name dtypes"),
+    ],
+)
+def test_mistakes_are_named(compose_config, override, message):
+    with pytest.raises(ConfigError, match=message):
+        CeilingsExperiment.from_config(compose_config(*SMALL, override))

@@ -1,0 +1,127 @@
+"""Every mechanism can be chosen by an option group, and the help text tells the truth about all of them."""
+
+import dataclasses
+import typing
+from enum import Enum
+from pathlib import Path
+
+import pytest
+from hydra.errors import MissingConfigException
+from omegaconf import OmegaConf
+
+from experiments.lab import catalog, schema
+from experiments.lab.commands import COMMANDS
+from experiments.lab.explain import explain
+from experiments.lab.hardware import Hardware
+from experiments.lab.schema import TrackerSettings
+from mini_infer.core.config import EngineConfig, Layout
+from mini_infer.core.errors import ConfigError
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+GROUPS = catalog.groups(CONF)
+NO_MECHANISM = {"model.device", "model.dtype"}  # on what and in which numbers a model is computed: chosen by key
+
+
+def choices(cls=EngineConfig, prefix=""):
+    """(dotted key, its values) of every setting that is one of a few things."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint, key = hints[field.name], f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(hint):
+            yield from choices(hint, f"{key}.")
+        elif isinstance(hint, type) and issubclass(hint, Enum):
+            yield key, list(hint)
+        elif hint is bool:
+            yield key, [False, True]
+
+
+MECHANISMS = [(key, values) for key, values in choices() if key not in NO_MECHANISM]
+
+
+@pytest.fixture(scope="module")
+def reached(compose_config):
+    """Every value that a setting takes by the choice of one option of one group."""
+    found = {key: set() for key, _ in MECHANISMS}
+    models = {OmegaConf.load(CONF / "model" / f"{name}.yaml").get("load_format"): name for name in GROUPS["model"]}
+    engine_groups = {group: options for group, options in GROUPS.items() if group.startswith("engine/")}
+    for group, options in {**engine_groups, "model": models.values()}.items():
+        for option in options:
+            engine = schema.engine_config(compose_config(f"{group}={option}").engine)
+            for key in found:
+                value = engine
+                for part in key.split("."):
+                    value = getattr(value, part)
+                found[key].add(value)
+    return found
+
+
+def test_the_mechanisms_are_found():
+    assert {"cache.layout", "cache.prefix_caching", "scheduler.chunked_prefill"} <= {key for key, _ in MECHANISMS}
+    assert {key for key, _ in choices()} >= NO_MECHANISM
+
+
+@pytest.mark.parametrize(("key", "values"), MECHANISMS, ids=[key for key, _ in MECHANISMS])
+def test_every_mechanism_has_a_group_for_all_it_can_be(reached, key, values):
+    assert reached[key] == set(values)
+
+
+def test_the_prefix_cache_follows_the_layout_unless_it_is_chosen(compose_config):
+    def cache(*overrides):
+        return schema.engine_config(compose_config(*overrides).engine).cache
+
+    assert cache().prefix_caching
+    assert not cache("engine/prefix_cache=disabled").prefix_caching
+    assert not cache("engine/prefix_cache=disabled", "engine/cache=paged").prefix_caching
+    assert cache("engine/cache=contiguous").layout is Layout.contiguous
+    assert not cache("engine/cache=contiguous").prefix_caching
+    with pytest.raises(ConfigError, match=r"needs cache.layout=paged"):  # and is not dropped in silence
+        cache("engine/cache=contiguous", "engine/prefix_cache=enabled")
+
+
+@pytest.mark.parametrize(("name", "kind", "sync"), [("none", "none", False), ("wandb", "wandb", True)])
+def test_trackers_are_typed(compose_config, name, kind, sync):
+    found = schema.build(TrackerSettings, compose_config(f"tracker={name}", "tracker.project=p").tracker, "tracker")
+    assert (found.kind.value, found.sync, found.project) == (kind, sync, "p")
+
+
+def test_hardware_is_looked_up_unless_it_is_chosen(compose_config):
+    assert schema.build(Hardware, compose_config().hardware, "hardware") == Hardware()
+    chosen = schema.build(Hardware, compose_config("hardware=h200").hardware, "hardware")
+    assert chosen.machine == "NVIDIA H200"
+    assert chosen.ceilings[0].read_gb_s == 4450
+
+
+def test_help_marks_defaults_and_names_every_command(compose_config):
+    lines = catalog.help_text(CONF).splitlines()
+    for group, option in catalog.defaults(CONF).items():
+        assert option in GROUPS[group]
+        (line,) = (line for line in lines if line.startswith(f"  {group} "))
+        assert f" {option}*" in line
+        assert line.count("*") == 1
+    for name, command in COMMANDS.items():
+        assert any(f"run.py {name}" in line and command.help in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("experiment=null", "takes the name of one of its options"),
+        ("tracker=wnadb", r"unknown option tracker=wnadb; did you mean 'wandb'\? Known: none, wandb, wandb_offline"),
+        ("tracker.projct=x", r"'tracker.projct'; did you mean 'project'\?"),
+        ("tracker.kind=wnb", r"tracker.kind cannot be 'wnb'.* Known: none, wandb"),
+        ("hardware=h20", r"unknown option hardware=h20; did you mean 'h200'\?"),
+        ("engine/prefix_cache=off", "Known: disabled, enabled"),
+        ("engine/speculation=none", r"'engine/speculation'; .* Known: .*engine/prefix_cache"),
+    ],
+)
+def test_a_mistake_is_explained(compose_config, override, message):
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # Hydra's own kinds; the text is what matters
+        compose_config(override)
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(explain(caught.value, list(GROUPS)))
+
+
+@pytest.mark.parametrize(("launcher", "extra"), [("joblib", "sweep"), ("submitit_slurm", "cluster")])
+def test_a_launcher_that_is_not_installed_says_how_to_get_it(launcher, extra):
+    error = MissingConfigException("", f"hydra/launcher/{launcher}", ["basic"])
+    assert explain(error).endswith(f"The launcher {launcher} is a plugin: pip install 'mini-infer[{extra}]'")

@@ -1,0 +1,282 @@
+"""Figures: every kind of panel draws what was measured, or says why it cannot; the same result gives the same bytes."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+from made_up import METRICS, engine_steps, requests, result
+from PIL import Image
+
+from experiments.lab import distributions, plots, timeline
+from experiments.lab.claims import Bound, Claim
+from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
+from mini_infer.core.errors import ConfigError
+
+LINES = PanelSpec("ttft_p50_ms", PanelKind.lines, x="workload.concurrency", log_x=True, log_y=True)
+
+
+def axes_of(monkeypatch, panels, given, draw=None):
+    """The axes and the PNG of a figure."""
+    kept = []
+    real = plots.png
+
+    def keeping(figure, experiment):
+        kept.extend(figure.axes)
+        return real(figure, experiment)
+
+    monkeypatch.setattr(plots, "png", keeping)
+    png = (draw or (lambda: plots.draw(PlotSpec("plot", "A title", tuple(panels)), given)))()
+    return kept, png
+
+
+def size_of(png):
+    return Image.open(io.BytesIO(png)).size
+
+
+def texts(ax):
+    return [text.get_text() for text in ax.texts]
+
+
+def ticks(axis):
+    return [label.get_text() for label in axis.get_ticklabels() if label.get_text()]
+
+
+def test_every_kind_of_panel_is_drawn_with_its_unit(monkeypatch):
+    given = result(steps=engine_steps(), requests=requests())
+    panels = [
+        PanelSpec("output_tokens_per_s", x_label="requests in flight"),
+        LINES,
+        PanelSpec("ttft_p50_ms", PanelKind.curve, x="output_tokens_per_s"),
+        PanelSpec("ttft_p50_ms", PanelKind.distribution),
+        PanelSpec("itl_p99_ms", PanelKind.distribution),
+    ]
+    axes, png = axes_of(monkeypatch, panels, given)
+    labels = [(ax.get_xlabel(), ax.get_ylabel().replace("\n", " ")) for ax in axes if ax.get_visible()]
+    assert labels == [
+        ("requests in flight", "output tokens per second (tokens/s)"),
+        ("concurrency", "time to first token, median request (ms)"),
+        ("output tokens per second (tokens/s)", "time to first token, median request (ms)"),
+        ("time to first token of a request (ms)", "share of requests above (%)"),
+        ("inter-token latency of a token (ms)", "share of decoded tokens above (%)"),
+    ]
+    assert size_of(png)[0] == int(plots.WIDTH * plots.DPI)
+    assert all(not texts(ax) or "not" not in texts(ax)[0] for ax in axes)
+
+
+def test_the_same_result_gives_the_same_bytes():
+    given = result(sizes=(1,))
+    plot = PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"), LINES))
+    assert plots.draw(plot, given) == plots.draw(plot, given)
+
+
+def test_bars_show_median_interval_and_every_repeat(monkeypatch):
+    (ax,), _ = axes_of(monkeypatch, [PanelSpec("output_tokens_per_s")], result())
+    assert len(ax.patches) == 4
+    assert [patch.get_hatch() for patch in ax.patches] == ["", "", "///", "///"]  # told apart in grey, too
+    assert sum(len(line.get_xdata()) for line in ax.lines if line.get_marker() == ".") == 4 * 5
+    assert ax.get_ylim()[0] == 0
+    assert ticks(ax.xaxis) == ["1", "8"]
+    assert ax.get_xlabel() == "concurrency"
+    assert any("," in tick for tick in ticks(ax.yaxis))
+
+
+def test_at_one_point_long_names_stand_beside_horizontal_bars(monkeypatch):
+    variants = {f"v{i}": f"a very long name of a variant that nobody can shorten, number {i}" for i in range(7)}
+    given = result(variants=variants, baseline="v0", sizes=(8,))
+    panels = [PanelSpec("output_tokens_per_s"), PanelSpec("ttft_p50_ms")]
+    axes, png = axes_of(monkeypatch, panels, given)
+    figure = axes[0].figure
+    boxes = [label.get_window_extent() for label in axes[0].get_yticklabels()]
+    assert len(boxes) == 7
+    assert all(not a.overlaps(b) for index, a in enumerate(boxes) for b in boxes[:index])
+    assert min(box.x0 for box in boxes) >= 0
+    assert ticks(axes[1].yaxis) == []  # named once a row
+    assert not figure.legends
+    assert size_of(png)[1] > 500
+
+
+def test_a_legend_of_long_names_stays_inside_the_figure(monkeypatch):
+    variants = {f"v{i}": f"a long name of a variant that nobody can shorten, number {i}" for i in range(6)}
+    axes, _ = axes_of(monkeypatch, [PanelSpec("output_tokens_per_s"), LINES], result(variants=variants, baseline="v0"))
+    (legend,) = axes[0].figure.legends
+    box, (width, _) = legend.get_window_extent(), axes[0].figure.canvas.get_width_height()
+    assert box.x0 >= 0
+    assert box.x1 <= width
+    assert len(legend.get_texts()) == 6
+
+
+def test_what_is_invalid_or_missing_is_said(monkeypatch):
+    given = result()
+    bad = [row for row in given.rows if (row.variant, row.point) != ("new", "concurrency=8")]
+    lost = [type(row)(**{**vars(row), "valid": False, "reason": "short"}) for row in given.rows if row not in bad]
+    (ax,), _ = axes_of(monkeypatch, [PanelSpec("output_tokens_per_s")], result(rows=[*bad, *lost]))
+    assert "INVALID" in texts(ax)
+    none = [type(row)(**{**vars(row), "valid": False, "reason": "short"}) for row in given.rows]
+    for panel, says in [
+        (PanelSpec("output_tokens_per_s"), "no valid value"),
+        (LINES, "no valid value"),
+        (PanelSpec("ttft_p50_ms", PanelKind.curve, x="itl_p99_ms"), "no valid value"),
+        (PanelSpec("ttft_p50_ms", PanelKind.distribution), "not stored for this run (experiment.timeline)"),
+        (PanelSpec("steps"), "steps: not measured in this run"),
+        (PanelSpec("ttft_p50_ms", PanelKind.curve, x="steps"), "ttft_p50_ms: not measured in this run"),
+    ]:
+        (ax,), _ = axes_of(monkeypatch, [panel], result(rows=none))
+        assert texts(ax) == [says]
+
+
+def test_log_axes_have_plain_numbers(monkeypatch):
+    given = result(sizes=(1, 32, 1024, 100_000))
+    (ax,), _ = axes_of(monkeypatch, [LINES], given)
+    assert ax.get_xscale() == ax.get_yscale() == "log"
+    assert set(ticks(ax.xaxis)) == {"1", "32", "1,024", "100,000"}
+    shown = ticks(ax.yaxis)
+    assert "1,000" in shown
+    assert all(character in "0123456789.," for tick in shown for character in tick)
+
+
+def test_zeros_keep_a_linear_axis(monkeypatch):
+    rows = [type(row)(**{**vars(row), "value": 0.0}) if row.repeat == 0 else row for row in result().rows]
+    (ax,), _ = axes_of(monkeypatch, [LINES], result(rows=rows))
+    assert ax.get_yscale() == "linear"
+
+
+def test_points_that_differ_in_more_than_x_are_lines_of_their_own(monkeypatch):
+    given = result(sizes=(1, 2, 4, 8))
+    points = {
+        name: {"workload.concurrency": n, "model": m}
+        for name, n, m in zip(given.info.points, (1, 8, 1, 8), "aabb", strict=True)
+    }
+    (ax,), _ = axes_of(monkeypatch, [LINES], result(sizes=(1, 2, 4, 8), points=points))
+    _, labels = ax.get_legend_handles_labels()
+    assert labels == [f"{name}, model={m}" for name in given.info.variants.values() for m in "ab"]
+
+
+def test_settings_that_are_no_numbers_are_named(monkeypatch):
+    points = {"concurrency=1": {"mode": "eager"}, "concurrency=8": {"mode": "graph"}}
+    panel = PanelSpec("ttft_p50_ms", PanelKind.lines, x="mode")
+    (ax,), _ = axes_of(monkeypatch, [panel], result(points=points))
+    assert ticks(ax.xaxis) == ["eager", "graph"]
+
+
+def test_a_bound_of_a_claim_is_drawn_unless_far_away(monkeypatch):
+    claims = [Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, bound) for bound in (350.0, 50_000.0)]
+    (ax,), _ = axes_of(monkeypatch, [PanelSpec("ttft_p50_ms")], result(claims=tuple(claims)))
+    assert [text for text in texts(ax) if text.startswith("claim")] == ["claim: at most 350 at concurrency=8"]
+
+
+def test_ratios_to_the_tail_are_shares():
+    x, share = distributions.above([3.0, 1.0, 2.0], [1.0, 2.0, 1.0])
+    assert x == [1.0, 1.0, 2.0, 3.0]
+    assert share == [100.0, 50.0, 25.0, 0.0]
+
+
+def test_a_distribution_of_one_class_of_requests():
+    given = result(requests=requests(count=20))
+    every, streams = (distributions.of(name, given).values["base"][0] for name in ("ttft_p50_ms", "ttft_ms@stream"))
+    assert len(every) == 20
+    assert len(streams) == 10
+    assert set(streams) < set(every)
+    assert all(time == pytest.approx(1e3 * 0.3 / 31) for time in distributions.of("tpot_ms", given).values["base"][0])
+
+
+def test_gaps_between_tokens_come_from_the_steps():
+    steps = engine_steps(count=50)
+    times, weights = distributions.of("itl_max_ms", result(steps=steps)).values["base"]
+    assert sum(weights) == sum(step.decode_tokens for step in steps[1:])
+    last = steps[-1].start_s + steps[-1].duration_s - steps[-2].start_s - steps[-2].duration_s
+    assert times[-1] == pytest.approx(1e3 * last)
+
+
+@pytest.mark.parametrize(
+    ("panel", "message"),
+    [
+        ({"metric": "ttft_ms", "kind": PanelKind.lines}, "point's key"),
+        ({"metric": "ttft_ms", "kind": PanelKind.curve}, "metric along its x axis"),
+        ({"metric": "steps", "kind": PanelKind.distribution}, "which there is of ttft_ms, tpot_ms, e2e_ms, itl_ms"),
+        ({"metric": "itl_ms@stream", "kind": PanelKind.distribution}, "but for itl_ms"),
+        ({"metric": "ttft_ms", "log_y": True}, "bars start at 0"),
+    ],
+)
+def test_a_panel_that_cannot_be_drawn_is_refused_before_anything_runs(panel, message):
+    with pytest.raises(ConfigError, match=message):
+        PanelSpec(**panel)
+
+
+# The step timeline
+
+
+def area(shape, values):
+    return float(np.sum(np.diff(shape.edges) * values))
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_putting_steps_together_in_bins_keeps_their_area_and_their_peaks(lasts):
+    steps = engine_steps(count=2000)
+    end = steps[-1].start_s + steps[-1].duration_s
+    one, binned = (
+        timeline.shape(steps, lambda s: s.prefill_tokens, end, lasts=lasts, binned=binned) for binned in (False, True)
+    )
+    assert len(binned.mean) == timeline.BINS
+    assert area(binned, binned.mean) == pytest.approx(area(one, one.mean))
+    assert binned.largest.max() == max(step.prefill_tokens for step in steps)
+    assert (binned.largest >= binned.mean - 1e-9).all()
+
+
+def test_steps_one_by_one_stand_where_they_ran():
+    steps = engine_steps(count=40)
+    end = steps[-1].start_s + steps[-1].duration_s
+    shape = timeline.shape(steps, lambda s: s.decode_tokens, end, lasts=False, binned=False)
+    assert len(shape.edges) == len(shape.mean) + 1
+    assert (np.diff(shape.edges) >= 0).all()
+    assert list(shape.mean[1::2]) == [step.decode_tokens for step in steps]
+    assert not shape.mean[::2].any()  # between steps
+    state = timeline.shape(steps, lambda s: s.num_waiting, end, lasts=True, binned=False)
+    assert list(state.mean[1:]) == [step.num_waiting for step in steps]
+    assert state.edges[1] == pytest.approx(steps[0].start_s + steps[0].duration_s)
+
+
+def test_a_step_longer_than_a_bin_fills_all_of_its_bins():
+    (step,) = engine_steps(count=1)
+    shape = timeline.shape([step], lambda s: 7.0, step.duration_s * 2, lasts=False, binned=True)
+    half = timeline.BINS // 2
+    assert shape.mean[:half] == pytest.approx(7.0)
+    assert not shape.mean[half:].any()
+
+
+def test_variants_share_their_time_axis_and_their_scales(monkeypatch):
+    steps = [*engine_steps("base", 300, chunk=4096), *engine_steps("new", 900, chunk=512, seed=1)]
+    given = result(steps=steps)
+    axes, _ = axes_of(monkeypatch, [], given, draw=lambda: timeline.draw(given)["concurrency=8"])
+    rows = len(timeline.HEIGHTS)
+    assert len(axes) == 2 * rows
+    assert len({ax.get_xlim() for ax in axes}) == 1
+    for row in range(rows):
+        assert axes[row].get_ylim() == axes[rows + row].get_ylim()
+    titles = [axes[0].get_title(loc="left"), axes[rows].get_title(loc="left")]
+    assert titles[0].startswith("whole prompts: 300 steps in ")
+    assert "preemptions" in titles[0]
+    marks = [line for line in axes[2].lines if line.get_marker() == "v"]
+    assert len(marks[0].get_xdata()) == sum(1 for step in steps if step.variant == "base" and step.preempted)
+    assert "There are up to 900 steps, so the time is cut into 400 bins" in timeline.describe(given)
+    assert "bins" not in timeline.describe(result(steps=engine_steps()))
+    assert axes[-1].get_xlabel() == "seconds from the start of the timed pass"
+
+
+def test_every_stored_point_has_its_own_timeline():
+    steps = [*engine_steps(point="concurrency=8", count=5), *engine_steps(point="concurrency=1", count=5)]
+    given = result(steps=steps)
+    assert timeline.points(given) == ["concurrency=1", "concurrency=8"]
+    drawn = timeline.draw(given)
+    assert list(drawn) == ["concurrency=1", "concurrency=8"]
+    assert drawn == timeline.draw(given)
+    assert timeline.draw(result()) == {}
+
+
+def test_few_decodes_beside_long_prompts_can_be_seen(monkeypatch):
+    steps = engine_steps("base", 60, chunk=4096)
+    given = result(steps=steps)
+    axes, _ = axes_of(monkeypatch, [], given, draw=lambda: timeline.draw(given)["concurrency=8"])
+    assert "√ scale" in axes[0].get_ylabel()
+    assert METRICS  # of the made-up result, which the timeline does not need
+    assert math.isclose(axes[0].get_ylim()[0], 0)

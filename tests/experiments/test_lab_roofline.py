@@ -1,0 +1,240 @@
+"""Floors against numbers worked out by hand, and ceilings that are looked up for the right machine only."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from experiments.lab import ceilings, hardware, roofline
+from experiments.lab.hardware import Ceilings, Hardware
+from experiments.lab.roofline import StepWork, cost, floor, floor_s
+from mini_infer import LLMEngine, SamplingParams
+from mini_infer.core.config import EngineConfig, ModelConfig
+from mini_infer.core.errors import ConfigError
+from mini_infer.core.plan import KVUsage, StepRecord
+from mini_infer.modeling.loader import load_spec
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+def spec_of(name):
+    values = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{name}.yaml"))
+    return load_spec(ModelConfig(**values))
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return spec_of("qwen2_5_7b")
+
+
+@pytest.fixture(scope="module")
+def h200():
+    (found,) = ceilings.read(CONF / "hardware" / "h200.yaml").ceilings
+    return found
+
+
+def test_parameters_of_real_models_are_counted_exactly(qwen):
+    embedding = qwen.vocab_size * qwen.hidden_size
+    assert roofline.layer_weights(qwen) + 2 * embedding == 7_615_616_512  # Qwen2.5-7B, as published
+    small = spec_of("qwen3_0_6b")
+    assert roofline.layer_weights(small) + small.vocab_size * small.hidden_size == 596_049_920  # Qwen3-0.6B, tied
+
+
+def test_one_decode_row_of_qwen_7b_on_an_h200_takes_3_18_ms(qwen, h200):
+    step = cost(qwen, torch.bfloat16, StepWork(tokens=1, sampled=1, rows=1, context=1, pairs=1))
+    weights = 2 * (7_615_616_512 - 152_064 * 3_584)  # without the embedding table
+    new_kv, embedding, logits = 2 * 28 * 2 * 4 * 128, 2 * 3_584, 2 * 152_064
+    assert step.bytes == weights + new_kv + embedding + logits
+    assert step.dtype == "bfloat16"
+    assert 1e3 * floor_s(step, h200) == pytest.approx(3.18, abs=0.005)
+    assert floor(step, h200).memory_s > 100 * floor(step, h200).compute_s
+
+
+def test_a_long_context_adds_its_kv(qwen):
+    short = cost(qwen, torch.bfloat16, StepWork(64, 64, 64, 64 * 10, 64 * 10))
+    long = cost(qwen, torch.bfloat16, StepWork(64, 64, 64, 64 * 4096, 64 * 4096))
+    tokens = 64 * (4096 - 10)
+    assert long.bytes - short.bytes == tokens * 57_344  # bytes a token: 28 layers, K and V, 4 heads, 128, bf16
+    assert long.flops - short.flops == tokens * 28 * 4 * 28 * 128
+
+
+def test_a_prompt_is_bound_by_operations(qwen, h200):
+    n = 4096
+    step = cost(qwen, torch.bfloat16, StepWork(tokens=n, sampled=1, rows=1, context=n, pairs=n * (n + 1) // 2))
+    layers = 7_615_616_512 - 2 * 152_064 * 3_584
+    head = 2 * 152_064 * 3_584
+    assert step.flops == 2 * layers * n + head + 28 * 4 * 28 * 128 * n * (n + 1) // 2
+    found = floor(step, h200)
+    assert found.seconds == found.compute_s == pytest.approx(step.flops / 789e12)
+
+
+def test_prompts_that_sample_nothing_do_not_read_lm_head(qwen):
+    step = StepWork(512, 0, 1, 512, 512 * 513 // 2)
+    with_logits = cost(qwen, torch.float32, dataclasses.replace(step, sampled=1))
+    without = cost(qwen, torch.float32, step)
+    assert with_logits.bytes - without.bytes == 4 * (152_064 * 3_584 + 152_064)
+
+
+def test_a_window_bounds_what_is_read():
+    spec = spec_of("mistral_7b")
+    inside = cost(spec, torch.float16, StepWork(1, 1, 1, 4000, 4000))
+    outside = cost(spec, torch.float16, StepWork(1, 1, 1, 9000, 9000))
+    assert outside.bytes - inside.bytes == (4096 - 4000 + 1) * 32 * 2 * 8 * 128 * 2
+    assert cost(spec, torch.float16, StepWork(1, 1, 1, 20_000, 20_000)) == outside
+
+
+def record(**changes):
+    values = {
+        "step": 0, "start_time": 0.0, "end_time": 0.01, "schedule_s": 0.0, "execute_s": 0.01, "update_s": 0.0,
+        "prefill_tokens": 0, "decode_tokens": 8, "sampled_tokens": 8, "num_running": 8, "num_prefilling": 0,
+        "num_waiting": 0, "num_swapped": 0, "kv": KVUsage(100, 60, 0, 800, 960, 0), "prefix_queried_tokens": 0,
+        "prefix_hit_tokens": 0, "evictions": 0, "preempted": (), "swapped_out_blocks": 0, "swapped_in_blocks": 0,
+        "finished": (), "aborted": (), "failed": (),
+    } | changes  # fmt: skip
+    known = {f.name for f in dataclasses.fields(StepRecord)}
+    return StepRecord(**{key: value for key, value in values.items() if key in known})
+
+
+def test_work_of_a_record():
+    assert roofline.work(record()) == StepWork(tokens=8, sampled=8, rows=8, context=800, pairs=800)
+    mixed = record(prefill_tokens=100, sampled_tokens=9, kv=KVUsage(100, 60, 0, 900, 960, 0))
+    assert roofline.work(mixed) == StepWork(tokens=108, sampled=9, rows=9, context=900, pairs=800 + 100 * 101 // 2)
+    chunk = record(prefill_tokens=100, num_prefilling=1, kv=KVUsage(100, 60, 0, 900, 960, 0))
+    assert roofline.work(chunk).rows == 9
+
+
+def test_work_never_exceeds_what_the_engine_did():
+    """Counted from the plans themselves, row by row."""
+    config = EngineConfig.from_dict(
+        {"model": {"load_format": "dry", "path": "dry"}, "scheduler": {"max_num_batched_tokens": 40, "max_num_seqs": 8}}
+    )
+    engine = LLMEngine(config)
+    true = []
+    schedule = engine.scheduler.schedule
+
+    def noting(now):
+        plan = schedule(now)
+        rows = list(zip(plan.starts, plan.counts, strict=True))
+        true.append(
+            (
+                sum(plan.counts),
+                sum(plan.samples),
+                len(rows),
+                sum(start + count for start, count in rows),
+                sum(count * start + count * (count + 1) // 2 for start, count in rows),
+            )
+        )
+        return plan
+
+    engine.scheduler.schedule = noting
+    prompts = [list(range(3 + i, 3 + i + n)) for i, n in enumerate((90, 7, 33, 60))]
+    engine.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    done = [entry for entry in true if entry[0]]
+    assert len(done) == len(engine.records) > 10
+    for entry, (tokens, sampled, rows, context, pairs) in zip(engine.records, done, strict=True):
+        found = roofline.work(entry)
+        assert (found.tokens, found.sampled) == (tokens, sampled)
+        assert found.pairs <= pairs
+        assert found.rows >= rows
+        if not entry.prefill_tokens:
+            assert (found.context, found.pairs) == (context, pairs)
+
+
+CPU = Ceilings(20.0, 25.0, {"float32": 0.1}, {1: 100.0, 16: 80.0, 64: 30.0}, threads=2)
+
+
+@pytest.mark.parametrize(
+    ("mib", "gb_s"), [(0.5, 100.0), (1, 100.0), (15.9, 100.0), (16, 80.0), (63, 80.0), (64, 30.0), (5000, 30.0)]
+)
+def test_what_fits_a_cache_may_come_from_it(mib, gb_s):
+    assert roofline.bandwidth(CPU, mib * 2**20) == gb_s * 1e9
+    assert roofline.bandwidth(dataclasses.replace(CPU, cached_read_gb_s={}), mib * 2**20) == 25e9
+
+
+def test_a_dtype_that_was_not_measured_counts_at_the_fastest_rate():
+    both = dataclasses.replace(CPU, matmul_tflop_s={"float32": 0.1, "bfloat16": 0.2})
+    assert floor(roofline.Cost(0, 1e12, "float16"), both).compute_s == pytest.approx(5)
+    assert floor(roofline.Cost(0, 1e12, "float32"), both).compute_s == pytest.approx(10)
+
+
+def test_utilization_of_a_pass(qwen, h200):
+    steps = [record(end_time=0.004), record(end_time=0.006)]
+    found = roofline.utilization(qwen, torch.bfloat16, steps, h200)
+    one = floor(cost(qwen, torch.bfloat16, steps[0]), h200)
+    assert found.mbu == pytest.approx(2 * one.memory_s / 0.010)
+    assert found.mfu == pytest.approx(2 * one.compute_s / 0.010)
+    assert found.floor_s == pytest.approx(one.seconds)
+    assert roofline.utilization(qwen, torch.bfloat16, [], h200) is None
+
+
+# --- whose ceilings ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    monkeypatch.setattr(hardware, "name", lambda device: "Some CPU 1")
+    return Hardware("Some CPU 1", "2026-01-01", "by hand", (dataclasses.replace(CPU, threads=1), CPU))
+
+
+def test_ceilings_come_back_as_they_were_saved(tmp_path, machine):
+    path = tmp_path / "new" / "cpu.yaml"
+    ceilings.save(path, machine)
+    assert ceilings.read(path) == machine
+    found = ceilings.find(path.parent, Hardware(), "cpu", threads=2)
+    assert (found.ceilings, found.problem) == (CPU, "")
+
+
+def test_other_thread_counts_of_the_same_machine_are_kept(tmp_path, machine):
+    path = tmp_path / "cpu.yaml"
+    ceilings.save(path, machine)
+    more = dataclasses.replace(CPU, threads=8, read_gb_s=99.0)
+    ceilings.save(path, dataclasses.replace(machine, ceilings=(more,)))
+    assert [c.threads for c in ceilings.read(path).ceilings] == [1, 2, 8]
+    ceilings.save(path, Hardware("Another CPU", ceilings=(more,)))
+    assert [c.threads for c in ceilings.read(path).ceilings] == [8]
+
+
+@pytest.mark.parametrize(
+    ("owner", "threads", "problem"),
+    [
+        (None, 2, r"no ceilings are known for Some CPU 1: .*experiment=ceilings"),
+        ("Some CPU 2", 2, r"cpu.yaml holds the ceilings of Some CPU 2, and this is Some CPU 1"),
+        ("Some CPU 1", 4, r"no ceilings of Some CPU 1 are known for 4 threads: .*measure.threads=4"),
+    ],
+)
+def test_another_machines_ceilings_are_not_used(tmp_path, machine, owner, threads, problem):
+    if owner:
+        ceilings.save(tmp_path / "cpu.yaml", dataclasses.replace(machine, machine=owner))
+    found = ceilings.find(tmp_path, Hardware(), "cpu", threads)
+    assert found.ceilings is None
+    with pytest.raises(AssertionError, match=problem):
+        raise AssertionError(found.problem)
+
+
+def test_a_chosen_file_counts_on_any_machine(tmp_path, machine):
+    chosen = dataclasses.replace(machine, machine="Some CPU 2")
+    assert ceilings.find(tmp_path, chosen, "cpu", 2).ceilings == CPU
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("machine: x\nceilings:\n- {copy_gb_s: 1, read_gb_s: 0, matmul_tflop_s: {float32: 1}}", "must be above 0"),
+        ("machine: x\nceilings:\n- {copy_gb_s: fast}", "cpu.yaml.*copy_gb_s"),
+        ("machine: x\nowner: y", "did you mean|Known"),
+        ("machine: [", "cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, machine, text, message):
+    (tmp_path / "cpu.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        ceilings.find(tmp_path, Hardware(), "cpu", 1)
+
+
+def test_a_hidden_cpu_model_is_told_by_its_numbers():
+    text = "processor : 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nmodel name : other\n"
+    assert hardware.cpu_name(text) == "AMD EPYC (family 25, model 17)"
+    assert hardware.cpu_name(text.replace("AMD EPYC", "AMD EPYC 9654")) == "AMD EPYC 9654"
+    assert hardware.cpu_name("") == ""

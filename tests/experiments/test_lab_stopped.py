@@ -1,0 +1,180 @@
+"""A run that is stopped, or that cannot be written, loses nothing that was measured."""
+
+import errno
+import runpy
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from experiments.lab import cells, execute, report, rounds, store
+from experiments.lab.rounds import IncompleteRun
+from experiments.lab.store import StoreError
+from mini_infer.core.errors import ConfigError
+
+PASSES = 2 * 2  # variants and points
+
+
+@pytest.fixture
+def config(compose_config, tmp_path):
+    """The probe with two engine variants on the dry model."""
+    made = compose_config(
+        "experiment=probe",
+        "model=dry",
+        "experiment.samples=0",
+        "experiment.claims=[]",
+        "experiment.plots=[]",
+        "measure.repeats=3",
+        "engine.cache.num_blocks=64",
+        "workload=fixed",
+        "workload.count=3",
+        "workload.prompt_tokens=12",
+        "workload.output_tokens=5",
+        f"paths.results={tmp_path / 'results'}",
+        f"paths.reports={tmp_path / 'reports'}",
+    )
+    made.experiment.variants.transformers = {"label": "baseline"}
+    made.experiment.points = {"workload.concurrency": [1, 3]}
+    return made
+
+
+def stop_at(monkeypatch, number, error):
+    """Plants `error` in the measurement of that number, from 1 on."""
+    real, calls = cells.serve, []
+
+    def serve(*arguments):
+        calls.append(1)
+        if len(calls) == number:
+            raise error
+        return real(*arguments)
+
+    monkeypatch.setattr(cells, "serve", serve)
+
+
+def run(config, root):
+    return execute.execute(config, "quickstart", [], root)
+
+
+def stored(root):
+    return store.read(root / "results/quickstart/cpu/default.json")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "why"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt, "interrupted"),
+        (ValueError("planted"), IncompleteRun, "ValueError: planted"),
+        (OSError(errno.ENOSPC, "No space left on device"), IncompleteRun, r"OSError: \[Errno 28\] No space"),
+    ],
+)
+def test_finished_rounds_are_kept_and_the_run_is_marked(config, tmp_path, monkeypatch, capsys, error, raised, why):
+    stop_at(monkeypatch, PASSES + 4, error)  # the second repeat's second point, the second variant
+    with pytest.raises(raised) as caught:
+        run(config, tmp_path)
+    result = stored(tmp_path)
+    status = rf"^incomplete: {why}.* in repeat 2 of 3 at concurrency=3; 3 of 6 rounds are kept"
+    with pytest.raises(StoreError, match=status):
+        raise StoreError(result.info.status)
+    assert {(row.point, row.repeat) for row in result.rows} == {
+        ("concurrency=1", 0),
+        ("concurrency=3", 0),
+        ("concurrency=1", 1),
+    }
+    assert [g.total_tokens for g in result.info.gates] == [2 * 15, 15]
+    shown = capsys.readouterr().err if raised is KeyboardInterrupt else str(caught.value)
+    assert "3 of 6 rounds are kept, in " in shown
+    assert "default.json" in shown
+    assert "INCOMPLETE" in (tmp_path / "reports/quickstart.md").read_text()
+
+
+def test_with_no_round_finished_there_is_nothing_to_keep(config, tmp_path, monkeypatch):
+    stop_at(monkeypatch, 2, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path)
+    assert not (tmp_path / "results").exists()
+
+
+def test_an_interrupted_run_stands_beside_a_complete_one(config, tmp_path, monkeypatch):
+    run(config, tmp_path)
+    complete = stored(tmp_path)
+    stop_at(monkeypatch, PASSES + 1, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path)
+    assert stored(tmp_path).rows == complete.rows
+    beside = store.read(tmp_path / "results/quickstart/cpu/default-incomplete.json")
+    assert len(beside.rows) == len(complete.rows) // 3
+
+
+def full_disk(monkeypatch, *folders):
+    """Nothing can be written below these."""
+    real = Path.write_bytes
+
+    def write_bytes(self, data):
+        if any(folder in self.parents for folder in folders):
+            raise OSError(errno.ENOSPC, "No space left on device", str(self))
+        return real(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+
+
+def test_results_that_cannot_be_written_go_to_the_systems_temporary_folder(config, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    full_disk(monkeypatch, tmp_path / "results")
+    with pytest.raises(IncompleteRun, match=r"No space left.*kept in .*elsewhere.*move its files to .*run.py report"):
+        run(config, tmp_path)
+    (kept,) = elsewhere.glob("*/quickstart/cpu/default.json")
+    assert len(store.read(kept).rows) == 3 * PASSES * 5
+    monkeypatch.undo()
+    shutil.copytree(kept.parent, tmp_path / "results/quickstart/cpu", dirs_exist_ok=True)
+    assert report.rebuild(tmp_path / "results", tmp_path / "reports")  # as the message says
+
+
+def test_results_that_can_be_written_nowhere_are_printed(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
+    full_disk(monkeypatch, tmp_path)
+    with pytest.raises(IncompleteRun, match="The rows stand above, on stdout"):
+        run(config, tmp_path)
+    assert "engine,concurrency=3,2,total_s," in capsys.readouterr().out
+
+
+def test_a_results_folder_that_cannot_be_made_is_no_loss_either(config, tmp_path, monkeypatch):
+    (tmp_path / "results").write_text("a file")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(IncompleteRun, match="kept in"):
+        run(config, tmp_path)
+
+
+def test_a_report_that_cannot_be_made_leaves_the_result(config, tmp_path, monkeypatch):
+    full_disk(monkeypatch, tmp_path / "reports")
+    with pytest.raises(
+        IncompleteRun, match=r"stored in .*default.json, but the report cannot be made: .*No space left"
+    ):
+        run(config, tmp_path)
+    assert stored(tmp_path).info.status == "complete"
+
+
+def test_a_mistake_in_the_settings_is_no_incomplete_run():
+    def work():
+        raise ConfigError("planted")
+
+    with pytest.raises(ConfigError, match="planted"):
+        rounds.run([("the first round", work)])
+
+
+def test_ctrl_c_ends_the_program_with_its_own_code_and_no_traceback(monkeypatch, capsys, tmp_path):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # run.py sets it; here it is taken back afterwards
+    monkeypatch.setattr(execute, "execute", interrupted)
+    monkeypatch.setattr(sys, "argv", ["run.py", "experiment=quickstart", f"hydra.run.dir={tmp_path}"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(root / "run.py"), run_name="__main__")
+    assert ended.value.code == 130
+    assert "Traceback" not in capsys.readouterr().err

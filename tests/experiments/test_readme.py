@@ -1,0 +1,56 @@
+"""What the README tells a reader to type really runs."""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_ten_line_experiment(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(# @package _global_.*?)```", README, flags=re.DOTALL)
+    assert len(text.splitlines()) <= 10
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "block_size.yaml").write_text(text)
+    command = [sys.executable, "run.py", "--config-dir", str(tmp_path), "experiment=block_size"]
+    # A model without weights and few requests: the same path through the lab, in seconds.
+    quick = ["model=dry", "measure.repeats=1", "workload.count=4"]
+    places = [f"paths.{name}={tmp_path / name}" for name in ("results", "reports")]
+    places.append(f"hydra.run.dir={tmp_path / 'out'}")
+    done = subprocess.run([*command, *quick, *places], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (result,) = (tmp_path / "results" / "block_size" / "cpu").glob("*.csv")
+    measured = {(row["variant"], row["metric"]) for row in csv.DictReader(result.open())}
+    assert measured == {(v, m) for v in ("b16", "b4", "b64") for m in ("output_tokens_per_s", "kv_utilization")}
+    assert "Do smaller KV blocks waste less memory" in (tmp_path / "reports" / "block_size.md").read_text()
+
+
+def test_python_examples_use_names_that_exist() -> None:
+    for block in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL):
+        for line in block.splitlines():
+            if line.startswith(("from ", "import ")):
+                exec(line, {})
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_experiments_named_in_commands_exist() -> None:
+    for name in re.findall(r"run\.py (?:-m )?experiment=(\w+)", README):
+        assert name == "block_size" or (ROOT / "conf" / "experiment" / f"{name}.yaml").exists(), name
+
+
+def test_every_yaml_tells_its_question() -> None:
+    for path in (ROOT / "conf" / "experiment").glob("*.yaml"):
+        assert OmegaConf.select(OmegaConf.load(path), "experiment.question"), path.name
