@@ -71,6 +71,11 @@ class KVManager:
         return self._pool.num_blocks * self._unit * self.block_size
 
     @property
+    def requests_grow(self) -> bool:
+        """Whether a request may need more blocks than it was admitted with."""
+        return self._unit == 1
+
+    @property
     def num_evictions(self) -> int:
         return self._pool.num_evictions
 

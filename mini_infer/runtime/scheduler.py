@@ -47,7 +47,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager, watermark: float = 0.01) -> None:
         self.config = config
         self.kv = kv
-        self._watermark_blocks = int(watermark * kv.num_blocks)
+        self._watermark_blocks = int(watermark * kv.num_blocks) if kv.requests_grow else 0
         self._by_priority = config.policy is Policy.priority
         self._requests: dict[Request, None] = {}  # all unfinished ones
         self._waiting = RequestQueue(RequestStatus.waiting)

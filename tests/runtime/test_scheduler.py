@@ -236,6 +236,13 @@ def test_watermark_leaves_room_to_grow_but_never_starves_an_idle_engine() -> Non
     assert whole.finished
 
 
+def test_watermark_means_nothing_where_requests_cannot_grow() -> None:
+    bench = Bench(num_blocks=8, watermark=0.5, max_model_len=16, layout=Layout.contiguous)
+    for name in ("a", "b"):
+        bench.add(name, 4)
+    assert len(bench.step().admissions) == 2, "both regions are given out"
+
+
 def test_prefix_hit_starts_the_counter_ahead() -> None:
     bench = Bench(prefix_caching=True)
     bench.add("a", 10)
