@@ -102,7 +102,8 @@ def _run(result: Result) -> str:
 
 
 def _ceilings(info: RunInfo) -> str:
-    return f" Measured ceilings: {wording.settings(info.ceilings)}." if info.ceilings else ""
+    used = {"floor_ms", "mbu", "mfu"} & set(info.metrics)
+    return f" Measured ceilings: {wording.settings(info.ceilings)}." if info.ceilings and used else ""
 
 
 def _workload(info: RunInfo) -> str:

@@ -419,7 +419,7 @@ def _plain(axis: Axis, span: float) -> None:
 
 def _spread(places: Sequence[float], scale: Any = float) -> list[float]:
     """Ticks that leave each other room for a label, the largest first."""
-    room = 0.11 * (scale(max(places)) - scale(min(places))) if places else 0.0
+    room = 0.15 * (scale(max(places)) - scale(min(places))) if places else 0.0
     shown: list[float] = []
     for place in sorted(places, reverse=True):
         if not shown or scale(shown[-1]) - scale(place) >= room:
