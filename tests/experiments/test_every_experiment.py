@@ -11,6 +11,8 @@ from omegaconf import OmegaConf, open_dict
 from experiments.lab import catalog
 from experiments.lab.execute import execute
 
+pytestmark = pytest.mark.slow  # together they take half a minute
+
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted(catalog.experiments(ROOT / "conf"))
 

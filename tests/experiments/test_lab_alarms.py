@@ -12,6 +12,8 @@ from experiments.lab.rows import Table
 from mini_infer import LLMEngine
 from mini_infer.runtime import dry
 
+pytestmark = pytest.mark.slow  # together they take half a minute
+
 SETTINGS = [
     "experiment=probe",
     "model=dry",

@@ -13,6 +13,8 @@ from experiments.lab.claims import Bound, Claim
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from mini_infer.core.errors import ConfigError
 
+pytestmark = pytest.mark.slow  # together they take half a minute
+
 LINES = PanelSpec("ttft_p50_ms", PanelKind.lines, x="workload.concurrency", log_x=True, log_y=True)
 
 

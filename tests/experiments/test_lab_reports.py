@@ -17,6 +17,8 @@ from experiments.lab.metrics import Better, Metric
 from experiments.lab.spec import PanelSpec, PlotSpec
 from experiments.lab.store import Sample, StoreError
 
+pytestmark = pytest.mark.slow  # together they take half a minute
+
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = {"plots": ()}  # figures take time, and most tests are about words
 

@@ -16,6 +16,8 @@ from experiments.lab.trackers import Grouping
 from experiments.lab.wandb_tracker import WandbTracker
 from mini_infer.core.errors import ConfigError
 
+pytestmark = pytest.mark.slow  # together they take half a minute
+
 RUN = [
     "experiment=probe",
     "model=dry",

@@ -167,7 +167,7 @@ combinations = list(
 
 
 @pytest.mark.parametrize(("batching", "chunked", "cache", "preemption"), combinations)
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     machine=machines(),
     traffic=st.lists(arrivals(), min_size=1, max_size=8),
