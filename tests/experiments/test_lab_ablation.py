@@ -15,6 +15,8 @@ from experiments.lab.workloads import Fixed
 from mini_infer.core.errors import ConfigError
 from mini_infer.runtime.dry import DryModel
 
+pytestmark = pytest.mark.slow  # some seconds together
+
 DRY = ["experiment=probe", "model=dry", "experiment.claims=[]", "experiment.plots=[]", "experiment.samples=0"]
 FIXED = ["workload=fixed", "workload.count=4", "workload.prompt_tokens=40", "workload.output_tokens=5"]
 

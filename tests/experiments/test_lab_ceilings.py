@@ -12,6 +12,8 @@ from experiments.lab.progress import Steps
 from experiments.lab.rows import Row
 from mini_infer.core.errors import ConfigError
 
+pytestmark = pytest.mark.slow  # some seconds together
+
 SMALL = [
     "experiment=ceilings",
     "engine.model.device=cpu",

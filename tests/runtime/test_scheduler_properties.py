@@ -166,7 +166,10 @@ combinations = list(
 )
 
 
-@pytest.mark.parametrize(("batching", "chunked", "cache", "preemption"), combinations)
+@pytest.mark.parametrize(
+    ("batching", "chunked", "cache", "preemption"),
+    [pytest.param(*c, marks=pytest.mark.slow if c[2] == "contiguous" else ()) for c in combinations],
+)
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     machine=machines(),
