@@ -48,7 +48,7 @@ class Draw:
 
 def hash_seeds(seeds: Array) -> Array:
     """Keys for `uniforms`, uint64: without this, neighbouring seeds would be neighbouring streams."""
-    return _splitmix64(seeds)
+    return splitmix64(seeds)
 
 
 def uniforms(keys: Array, positions: Array) -> Array:
@@ -58,10 +58,11 @@ def uniforms(keys: Array, positions: Array) -> Array:
     position: its n-th output is a hash of key + n * the golden ratio.
     """
     golden = np.uint64(0x9E3779B97F4A7C15)
-    return (_splitmix64(keys + positions.astype(np.uint64) * golden) >> np.uint64(11)) * 2.0**-53
+    return (splitmix64(keys + positions.astype(np.uint64) * golden) >> np.uint64(11)) * 2.0**-53
 
 
-def _splitmix64(x: Array) -> Array:
+def splitmix64(x: Array) -> Array:
+    """The finaliser of SplitMix64 over uint64: every input bit reaches every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mini_infer.core.config import DryConfig
+from mini_infer.runtime.draw import splitmix64
 from mini_infer.runtime.slots import StepInput
 from mini_infer.runtime.tokenizer import ByteTokenizer
 
@@ -73,11 +74,11 @@ class DryModel:
     def _logits(self, states: NDArray[np.uint64]) -> torch.Tensor:
         """Noise in [0, 4) over the vocabulary and a peak at the greedy token: a printable character, or now and
         then the end of the sequence."""
-        draw = _mix(states)
+        draw = splitmix64(states)
         text = np.uint64(32) + draw % np.uint64(95)
         greedy = np.where((draw >> np.uint64(32)) % np.uint64(_EOS_ONE_IN) == 0, np.uint64(self._eos), text)
         vocab = np.arange(1, self.config.vocab_size + 1, dtype=np.uint64)
-        noise = _mix(states[:, None] ^ (vocab * np.uint64(0x9E3779B97F4A7C15))) >> np.uint64(40)
+        noise = splitmix64(states[:, None] ^ (vocab * np.uint64(0x9E3779B97F4A7C15))) >> np.uint64(40)
         logits = noise.astype(np.float32) * np.float32(4 / 2**24)
         logits[np.arange(len(states)), greedy.astype(np.int64)] = _PEAK
         return torch.from_numpy(logits)
@@ -96,10 +97,3 @@ def _chain(previous: np.uint64, tokens: NDArray[np.uint64]) -> NDArray[np.uint64
     powers = np.cumprod(np.full(n, _A, dtype=np.uint64))
     inverses = np.cumprod(np.full(n, _A_INVERSE, dtype=np.uint64))
     return powers * (previous + np.cumsum(tokens * inverses))
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele et al. 2014): every input bit reaches every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
