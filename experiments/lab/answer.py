@@ -13,7 +13,7 @@ from experiments.lab.store import COMPLETE, Result
 
 
 def judgements(result: Result) -> list[Judgement]:
-    return [judge(claim, result.rows, result.info.gates) for claim in result.info.claims]
+    return [judge(claim, result.rows, result.info.every_gate) for claim in result.info.claims]
 
 
 def headline(result: Result) -> Judgement | None:
@@ -35,10 +35,13 @@ def tally(result: Result) -> str:
     parts = []
     if counts:
         parts.append(f"Claims: {', '.join(f'{counts[v]} {v.value}' for v in Verdict if counts[v])}.")
-    failed = sum(1 for gate in result.info.gates if not gate.passed)
+    failed = sum(1 for gate in result.info.every_gate if not gate.passed)
     if failed:
-        parts.append(f"Gate: {failed} of {len(result.info.gates)} comparisons FAILED.")
-    invalid = sum(1 for row in result.rows if not row.valid)
+        parts.append(f"Gate: {failed} of {len(result.info.every_gate)} comparisons FAILED.")
+    absent = dict.fromkeys(result.info.variants[row.variant] for row in result.rows if row.is_absent)
+    if absent:
+        parts.append(f"Absent: {', '.join(absent)}.")
+    invalid = sum(1 for row in result.rows if not row.valid and not row.is_absent)
     if invalid:
         parts.append(f"INVALID: {invalid:,} of {len(result.rows):,} values.")
     return " ".join(parts)
@@ -49,9 +52,10 @@ def flags(result: Result) -> list[str]:
     found = []
     if result.info.status != COMPLETE:
         found.append(f"INCOMPLETE ({result.info.status.removeprefix('incomplete: ')})")
-    failed = sum(1 for gate in result.info.gates if not gate.passed)
-    if failed:
+    if any(not gate.passed for gate in result.info.gates):
         found.append("tokens differ from the baseline's")
+    if any(not gate.passed for gate in result.info.error_gates):
+        found.append("numbers are too far from the reference's")
     return found
 
 
@@ -92,12 +96,11 @@ def _across_points(found: Judgement, result: Result) -> str:
     claim, info, table = found.claim, result.info, Table(result.rows)
     if not claim.bound.is_ratio or claim.reference_point != claim.point:
         return ""
-    failed = {(g.variant, g.point) for g in info.gates if not g.passed}
     ratios = []
     for point in info.points:
         values = table.values(claim.variant, point, claim.metric)
         at = ratio(values, table.values(str(claim.reference_variant), point, claim.metric))
-        if at is not None and (claim.variant, point) not in failed:
+        if at is not None and not info.fails(claim.variant, point):
             ratios.append((at.median, point))
     if len(ratios) < 2:
         return ""

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from experiments.lab import metrics, roofline, validity
 from experiments.lab.clocks import Watch
 from experiments.lab.hardware import Ceilings
+from experiments.lab.lending import Lending
 from experiments.lab.metrics import Context, Missing
 from experiments.lab.points import Point
-from experiments.lab.rows import Row
-from experiments.lab.subjects import EngineSubject, Kind, open_subject
+from experiments.lab.rows import ABSENT, Row
+from experiments.lab.subjects import EngineSubject, Kind
 from experiments.lab.traces import Served
 from experiments.lab.validity import Evidence
 from experiments.lab.workloads import Inputs, Workload
@@ -48,12 +49,16 @@ class Pass:
     scored: Served | None
 
 
-def serve(cell: Cell, inputs: Inputs, watch: Watch, scored: bool) -> Pass:
-    """A fresh engine, a warm-up on other prompts at the measured concurrency, priming of the prefix cache where the
-    workload wants it, and the timed pass."""
-    subject = open_subject(cell.kind, cell.engine)
-    try:
-        subject.serve(inputs.warmup, cell.workload.in_flight)
+def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending, scored: bool) -> Pass:
+    """An engine that has been warmed up on other prompts at the measured concurrency, priming of the prefix cache where
+    the workload wants it, and the timed pass."""
+    with lending.lend(cell.variant, cell.kind, cell.engine) as lent:
+        subject = lent.subject
+        if lent.used:
+            subject.forget()
+        if cell.point.name not in lent.warm_at:
+            subject.serve(inputs.warmup, cell.workload.in_flight)
+            lent.warm_at.add(cell.point.name)
         if inputs.prime:
             subject.serve(inputs.prime, 1)
         gc.collect()
@@ -64,8 +69,6 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, scored: bool) -> Pass:
         if scored and isinstance(subject, EngineSubject):
             again = subject.serve_with_logprobs(inputs.measured, cell.workload.in_flight)
         return Pass(served, drift, again)
-    finally:
-        subject.close()
 
 
 def context(cell: Cell, slo: metrics.SLO, ceilings: Ceilings | None, problem: str) -> Context:
@@ -92,6 +95,13 @@ def rows(cell: Cell, repeat: int, names: Sequence[str], measured: Context, evide
         unit = metrics.describe(name).unit
         found.append(Row(cell.variant, cell.point.name, repeat, name, number, unit, not reason, reason))
     return found
+
+
+def absent_rows(cell: Cell, repeat: int, names: Sequence[str], why: str) -> list[Row]:
+    """Of a peer that is not there."""
+    units = {name: metrics.describe(name).unit for name in names}
+    reason = f"{ABSENT}{why}"
+    return [Row(cell.variant, cell.point.name, repeat, name, 0.0, unit, False, reason) for name, unit in units.items()]
 
 
 def left_out(names: Sequence[str], measured: Context, served: Served) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from experiments.lab import stats
-from experiments.lab.gate import Gate
+from experiments.lab.gate import ErrorGate, Gate
 from experiments.lab.points import Point, find_point
 from experiments.lab.rows import Row, Table
 from experiments.lab.spec import ClaimSpec
@@ -89,12 +89,14 @@ def resolve(
     return Claim(spec.metric, spec.variant, point.name, bound, float(value), *reference, source=spec.source)
 
 
-def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate]) -> Judgement:
+def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate | ErrorGate]) -> Judgement:
     table = Table(rows)
     values = table.values(claim.variant, claim.point, claim.metric)
-    failed = [g for g in gates if not g.passed and (g.variant, g.point) == (claim.variant, claim.point)]
-    if failed:
-        return _inconclusive(claim, None, "its tokens differ from the baseline's, so its speed does not count")
+    for gate in gates:
+        if not gate.passed and gate.covers(claim.variant, claim.point):
+            return _inconclusive(claim, None, f"{_why(gate)}, so its speed does not count")
+        if not gate.passed and gate.covers(str(claim.reference_variant), str(claim.reference_point)):
+            return _inconclusive(claim, None, f"what it is compared with does not count: {_why(gate)}")
     if claim.bound.is_ratio:
         assert claim.reference_variant is not None
         assert claim.reference_point is not None
@@ -103,7 +105,7 @@ def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate]) -> Judgement
     else:
         found = stats.estimate(list(values.values())) if values else None
     if found is None:
-        return _inconclusive(claim, None, "no valid measurement")
+        return _inconclusive(claim, None, _why_none(claim, rows))
     if found.low is None or found.high is None:
         return _inconclusive(claim, found, "one repeat has no interval")
     if claim.bound.is_floor:
@@ -121,6 +123,18 @@ def ratio(values: Mapping[int, float], reference: Mapping[int, float]) -> stats.
     if not repeats:
         return None
     return stats.paired_ratio([values[r] for r in repeats], [reference[r] for r in repeats])
+
+
+def _why(gate: Gate | ErrorGate) -> str:
+    if isinstance(gate, ErrorGate):
+        return f"its numbers are too far from {gate.against}"
+    return "its tokens differ from the baseline's"
+
+
+def _why_none(claim: Claim, rows: Sequence[Row]) -> str:
+    own, reference = (claim.variant, claim.point), (claim.reference_variant, claim.reference_point)
+    absent = [row.variant for row in rows if row.is_absent and (row.variant, row.point) in (own, reference)]
+    return f"not measured, because {absent[0]} is absent" if absent else "no valid measurement"
 
 
 def _inconclusive(claim: Claim, found: stats.Estimate | None, reason: str) -> Judgement:

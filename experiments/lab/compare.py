@@ -78,8 +78,7 @@ def _cells(a: Result, b: Result, variant: str, point: str, metric: str) -> tuple
     if MISSING in shown:
         return None
     problem = next((f"{text} in {name}" for text, name in zip(shown, "AB", strict=True) if text == INVALID), "")
-    failed = [name for name, r in (("A", a), ("B", b)) for gate in r.info.gates
-              if (gate.variant, gate.point) == (variant, point) and not gate.passed]  # fmt: skip
+    failed = [name for name, r in (("A", a), ("B", b)) if r.info.fails(variant, point)]
     if problem or failed:
         return shown[0], shown[1], MISSING, problem or f"gate FAILED in {failed[0]}"
     ours, theirs = values[1], values[0]

@@ -107,8 +107,14 @@ def _result(
         original=spec.original,
         target=spec.target,
         notes=(*findings.notes, *sweep.notes()),
+        error_gates=tuple(findings.error_gates),
+        profiles=tuple(findings.profiles),
+        procedure=findings.procedure,
+        peers=dict(findings.peers),
     )
-    return Result(info, tuple(findings.rows), tuple(findings.steps), tuple(findings.requests))
+    return Result(
+        info, tuple(findings.rows), tuple(findings.steps), tuple(findings.requests), tuple(findings.kernels)
+    )
 
 
 def _store(results: Path, result: Result) -> Path:

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 from omegaconf import DictConfig
 
 from experiments.lab.claims import Claim
-from experiments.lab.gate import Gate
+from experiments.lab.gate import ErrorGate, Gate
 from experiments.lab.hardware import Ceilings
 from experiments.lab.metrics import Metric
 from experiments.lab.points import Point
+from experiments.lab.profile import KernelRow, StepProfile
 from experiments.lab.progress import Steps
 from experiments.lab.rows import Row
 from experiments.lab.spec import ExperimentSpec
@@ -35,6 +36,11 @@ class Findings:
     workload: Mapping[str, Any] = field(default_factory=dict)  # how the requests were made
     ceilings: Ceilings | None = None  # that floors were taken from
     notes: Sequence[str] = ()
+    error_gates: Sequence[ErrorGate] = ()
+    profiles: Sequence[StepProfile] = ()
+    kernels: Sequence[KernelRow] = ()  # of the profiles
+    procedure: str = ""  # how a measurement begins, where not with a fresh engine
+    peers: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)  # variant -> version and settings
 
 
 class Experiment(Protocol):

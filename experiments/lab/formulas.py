@@ -56,6 +56,7 @@ class Missing:
 
 
 NOT_A_PEERS = Missing("a peer has no engine steps to look at", applies=False)
+NOT_PROFILED = Missing("it is taken of profiled decode steps, and these were not", applies=False)
 UNKNOWN_MEMORY = Missing("its memory is not known", applies=False)
 NOTHING = Missing("no request gave a sample of it")
 Compute = Callable[[Served, Context], "float | Missing"]
@@ -235,4 +236,9 @@ SERVING: dict[str, Formula] = {
     "floor_ms": _pass(
         "least time that the hardware allows a step, mean", "ms", _LOW, _roofline(lambda u: 1e3 * u.floor_s)
     ),
+    "gpu_idle_share": _pass(
+        "share of a decode step that the GPU waits for the next", "", _LOW, lambda s, c: NOT_PROFILED
+    ),
 }
+
+OF_PROFILES = ("gpu_idle_share",)  # and of no timed pass: see profile.py

@@ -1,4 +1,5 @@
-"""The gate: before a variant's speed counts, its greedy tokens are compared with the baseline's."""
+"""The gate: before a variant's speed counts, its greedy tokens are compared with the baseline's, and where numbers are
+rounded, they are compared with a reference's in fp32."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Gate:
-    """One variant at one point, over all repeats. In fp32 every token must be equal (`needed_share` 1.0).
+    """One variant at one point, over all repeats. In fp32 every token must be equal (`needed_share` 1.0); at 0 the
+    share is shown and nothing is asked of it.
 
     Attributes:
         logprob_error: largest difference of an equal token's log-probability from the baseline's, in nats; None where
@@ -61,6 +63,37 @@ class Gate:
             return False
         exact = self.first_difference is None
         return exact if self.needed_share >= 1 else self.share >= self.needed_share
+
+    def covers(self, variant: str, point: str) -> bool:
+        return (self.variant, self.point) == (variant, point)
+
+
+@dataclass(frozen=True)
+class ErrorGate:
+    """How far a variant's numbers are from those of a reference, computed in fp32 from the same inputs.
+
+    Attributes:
+        point: None where it holds for all of them.
+        error: the largest ||x - reference|| / ||reference|| of any row.
+        allowed: what it may be at most.
+        against: the reference, in words.
+        equal_rows, rows: of logits, rows whose largest one, the greedy token, is the reference's.
+    """
+
+    variant: str
+    point: str | None
+    error: float
+    allowed: float
+    against: str
+    equal_rows: int = 0
+    rows: int = 0
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed  # NaN is above any bound
+
+    def covers(self, variant: str, point: str) -> bool:
+        return self.variant == variant and self.point in (None, point)
 
 
 def compare(baseline: Sequence[Sequence[int]], variant: Sequence[Sequence[int]]) -> Comparison:

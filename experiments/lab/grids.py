@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from experiments.lab import stats, wording
@@ -16,6 +16,7 @@ ROOFLINE = {"floor_ms": "floor", "mbu": "MBU", "mfu": "MFU"}  # how near the har
 LONG_LABEL = 24
 MISSING = "-"
 INVALID = "INVALID"
+ABSENT = "absent"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Sheet:
         self.repeats = max((row.repeat + 1 for row in result.rows), default=0)
         self._table = Table(result.rows)
         self._tried = {(row.variant, row.point, row.metric) for row in result.rows}
+        self._absent = {(row.variant, row.point, row.metric) for row in result.rows if row.is_absent}
         self._gates = {(gate.variant, gate.point): gate for gate in result.info.gates}
 
     def grids(self, names: Sequence[str]) -> list[Grid]:
@@ -70,17 +72,19 @@ class Sheet:
                 return [joined]
         speeds = [name for name in measured if name not in ROOFLINE]
         limits = [name for name in ROOFLINE if name in measured]
-        if speeds and limits:
-            first = self._long(speeds[0], limits)
-            if first.width <= SCREEN:
-                return [first, *(grid for name in speeds[1:] for grid in self._grids(name))]
+        for beside in (limits, [n for n in limits if n != "floor_ms"], [n for n in limits if n == "mbu"]):
+            first = self._long(speeds[0], beside) if speeds and beside else None
+            if first is not None and first.width <= SCREEN:
+                others = [*speeds[1:], *(name for name in limits if name not in beside)]
+                return [first, *(grid for name in others for grid in self._grids(name))]
         return [grid for name in (*speeds, *limits) for grid in self._grids(name)]
 
     def _grids(self, name: str) -> list[Grid]:
         """Two variants stand side by side, one row a point; more of them below each other; and where names are too
         long for that, each point has its own table."""
         points = self._points(name)
-        if len(self.info.variants) == 2 and len(points) > 1 and self.info.baseline is not None:
+        plain = self.info.baseline is not None and not self.info.error_gates
+        if len(self.info.variants) == 2 and len(points) > 1 and plain:
             wide = self._wide(name)
             if wide.width <= SCREEN:
                 return [wide]
@@ -94,16 +98,20 @@ class Sheet:
         header = [*(["point"] if pointed else []), *(["variant"] if many else []), "median [95 %]"]
         if compared:
             label = info.variants[str(info.baseline)]
-            header += [f"ratio to {label if len(label) <= LONG_LABEL else 'baseline'}", "same tokens"]
+            header += [f"ratio to {label if len(label) <= LONG_LABEL else 'baseline'}"]
+        header += self._gated
         for other in beside:
             unit = info.metrics[other].unit
             header.append(ROOFLINE[other] + (f", {unit}" if unit else ""))
         rows = []
         for point in points:
             for variant, label in info.variants.items():
+                if (variant, point, name) not in self._tried:
+                    continue  # a peer has no engine steps, and a kernel not every implementation
                 cells = [*([point] if pointed else []), *([label] if many else []), self.value(variant, point, name)]
                 if compared:
-                    cells += [self.ratio(variant, point, name), self.same_tokens(variant, point)]
+                    cells.append(self.ratio(variant, point, name))
+                cells += [self._gated[column](variant, point) for column in self._gated]
                 rows.append((*cells, *(self._median(variant, point, other) for other in beside)))
         title = metric_title(info.metrics[name]) + (f", at {points[0]}" if points[0] and not pointed else "")
         return Grid(title, tuple(header), tuple(rows))
@@ -137,6 +145,8 @@ class Sheet:
         """Median and interval; and how many repeats, where some are missing."""
         values = self._table.values(variant, point, metric)
         if not values:
+            if (variant, point, metric) in self._absent:
+                return ABSENT
             return INVALID if (variant, point, metric) in self._tried else MISSING
         text = wording.interval(stats.estimate(list(values.values())))
         return text if len(values) == self.repeats else f"{text} (n={len(values)})"
@@ -147,6 +157,20 @@ class Sheet:
         baseline = self._table.values(str(self.info.baseline), point, metric)
         found = ratio(self._table.values(variant, point, metric), baseline)
         return MISSING if found is None else wording.interval(found, "x")
+
+    @property
+    def _gated(self) -> dict[str, Callable[[str, str], str]]:
+        """The gates' columns. Kernels give no tokens, so nothing is said of any."""
+        tokens = self.info.baseline is not None and (self.info.gates or not self.info.error_gates)
+        columns: dict[str, Callable[[str, str], str]] = {"same tokens": self.same_tokens} if tokens else {}
+        return {**columns, "error": self.error} if self.info.error_gates else columns
+
+    def error(self, variant: str, point: str) -> str:
+        """Against the reference in fp32."""
+        gate = next((gate for gate in self.info.error_gates if gate.covers(variant, point)), None)
+        if gate is None:
+            return MISSING
+        return wording.number(gate.error) if gate.passed else f"FAILED: {wording.number(gate.error)}"
 
     def same_tokens(self, variant: str, point: str) -> str:
         """The gate's figure in a few letters."""

@@ -13,6 +13,7 @@ from experiments.lab.rows import Row
 from experiments.lab.steps import RequestRow, StepRow, request_rows, step_rows
 from experiments.lab.subjects import Kind
 from experiments.lab.validity import Evidence
+from mini_infer.core.config import LoadFormat
 
 Key = tuple[str, str]  # variant, point
 Tokens = Sequence[Sequence[int]]  # of each request
@@ -57,17 +58,34 @@ class Ledger:
         self._terms = terms
         self.rounds: list[Round] = []
 
-    def enter(self, repeat: int, passes: Sequence[tuple[Cell, Sequence[Pass]]]) -> None:
-        """Of several attempts at a cell the last one counts; the rows of the others are kept, and are invalid."""
+    def enter(
+        self, repeat: int, passes: Sequence[tuple[Cell, Sequence[Pass]]], absent: Sequence[tuple[Cell, str]] = ()
+    ) -> None:
+        """Of several attempts at a cell the last one counts; the rows of the others are kept, and are invalid.
+
+        Args:
+            absent: what could not be measured, and why.
+        """
         found = Round()
-        expected = next(attempts[-1] for cell, attempts in passes if cell.variant == self._terms.baseline)
+        baseline = next(((c, attempts[-1]) for c, attempts in passes if c.variant == self._terms.baseline), None)
         for cell, attempts in passes:
             for measured in attempts:
                 self._judge(found, repeat, cell, measured)
-            self._compare(found, cell, attempts[-1], expected)
+            found.tokens[cell.variant, cell.point.name] = [r.token_ids for r in attempts[-1].served.requests]
+            if baseline is None:
+                continue
+            if _weights(cell) == _weights(baseline[0]):
+                self._compare(found, cell, attempts[-1], baseline[1])
+            else:
+                found.notes.append(
+                    f"{self._terms.labels[cell.variant]}: its tokens are not compared with the baseline's, because the "
+                    "random weights of the two differ."
+                )
             if repeat == 0 and cell.kind is Kind.engine and cell.point.name == self._terms.timeline:
                 found.steps.extend(step_rows(cell.variant, cell.point.name, attempts[-1].served))
                 found.requests.extend(request_rows(cell.variant, cell.point.name, attempts[-1].served))
+        for cell, why in absent:
+            found.rows.extend(cells.absent_rows(cell, repeat, self._terms.metrics, why))
         self.rounds.append(found)
 
     def tokens(self, key: Key) -> Tokens | None:
@@ -93,7 +111,7 @@ class Ledger:
         evidence = Evidence(served, terms.vocab_size, measured.drift, first)
         found.rows.extend(cells.rows(cell, repeat, terms.metrics, against, evidence))
         found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
-        caches = cell.kind is Kind.engine and cell.engine.cache.prefix_caching
+        caches = cell.kind in (Kind.engine, Kind.vllm) and cell.engine.cache.prefix_caching
         few = validity.few_hits(served, caches)
         if few:
             at = f" at {cell.point.name}" if cell.point.name else ""
@@ -101,8 +119,13 @@ class Ledger:
 
     def _compare(self, found: Round, cell: Cell, measured: Pass, expected: Pass) -> None:
         key = (cell.variant, cell.point.name)
-        found.tokens[key] = [request.token_ids for request in measured.served.requests]
         reference = [request.token_ids for request in expected.served.requests]
         found.comparisons[key] = compare(reference, found.tokens[key])
         if measured.scored is not None and expected.scored is not None:
             found.errors[key] = logprob_error(expected.scored.requests, measured.scored.requests)
+
+
+def _weights(cell: Cell) -> str:
+    """Whose weights it has: of random ones vLLM makes its own, and transformers gets the engine's."""
+    own = cell.kind is Kind.vllm and cell.engine.model.load_format is LoadFormat.dummy
+    return "its own" if own else "the engine's"

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from experiments.lab.explain import suggest
-from experiments.lab.formulas import SERVING, Better, Context, Metric, Missing
+from experiments.lab.formulas import OF_PROFILES, SERVING, Better, Context, Metric, Missing
 from experiments.lab.slo import SLO
 from experiments.lab.traces import RequestTrace, Served
 from mini_infer.core.errors import ConfigError
 
 __all__ = [
+    "OF_PROFILES",
     "SERVING",
     "SLO",
     "Better",

@@ -7,20 +7,23 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from experiments.lab import store, timeline, wording
+from experiments.lab import profile_plot, store, timeline, wording
 from experiments.lab.answer import answer, flags, headline, judgements
 from experiments.lab.claims import Verdict
-from experiments.lab.gate import Gate
+from experiments.lab.gate_words import gate_lines
 from experiments.lab.grids import Sheet
 from experiments.lab.store import Result, RunInfo
 
 FIGURES = "figures"  # their folder beside the pages
 MARK = "<!-- Made by `python run.py report` from results/: what is written here by hand is lost. -->"
 NAMES_SHOWN = 12  # of preempted requests
-COMPARISON = """\
-Variants take turns in ABBA order, and every measurement starts from a fresh engine that is warmed up on other prompts.
-A ratio is taken repeat by repeat. Before a variant's speed counts, its greedy tokens are compared with the
+FRESH = "every measurement starts from a fresh engine that is warmed up on other prompts"
+TOKENS = """\
+Before a variant's speed counts, its greedy tokens are compared with the
 baseline's (*same tokens*)."""
+ERRORS = """\
+*error* is the largest relative error of a row, ||x - reference|| / ||reference||, against a reference that computes the
+same in fp32."""
 STATISTICS = """\
 Tables give the median over the repeats and, in brackets, a 95 % interval. A claim is *supported* or *refuted* only
 where the whole interval lies on one side of its bound, else *inconclusive*. INVALID values are listed and never
@@ -46,7 +49,7 @@ def report_page(results: Sequence[Result], damaged: Sequence[Path]) -> str:
         *(_run(result) for result in results),
         "## How the numbers are made",
         *_texts(results, "method"),
-        COMPARISON if first.baseline is not None else "",
+        _comparison(results),
         STATISTICS,
         "## Limits" if any(r.info.limits for r in results) else "",
         "\n".join(f"- {limit}" for limit in dict.fromkeys(limit for r in results for limit in r.info.limits)),
@@ -54,6 +57,19 @@ def report_page(results: Sequence[Result], damaged: Sequence[Path]) -> str:
         "\n".join(f"- [{path}](../{path})" for path in dict.fromkeys(path for r in results for path in r.info.code)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _comparison(results: Sequence[Result]) -> str:
+    infos = [result.info for result in results]
+    parts = []
+    if infos[0].baseline is not None:
+        begins = "; or, ".join(dict.fromkeys(info.procedure or FRESH for info in infos))
+        parts.append(f"Variants take turns in ABBA order, and {begins}.\nA ratio is taken repeat by repeat.")
+        if any(info.gates or not info.error_gates for info in infos):
+            parts.append(TOKENS)
+    if any(info.error_gates for info in infos):
+        parts.append(ERRORS)
+    return " ".join(parts)
 
 
 def _texts(results: Sequence[Result], name: str) -> list[str]:
@@ -95,6 +111,7 @@ def _run(result: Result) -> str:
         *(grid.markdown() for grid in sheet.grids(list(info.metrics))),
         _invalid(result),
         _steps(result),
+        _profile(result),
         _samples(info),
         _provenance(result),
     ]
@@ -119,34 +136,9 @@ def _verdicts(result: Result) -> str:
     return _table(("claim", "verdict", "measured", "source"), lines) if lines else ""
 
 
-def gate_lines(info: RunInfo) -> list[tuple[str, str, str]]:
-    """Claim, verdict, figure: one line a variant for all points where it passed, one for each where it did not."""
-    lines = []
-    for variant in info.variants:
-        passed = [gate for gate in info.gates if gate.variant == variant and gate.passed]
-        if passed:
-            lines.append((_same_tokens(passed, info), Verdict.supported.value, _gate_figures(passed)))
-    failed = [gate for gate in info.gates if not gate.passed]
-    return [*lines, *((_gate_claim(gate, info), Verdict.refuted.value, _gate_figure(gate)) for gate in failed)]
-
-
-def _same_tokens(gates: Sequence[Gate], info: RunInfo) -> str:
-    if len(gates) == 1:
-        return _gate_claim(gates[0], info)
-    where = f"at all {len(info.points)} points" if len(gates) == len(info.points) else f"at {len(gates)} points"
-    return f"{_gate_claim(gates[0], info).removesuffix(f' at {gates[0].point}')}, {where}"
-
-
-def _gate_figures(gates: Sequence[Gate]) -> str:
-    if len(gates) == 1:
-        return _gate_figure(gates[0])
-    equal, total = sum(g.equal_tokens for g in gates), sum(g.total_tokens for g in gates)
-    return f"{equal:,} of {total:,} tokens"
-
-
 def _invalid(result: Result) -> str:
     """Values by reason, so that a pass that does not count is one line and not one a metric."""
-    dropped = [row for row in result.rows if not row.valid]
+    dropped = [row for row in result.rows if not row.valid and not row.is_absent]  # the notes say who is absent
     if not dropped:
         return ""
     info, lines = result.info, []
@@ -174,6 +166,16 @@ def _steps(result: Result) -> str:
     command += "" if info.run == "default" else f" --run '{info.run}'"
     again = f"`{command}` writes the same steps, with every request, for Perfetto."
     return "\n\n".join(["### Step by step", timeline.describe(result), *pictures, *_preempted(result), again])
+
+
+def _profile(result: Result) -> str:
+    if not result.info.profiles:
+        return ""
+    parts = ["### Where a decode step's time goes", profile_plot.describe(result)]
+    for point in profile_plot.points(result):
+        parts.append(_picture(f"Decode step {point}".strip(), result.info, profile_name(point)))
+        parts += [grid.markdown().replace("### ", "#### ", 1) for grid in profile_plot.tables(point, result)]
+    return "\n\n".join(parts)
 
 
 def _preempted(result: Result) -> list[str]:
@@ -213,14 +215,17 @@ def _fenced(text: str) -> str:
 def _provenance(result: Result) -> str:
     info, origin = result.info, result.info.provenance
     versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
+    peers = info.peers.items()
     data = f"../results/{info.experiment}/{info.hardware}/{info.run}"
     return "\n".join(
         [
             "### Where it comes from, and how to run it again",
             "",
             f"Measured {origin.started} in {wording.number(origin.seconds)} s; {wording.commit(origin)}; {versions}.",
+            *(f"{info.variants[name]}: {'; or '.join(map(wording.settings, about))}." for name, about in peers),
             f"Data: [csv]({data}.csv), [json]({data}.json)"
             + (f", [steps]({data}.steps.csv)" if result.steps else "")
+            + (f", [kernels]({data}.profile.csv)" if result.kernels else "")
             + ".",
             "",
             f"```\n{origin.command}\n```",
@@ -282,26 +287,6 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(wording.cell(text) for text in line)} |" for line in every)
 
 
-def _gate_claim(gate: Gate, info: RunInfo) -> str:
-    at = f" at {gate.point}" if gate.point else ""
-    return f"{info.variants[gate.variant]} generates the same greedy tokens as {info.variants[str(info.baseline)]}{at}"
-
-
-def _gate_figure(gate: Gate) -> str:
-    figure = f"{gate.equal_tokens:,} of {gate.total_tokens:,} tokens"
-    if gate.needed_share < 1:
-        figure += f", {wording.share(gate.needed_share)} needed"
-    if gate.logprob_error is not None:
-        figure += f", logprobs within {wording.number(gate.logprob_error)}"
-        figure += f" (allowed: {wording.number(gate.allowed_error)})" if gate.allowed_error is not None else ""
-    if gate.first_difference is not None:
-        where = gate.first_difference
-        figure += (
-            f" (first difference: request {where.request}, token {where.position}: {where.expected} became {where.got})"
-        )
-    return figure
-
-
 def _picture(title: str, info: RunInfo, plot: str) -> str:
     return f"![{title}]({FIGURES}/{figure_name(info, plot)})"
 
@@ -314,3 +299,8 @@ def figure_name(info: RunInfo, plot: str) -> str:
 def steps_name(point: str) -> str:
     """As a plot's name."""
     return f"steps-{store.run_name([point])}" if point else "steps"
+
+
+def profile_name(point: str) -> str:
+    """Likewise."""
+    return f"profile-{store.run_name([point])}" if point else "profile"

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from PIL import Image  # matplotlib writes its PNGs with it
 
 from experiments.lab import distributions, stats, wording
+from experiments.lab.claims import Claim
 from experiments.lab.metrics import Better, Metric
 from experiments.lab.rows import Table
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
@@ -47,6 +50,7 @@ PANEL_HEIGHT = 3.5
 BAR_HEIGHT = 0.5  # of a horizontal bar
 MADE_FOR = "mini-infer report: "
 LEGEND_CHARACTERS = 110  # a row
+NAME_WIDTH = 12  # characters of a named point below its bars
 DENSE = 0.34  # inches a bar: below, its number is turned upright
 
 
@@ -56,7 +60,7 @@ def draw(plot: PlotSpec, result: Result) -> bytes:
         columns = 2 if len(plot.panels) == 4 else min(len(plot.panels), PANELS_A_ROW)
         rows = -(-len(plot.panels) // columns)
         width = WIDTH if columns > 1 else 0.7 * WIDTH
-        flat = all(_is_horizontal(panel, result) for panel in plot.panels)
+        flat = all(_is_horizontal(panel, _shown(panel, result)) for panel in plot.panels)
         height = max(1.6, 1.1 + BAR_HEIGHT * len(result.info.variants)) if flat else PANEL_HEIGHT
         figure = Figure(figsize=(width, rows * height + 0.6), dpi=DPI, layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -113,12 +117,16 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, named: bool
     metric = result.info.metrics.get(panel.metric)
     if metric is None or (panel.kind is PanelKind.curve and panel.x not in result.info.metrics):
         return _nothing(ax, f"{panel.metric}: not measured in this run")  # which may have chosen other metrics
+    result = _shown(panel, result)
     flat = _is_horizontal(panel, result)
     tidy(ax, "x" if flat else "y")
-    ax.set_title(f"{'higher' if metric.better is Better.higher else 'lower'} is better", fontsize=8, color=INK)
+    words = [f"{key.rpartition('.')[2]}={_plain_setting(value)}" for key, value in panel.where.items()]
+    words.append(f"{'higher' if metric.better is Better.higher else 'lower'} is better")
+    ax.set_title(", ".join(words), fontsize=8, color=INK)
     if panel.kind is PanelKind.distribution:
-        drawn = _distribution(ax, panel, result)
-        return _nothing(ax, "not stored for this run (experiment.timeline)") if not drawn else None
+        stored = _distribution(ax, panel, result)
+        return _nothing(ax, "not stored for this run (experiment.timeline)") if not stored else None
+    drawn: bool | dict[str, float]
     if flat:
         drawn = _horizontal_bars(ax, panel, result, named)
     elif panel.kind is PanelKind.bars:
@@ -140,8 +148,20 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, named: bool
         ax.set_ylim(bottom=0)
         _linear(ax.yaxis, 8)
     ax.set_ylabel(axis_label(metric, 36), fontsize=9)
-    _limits(ax, panel, result)
+    _limits(ax, panel, result, drawn if isinstance(drawn, dict) else {})
     return None
+
+
+def _shown(panel: PanelSpec, result: Result) -> Result:
+    """The result with the panel's own points alone, whose names leave out what they have in common."""
+    if not panel.where:
+        return result
+    points = {
+        name: {key: value for key, value in settings.items() if key not in panel.where}
+        for name, settings in result.info.points.items()
+        if all(settings.get(key) == value for key, value in panel.where.items())
+    }
+    return replace(result, info=replace(result.info, points=points))
 
 
 def axis_label(metric: Metric, width: int) -> str:
@@ -185,7 +205,8 @@ def _horizontal_bars(ax: Axes, panel: PanelSpec, result: Result, named: bool) ->
     return bool(ends)
 
 
-def _bars(ax: Axes, panel: PanelSpec, result: Result, width: float) -> bool:
+def _bars(ax: Axes, panel: PanelSpec, result: Result, width: float) -> dict[str, float]:
+    """Where each point stands on the x axis; empty where nothing is drawn."""
     table, variants = Table(result.rows), list(result.info.variants.items())
     points = [p for p in result.info.points if any(table.values(v, p, panel.metric) for v, _ in variants)]
     tried = {(row.variant, row.point) for row in result.rows if row.metric == panel.metric}
@@ -211,7 +232,7 @@ def _bars(ax: Axes, panel: PanelSpec, result: Result, width: float) -> bool:
             _dots(ax, [place] * len(repeats), repeats)
     ax.margins(y=0.24 if dense else 0.1)
     _name_points(ax, panel, result, points, width)
-    return bool(points)
+    return {point: float(index) for index, point in enumerate(points)}
 
 
 def _bar_style(index: int) -> dict[str, Any]:
@@ -226,13 +247,21 @@ def _bar_style(index: int) -> dict[str, Any]:
 
 def _name_points(ax: Axes, panel: PanelSpec, result: Result, points: Sequence[str], width: float) -> None:
     key = _only_key(result, points)
-    names = ["\n".join(p.split(" ")) for p in points] if key is None else [_setting(result, p) for p in points]
+    names = [_in_lines(p, panel) for p in points] if key is None else [_setting(result, p) for p in points]
     longest = max((len(line) for name in names for line in name.split("\n")), default=0)
     upright = longest * len(names) * 0.085 > width * 0.8  # about 0.085 inches a letter
     ax.set_xticks(range(len(points)), names)
     if upright:
         ax.tick_params(axis="x", labelrotation=90, labelsize=8)
     ax.set_xlabel(panel.x_label or key or "", fontsize=9)
+
+
+def _in_lines(point: str, panel: PanelSpec) -> str:
+    """A setting a line, without those that the panel's title has."""
+    told = {f"{key.rpartition('.')[2]}={value}" for key, value in panel.where.items()} | {panel.where.get("case")}
+    words = [word for word in point.split(" ") if word not in told]
+    lines = re.sub(r" (?=\S+=)", "\n", " ".join(words)).split("\n")
+    return "\n".join(textwrap.fill(line, NAME_WIDTH) for line in lines)
 
 
 def _only_key(result: Result, points: Sequence[str]) -> str | None:
@@ -244,11 +273,16 @@ def _only_key(result: Result, points: Sequence[str]) -> str | None:
 
 def _setting(result: Result, point: str) -> str:
     (value,) = result.info.points[point].values()
+    return _plain_setting(value)
+
+
+def _plain_setting(value: Any) -> str:
     return f"{value:,}" if _is_number(value) else str(value)
 
 
-def _lines(ax: Axes, panel: PanelSpec, result: Result) -> bool:
-    """One line a variant; where points differ in more than x, one line a variant and combination of the others."""
+def _lines(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
+    """One line a variant; where points differ in more than x, one line a variant and combination of the others. Where
+    each point stands on the x axis; empty where nothing is drawn."""
     assert panel.x is not None
     table, info = Table(result.rows), result.info
     at_x = {name: settings for name, settings in info.points.items() if panel.x in settings}
@@ -279,7 +313,7 @@ def _lines(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xticks(shown, [plain(place) for place in shown] if names is None else names)
     ax.set_xlabel(panel.x_label or panel.x.rpartition(".")[2], fontsize=9)
-    return bool(measured)
+    return {name: place_of[at_x[name][panel.x]] for name in measured}
 
 
 def _curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
@@ -343,22 +377,38 @@ def _distribution(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     return True
 
 
-def _limits(ax: Axes, panel: PanelSpec, result: Result) -> None:
-    """The bound of an absolute claim about this metric, at its point."""
-    shown = 0
+def _limits(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, float]) -> None:
+    """The bounds of absolute claims about this metric. A single one is a line with words; several are marks at their
+    points, whose numbers stand in the table of claims."""
+    claims = []
     for claim in result.info.claims:
-        if claim.metric != panel.metric or claim.bound.is_ratio:
-            continue
-        top = ax.get_ylim()[1]
-        if claim.value > FAR * top:
-            continue
+        if claim.metric == panel.metric and not claim.bound.is_ratio and claim.point in result.info.points:
+            top = ax.get_ylim()[1]
+            if claim.value <= FAR * top:
+                ax.set_ylim(top=max(top, 1.12 * claim.value))
+                claims.append(claim)
+    if len(claims) > 1 and len(places) > 1:
+        _marks(ax, panel, [claim for claim in claims if claim.point in places], places)
+        return
+    for index, claim in enumerate(claims):
         ax.axhline(claim.value, color=BOUND, linewidth=1, linestyle="--")
-        ax.set_ylim(top=max(top, 1.12 * claim.value))
         side = "at least" if claim.bound.is_floor else "at most"
         text = f"claim: {side} {wording.number(claim.value)}" + (f" at {claim.point}" if claim.point else "")
-        ax.annotate(text, (0.02 + 0.48 * (shown % 2), claim.value), (0, 3), xycoords=("axes fraction", "data"),
-                    textcoords="offset points", fontsize=8, color=BOUND, annotation_clip=True, **ON_TOP)  # fmt: skip
-        shown += 1
+        place = (0.02 + 0.48 * (index % 2), claim.value)
+        note = ax.annotate(text, place, (0, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
+                           fontsize=8, color=BOUND, annotation_clip=True, **ON_TOP)  # fmt: skip
+        note.set_in_layout(False)
+
+
+def _marks(ax: Axes, panel: PanelSpec, claims: Sequence[Claim], places: Mapping[str, float]) -> None:
+    label: str | None = "bound of a claim"
+    for claim in claims:
+        x = places[claim.point]
+        if panel.kind is PanelKind.bars:
+            ax.plot([x - 0.46, x + 0.46], [claim.value] * 2, color=BOUND, linewidth=1.6, zorder=5, label=label)
+        else:
+            ax.plot([x], [claim.value], "_", color=BOUND, markersize=17, markeredgewidth=1.8, zorder=5, label=label)
+        label = None
 
 
 def _line_style(variant: int, kind: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mini_infer.core.errors import ConfigError
@@ -12,19 +12,51 @@ from mini_infer.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Point:
-    """`values` maps dotted config keys to settings; `name` is how tables and figures call the point."""
+    """`values` maps dotted config keys to settings; `name` is how tables and figures call the point; `labels` are the
+    names that it was given on axes of named settings."""
 
     name: str
     values: Mapping[str, Any]
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def grid(axes: Mapping[str, Sequence[Any]]) -> list[Point]:
-    """Every combination of the axes' values, the last axis fastest. No axes: one point without a name."""
-    for key, values in axes.items():
-        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
-            raise ConfigError(f"experiment.points[{key}] must be a list of values, got {_shown(values)}")
-    names = short_names(list(axes))
-    return [point(dict(zip(axes, values, strict=True)), names) for values in itertools.product(*axes.values())]
+def grid(axes: Mapping[str, Any]) -> list[Point]:
+    """Every combination of the axes' values, the last axis fastest. No axes: one point without a name.
+
+    An axis is a dotted key with a list of its values. Where several settings change together it is any word, with a
+    name for each bundle of settings:
+
+        workload.count: [1, 8]
+        load: {short: {workload.prompt_tokens: 128}, long: {workload.prompt_tokens: 4096, workload.output_tokens: 8}}
+    """
+    names = short_names([key for key, values in axes.items() if not isinstance(values, Mapping)])
+    choices = [[(key, value) for value in _values(key, values)] for key, values in axes.items()]
+    return [_combined(combination, axes, names) for combination in itertools.product(*choices)]
+
+
+def _values(key: str, values: Any) -> list[Any]:
+    if isinstance(values, Mapping) and values and all(isinstance(bundle, Mapping) for bundle in values.values()):
+        return list(values)
+    if isinstance(values, (str, Mapping)) or not isinstance(values, Sequence) or not values:
+        raise ConfigError(
+            f"experiment.points[{key}] must be a list of values, got {_shown(values)} (or names with their settings)"
+        )
+    return list(values)
+
+
+def _combined(combination: Sequence[tuple[str, Any]], axes: Mapping[str, Any], names: Mapping[str, str]) -> Point:
+    settings: dict[str, Any] = {}
+    labels: dict[str, str] = {}
+    words = []
+    for key, value in combination:
+        if isinstance(axes[key], Mapping):
+            settings |= axes[key][value]
+            labels[key] = value
+            words.append(value)
+        else:
+            settings[key] = value
+            words.append(f"{names[key]}={value}")
+    return Point(" ".join(words), settings, labels)
 
 
 def point(values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> Point:
@@ -44,9 +76,13 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 def find_point(points: Sequence[Point], at: Mapping[str, Any], where: str) -> Point:
     """The one point that has all values of `at`."""
-    found = [p for p in points if all(key in p.values and p.values[key] == value for key, value in at.items())]
+    found = [p for p in points if all(_has(p, key, value) for key, value in at.items())]
     if len(found) == 1:
         return found[0]
     names = ", ".join(p.name or "(the only point)" for p in points)
     problem = "names no measured point" if not found else f"fits {len(found)} points: give more keys"
     raise ConfigError(f"{where}={dict(at)} {problem}. Measured: {names}. Change the claim, or drop it from the list")
+
+
+def _has(point: Point, key: str, value: Any) -> bool:
+    return any(key in known and known[key] == value for known in (point.values, point.labels))

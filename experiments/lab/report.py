@@ -8,10 +8,11 @@ from collections.abc import Collection, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from experiments.lab import plots, store, timeline, wording
+from experiments.lab import plots, profile_plot, store, timeline, wording
 from experiments.lab.answer import answer, flags, judgements
+from experiments.lab.gate_words import gate_lines
 from experiments.lab.grids import SCREEN, Sheet
-from experiments.lab.pages import FIGURES, MARK, figure_name, gate_lines, index_page, report_page, steps_name
+from experiments.lab.pages import FIGURES, MARK, figure_name, index_page, profile_name, report_page, steps_name
 from experiments.lab.store import Result, StoreError
 
 INDEX = "README.md"
@@ -43,7 +44,11 @@ def rebuild(results: Path, reports: Path, only: str | None = None) -> list[Path]
 
 def figure_paths(reports: Path, result: Result) -> list[Path]:
     """The figures that the report of this run shows."""
-    names = [*(plot.name for plot in result.info.plots), *(steps_name(point) for point in timeline.points(result))]
+    names = [
+        *(plot.name for plot in result.info.plots),
+        *(steps_name(point) for point in timeline.points(result)),
+        *(profile_name(point) for point in profile_plot.points(result)),
+    ]
     return [reports / FIGURES / figure_name(result.info, name) for name in names]
 
 
@@ -85,6 +90,8 @@ def _write(reports: Path, experiment: str, results: Sequence[Result], damaged: S
             drawn[figure_name(result.info, plot.name)] = plots.draw(plot, result)
         for point, picture in timeline.draw(result).items():
             drawn[figure_name(result.info, steps_name(point))] = picture
+        for point, picture in profile_plot.draw(result).items():
+            drawn[figure_name(result.info, profile_name(point))] = picture
     for name, picture in drawn.items():
         store.write_atomic(reports / FIGURES / name, picture)
     path = reports / f"{experiment}.md"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+ABSENT = "absent: "  # begins the reason of a row whose peer is not there
+
 
 @dataclass(frozen=True)
 class Row:
@@ -18,6 +20,11 @@ class Row:
     unit: str
     valid: bool = True
     reason: str = ""
+
+    @property
+    def is_absent(self) -> bool:
+        """Nobody tried to measure it, so nothing is wrong with it."""
+        return self.reason.startswith(ABSENT)
 
 
 class Table:

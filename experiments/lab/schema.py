@@ -21,6 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.lab.explain import describe, suggest
 from experiments.lab.hardware import Hardware
+from experiments.lab.kinds import Kind
+from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.workloads import WORKLOADS, Workload
 from mini_infer.core.config import EngineConfig
@@ -62,6 +64,7 @@ class Measure:
     repeats: int = 5  # of every variant at every point
     seed: int = 0  # of prompts, lengths and the order of everything random
     threads: int | None = None  # of torch, for all variants alike; default: what torch chooses
+    engine: Kind | None = None  # the only one to measure; default: the experiment's variants
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -111,6 +114,7 @@ class RunConfig:
     workload: Any = None
     measure: Measure = field(default_factory=Measure)
     hardware: Hardware = field(default_factory=Hardware)
+    peers: PeerSettings = field(default_factory=PeerSettings)
     tracker: TrackerSettings = field(default_factory=TrackerSettings)
     paths: Paths = field(default_factory=Paths)
     experiment: Any = None
@@ -193,6 +197,11 @@ def with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 def experiment_class(config: DictConfig) -> Any:
     """The class that `experiment._target_` names."""
     target = config.experiment.get("_target_")
+    if config.measure.engine is not None and "variants" not in config.experiment:
+        raise ConfigError(
+            f"engine={config.measure.engine.value} serves a workload, and {target} has none: leave engine=... out, or "
+            "choose another experiment"
+        )
     if not isinstance(target, str) or "." not in target:
         raise ConfigError(
             "experiment._target_ must name the class that runs the experiment, such as experiments.ablation.Ablation; "

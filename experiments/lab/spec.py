@@ -42,6 +42,7 @@ class PanelSpec:
     x_label: str = ""
     log_x: bool = False
     log_y: bool = False
+    where: dict[str, Any] = field(default_factory=dict)  # only points with these settings, which stand in its title
 
     def __post_init__(self) -> None:
         if self.kind is PanelKind.lines and self.x is None:

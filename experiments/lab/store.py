@@ -4,6 +4,7 @@
                                     <run>.json           config, command, commit, versions, device, gates, claims, ...
                                     <run>.steps.csv      one row per engine step, and
                                     <run>.requests.csv   one per request, of one point: where the experiment asks for it
+                                    <run>.profile.csv    one per kernel of a decode step: likewise
 
 The JSON names each table's row count and SHA-256, so a file that was cut short or edited is found out. All are written
 beside their places first and then renamed into them, so that a disk that fills up costs no earlier result; numbers are
@@ -26,8 +27,9 @@ from typing import Any
 
 from experiments.lab import tables
 from experiments.lab.claims import Claim
-from experiments.lab.gate import Gate
+from experiments.lab.gate import ErrorGate, Gate
 from experiments.lab.metrics import Metric
+from experiments.lab.profile import KernelRow, StepProfile
 from experiments.lab.rows import Row
 from experiments.lab.spec import PlotSpec
 from experiments.lab.steps import RequestRow, StepRow
@@ -37,7 +39,12 @@ FORMAT = 2
 COMPLETE = "complete"
 INCOMPLETE = "-incomplete"  # ends the name of a run that may not replace a complete one
 AGAIN = "run the experiment again, or restore all its files"
-ROW_TYPES: dict[str, type] = {".csv": Row, ".steps.csv": StepRow, ".requests.csv": RequestRow}  # by file name ending
+ROW_TYPES: dict[str, type] = {  # by the ending of the file's name
+    ".csv": Row,
+    ".steps.csv": StepRow,
+    ".requests.csv": RequestRow,
+    ".profile.csv": KernelRow,
+}
 
 
 class StoreError(MiniInferError, ValueError):
@@ -94,6 +101,18 @@ class RunInfo:
     original: str = ""  # the original project's figure
     target: str = ""  # the figure to reach or beat
     notes: tuple[str, ...] = ()  # what a reader should know, and what invalidates nothing
+    error_gates: tuple[ErrorGate, ...] = ()
+    profiles: tuple[StepProfile, ...] = ()
+    procedure: str = ""  # how a measurement begins, where not with a fresh engine
+    peers: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)  # variant -> version and settings
+
+    @property
+    def every_gate(self) -> tuple[Gate | ErrorGate, ...]:
+        return (*self.gates, *self.error_gates)
+
+    def fails(self, variant: str, point: str) -> bool:
+        """Whether a gate speaks against the variant's figures at the point."""
+        return any(gate.covers(variant, point) and not gate.passed for gate in self.every_gate)
 
 
 @dataclass(frozen=True)
@@ -102,6 +121,7 @@ class Result:
     rows: tuple[Row, ...]
     steps: tuple[StepRow, ...] = ()
     requests: tuple[RequestRow, ...] = ()
+    kernels: tuple[KernelRow, ...] = ()  # of the profiled decode steps
 
 
 def run_name(overrides: Sequence[str]) -> str:
@@ -195,7 +215,7 @@ def read(path: Path) -> Result:
         del document["format"]
         rows = {ending: _read_table(path, ending, stated[ending]) for ending in ROW_TYPES if ending in stated}
         info: RunInfo = _from_json(RunInfo, document)
-        return Result(info, rows[".csv"], rows.get(".steps.csv", ()), rows.get(".requests.csv", ()))
+        return Result(info, rows[".csv"], *(rows.get(ending, ()) for ending in ROW_TYPES if ending != ".csv"))
     except StoreError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -221,6 +241,7 @@ def _rows_of(result: Result) -> dict[str, Sequence[Any]]:
         ".csv": result.rows,
         ".steps.csv": result.steps,
         ".requests.csv": result.requests,
+        ".profile.csv": result.kernels,
     }
     return {ending: rows for ending, rows in every.items() if rows or ending == ".csv"}
 

@@ -2,56 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from experiments.lab.driver import drive
+from experiments.lab.kinds import Kind
 from experiments.lab.memory import MemoryWatch
 from experiments.lab.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
+from mini_infer.runtime.startup import StartupReport
 
-
-class Kind(str, Enum):
-    engine = "engine"  # mini-infer
-    hf = "hf"  # transformers.generate over static, left-padded batches
-    hf_continuous = "hf_continuous"  # transformers' continuous batching
+__all__ = ["EngineSubject", "Kind", "Subject", "open_subject", "require_servable"]
 
 
 class Subject(Protocol):
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """A peer's version and settings; of an engine on a GPU what it chose, fell back to, and took to start."""
+        ...
+
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         """Greedy tokens for every item, in the items' order. Requests of the closed loop: at most `concurrency` in
         flight."""
+        ...
+
+    def forget(self) -> None:
+        """What comes finds nothing in a prefix cache of what came before."""
         ...
 
     def close(self) -> None: ...
 
 
 class EngineSubject:
-    """One engine. Whatever it has cached stays from pass to pass."""
+    """One engine. Whatever it has cached stays from pass to pass, until it is to forget it."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._engine = LLMEngine(config)
+        self.engine = LLMEngine(config)
+        self.about = _facts(self.engine.startup)
         self._memory = MemoryWatch(config)
+        self._salt = ""
+        self._forgot = 0  # times
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         self._memory.start()
-        served = drive(self._engine, items, concurrency)
+        served = drive(self.engine, items, concurrency, salt=self._salt)
         return replace(served, peak_memory=self._memory.peak(served.records), memory_growth=self._memory.growth())
 
     def serve_with_logprobs(self, items: Sequence[Item], concurrency: int) -> Served:
         """Each token's log-probability too. It shares no cached prefix with earlier passes."""
-        return drive(self._engine, items, concurrency, salt="logprobs", logprobs=True)
+        return drive(self.engine, items, concurrency, salt=f"{self._salt} logprobs", logprobs=True)
+
+    def forget(self) -> None:
+        """The blocks stay until they are needed, as in a server that has run for a while; nobody can hit them."""
+        self._forgot += 1
+        self._salt = f"after {self._forgot}"
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
+
+
+def _facts(startup: StartupReport) -> dict[str, Any]:
+    """On a CPU the run's config says all of it."""
+    if startup.device == "cpu":
+        return {}
+    graphs = startup.graphs
+    captured = f"of {len(graphs.batch_sizes)} batch sizes up to {max(graphs.batch_sizes, default=0)}"
+    cost = f"{graphs.seconds:.1f} s, {graphs.memory_bytes / 2**20:,.0f} MiB"
+    return {
+        "prompts": startup.attention_prefill,
+        "decode rows": startup.attention_decode,
+        "kernels": startup.kernels,
+        "sampler": startup.sampler,
+        "overlap": "on" if startup.overlap else "off",
+        "CUDA graphs": "; ".join([*([f"{captured} ({cost})"] if graphs.batch_sizes else []), *graphs.limits]),
+        "weights": f"{startup.weight_bytes / 2**30:.2f} GiB",
+        "KV": f"{startup.num_kv_blocks:,} blocks, {startup.kv_bytes / 2**30:.2f} GiB",
+        "started in": f"{startup.seconds:.1f} s",
+    }
 
 
 def open_subject(kind: Kind, config: EngineConfig) -> Subject:
+    """In this process; peers/pool.py knows those that have their own."""
     if kind is Kind.hf:
         from experiments.lab.peers.hf import HFGenerate  # it imports all of transformers
 
@@ -65,7 +100,7 @@ def open_subject(kind: Kind, config: EngineConfig) -> Subject:
 
 def require_servable(kind: Kind, items: Sequence[Item], variant: str) -> None:
     """Raises ConfigError where a peer cannot do what the workload asks."""
-    if kind is Kind.engine:
+    if kind in (Kind.engine, Kind.vllm):
         return
     asks = {
         "requests that follow others": any(item.follows is not None for item in items),

@@ -161,7 +161,6 @@ def _point_series(result: Result, variant: str) -> list[tuple[str, str, list[Val
 
 def _median_table(result: Result) -> tuple[list[str], list[list[Any]]]:
     info, table = result.info, Table(result.rows)
-    gates = {(g.variant, g.point): g.passed for g in info.gates}
     rows = []
     for metric, about in info.metrics.items():
         for point in info.points:
@@ -172,10 +171,10 @@ def _median_table(result: Result) -> tuple[list[str], list[list[Any]]]:
                     continue
                 e = stats.estimate(list(values.values()))
                 ratio = claims.ratio(values, reference)
-                gate = gates.get((variant, point))
+                gated = any(gate.covers(variant, point) for gate in info.every_gate)
                 rows.append([metric, point, label, e.median, e.low, e.high, e.n, about.unit,
                              None if ratio is None else ratio.median,
-                             None if gate is None else "passed" if gate else "failed"])  # fmt: skip
+                             None if not gated else "failed" if info.fails(variant, point) else "passed"])  # fmt: skip
     columns = ["metric", "point", "variant", "median", "low", "high", "n", "unit", "ratio to baseline", "gate"]
     return columns, rows
 
@@ -183,7 +182,7 @@ def _median_table(result: Result) -> tuple[list[str], list[list[Any]]]:
 def _claim_table(result: Result) -> tuple[list[str], list[list[Any]]]:
     rows = []
     for claim in result.info.claims:
-        judged = claims.judge(claim, result.rows, result.info.gates)
+        judged = claims.judge(claim, result.rows, result.info.every_gate)
         rows.append(
             [
                 wording.claim(claim, result.info),

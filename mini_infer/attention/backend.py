@@ -1,13 +1,13 @@
 """What an attention backend is, what it declares it can do, and how one is chosen.
 
-A new backend is one file with an AttentionBackend and one line in BACKENDS.
+A new backend is one file with an AttentionBackend, one line in BACKENDS and its place in AUTO_ORDER.
 """
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -22,10 +22,21 @@ if TYPE_CHECKING:
 
 Kind = Literal["prefill", "decode"]
 
-# AttentionChoice -> module:class, best first: `auto` takes the first that can. Imported when asked for, since a
-# backend's own dependencies may not be installed.
+# AttentionChoice -> module:class. Imported when asked for, since a backend's own dependencies may not be installed.
 BACKENDS: dict[AttentionChoice, str] = {
+    AttentionChoice.flash_attn: "mini_infer.attention.flash_attn:FlashAttnBackend",
+    AttentionChoice.triton: "mini_infer.attention.triton:TritonBackend",
     AttentionChoice.sdpa: "mini_infer.attention.torch_sdpa:SdpaBackend",
+}
+
+# What `auto` tries on a device, best first. FlashAttention-4 does not split the keys of a decode row over the SMs of a
+# Hopper GPU, as Flash Decoding does.
+AUTO_ORDER: dict[str, dict[Kind, Sequence[AttentionChoice]]] = {
+    "cuda": {
+        "prefill": (AttentionChoice.flash_attn, AttentionChoice.triton, AttentionChoice.sdpa),
+        "decode": (AttentionChoice.triton, AttentionChoice.flash_attn, AttentionChoice.sdpa),
+    },
+    "cpu": {"prefill": (AttentionChoice.sdpa,), "decode": (AttentionChoice.sdpa,)},
 }
 
 
@@ -44,23 +55,27 @@ class PagedKV(Protocol):
     def values(self, layer: int) -> Tensor:
         """[num_blocks, block_size, num_kv_heads, head_dim]"""
 
+    def key_slots(self, layer: int) -> Tensor:
+        """The keys as [num_blocks * block_size, num_kv_heads, head_dim]"""
+
+    def value_slots(self, layer: int) -> Tensor:
+        """The values as [num_blocks * block_size, num_kv_heads, head_dim]"""
+
     def blocks(self, layer: int) -> Tensor:
         """[2 * num_blocks, block_size * num_kv_heads * head_dim]: row b is block b's keys, num_blocks + b its
         values."""
 
-    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """Stores k and v [T, num_kv_heads, head_dim] in the slots slot_mapping [T] int64."""
-
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a model and a cache ask of a backend."""
+    """What a model, a cache and a machine ask of a backend."""
 
     head_size: int
     block_size: int
     dtype: torch.dtype
     device: torch.device
     sliding_window: bool  # some layer has one
+    graphs: bool = False  # decode steps will be captured in CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -69,12 +84,13 @@ class Capabilities:
 
     prefill: bool
     decode: bool
-    head_sizes: frozenset[int] | None
-    block_sizes: frozenset[int] | None
-    dtypes: frozenset[torch.dtype]
-    devices: frozenset[str]
+    head_sizes: Collection[int] | None
+    block_sizes: Collection[int] | None
+    dtypes: Collection[torch.dtype]
+    devices: Collection[str]
     sliding_window: bool
-    graph_safe: bool  # may be captured in a CUDA graph and replayed with other lengths
+    graph_safe: bool  # decode may be captured in a CUDA graph and replayed with other lengths
+    gpu_generations: Collection[int] | None = None  # major compute capabilities
 
     def refusal(self, kind: Kind, needs: Requirements) -> str | None:
         """Why this backend cannot serve, or None if it can."""
@@ -82,6 +98,11 @@ class Capabilities:
             return f"it has no {kind}"
         if needs.device.type not in self.devices:
             return f"it runs on {_names(self.devices)}, not {needs.device.type}"
+        if needs.device.type == "cuda" and self.gpu_generations is not None:
+            major, minor = torch.cuda.get_device_capability(needs.device)
+            if major not in self.gpu_generations:
+                takes = _names([f"{generation}.x" for generation in self.gpu_generations])
+                return f"it takes GPUs of compute capability {takes}, not {major}.{minor}"
         if needs.dtype not in self.dtypes:
             return f"it takes {_names(self.dtypes)}, not {needs.dtype}"
         if self.head_sizes is not None and needs.head_size not in self.head_sizes:
@@ -90,27 +111,32 @@ class Capabilities:
             return f"it takes block sizes {_names(self.block_sizes)}, not {needs.block_size}"
         if needs.sliding_window and not self.sliding_window:
             return "it has no sliding window, which this model needs"
+        if kind == "decode" and needs.graphs and not self.graph_safe:
+            return "its decode cannot be captured in a CUDA graph"
         return None
 
 
 class DecodeStep(Protocol):
-    """Decode rows of one step: attends with q [num_decode_tokens, num_heads, head_dim] to what is in the cache."""
+    """Decode rows of one step: q [num_decode_tokens, num_heads, head_dim] attends to what is in the cache."""
 
     def __call__(self, layer: int, q: Tensor) -> Tensor: ...
 
 
 class PrefillStep(Protocol):
-    """Prefill rows of one step: q [Tp, num_heads, head_dim], k and v [Tp, num_kv_heads, head_dim] are the prefill
-    rows' own tokens, and are in the cache already."""
+    """Prefill rows of one step: q [Tp, num_heads, head_dim] attends to what is in the cache, where the K and V of
+    these same tokens are already."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, q: Tensor) -> Tensor: ...
 
 
 class AttentionBackend(ABC):
     """Makes, once a step, the callables that every layer of that step shares. Both return q's shape and dtype.
 
     windows[layer] is the layer's sliding window: a query at position p sees (p - window, p]; None sees [0, p].
-    scale multiplies q.k. num_heads is a multiple of num_kv_heads, and head h reads KV head h // group.
+    scale multiplies q.k. num_heads is a multiple of num_kv_heads, and head h reads KV head h // group. A token's heads
+    are contiguous in q, and its tokens may lie apart.
+
+    The constructor takes nothing, and raises ImportError with the remedy where a dependency is missing.
     """
 
     capabilities: Capabilities
@@ -125,27 +151,67 @@ class AttentionBackend(ABC):
         self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
     ) -> PrefillStep: ...
 
+    def check(self, device: torch.device) -> None:  # noqa: B027 most have nothing to try
+        """Raises whatever error shows that the backend, although it can be imported, does not work on this machine."""
 
-def select_backend(choice: AttentionChoice, kind: Kind, needs: Requirements) -> AttentionBackend:
-    """The chosen backend, or for `auto` the first in BACKENDS that can. Raises ConfigError with the reasons."""
-    candidates = list(BACKENDS) if choice is AttentionChoice.auto else [choice]
-    refusals = []
+    def warm_up(  # noqa: B027 most backends have nothing to compile
+        self, kind: Kind, kv_store: PagedKV, num_heads: int, windows: Sequence[int | None], scale: float, max_rows: int
+    ) -> None:
+        """Compiles everything that steps of up to max_rows rows will run, so that none of them waits for a compiler.
+        Reads block 0, and leaves the cache as it is."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A backend, and how it came to be chosen."""
+
+    backend: AttentionBackend
+    choice: AttentionChoice  # which of BACKENDS it is
+    passed_over: tuple[str, ...] = ()  # those that `auto` would have preferred, each with the reason
+
+    def __str__(self) -> str:
+        """For a run's record: "triton (flash_attn: it is not installed ...)"."""
+        return f"{self.choice.value} ({'; '.join(self.passed_over)})" if self.passed_over else self.choice.value
+
+
+def select_backend(choice: AttentionChoice, kind: Kind, needs: Requirements) -> Selection:
+    """The chosen backend, or for `auto` the first in AUTO_ORDER that can. Raises ConfigError with the reasons."""
+    candidates = AUTO_ORDER[needs.device.type][kind] if choice is AttentionChoice.auto else (choice,)
+    refusals: list[str] = []
     for candidate in candidates:
-        module, _, name = BACKENDS[candidate].partition(":")
-        try:
-            backend: type[AttentionBackend] = getattr(importlib.import_module(module), name)
-        except ImportError as error:
-            refusals.append(f"{candidate.value}: {error}")
-            continue
-        reason = backend.capabilities.refusal(kind, needs)
-        if reason is None:
-            return backend()
-        refusals.append(f"{candidate.value}: {reason}")
+        backend = _load(candidate, kind, needs)
+        if isinstance(backend, AttentionBackend):
+            return Selection(backend, candidate, tuple(refusals))
+        refusals.append(f"{candidate.value}: {backend}")
     others = ", ".join(c.value for c in (AttentionChoice.auto, *BACKENDS) if c is not choice)
     raise ConfigError(
         f"attention.{kind}={choice.value} cannot serve this model: {'; '.join(refusals)}. Others: {others}"
     )
 
 
-def _names(values: frozenset) -> str:
-    return ", ".join(sorted(str(value) for value in values))
+def _load(candidate: AttentionChoice, kind: Kind, needs: Requirements) -> AttentionBackend | str:
+    """The backend, or why it cannot serve."""
+    module, _, name = BACKENDS[candidate].partition(":")
+    backend: type[AttentionBackend] = getattr(importlib.import_module(module), name)
+    refusal = backend.capabilities.refusal(kind, needs)
+    if refusal is not None:
+        return refusal
+    try:
+        instance = backend()
+        instance.check(needs.device)
+    except ImportError as error:
+        return str(error)
+    except Exception as error:  # a compiler's, the driver's
+        return f"it does not work here ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    return instance
+
+
+def effective_windows(windows: Sequence[int | None], length: int) -> list[int | None]:
+    """A window that covers every sequence of a step, the longest of `length` tokens, is none."""
+    return [None if window is None or window >= length else window for window in windows]
+
+
+def _names(values: Collection) -> str:
+    if isinstance(values, range):
+        return f"{values[0]} to {values[-1]}"
+    return ", ".join(str(value) for value in sorted(values, key=lambda value: (len(str(value)), str(value))))

@@ -48,7 +48,8 @@ class AttentionBatch:
         query_starts  0   1   2   3           8       11
         seq_lens        90  17  41  5           512          cached tokens and this step's together
 
-    Tensors live on the model's device; the host copies serve backends that need shapes or loop over rows.
+    Tensors live on the model's device; the host copies serve backends that need shapes or loop over rows, and are
+    None in a batch whose lengths change under it, as a captured graph's do.
     Columns of block_tables beyond a row's own blocks may hold any block of the store.
     """
 
@@ -62,12 +63,12 @@ class AttentionBatch:
     max_decode_seq_len: int  # 0 where there are no such rows
     max_prefill_query_len: int
     max_prefill_seq_len: int
-    host_query_starts: np.ndarray  # [R + 1]
-    host_seq_lens: np.ndarray  # [R]
+    host_query_starts: np.ndarray | None  # [R + 1]
+    host_seq_lens: np.ndarray | None  # [R]
 
     @property
     def num_rows(self) -> int:
-        return len(self.host_seq_lens)
+        return self.seq_lens.shape[0]
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +77,12 @@ class AttentionBatch:
     @property
     def num_decode_tokens(self) -> int:
         return self.num_decode_rows * self.decode_query_len
+
+    def prefill_query_starts(self) -> Tensor:
+        """[Rp + 1] int32: query_starts of the prefill rows alone, from 0."""
+        if not self.num_decode_rows:
+            return self.query_starts
+        return self.query_starts[self.num_decode_rows :] - self.num_decode_tokens
 
     @classmethod
     def build(cls, step: StepRows, device: torch.device) -> AttentionBatch:
@@ -109,6 +116,7 @@ class AttentionBatch:
 class AttentionContext:
     """The argument through which a model's attention layers reach the KV cache in one step.
 
+    A layer first stores its K and V in key_slots and value_slots at batch.slot_mapping, and then attends.
     windows[layer] is the layer's sliding window, or None for full attention. scale multiplies q.k.
     """
 
@@ -128,13 +136,21 @@ class AttentionContext:
         has_prefill = batch.num_decode_rows < batch.num_rows
         self._prefill = prefill_backend.prefill(batch, kv_store, windows, scale) if has_prefill else None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores k and v [T, num_kv_heads, head_dim] and attends with q [T, num_heads, head_dim]; returns q's shape."""
-        self._kv_store.write(layer, k, v, self.batch.slot_mapping)
+    def key_slots(self, layer: int) -> Tensor:
+        """[num_blocks * block_size, num_kv_heads, head_dim], where batch.slot_mapping points."""
+        return self._kv_store.key_slots(layer)
+
+    def value_slots(self, layer: int) -> Tensor:
+        """[num_blocks * block_size, num_kv_heads, head_dim], where batch.slot_mapping points."""
+        return self._kv_store.value_slots(layer)
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Attends with q [T, num_heads, head_dim] to the K and V stored so far, this step's among them; returns q's
+        shape and dtype."""
         if self._decode is None:
             assert self._prefill is not None, "a batch has rows"
-            return self._prefill(layer, q, k, v)
+            return self._prefill(layer, q)
         if self._prefill is None:
             return self._decode(layer, q)
         n = self.batch.num_decode_tokens
-        return torch.cat((self._decode(layer, q[:n]), self._prefill(layer, q[n:], k[n:], v[n:])))
+        return torch.cat((self._decode(layer, q[:n]), self._prefill(layer, q[n:])))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_infer.attention.backend import AttentionBackend, Capabilities, PagedKV
+from mini_infer.attention.backend import AttentionBackend, Capabilities, PagedKV, effective_windows
 from mini_infer.attention.context import AttentionBatch
 
 
@@ -93,8 +93,10 @@ class _Decode:
         scale: float,
         scratch: _Scratch,
     ) -> None:
+        assert batch.host_seq_lens is not None, "it is not graph-safe"
         n = batch.decode_query_len
-        groups = _alike(batch.host_seq_lens[: batch.num_decode_rows])
+        seq_lens = batch.host_seq_lens[: batch.num_decode_rows]
+        groups = _alike(seq_lens)
         device = batch.positions.device
         self._n = n
         self._order: Tensor | None = None  # the rows, group after group
@@ -102,16 +104,16 @@ class _Decode:
         positions = batch.positions[: batch.num_decode_tokens].view(-1, n)
         tables = batch.block_tables[: batch.num_decode_rows]
         if len(groups) == 1:  # as they are
-            lens = batch.host_seq_lens[: batch.num_decode_rows]
-            self._parts = [_DecodePart(positions, tables, lens, kv_store, windows, scale, scratch)]
+            self._parts = [_DecodePart(positions, tables, seq_lens, kv_store, windows, scale, scratch)]
             return
         order = np.concatenate(groups)
         self._order = torch.from_numpy(order).to(device)
         self._inverse = torch.from_numpy(np.argsort(order)).to(device)
         self._parts = []
         for rows in groups:
-            index, lens = torch.from_numpy(rows).to(device), batch.host_seq_lens[rows]
-            self._parts.append(_DecodePart(positions[index], tables[index], lens, kv_store, windows, scale, scratch))
+            index = torch.from_numpy(rows).to(device)
+            part = _DecodePart(positions[index], tables[index], seq_lens[rows], kv_store, windows, scale, scratch)
+            self._parts.append(part)
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         if self._order is None:
@@ -156,7 +158,7 @@ class _DecodePart:
         self._gather = _Gather(kv_store, block_tables[:, : math.ceil(length / kv_store.block_size)], scratch)
         self._k = self._gather.k[:, :length].transpose(1, 2)
         self._v = self._gather.v[:, :length].transpose(1, 2)
-        self._windows = _effective(windows, length)
+        self._windows = effective_windows(windows, length)
         same_length = bool((seq_lens == length).all())
         keys = torch.arange(length, device=positions.device)
         self._masks: dict[int | None, Tensor | None] = {}  # [R, 1, n, length]
@@ -187,7 +189,7 @@ class _Row:
     begin: int
     end: int
     length: int  # of the sequence up to `end`
-    gather: _Gather | None  # None: it starts at 0, so the step's own k and v are all it attends to
+    gather: _Gather
     views: dict[int | None, _View]  # of each window
 
 
@@ -213,8 +215,10 @@ class _Prefill:
         scratch: _Scratch,
     ) -> None:
         self._scale = scale
-        self._windows = _effective(windows, batch.max_prefill_seq_len)
+        self._windows = effective_windows(windows, batch.max_prefill_seq_len)
         distinct = set(self._windows)
+        assert batch.host_seq_lens is not None, "it is not graph-safe"
+        assert batch.host_query_starts is not None, "it is not graph-safe"
         self._rows = []
         for row in range(batch.num_decode_rows, batch.num_rows):
             begin, end = (int(x) - batch.num_decode_tokens for x in batch.host_query_starts[row : row + 2])
@@ -222,20 +226,16 @@ class _Prefill:
             start = length - (end - begin)
             width = math.ceil(length / kv_store.block_size)
             table = batch.block_tables[row : row + 1, :width]
-            gather = _Gather(kv_store, table, scratch) if start else None
+            gather = _Gather(kv_store, table, scratch)
             views = {window: _view(start, length, window, kv_store.dtype, table.device) for window in distinct}
             self._rows.append(_Row(begin, end, length, gather, views))
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
         outs = []
         for row in self._rows:
-            if row.gather is None:
-                keys, values = k[row.begin : row.end], v[row.begin : row.end]
-            else:
-                row.gather(layer)
-                keys, values = row.gather.k[0, : row.length], row.gather.v[0, : row.length]
-            view = row.views[self._windows[layer]]
-            outs.append(self._attend(q[row.begin : row.end], keys, values, view))
+            row.gather(layer)
+            keys, values = row.gather.k[0, : row.length], row.gather.v[0, : row.length]
+            outs.append(self._attend(q[row.begin : row.end], keys, values, row.views[self._windows[layer]]))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, view: _View) -> Tensor:
@@ -245,11 +245,6 @@ class _Prefill:
         v = values[view.first :].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=view.mask, is_causal=view.is_causal, scale=self._scale)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _effective(windows: Sequence[int | None], length: int) -> list[int | None]:
-    """A window that covers every sequence of the step is none."""
-    return [None if window is None or window >= length else window for window in windows]
 
 
 def _view(start: int, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> _View:

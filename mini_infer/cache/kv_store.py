@@ -61,12 +61,15 @@ class KVStore:
         """[num_blocks, block_size, num_kv_heads, head_dim]"""
         return self._values[layer]
 
+    def key_slots(self, layer: int) -> Tensor:
+        """[num_blocks * block_size, num_kv_heads, head_dim], the memory of keys(layer)"""
+        return self._key_slots[layer]
+
+    def value_slots(self, layer: int) -> Tensor:
+        """[num_blocks * block_size, num_kv_heads, head_dim], the memory of values(layer)"""
+        return self._value_slots[layer]
+
     def blocks(self, layer: int) -> Tensor:
         """[2 * num_blocks, block_size * num_kv_heads * head_dim]: row b is block b's keys, num_blocks + b its
         values."""
         return self._blocks[layer]
-
-    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """Stores k and v [T, num_kv_heads, head_dim] in the slots slot_mapping [T] int64."""
-        self._key_slots[layer].index_copy_(0, slot_mapping, k)
-        self._value_slots[layer].index_copy_(0, slot_mapping, v)

@@ -35,6 +35,18 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
+class KernelChoice(str, Enum):
+    auto = "auto"  # triton on a GPU, torch on a CPU
+    torch = "torch"  # plain torch operations: the reference
+    triton = "triton"  # our own fused kernels
+
+
+class When(str, Enum):
+    auto = "auto"  # where it helps: on a GPU
+    always = "always"
+    never = "never"
+
+
 class Layout(str, Enum):
     paged = "paged"  # blocks are taken as a request grows
     contiguous = "contiguous"  # baseline: one stretch of max_model_len slots for a request's whole life
@@ -56,7 +68,9 @@ class Preemption(str, Enum):
 
 
 class AttentionChoice(str, Enum):
-    auto = "auto"
+    auto = "auto"  # the first of those below that can serve the model on this machine
+    flash_attn = "flash_attn"  # FlashAttention-4 from PyPI: prefill on Hopper and Blackwell
+    triton = "triton"  # our own kernels, Flash Decoding among them
     sdpa = "sdpa"  # torch.nn.functional.scaled_dot_product_attention over gathered blocks
 
 
@@ -86,6 +100,7 @@ class ModelConfig:
     tokenizer: str | None = None  # defaults to `path`
     dtype: DType = DType.auto
     device: Device = Device.auto
+    kernels: KernelChoice = KernelChoice.auto  # of everything between the matmuls and the attention
     max_model_len: int | None = None  # tokens of prompt + output; defaults to the model's own limit
     seed: int = 0  # of dummy weights
     dry: DryConfig = field(default_factory=DryConfig)
@@ -142,6 +157,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 8192  # token budget of a step
     chunked_prefill: bool = True
     preemption: Preemption = Preemption.recompute
+    overlap: When = When.auto  # launches a step before the tokens of the step before it are read
 
     def __post_init__(self) -> None:
         _coerce(self)
@@ -167,6 +183,19 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
+class GraphsConfig:
+    """CUDA graphs of whole decode steps: one launch instead of hundreds."""
+
+    capture: When = When.auto
+    max_batch: int | None = None  # rows of the largest graph, larger batches run eagerly; default: max_num_seqs
+
+    def __post_init__(self) -> None:
+        _coerce(self)
+        if self.max_batch is not None:
+            _at_least(self, "max_batch", 1)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine is told. `EngineConfig(model="path")` is short for `ModelConfig(path="path")`."""
 
@@ -174,6 +203,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    graphs: GraphsConfig = field(default_factory=GraphsConfig)
     seed: int = 0  # of requests that bring none
 
     if TYPE_CHECKING:
@@ -184,6 +214,7 @@ class EngineConfig:
             cache: CacheConfig = ...,
             scheduler: SchedulerConfig = ...,
             attention: AttentionConfig = ...,
+            graphs: GraphsConfig = ...,
             seed: int = ...,
         ) -> None: ...
 

@@ -112,7 +112,8 @@ class Request:
     """One sequence in the engine. The scheduler owns it; `block_table` is written by the KVManager alone.
 
     `num_computed_tokens` chases `num_tokens`: the KV of token_ids[:num_computed_tokens] is in the cache, or
-    will be when the steps already planned have run.
+    will be when the steps already planned have run. Between a step's launch and its booking `num_in_flight` counts
+    the token that it brings, and the next step may already compute that token's KV.
     """
 
     __slots__ = (
@@ -128,6 +129,7 @@ class Request:
         "num_cached_tokens",
         "num_committed_blocks",
         "num_computed_tokens",
+        "num_in_flight",
         "num_preemptions",
         "num_tokens",
         "order",
@@ -164,6 +166,7 @@ class Request:
         self.prompt_len = len(self.token_ids)
         self.num_tokens = self.prompt_len  # == len(token_ids), kept because the hot loop reads it
         self.num_computed_tokens = 0
+        self.num_in_flight = 0  # tokens that steps not booked yet will bring; never more than 1 outside `schedule`
         self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when first admitted
         self.max_total_tokens = max_total_tokens  # it ends with "length" when num_tokens reaches this
         self.min_total_tokens = self.prompt_len + params.min_tokens

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from mini_infer.kernels.ops import Kernels
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -14,14 +15,17 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
 class RMSNorm(nn.Module):
     """Zhang & Sennrich 2019 (arXiv:1910.07467), over the last dimension; computed in float32."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
         super().__init__()
         self.weight = empty_parameter(size, dtype=dtype, device=device)
-        self._shape = (size,)
-        self._eps = eps
+        self.eps = eps
+        self._kernels = kernels
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self._shape, self.weight, self._eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x and residual [T, size] -> (norm of their sum, their sum). Without a residual the sum is x."""
+        if residual is None:
+            return self._kernels.rms_norm(x, self.weight, self.eps), x
+        return self._kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Linear(nn.Module):
@@ -32,10 +36,17 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self, in_size: int, parts: dict[str, int], bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_size: int,
+        parts: dict[str, int],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
     ) -> None:
         super().__init__()
         out_size = sum(parts.values())
+        self._kernels = kernels
         self.parts = parts
         self.weight = empty_parameter(out_size, in_size, dtype=dtype, device=device)
         if device.type == "cpu":
@@ -44,7 +55,7 @@ class Linear(nn.Module):
         self.bias = empty_parameter(out_size, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self._kernels.linear(x, self.weight, self.bias)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Checkpoint name ("q_proj.weight") -> the part of a parameter that it fills."""

@@ -8,6 +8,7 @@ import torch
 
 from mini_infer.core.config import Device, DType, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
+from mini_infer.kernels.ops import Kernels
 from mini_infer.modeling.checkpoint import checkpoint_dtype, fill_from, read_json, resolve_folder, safetensors_files
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.layers import RMSNorm
@@ -30,11 +31,16 @@ def load_spec(config: ModelConfig) -> ModelSpec:
 
 
 def load_model(
-    config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    config: ModelConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int | None = None,
+    kernels: Kernels | None = None,
 ) -> Decoder:
     """The model on its device, weights filled, for sequences of up to `max_len` tokens (default: the model's own
-    limit). Raises ModelError, naming the tensor and the file."""
-    model = Decoder(spec, max_len=max_len or spec.max_model_len, dtype=dtype, device=device)
+    limit), computing with `kernels` (default: torch's). Raises ModelError, naming the tensor and the file."""
+    model = Decoder(spec, max_len=max_len or spec.max_model_len, dtype=dtype, device=device, kernels=kernels)
     if config.load_format is LoadFormat.dummy:
         fill_dummy(model, config.seed)
     else:

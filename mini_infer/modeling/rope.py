@@ -94,14 +94,9 @@ class RotaryTable(nn.Module):
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos and signed sin, each [T, 1, head_dim], for `rotate`."""
+        """positions [T] -> cos and signed sin, each [T, 1, head_dim], the rows of both 2 * head_dim apart.
+
+        Gathered once a step: a layer's kernel then need not wait for the position before it can ask for the angle.
+        """
         cos, sin = self.table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         return cos, sin
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim], whose dimension i pairs with i + head_dim / 2.
-
-    The sign of the rotation is in `sin`, so that exchanging the halves is all there is left to do.
-    """
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from mini_infer.attention.backend import Requirements
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.swap import HostStore
-from mini_infer.core.config import CacheConfig, EngineConfig, LoadFormat, Preemption
+from mini_infer.core.config import EngineConfig, LoadFormat, Preemption, When
 from mini_infer.core.errors import ConfigError
+from mini_infer.kernels.ops import TorchKernels, select_kernels
 from mini_infer.modeling.checkpoint import resolve_folder
+from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.loader import load_model, load_spec, resolve_device, resolve_dtype
+from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.dry import DryModel
-from mini_infer.runtime.runner import Runner, StepModel
-from mini_infer.runtime.sampler import SamplingState
+from mini_infer.runtime.graphs import DecodeGraphs, NoGraphs, batch_ladder
+from mini_infer.runtime.memory import (
+    KVShape,
+    allocate_kv,
+    kv_memory,
+    largest_step,
+    require_room_for_weights,
+    weight_bytes,
+)
+from mini_infer.runtime.progress import progress_bar
+from mini_infer.runtime.runner import Graphs, Runner
+from mini_infer.runtime.sampler import Sampler, make_sampler
 from mini_infer.runtime.scheduler import Scheduler
-from mini_infer.runtime.slots import SlotState
+from mini_infer.runtime.slots import SlotState, StepInput
+from mini_infer.runtime.startup import CaptureReport, StartupReport
 from mini_infer.runtime.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.torch_model import AttentionBackends, TorchModel
-
-CPU_KV_GIB = 0.5
 
 
 @dataclass(frozen=True)
@@ -31,10 +46,12 @@ class EngineParts:
     tokenizer: Tokenizer
     runner: Runner
     make_scheduler: Callable[[], Scheduler]
+    overlap: bool  # a step is launched before the tokens of the step before it are read
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int  # tokens of prompt and output
     limit_reason: str  # what sets max_model_len, for the message to who exceeds it
+    startup: StartupReport
 
 
 @dataclass(frozen=True)
@@ -49,8 +66,9 @@ class Limits:
 
 def build_parts(config: EngineConfig) -> EngineParts:
     """Raises ConfigError or ModelError where the settings cannot work; what needs no weights is found out first."""
+    started = time.perf_counter()
     if config.model.load_format is LoadFormat.dry:
-        return _build_dry(config)
+        return _build_dry(config, started)
     model_config = config.model
     if model_config.hf_config is None:  # a hub name is looked up once; from here on it is a folder
         folder = resolve_folder(model_config.path, weights=model_config.load_format is LoadFormat.auto)
@@ -58,39 +76,137 @@ def build_parts(config: EngineConfig) -> EngineParts:
     spec = load_spec(model_config)
     device = resolve_device(model_config)
     dtype = resolve_dtype(model_config, spec, device)
-    shape = {"num_layers": spec.num_layers, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
-    block_size = config.cache.block_size
-    block_bytes = KVStore.bytes_per_block(**shape, block_size=block_size, dtype=dtype)
-    limits = settle_limits(config, spec.max_model_len, _kv_memory(config.cache, device) // block_bytes)
-    backends = AttentionBackends.select(config.attention, spec, block_size, dtype, device)
+    kv_shape: KVShape = {
+        "num_layers": spec.num_layers,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "block_size": config.cache.block_size,
+        "dtype": dtype,
+    }
+    block_bytes = KVStore.bytes_per_block(**kv_shape)
+    limits = settle_limits(config, spec.max_model_len, kv_memory(config.cache, device) // block_bytes)
+    kernels = select_kernels(config.model.kernels, device)
+    sampler = make_sampler(config.scheduler.max_num_seqs, spec.vocab_size, device, kernels)
+    backends, no_graphs = _select_attention(config, spec, dtype, device, sampler)
     tokenizer = load_tokenizer(model_config)
-    model = load_model(model_config, spec, dtype, device, limits.max_model_len)
-    if device.type == "cuda":  # the weights have taken their share
-        limits = settle_limits(config, spec.max_model_len, _kv_memory(config.cache, device) // block_bytes)
-    store = KVStore(**shape, num_blocks=limits.num_blocks, block_size=block_size, dtype=dtype, device=device)
+    require_room_for_weights(weight_bytes(spec, dtype), model_config.path, dtype, device)
+    model = load_model(model_config, spec, dtype, device, limits.max_model_len, kernels)
+    if device.type == "cuda":  # the weights have taken their share, and steps will take theirs
+        step_bytes = _try_largest_step(config, limits, model, kv_shape, backends, sampler)
+        limits = settle_limits(config, spec.max_model_len, kv_memory(config.cache, device, step_bytes) // block_bytes)
+    store = allocate_kv(kv_shape, limits.num_blocks, device)
     host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
-    eos = spec.eos_token_ids or tokenizer.eos_token_ids
-    return _assemble(config, limits, TorchModel(model, store, host, backends), tokenizer, spec.vocab_size, eos, device)
+    torch_model = TorchModel(model, store, host, backends)
+    slots = _make_slots(config, limits, sampler, device)
+    graphs, captured = _capture(config, torch_model, slots, sampler, no_graphs)
+    return EngineParts(
+        tokenizer=tokenizer,
+        runner=Runner(torch_model, slots, sampler, graphs),
+        make_scheduler=_scheduler_maker(config, limits),
+        overlap=_overlaps(config, device),
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids or tuple(tokenizer.eos_token_ids),
+        max_model_len=limits.max_model_len,
+        limit_reason=limits.reason,
+        startup=StartupReport(
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            dtype=str(dtype).removeprefix("torch."),
+            attention_prefill=str(backends.prefill),
+            attention_decode=str(backends.decode),
+            kernels=f"{kernels.name} ({kernels.fallback})" if kernels.fallback else kernels.name,
+            sampler=sampler.name,
+            overlap=_overlaps(config, device),
+            max_model_len=limits.max_model_len,
+            num_kv_blocks=limits.num_blocks,
+            kv_bytes=limits.num_blocks * block_bytes,
+            weight_bytes=weight_bytes(spec, dtype),
+            seconds=time.perf_counter() - started,
+            graphs=captured,
+        ),
+    )
 
 
-def _build_dry(config: EngineConfig) -> EngineParts:
-    dry = config.model.dry
+def _build_dry(config: EngineConfig, started: float) -> EngineParts:
+    dry, device = config.model.dry, torch.device("cpu")
     tokenizer = ByteTokenizer(dry.vocab_size)
     plenty = config.scheduler.max_num_seqs * -(-dry.max_model_len // config.cache.block_size)
     limits = settle_limits(config, dry.max_model_len, affordable_blocks=plenty)
     model = DryModel(dry, limits.num_blocks, config.cache.block_size, limits.num_host_blocks)
-    return _assemble(config, limits, model, tokenizer, dry.vocab_size, tokenizer.eos_token_ids, torch.device("cpu"))
+    sampler = make_sampler(config.scheduler.max_num_seqs, dry.vocab_size, device, TorchKernels())
+    return EngineParts(
+        tokenizer=tokenizer,
+        runner=Runner(model, _make_slots(config, limits, sampler, device), sampler, NoGraphs()),
+        make_scheduler=_scheduler_maker(config, limits),
+        overlap=_overlaps(config, device),
+        vocab_size=dry.vocab_size,
+        eos_token_ids=tuple(tokenizer.eos_token_ids),
+        max_model_len=limits.max_model_len,
+        limit_reason=limits.reason,
+        startup=StartupReport(
+            device="cpu",
+            dtype="dry",
+            attention_prefill="none",
+            attention_decode="none",
+            kernels="none",
+            sampler=sampler.name,
+            overlap=_overlaps(config, device),
+            max_model_len=limits.max_model_len,
+            num_kv_blocks=limits.num_blocks,
+            kv_bytes=0,
+            weight_bytes=0,
+            seconds=time.perf_counter() - started,
+            graphs=CaptureReport(limits=("the dry model runs on the CPU",)),
+        ),
+    )
 
 
-def _assemble(
-    config: EngineConfig,
-    limits: Limits,
-    model: StepModel,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    eos_token_ids: Sequence[int],
-    device: torch.device,
-) -> EngineParts:
+def _overlaps(config: EngineConfig, device: torch.device) -> bool:
+    """On a CPU the model computes in the caller's thread: a step launched early would only make its tokens late."""
+    overlap = config.scheduler.overlap
+    return overlap is When.always or (overlap is When.auto and device.type == "cuda")
+
+
+def _select_attention(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, sampler: Sampler
+) -> tuple[AttentionBackends, str | None]:
+    """The backends, and why decode steps will not be captured in CUDA graphs; None where they will."""
+    needs = Requirements(
+        head_size=spec.head_dim,
+        block_size=config.cache.block_size,
+        dtype=dtype,
+        device=device,
+        sliding_window=any(spec.sliding_windows),
+    )
+    capture = config.graphs.capture
+    reason = None
+    if capture is When.never:
+        reason = "graphs.capture=never"
+    elif device.type != "cuda":
+        reason = f"CUDA graphs need a GPU, not {device.type}"
+    elif not sampler.graph_safe:
+        reason = f"the {sampler.name} sampler cannot be captured"
+    else:
+        try:
+            return AttentionBackends.select(config.attention, dataclasses.replace(needs, graphs=True)), None
+        except ConfigError as error:
+            reason = str(error)
+    if capture is When.always:
+        raise ConfigError(f"graphs.capture=always: {reason}. Set graphs.capture=auto or never")
+    return AttentionBackends.select(config.attention, needs), reason
+
+
+def _make_slots(config: EngineConfig, limits: Limits, sampler: Sampler, device: torch.device) -> SlotState:
+    return SlotState(
+        config.scheduler.max_num_seqs,
+        limits.max_model_len,
+        config.cache.block_size,
+        sampler.num_params,
+        device,
+        spare_block=limits.num_blocks,  # the one behind those that the scheduler knows
+    )
+
+
+def _scheduler_maker(config: EngineConfig, limits: Limits) -> Callable[[], Scheduler]:
     def make_scheduler() -> Scheduler:
         kv = KVManager(
             limits.num_blocks,
@@ -102,17 +218,55 @@ def _assemble(
         )
         return Scheduler(config.scheduler, kv, config.cache.watermark)
 
+    return make_scheduler
+
+
+def _try_largest_step(
+    config: EngineConfig,
+    limits: Limits,
+    model: Decoder,
+    kv_shape: KVShape,
+    backends: AttentionBackends,
+    sampler: Sampler,
+) -> int:
+    """Runs the largest step there can be on a small KV store, which also compiles what steps run. Returns the bytes
+    that it took beside weights and KV."""
+    device = model.embed_tokens.device
+    block_size, scheduler = config.cache.block_size, config.scheduler
+    plan = largest_step(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, limits.max_model_len, block_size)
+    small = dataclasses.replace(limits, num_blocks=1)
+    torch_model = TorchModel(model, allocate_kv(kv_shape, small.num_blocks, device), None, backends)
+    runner = Runner(torch_model, _make_slots(config, small, sampler, device), sampler, NoGraphs())
+    torch_model.warm_up(scheduler.max_num_seqs)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
+        runner.collect(runner.launch(plan))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens} tokens does not fit in "
+            "the GPU's memory beside the weights: lower it, or choose a smaller model"
+        ) from error
+    taken = torch.cuda.max_memory_allocated(device) - before
+    del runner, torch_model
+    torch.cuda.empty_cache()
+    return taken
+
+
+def _capture(
+    config: EngineConfig, model: TorchModel, slots: SlotState, sampler: Sampler, no_graphs: str | None
+) -> tuple[Graphs, CaptureReport]:
+    if no_graphs is not None:
+        return NoGraphs(), CaptureReport(limits=(no_graphs,))
+
+    def decode(step: StepInput) -> tuple[Tensor, Tensor]:
+        logits = model.forward(step)
+        return logits, sampler.main(logits, step.param_rows, step.sampled_positions)
+
     max_num_seqs = config.scheduler.max_num_seqs
-    slots = SlotState(max_num_seqs, limits.max_model_len, config.cache.block_size)
-    return EngineParts(
-        tokenizer=tokenizer,
-        runner=Runner(model, slots, SamplingState(max_num_seqs, vocab_size, device)),
-        make_scheduler=make_scheduler,
-        vocab_size=vocab_size,
-        eos_token_ids=tuple(eos_token_ids),
-        max_model_len=limits.max_model_len,
-        limit_reason=limits.reason,
-    )
+    graphs = DecodeGraphs(slots, decode, batch_ladder(min(config.graphs.max_batch or max_num_seqs, max_num_seqs)))
+    return graphs, graphs.capture(progress_bar("capturing CUDA graphs"))
 
 
 def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int) -> Limits:
@@ -153,11 +307,3 @@ def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int
     swaps = scheduler.preemption is Preemption.swap
     num_host_blocks = (cache.num_host_blocks or num_blocks) if swaps else 0
     return Limits(length, reason, num_blocks, num_host_blocks)
-
-
-def _kv_memory(cache: CacheConfig, device: torch.device) -> int:
-    """Bytes that KV may take, beside what is on the device already."""
-    if cache.memory_gib is not None or device.type != "cuda":
-        return int((cache.memory_gib or CPU_KV_GIB) * 2**30)
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(total * cache.gpu_memory_utilization) - (total - free))

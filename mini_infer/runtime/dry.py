@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mini_infer.attention.context import AttentionBatch
 from mini_infer.core.config import DryConfig
 from mini_infer.runtime.draw import splitmix64
 from mini_infer.runtime.slots import StepInput
@@ -43,25 +44,30 @@ class DryModel:
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Writes the step's states and returns the sampled rows' logits, float32 [S, vocab_size], on the CPU."""
-        states = self._states.reshape(-1)
+        batch, states = step.batch, self._states.reshape(-1)
+        seq_lens, ends = batch.host_seq_lens, batch.host_query_starts
+        assert seq_lens is not None
+        assert ends is not None
+        starts = seq_lens - np.diff(ends)
+        tables, token_ids = batch.block_tables.numpy(), step.token_ids.numpy()
         block_size = self._states.shape[1]
-        previous = np.zeros(len(step.slots), dtype=np.uint64)
-        rows = np.flatnonzero(step.starts)
-        block, offset = np.divmod(step.starts[rows] - 1, block_size)
-        previous[rows] = states[step.block_tables[rows, block].astype(np.int64) * block_size + offset]
+        previous = np.zeros(len(starts), dtype=np.uint64)
+        rows = np.flatnonzero(starts)
+        block, offset = np.divmod(starts[rows] - 1, block_size)
+        previous[rows] = states[tables[rows, block].astype(np.int64) * block_size + offset]
 
-        ends = np.cumsum(step.counts)
-        new = np.empty(len(step.token_ids), dtype=np.uint64)
-        tokens = step.token_ids.astype(np.uint64) + np.uint64(1)
-        d = step.num_decode_rows
+        new = np.empty(len(token_ids), dtype=np.uint64)
+        tokens = token_ids.astype(np.uint64) + np.uint64(1)
+        d = batch.num_decode_rows
         new[:d] = previous[:d] * np.uint64(_A) + tokens[:d]
-        for row in range(d, len(step.slots)):
-            span = slice(ends[row] - step.counts[row], ends[row])
+        for row in range(d, len(starts)):
+            span = slice(ends[row], ends[row + 1])
             new[span] = _chain(previous[row], tokens[span])
-        states[step.slot_mapping] = new
+        states[batch.slot_mapping.numpy()] = new
 
-        self._take_time(step)
-        return self._logits(new[step.sampled_tokens])
+        self._take_time(batch)
+        assert step.sampled_tokens is not None
+        return self._logits(new[step.sampled_tokens.numpy()])
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         for device, host in pairs:
@@ -83,9 +89,10 @@ class DryModel:
         logits[np.arange(len(states)), greedy.astype(np.int64)] = _PEAK
         return torch.from_numpy(logits)
 
-    def _take_time(self, step: StepInput) -> None:
+    def _take_time(self, batch: AttentionBatch) -> None:
         c = self.config
-        micros = c.prefill_token_us * step.num_prefill_tokens + c.decode_token_us * step.num_decode_rows
+        prefill_tokens = batch.num_tokens - batch.num_decode_tokens
+        micros = c.prefill_token_us * prefill_tokens + c.decode_token_us * batch.num_decode_rows
         seconds = c.step_ms * 1e-3 + micros * 1e-6
         if seconds > 0:
             time.sleep(seconds)

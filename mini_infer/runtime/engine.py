@@ -6,7 +6,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from torch import Tensor
 
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import RequestError
@@ -15,7 +18,9 @@ from mini_infer.core.request import FinishReason, Request, RequestOutput, Reques
 from mini_infer.runtime.build import build_parts
 from mini_infer.runtime.detokenizer import Detokenizer
 from mini_infer.runtime.output import OutputProcessor
+from mini_infer.runtime.probe import probe
 from mini_infer.runtime.prompt import Prompt, encode_prompt, is_single_prompt
+from mini_infer.runtime.runner import LaunchedStep
 from mini_infer.runtime.tokenizer import checked_text
 
 RECORDS_KEPT = 100_000
@@ -44,6 +49,7 @@ class LLMEngine:
         self.tokenizer = parts.tokenizer
         self.scheduler = parts.make_scheduler()
         self.max_model_len = parts.max_model_len
+        self.startup = parts.startup
         self.vocab_size = parts.vocab_size
         self.clock = clock
         self.records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
@@ -54,6 +60,10 @@ class LLMEngine:
         self._claimed: set[str] = set()  # requests of `generate` and `stream`, which `step` does not hand out
         self._ended: list[Request] = []  # aborted or failed since the last StepRecord
         self._num_requests = 0
+        self._flights: deque[_Flight] = (
+            deque()
+        )  # oldest first; with overlap one is under way between two calls of `step`
+        self._laps = _Laps()
 
     # --- whole requests -------------------------------------------------------------------------------------------
 
@@ -156,12 +166,37 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute, or to hand over."""
-        return self.scheduler.num_unfinished > 0 or bool(self._unclaimed())
+        return self.scheduler.num_unfinished > 0 or bool(self._flights) or bool(self._unclaimed())
 
     def close(self) -> None:
-        """Aborts what is left."""
+        """Aborts what is left, and waits for the step under way."""
         for request_id in dict.fromkeys(request.request_id for request in self._outputs.unfinished()):
             self.abort(request_id)
+        while self._flights:
+            self._advance()
+
+    # --- for comparisons ------------------------------------------------------------------------------------------
+
+    def probe_logits(self, token_ids: Sequence[int], split: int) -> Tensor:
+        """The logits that this engine's own steps give: a prompt of token_ids[:split], and then each further token in
+        a decode step of its own, through whatever kernels, attention and CUDA graphs it runs.
+
+        Returns:
+            [len(token_ids) - split + 1, vocab_size] float32 on the CPU: of the token behind token_ids[:split], behind
+            token_ids[: split + 1], and so on.
+
+        Raises:
+            RuntimeError: requests are unfinished; a probe uses their slots and blocks.
+            RequestError: the tokens are too many.
+        """
+        if self.scheduler.num_unfinished or self._flights:
+            raise RuntimeError("logits can be probed only while the engine has no unfinished requests")
+        if not 0 < split <= len(token_ids) < self.max_model_len:
+            raise RequestError(f"a probe takes from 1 to {self.max_model_len - 1} tokens, of which {split} come first")
+        try:
+            return probe(self._parts.runner, list(token_ids), split, self.config)
+        finally:
+            self.scheduler = self._parts.make_scheduler()  # it overwrote blocks that the prefix cache may hold
 
     # --- a request's way in ---------------------------------------------------------------------------------------
 
@@ -227,20 +262,19 @@ class LLMEngine:
     # --- one step -------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Schedule, execute, update, observe."""
+        """Schedule, launch, read, update, observe. With overlap, what is read is not the step just launched but the one
+        before it: the device computes a step while the host books the last one and plans the next one."""
         start = self.clock()
-        evictions = self.scheduler.kv.num_evictions
-        try:
-            plan = self.scheduler.schedule(start)
-            kv = self.scheduler.usage()
-        except BaseException:
-            self._start_over()
-            raise
+        plan, kv, evictions = self._schedule(start)
         planned = self.clock()
-        result = self._execute(plan)
+        if plan.slots:
+            self._flights.append(_Flight(plan, self._launch(plan), kv, evictions))
+        waits = self._parts.overlap and bool(plan.slots)  # for the step after it, unless there is none
+        flight = self._flights.popleft() if len(self._flights) > waits else None
+        result = self._collect(flight) if flight else StepResult([])
         executed = self.clock()
         try:
-            updates = self.scheduler.update(plan, result, executed) if plan.slots else []
+            updates = self.scheduler.update(flight.plan, result, executed) if flight else []
             for request, reason, stop in self._outputs.process(updates, result):
                 self.scheduler.finish(request, reason, stop)
             changed = [update.request for update in updates]
@@ -249,19 +283,40 @@ class LLMEngine:
             self._start_over()
             raise
         end = self.clock()
-        if plan.slots or self._ended:
+        self._laps.add(start, planned - start, executed - planned, end - executed)
+        if flight or self._ended:
             num_sampled = sum(len(update.token_ids) for update in updates)
-            self._observe(plan, kv, changed, num_sampled, evictions, (start, planned, executed, end))
+            self._observe(flight or _Flight(plan, None, kv, evictions), changed, num_sampled, end)
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        if not plan.slots:
-            return StepResult([])
+    def _schedule(self, now: float) -> tuple[StepPlan, KVUsage, int]:
+        """The next plan, the KV memory as it will be then, and the evictions that it caused."""
+        evictions = self.scheduler.kv.num_evictions
         try:
-            return self._parts.runner.execute(plan)
+            plan = self.scheduler.schedule(now)
+            return plan, self.scheduler.usage(), self.scheduler.kv.num_evictions - evictions
         except BaseException:
-            # Their KV is unknown now. Nobody else's is: blocks become shareable only once their step is booked.
-            self._post_ended(self.scheduler.fail(plan))
+            self._start_over()
             raise
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
+        try:
+            return self._parts.runner.launch(plan)
+        except BaseException:
+            self._give_up(plan)
+            raise
+
+    def _collect(self, flight: _Flight) -> StepResult:
+        assert flight.step is not None
+        try:
+            return self._parts.runner.collect(flight.step)
+        except BaseException:
+            self._give_up(flight.plan)
+            raise
+
+    def _give_up(self, plan: StepPlan) -> None:
+        """The KV of the plan's requests is unknown now. Nobody else's is: blocks become shareable only once their step
+        is booked."""
+        self._post_ended(self.scheduler.fail(plan))
 
     def _start_over(self) -> None:
         """After an error or an interrupt in the bookkeeping itself nothing in it can be trusted."""
@@ -269,28 +324,21 @@ class LLMEngine:
         for request in lost:
             request.status, request.finish_reason = RequestStatus.finished, FinishReason.error
         self.scheduler = self._parts.make_scheduler()
+        self._flights.clear()
         self._post_ended(lost)
 
-    def _observe(
-        self,
-        plan: StepPlan,
-        kv: KVUsage,
-        changed: list[Request],
-        num_sampled: int,
-        evictions: int,
-        times: tuple[float, float, float, float],
-    ) -> None:
-        start, planned, executed, end = times
-        scheduler = self.scheduler
+    def _observe(self, flight: _Flight, changed: list[Request], num_sampled: int, end: float) -> None:
+        plan, scheduler = flight.plan, self.scheduler
+        laps, self._laps = self._laps, _Laps()
         ended, self._ended = self._ended, []
         by_text = [r for r in changed if r.finish_reason is FinishReason.error]
         record = StepRecord(
             step=plan.step,
-            start_time=start,
+            start_time=laps.start,
             end_time=end,
-            schedule_s=planned - start,
-            execute_s=executed - planned,
-            update_s=end - executed,
+            schedule_s=laps.schedule_s,
+            execute_s=laps.execute_s,
+            update_s=laps.update_s,
             prefill_tokens=plan.num_prefill_tokens,
             decode_tokens=plan.num_decode_rows,
             sampled_tokens=num_sampled,
@@ -298,10 +346,10 @@ class LLMEngine:
             num_prefilling=scheduler.num_prefilling,
             num_waiting=scheduler.num_waiting,
             num_swapped=scheduler.num_swapped,
-            kv=kv,
+            kv=flight.kv,
             prefix_queried_tokens=plan.prefix_queried_tokens,
             prefix_hit_tokens=plan.prefix_hit_tokens,
-            evictions=scheduler.kv.num_evictions - evictions,
+            evictions=flight.evictions,
             preempted=tuple(plan.preempted),
             swapped_out_blocks=len(plan.swap_out),
             swapped_in_blocks=len(plan.swap_in),
@@ -348,6 +396,32 @@ class LLMEngine:
             self.abort(request_id)
             self._mailbox.pop(request_id, None)
             self._claimed.discard(request_id)
+
+
+class _Flight(NamedTuple):
+    """A step that was launched and is not booked yet."""
+
+    plan: StepPlan
+    step: LaunchedStep | None  # None: it has no rows
+    kv: KVUsage
+    evictions: int
+
+
+@dataclass
+class _Laps:
+    """Where the host's time went since the last StepRecord."""
+
+    start: float = 0.0
+    schedule_s: float = 0.0
+    execute_s: float = 0.0
+    update_s: float = 0.0
+
+    def add(self, start: float, schedule_s: float, execute_s: float, update_s: float) -> None:
+        if not (self.schedule_s or self.execute_s or self.update_s):
+            self.start = start
+        self.schedule_s += schedule_s
+        self.execute_s += execute_s
+        self.update_s += update_s
 
 
 class _Checked(NamedTuple):

@@ -1,27 +1,33 @@
 """The runner: StepPlan -> tensors -> tokens.
 
-    apply the plan's changes to the slots -> copy swapped blocks -> build the input -> model -> sample -> append
+    launch    copy swapped blocks -> one captured graph, or: apply changes -> build the input -> model -> sample
+              -> the tokens set out for the host
+    collect   wait for them
 
-The model (and its KV memory) and the sampler are parts that it is given; the dry model is one of them.
+Everything in `launch` is queued on the device without waiting for it. The model (with its KV memory), the sampler and
+the graphs are parts that it is given; the dry model is one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from mini_infer.core.plan import StepPlan, StepResult
-from mini_infer.runtime.sampler import SamplingState, sample
+from mini_infer.runtime.sampler import Logprobs, Sampler
 from mini_infer.runtime.slots import SlotState, StepInput
 
 
 class StepModel(Protocol):
     """A model together with its KV memory."""
 
-    def forward(self, step: StepInput) -> torch.Tensor:
-        """Computes the step's tokens and returns the sampled rows' logits, float32 [S, vocab_size]."""
+    def forward(self, step: StepInput) -> Tensor:
+        """Computes the step's tokens and returns the sampled rows' logits [S, vocab_size]."""
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies (device block, host block) pairs to the host."""
@@ -30,35 +36,87 @@ class StepModel(Protocol):
         """Copies (host block, device block) pairs back."""
 
 
+class Graphs(Protocol):
+    def replay(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
+        """Logits and tokens of a step that was captured; None where there is no graph for it."""
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchedStep:
+    """A step under way."""
+
+    plan: StepPlan
+    logits: Tensor | None = None  # [S, vocab_size] until the next launch; None where no row samples
+    tokens: HostTokens | None = None
+    logprobs: Logprobs | None = None  # can be read when the tokens can
+
+
 class Runner:
-    def __init__(self, model: StepModel, slots: SlotState, sampling: SamplingState) -> None:
+    def __init__(self, model: StepModel, slots: SlotState, sampler: Sampler, graphs: Graphs) -> None:
         self._model = model
         self._slots = slots
-        self._sampling = sampling
+        self._sampler = sampler
+        self._graphs = graphs
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs a plan that has rows. Row i of the result belongs to row i of the plan."""
-        self._slots.apply(plan)
-        for a in plan.admissions:
-            self._sampling.admit(a.slot, a.params, a.seed, a.prompt_len, a.stop_ids)
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Starts a plan that has rows."""
+        params = [self._sampler.admit(a.slot, a.params, a.seed, a.prompt_len, a.stop_ids) for a in plan.admissions]
         if plan.swap_out:
             self._model.swap_out(plan.swap_out)
         if plan.swap_in:
             self._model.swap_in(plan.swap_in)
+        rows = np.flatnonzero(plan.samples)
+        slots = np.array(plan.slots)[rows]
+        positions = np.add(plan.starts, plan.counts)[rows]
+        history = self._slots.history
+        replayed = self._graphs.replay(plan)
+        if replayed is not None:
+            logits, token_ids = replayed
+            rare, logprobs = self._sampler.rare(slots, positions), None
+            if rare is not None:
+                logprobs = self._sampler.resample(logits, token_ids, rare, history)
+                self._slots.rewrite(slots, positions, token_ids)
+        else:
+            self._slots.apply(plan, params)
+            step = self._slots.build(plan)
+            logits = self._model.forward(step)
+            if not len(rows):
+                return LaunchedStep(plan)
+            token_ids, logprobs = self._sampler.sample(logits, step, slots, positions, history)
+            self._slots.append(step, token_ids)
+        return LaunchedStep(plan, logits, HostTokens(token_ids), logprobs)
 
-        step = self._slots.build(plan)
+    def collect(self, launched: LaunchedStep) -> StepResult:
+        """Waits for a step's tokens. Row i of the result belongs to row i of the plan."""
+        plan = launched.plan
         tokens: list[list[int]] = [[] for _ in plan.slots]
-        logits = self._model.forward(step)
-        if not len(step.sampled_rows):
+        if launched.tokens is None:
             return StepResult(tokens)
-
-        rows = step.sampled_rows
-        lengths = (step.starts + step.counts)[rows]
-        batch = self._sampling.batch(step.slots[rows], lengths, self._slots.token_ids)
-        sampled = sample(logits, batch)
-        token_ids = sampled.token_ids.cpu().numpy()
-        self._slots.append(step, token_ids)
-        for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
+        rows = np.flatnonzero(plan.samples).tolist()
+        for row, token in zip(rows, launched.tokens.read(), strict=True):
             tokens[row] = [token]
-        return StepResult(tokens, {int(rows[index]): [entry] for index, entry in sampled.logprobs.items()})
+        logprobs = {} if launched.logprobs is None else launched.logprobs.finish()
+        return StepResult(tokens, {rows[index]: [entry] for index, entry in logprobs.items()})
+
+    def force_token(self, slot: int, position: int, token_id: int) -> None:
+        """Puts another token where the next step reads it."""
+        self._slots.overwrite(slot, position, token_id)
+
+
+class HostTokens:
+    """A step's tokens on their way to the host."""
+
+    def __init__(self, token_ids: Tensor) -> None:
+        """token_ids [S] of integers; a copy is queued behind what computes them."""
+        self._token_ids = token_ids
+        self._arrived: torch.cuda.Event | None = None
+        if token_ids.is_cuda:
+            self._token_ids = token_ids.to("cpu", non_blocking=True)  # into page-locked memory
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[int]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._token_ids.tolist()

@@ -5,69 +5,30 @@
         |---> greedy rows: argmax
         '---> sampled rows: / temperature -> top-k -> top-p -> min-p -> inverse CDF at a hashed u
 
-A NaN counts as the largest logit, as it does in torch.argmax: its row gives a token that exists but means nothing,
-and no other row is touched.
+The lower half is the main path. On a GPU it is `main`, which reads parameters that lie on the device and can be
+captured in a CUDA graph with the model. The upper half is rare: `rare` says on the host whether any row needs it, and
+`resample` then does those rows once more, over the same logits. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mini_infer.core.request import SamplingParams, TokenLogprob
-from mini_infer.runtime.draw import Array, Column, Draw, draw_tokens, hash_seeds, uniforms
+from mini_infer.kernels.ops import Kernels
+from mini_infer.runtime.draw import NUM_PARAMS, PARAM_COLUMNS, Array, Draw, encode, pick_tokens
+from mini_infer.runtime.slots import StepInput
 
-MIN_TEMPERATURE = 1e-5  # logits divided by less may overflow float32; by this, they are an argmax already
-
-
-@dataclass(frozen=True, eq=False)
-class Penalties:
-    """P rows with penalties. `prompt` and `output` hold their tokens as flat indices into a [P, V] matrix."""
-
-    rows: Tensor  # [P] int64
-    prompt: Tensor  # [tokens] int64, empty for rows without a repetition penalty
-    output: Tensor  # [tokens] int64, a repeated token as often as it occurs
-    repetition: Tensor  # [P, 1] float32, as the next two
-    presence: Tensor
-    frequency: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Logprobs:
-    rows: Tensor | None  # [L] int64; None: all rows
-    row_numbers: list[int]  # the same on the host
-    num_top: list[int]  # alternatives that each of them wants
-
-
-@dataclass(frozen=True, eq=False)
-class SamplingBatch:
-    """All that `sample` needs for S rows over a vocabulary of V. What no row uses is None and costs nothing."""
-
-    banned: Tensor | None = None  # flat indices into [S, V]
-    penalties: Penalties | None = None
-    draw: Draw | None = None  # None: every row is greedy
-    logprobs: Logprobs | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class SampledTokens:
-    token_ids: Tensor  # [S] int64, on the device of the logits
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # row -> of its token, where asked for
-
-
-# ---------------------------------------------------------------------------------------------- the state
+MainPath = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _COLUMNS = np.dtype(
     [
-        ("key", np.uint64),  # hashed seed
-        ("temperature", np.float32),  # 0 is greedy
-        ("top_k", np.int64),  # vocab_size where it cuts nothing
-        ("tail", np.float32),  # 1 - top_p
-        ("min_p", np.float32),
         ("penalised", np.bool_),
         ("repetition", np.float32),
         ("presence", np.float32),
@@ -78,152 +39,257 @@ _COLUMNS = np.dtype(
         ("num_top", np.int64),
     ]
 )
+_ALWAYS = np.iinfo(np.int64).max
 
 
-class SamplingState:
-    """The sampling parameters of every slot, column by column, on the host."""
+@dataclass(frozen=True, eq=False)
+class Penalties:
+    """Of A rows. Tensors lie on the device of the logits."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
+    slots: Tensor  # [A] int64
+    prompt_lens: Tensor  # [A] int64
+    longest: int  # tokens in the longest row's history
+    factors: Tensor  # [3, A, 1] float32: repetition, presence, frequency
+
+
+@dataclass(frozen=True, eq=False)
+class Adjustment:
+    """A rows whose logits are changed before a token is picked. Tensors lie on the device of the logits."""
+
+    rows: Tensor  # [A] int64, within the batch
+    positions: Tensor  # [A] int64: tokens in each row's history
+    banned: Tensor | None  # flat indices into the rows' scores
+    penalties: Penalties | None
+    param_rows: Tensor | None  # [A, NUM_PARAMS] int32, where `main` picks
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """L rows whose log-probabilities are asked for."""
+
+    rows: Tensor | None  # [L] int64 on the device; None: all rows
+    row_numbers: list[int]
+    num_top: list[int]  # alternatives that each of them wants
+
+
+@dataclass(frozen=True, eq=False)
+class Rare:
+    adjustment: Adjustment | None
+    wanted: Wanted | None
+
+
+@dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Log-probabilities on their way to the host."""
+
+    wanted: Wanted
+    numbers: Tensor  # [L, 2 + K] int64: the token, its rank, the likeliest tokens
+    values: Tensor  # [L, 1 + K] float32: the token's log-probability, the likeliest tokens'
+
+    def finish(self) -> dict[int, TokenLogprob]:
+        """Row -> the entry of its token. On a GPU: after an event that was recorded behind the sampling."""
+        result = {}
+        rows = zip(
+            self.wanted.row_numbers, self.wanted.num_top, self.numbers.tolist(), self.values.tolist(), strict=True
+        )
+        for row, n, (token, rank, *ids), (own, *top) in rows:
+            result[row] = TokenLogprob(token, own, rank, tuple(zip(ids[:n], top[:n], strict=True)))
+        return result
+
+
+class SampledTokens(NamedTuple):
+    token_ids: Tensor  # [S] int64, on the device of the logits
+    logprobs: Logprobs | None  # None: no row asks for them
+
+
+class Sampler:
+    """The sampling parameters of every slot, on the host, and what samples by them.
+
+    Args:
+        max_num_seqs: slots.
+        main: the main path as one call that is safe to capture, (logits, param_rows, positions) -> token ids; None:
+            torch operations, chosen on the host by what the rows of a step use.
+    """
+
+    num_params = NUM_PARAMS
+
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, device: torch.device | str, main: MainPath | None = None
+    ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self.name = "torch" if main is None else "triton"
+        self.graph_safe = main is not None
+        self._main = main
+        self._params = np.zeros(max_num_seqs, PARAM_COLUMNS)
         self._columns = np.zeros(max_num_seqs, _COLUMNS)
+        self._rare_until = np.zeros(max_num_seqs, np.int64)  # positions below are not for the main path alone
         self._stop_ids: list[Array] = [np.empty(0, np.int64)] * max_num_seqs
 
-    def admit(self, slot: int, params: SamplingParams, seed: int, prompt_len: int, stop_ids: Collection[int]) -> None:
-        """Gives `slot` to a request. `stop_ids` are the tokens that min_tokens forbids."""
+    def admit(self, slot: int, params: SamplingParams, seed: int, prompt_len: int, stop_ids: Collection[int]) -> Array:
+        """Gives `slot` to a request. `stop_ids` are the tokens that min_tokens forbids. Returns the slot's row of
+        parameters for `main`, [num_params] int32."""
+        encoded = encode(params, seed, self.vocab_size)
+        self._params[slot] = encoded.view(PARAM_COLUMNS)[0]
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         row = self._columns[slot]
-        row["key"] = hash_seeds(np.array([seed], np.uint64))[0]
-        row["temperature"] = 0 if params.greedy else max(params.temperature, MIN_TEMPERATURE)
-        row["top_k"] = min(params.top_k, self.vocab_size) or self.vocab_size
-        row["tail"] = 1 - params.top_p
-        row["min_p"] = params.min_p
         row["penalised"] = penalties != (1, 0, 0)
         row["repetition"], row["presence"], row["frequency"] = penalties
         row["prompt_len"] = prompt_len
-        row["min_len"] = prompt_len + params.min_tokens
+        row["min_len"] = prompt_len + params.min_tokens if stop_ids else 0
         row["wants_logprobs"] = params.logprobs is not None
         row["num_top"] = min(params.logprobs or 0, self.vocab_size)
         self._stop_ids[slot] = np.array([i for i in sorted(stop_ids) if 0 <= i < self.vocab_size], np.int64)
+        self._rare_until[slot] = _ALWAYS if row["penalised"] or row["wants_logprobs"] else row["min_len"]
+        return encoded
 
-    def batch(self, slots: Sequence[int] | Array, positions: Sequence[int] | Array, token_ids: Array) -> SamplingBatch:
-        """The batch whose row i samples token number positions[i] of the request in slots[i].
+    def main(self, logits: Tensor, param_rows: Tensor, positions: Tensor) -> Tensor:
+        """One token a row, by what lies on the device alone. Only where `graph_safe`.
 
-        token_ids [max_num_seqs, max_model_len + 1]: of each slot the prompt, then the output. Row i reads
-        token_ids[slots[i], :positions[i]], and only where it has penalties.
+        Args:
+            logits: [S, V], left as they are.
+            param_rows: [S, num_params] int32, the rows that `admit` returned.
+            positions: [S]: tokens before the one that is sampled.
+
+        Returns:
+            token ids [S] int64.
         """
-        slots, positions = np.asarray(slots, np.int64), np.asarray(positions, np.int64)
-        rows = self._columns.take(slots)  # ten times as fast as [slots] on records
-        return SamplingBatch(
-            banned=self._banned(slots, positions, rows),
-            penalties=self._penalties(slots, positions, rows, token_ids),
-            draw=self._draw(positions, rows),
-            logprobs=self._logprobs(rows),
+        assert self._main is not None, "this sampler runs eagerly"
+        return self._main(logits, param_rows, positions)
+
+    def sample(self, logits: Tensor, step: StepInput, slots: Array, positions: Array, history: Tensor) -> SampledTokens:
+        """One token a row, eagerly.
+
+        Args:
+            logits: [S, V], left as they are.
+            step: what `main` reads on the device, `param_rows` and `sampled_positions`.
+            slots, positions: [S] int64, the same on the host: each row's slot, and the tokens before the sampled one.
+            history: [slots, longest] int32 on the device: each slot's prompt and output. Read only for penalties.
+        """
+        rare = self.rare(slots, positions)
+        if self.graph_safe:
+            token_ids = self.main(logits, step.param_rows, step.sampled_positions)
+            return SampledTokens(token_ids, None if rare is None else self.resample(logits, token_ids, rare, history))
+        scores = logits.float()
+        if rare is not None and rare.adjustment is not None:
+            a = rare.adjustment
+            adjusted = _adjust(logits, a, history)
+            scores = adjusted if len(a.rows) == len(logits) else scores.index_copy(0, a.rows, adjusted)
+        token_ids = pick_tokens(scores, Draw.of(self._params.take(slots), positions, self.vocab_size, self._send))
+        return SampledTokens(token_ids, None if rare is None else _report(logits, token_ids, rare.wanted))
+
+    # --- the rare things ------------------------------------------------------------------------------------------
+
+    def rare(self, slots: Array, positions: Array) -> Rare | None:
+        """What the main path leaves to do for these rows; None, and quick, where it does it all."""
+        if not (positions < self._rare_until.take(slots)).any():
+            return None
+        columns = self._columns.take(slots)
+        return Rare(self._adjustment(slots, positions, columns), self._wanted(columns))
+
+    def resample(self, logits: Tensor, token_ids: Tensor, rare: Rare, history: Tensor) -> Logprobs | None:
+        """Picks the tokens of adjusted rows once more and puts them into `token_ids` [S]. `history` as in `sample`; the
+        caller sees to it that the new tokens reach it."""
+        a = rare.adjustment
+        if a is not None:
+            assert a.param_rows is not None
+            tokens = self.main(_adjust(logits, a, history), a.param_rows, a.positions)
+            token_ids.index_copy_(0, a.rows, tokens.to(token_ids.dtype))
+        return _report(logits, token_ids, rare.wanted)
+
+    def _adjustment(self, slots: Array, positions: Array, columns: Array) -> Adjustment | None:
+        early = positions < columns["min_len"]
+        rows = np.flatnonzero(early | columns["penalised"])
+        if not rows.size:
+            return None
+        banned = [i * _padded(self.vocab_size) + self._stop_ids[slots[row]] for i, row in enumerate(rows) if early[row]]
+        params = self._params.take(slots[rows]).view(np.int32).reshape(-1, NUM_PARAMS)
+        return Adjustment(
+            rows=self._send(rows),
+            positions=self._send(positions[rows]),
+            banned=self._send(np.concatenate(banned)) if banned else None,
+            penalties=self._penalties(slots[rows], positions[rows], columns.take(rows)),
+            param_rows=self._send(params) if self.graph_safe else None,
         )
 
-    def _banned(self, slots: Array, positions: Array, rows: Array) -> Tensor | None:
-        early = np.flatnonzero(positions < rows["min_len"])
-        flat = [row * self.vocab_size + self._stop_ids[slots[row]] for row in early]
-        return self._tensor(np.concatenate(flat)) if sum(map(len, flat)) else None
-
-    def _penalties(self, slots: Array, positions: Array, rows: Array, token_ids: Array) -> Penalties | None:
-        chosen = np.flatnonzero(rows["penalised"])
-        if not chosen.size:
+    def _penalties(self, slots: Array, positions: Array, columns: Array) -> Penalties | None:
+        if not columns["penalised"].any():
             return None
-        prompt, output = [], []
-        for i, row in enumerate(chosen):
-            tokens = token_ids[slots[row], : positions[row]].astype(np.int64) + i * self.vocab_size
-            prompt_len = rows["prompt_len"][row]
-            output.append(tokens[prompt_len:])
-            if rows["repetition"][row] != 1:
-                prompt.append(tokens[:prompt_len])
+        factors = np.stack([columns["repetition"], columns["presence"], columns["frequency"]])[:, :, None]
         return Penalties(
-            rows=self._tensor(chosen),
-            prompt=self._tensor(np.concatenate(prompt or [np.empty(0, np.int64)])),
-            output=self._tensor(np.concatenate(output)),
-            repetition=self._tensor(rows["repetition"][chosen, None]),
-            presence=self._tensor(rows["presence"][chosen, None]),
-            frequency=self._tensor(rows["frequency"][chosen, None]),
+            slots=self._send(slots),
+            prompt_lens=self._send(columns["prompt_len"]),
+            longest=int(positions.max()),
+            factors=self._send(factors),
         )
 
-    def _draw(self, positions: Array, rows: Array) -> Draw | None:
-        chosen = np.flatnonzero(rows["temperature"])
-        if not chosen.size:
+    def _wanted(self, columns: Array) -> Wanted | None:
+        rows = np.flatnonzero(columns["wants_logprobs"])
+        if not rows.size:
             return None
-        sampled = rows.take(chosen)
-        return Draw(
-            rows=None if len(chosen) == len(rows) else self._tensor(chosen),
-            uniforms=self._tensor(uniforms(sampled["key"], positions[chosen])[:, None]),
-            temperature=self._tensor(sampled["temperature"][:, None]),
-            top_k=self._column(sampled["top_k"], sampled["top_k"] < self.vocab_size),
-            max_top_k=int(sampled["top_k"].max(initial=0, where=sampled["top_k"] < self.vocab_size)),
-            top_p=self._column(sampled["tail"].astype(np.float64), sampled["tail"] > 0),
-            min_p=self._tensor(sampled["min_p"][:, None]) if sampled["min_p"].any() else None,
-        )
+        sent = None if len(rows) == len(columns) else self._send(rows)
+        return Wanted(sent, rows.tolist(), columns["num_top"][rows].tolist())
 
-    def _logprobs(self, rows: Array) -> Logprobs | None:
-        chosen = np.flatnonzero(rows["wants_logprobs"])
-        if not chosen.size:
-            return None
-        device_rows = None if len(chosen) == len(rows) else self._tensor(chosen)
-        return Logprobs(device_rows, chosen.tolist(), rows["num_top"][chosen].tolist())
-
-    def _column(self, values: Array, uses: Array) -> Column | None:
-        chosen = np.flatnonzero(uses)
-        if not chosen.size:
-            return None
-        rows = None if len(chosen) == len(values) else self._tensor(chosen)
-        return Column(rows, self._tensor(values[chosen, None]))
-
-    def _tensor(self, array: Array) -> Tensor:
+    def _send(self, array: Array) -> Tensor:
         tensor = torch.from_numpy(array.copy())  # columns of a record array have strides that torch refuses
         if self.device.type == "cuda":  # a copy from pageable memory would wait for the stream
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
-    """Picks one token a row. logits [S, V] float32 are left as they are."""
-    scores = logits
-    if batch.banned is not None:
-        scores = scores.flatten().index_fill(0, batch.banned, -torch.inf).view_as(logits)
-    if batch.penalties is not None:
-        scores = _penalise(scores, batch.penalties)
-    token_ids = _draw_over_argmax(scores, batch.draw)
-    return SampledTokens(token_ids, _report(logits, token_ids, batch.logprobs) if batch.logprobs else {})
+def make_sampler(max_num_seqs: int, vocab_size: int, device: torch.device, kernels: Kernels) -> Sampler:
+    """The sampler that goes with a model's kernels."""
+    if kernels.name != "triton":
+        return Sampler(max_num_seqs, vocab_size, device)
+    from mini_infer.kernels.sample import sample_rows  # it needs Triton
+
+    return Sampler(max_num_seqs, vocab_size, device, sample_rows)
 
 
-def _draw_over_argmax(scores: Tensor, draw: Draw | None) -> Tensor:
-    if draw is None:
-        return scores.argmax(dim=1)
-    if draw.rows is None:
-        return draw_tokens(scores, draw)
-    return scores.argmax(dim=1).index_copy_(0, draw.rows, draw_tokens(scores[draw.rows], draw))
+def _padded(vocab_size: int) -> int:
+    """Columns of adjusted scores: at least one more than there are tokens, and rows as aligned as those of logits."""
+    return vocab_size // 16 * 16 + 16
 
 
-def _penalise(scores: Tensor, penalties: Penalties) -> Tensor:
+def _adjust(logits: Tensor, a: Adjustment, history: Tensor) -> Tensor:
+    """The adjusted rows' scores, float32 [A, V]."""
+    vocab_size = logits.shape[1]
+    scores = logits.new_empty((len(a.rows), _padded(vocab_size)), dtype=torch.float32)
+    scores[:, :vocab_size] = logits.index_select(0, a.rows)
+    if a.banned is not None:
+        scores.view(-1).index_fill_(0, a.banned, -torch.inf)
+    if a.penalties is not None:
+        _penalise(scores, vocab_size, a.positions, a.penalties, history)
+    return scores[:, :vocab_size]
+
+
+def _penalise(scores: Tensor, nowhere: int, positions: Tensor, penalties: Penalties, history: Tensor) -> None:
     """Repetition as in Keskar et al. 2019 (arXiv:1909.05858), over prompt and output; presence and frequency as
-    in the OpenAI API, over the output."""
-    part = scores[penalties.rows]
-    counts = torch.zeros(part.numel(), dtype=torch.int32, device=part.device)
-    counts.scatter_add_(0, penalties.output, torch.ones_like(penalties.output, dtype=torch.int32))
-    seen = (counts > 0).index_fill_(0, penalties.prompt, True).view_as(part)
-    counts = counts.view_as(part)
-    repeated = torch.where(part < 0, part * penalties.repetition, part / penalties.repetition)
-    part = torch.where(seen, repeated, part)
-    part = part - counts.sign() * penalties.presence - counts * penalties.frequency
-    return scores.index_copy(0, penalties.rows, part)
+    in the OpenAI API, over the output. A repeated token is written several times, but with one and the same value;
+    what does not count goes to the column `nowhere`, behind the tokens."""
+    tokens = history[:, : penalties.longest].index_select(0, penalties.slots).long()
+    place = torch.arange(penalties.longest, device=scores.device)
+    known = place < positions[:, None]
+    output = known & (place >= penalties.prompt_lens[:, None])
+    repetition, presence, frequency = penalties.factors
+
+    seen = tokens.where(known, nowhere)
+    values = scores.gather(1, seen)
+    scores.scatter_(1, seen, torch.where(values < 0, values * repetition, values / repetition))
+    new = tokens.where(output, nowhere)
+    scores.scatter_(1, new, scores.gather(1, new) - presence)
+    scores.scatter_add_(1, new, (-frequency).expand_as(tokens))
 
 
-def _report(logits: Tensor, token_ids: Tensor, wanted: Logprobs) -> dict[int, TokenLogprob]:
+def _report(logits: Tensor, token_ids: Tensor, wanted: Wanted | None) -> Logprobs | None:
     """Log-probabilities (natural) under the model's own distribution, of the tokens and of the likeliest ones."""
+    if wanted is None:
+        return None
     rows = slice(None) if wanted.rows is None else wanted.rows
-    logprobs, tokens = logits[rows].log_softmax(dim=1), token_ids[rows, None]
+    logprobs, tokens = logits[rows].float().log_softmax(dim=1), token_ids[rows, None]
     own = logprobs.gather(1, tokens)
-    ranks = (logprobs > own).sum(dim=1) + 1
+    ranks = (logprobs > own).sum(dim=1, keepdim=True) + 1
     values, ids = logprobs.topk(max(wanted.num_top), dim=1)
-    host = [column.tolist() for column in (tokens.squeeze(1), own.squeeze(1), ranks, ids, values)]
-    return {
-        row: TokenLogprob(token, logprob, rank, tuple(zip(top_ids[:n], top[:n], strict=True)))
-        for row, n, token, logprob, rank, top_ids, top in zip(wanted.row_numbers, wanted.num_top, *host, strict=True)
-    }
+    numbers, values = torch.cat([tokens, ranks, ids], dim=1), torch.cat([own, values], dim=1)
+    # From a GPU, into page-locked memory, which needs no waiting.
+    return Logprobs(wanted, numbers.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True))

@@ -12,6 +12,10 @@ step; prefill, chunked prefill, prefix hits, decode and recomputation are all th
        ^                   |                                      |
        +---- recompute ----+--------------------------------------+---- swap ----> swapped --room--> (back)
 
+Steps may overlap: a plan can be made before the tokens of the plan before it are booked. A request then has a token
+in flight, whose place is known though its value is not, and its next token is planned behind it. What a step computed
+for a request that has meanwhile ended is dropped when the step is booked.
+
 A step serves running requests first, so a decode never waits behind a prompt; then prompts in progress, then
 swapped requests, then new ones. Whoever ranks last gives way when blocks run out. No tensors here: the same
 scheduler drives a GPU, the dry model and a simulator.
@@ -121,7 +125,8 @@ class Scheduler:
     # --- plan a step --------------------------------------------------------------------------------------------
 
     def schedule(self, now: float = 0.0) -> StepPlan:
-        """Plans the next step, at time `now`. The plan has no rows only when no request is left."""
+        """Plans the next step, at time `now`. The plan has no rows only when no request is left, or when all that is
+        left waits for tokens in flight."""
         self._step += 1
         step = _Step(now, self.config)
         batch_is_open = self.config.batching is Batching.continuous or not (self._running or self._prefilling)
@@ -132,7 +137,7 @@ class Scheduler:
         # Whoever was just thrown out must not come straight back.
         self._schedule_prompts(step, admit=batch_is_open and everybody_grew)
 
-        if step.requests:
+        if step.rows:
             self._planned[self._step] = step
         return StepPlan(
             step=self._step,
@@ -153,15 +158,19 @@ class Scheduler:
     def _schedule_running(self, step: _Step) -> bool:
         """One token for each running request. False when some had to be preempted to make room for others."""
         running, block_size, grow = self._running, self.kv.block_size, self.kv.grow
-        slots, starts, requests = step.slots, step.starts, step.requests
+        slots, starts, rows = step.slots, step.starts, step.rows
         everybody_grew = True
         index = 0
         while index < len(running):
             request = running[index]
+            target = request.num_tokens + request.num_in_flight
+            if target >= request.max_total_tokens:  # its last token is in flight
+                index += 1
+                continue
             table = request.block_table
-            if request.num_tokens > len(table) * block_size:
+            if target > len(table) * block_size:
                 first = len(table)
-                blocks = grow(request, request.num_tokens)
+                blocks = grow(request, target)
                 if blocks is None:
                     # It ranks behind this request, or is this request: never one that is in the step already.
                     self._preempt(self._last_ranked(), step)
@@ -170,14 +179,15 @@ class Scheduler:
                 step.growths.append(Growth(_slot(request), first, blocks))
             slots.append(request.slot)  # type: ignore[arg-type]  # a running request has one; no call in this loop
             starts.append(request.num_computed_tokens)
-            requests.append(request)
+            rows.append((request, request.num_preemptions))
             request.num_computed_tokens += 1
+            request.num_in_flight += 1
             index += 1
-        step.num_decode_rows = index
-        step.counts = [1] * index
-        step.samples = [True] * index
+        step.num_decode_rows = len(slots)
+        step.counts = [1] * len(slots)
+        step.samples = [True] * len(slots)
         if self.config.chunked_prefill:  # a whole prompt needs the whole budget, or it would never be admitted
-            step.budget -= index
+            step.budget -= len(slots)
         return everybody_grew
 
     def _schedule_prompts(self, step: _Step, admit: bool) -> None:
@@ -207,7 +217,9 @@ class Scheduler:
 
     def _next_in_line(self) -> Request | None:
         heads = [head for head in (self._swapped.peek(), self._waiting.peek()) if head is not None]
-        return min(heads, key=self._rank, default=None)
+        head = min(heads, key=self._rank, default=None)
+        # One that was preempted while a step of its own was under way comes back when that step's token is known.
+        return None if head is not None and head.num_in_flight else head
 
     def _swap_in(self, request: Request, step: _Step) -> bool:
         pairs = self.kv.swap_in(request, self._keep_free())
@@ -268,9 +280,10 @@ class Scheduler:
         step.starts.append(start)
         step.counts.append(count)
         step.samples.append(count == needed)
-        step.requests.append(request)
+        step.rows.append((request, request.num_preemptions))
         if count < needed:
             return False
+        request.num_in_flight += 1
         request.status = RequestStatus.running
         insort(self._running, request, key=self._rank)
         return True
@@ -333,13 +346,15 @@ class Scheduler:
         updates = []
         commit = self.kv.commit
         num_finished = 0
-        rows = zip(self._planned.pop(plan.step).requests, plan.starts, plan.counts, result.tokens, strict=True)
-        for row, (request, start, count, token_ids) in enumerate(rows):
-            if request.finished:  # it was aborted while the step ran
+        rows = zip(self._planned.pop(plan.step).rows, plan.starts, plan.counts, result.tokens, strict=True)
+        for row, ((request, num_preemptions), start, count, token_ids) in enumerate(rows):
+            if request.finished:  # while the step ran
                 continue
-            commit(request, start + count)
+            if request.num_preemptions == num_preemptions:  # else its blocks are somebody else's by now
+                commit(request, start + count)
             if not token_ids:
                 continue
+            request.num_in_flight -= 1
             reason = None
             for position, token in enumerate(token_ids):
                 request.token_ids.append(token)
@@ -351,8 +366,12 @@ class Scheduler:
                     reason = FinishReason.length
                 if reason is not None:
                     token_ids = token_ids[: position + 1]
-                    self._release(request, reason, token if token in request.params.stop_token_ids else None)
-                    num_finished += 1
+                    stop_reason = token if token in request.params.stop_token_ids else None
+                    if request.status is RequestStatus.running:  # taken out of the queue below, all at once
+                        self._release(request, reason, stop_reason)
+                        num_finished += 1
+                    else:
+                        self.finish(request, reason, stop_reason)
                     break
             updates.append(TokenUpdate(request, token_ids, row))
         if num_finished:
@@ -366,7 +385,8 @@ class Scheduler:
         """Gives up a step that did not run to its end. Ends the requests whose KV it would have written, and returns
         them. Those that it swapped out may not have arrived: they are computed again."""
         step = self._planned.pop(plan.step)
-        ended = [r for r in dict.fromkeys(step.requests + step.entered) if not r.finished]
+        computed = [request for request, _ in step.rows]
+        ended = [r for r in dict.fromkeys(computed + step.entered) if not r.finished]
         for request in ended:
             self.finish(request, FinishReason.error)
         for request in step.swapped_out:
@@ -413,7 +433,8 @@ class Scheduler:
         assert counts == len(self._requests), f"{len(self._requests)} unfinished requests, but {counts} in the queues"
         for request in self._requests:
             assert request.num_tokens == len(request.token_ids)
-            assert request.num_computed_tokens <= request.num_tokens
+            assert request.num_computed_tokens <= request.num_tokens + request.num_in_flight
+            assert 0 <= request.num_in_flight <= len(self._planned)
             if request not in active:
                 assert not request.block_table, f"{request} holds blocks outside the batch"
         self.kv.check_integrity(active)
@@ -432,7 +453,7 @@ class _Step:
         self.entered: list[Request] = []  # took a slot in this step
         self.swapped_out: list[Request] = []
         self.budget = config.max_num_batched_tokens
-        self.requests: list[Request] = []
+        self.rows: list[tuple[Request, int]] = []  # with how often it had been preempted by then
         self.slots: list[int] = []
         self.starts: list[int] = []
         self.counts: list[int] = []

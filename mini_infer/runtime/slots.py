@@ -1,88 +1,236 @@
-"""Per-slot state of the batch, and the model's input for one step built from it."""
+"""Per-slot state of the batch, kept on the model's device, and a step's input gathered from it.
+
+Every slot is a row of one int32 matrix, and whatever changes between steps is a list of (place, value) pairs in it:
+
+    rows  [ token history: prompt, then output   | block table       | sampling parameters ]   slot 0
+          [ ...                                  | ...               | ...                 ]   slot 1
+          [ padding rows of CUDA graphs          | the spare block   | greedy              ]   the spare slot
+
+A sampled token is written behind its history on the device, where the next step reads it: the host need not have seen
+it by then.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from mini_infer.attention.context import AttentionBatch
 from mini_infer.core.plan import StepPlan
 
 IntArray = NDArray[np.integer]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepInput:
-    """One step's batch: R rows with T tokens in all. Complete when constructed.
+    """One step's batch on the device: R rows with T tokens in all, S of the rows sample. Complete when constructed."""
 
-    A row's tokens are adjacent; the first `num_decode_rows` rows are running requests.
-    """
-
-    slots: IntArray  # [R] int64
-    starts: IntArray  # [R] int64: tokens of the request computed before this step
-    counts: IntArray  # [R] int64: tokens computed in this step
-    num_decode_rows: int
-    token_ids: IntArray  # [T] int64
-    positions: IntArray  # [T] int64
-    slot_mapping: IntArray  # [T] int64: where each token's K and V go, block * block_size + offset
-    block_tables: IntArray  # [R, W] int32: W covers the longest row
-    sampled_rows: IntArray  # [S] int64: rows that sample
-    sampled_tokens: IntArray  # [S] int64: index in T of those rows' last token
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        return int(self.counts[self.num_decode_rows :].sum())
+    batch: AttentionBatch
+    token_ids: Tensor  # [T] int64
+    sampled_tokens: Tensor | None  # [S] int64: index in T of the sampling rows' last tokens; None: all T, in order
+    param_rows: Tensor  # [S, num_params] int32, as the sampler encoded them
+    sampled_positions: Tensor  # [S] int64: the place in its sequence of the token that is sampled
+    places: Tensor  # [S] int64: where in the flat state the sampled token goes
 
 
 class SlotState:
-    """Tokens and block tables of the requests in the batch, kept between steps so that a plan need only carry
-    what changed.
-
+    """
     Args:
-        max_num_seqs: slots.
+        max_num_seqs: slots; one more is kept for padding rows.
         max_model_len: the longest request, in tokens.
         block_size: tokens a KV block.
+        num_params: int32 columns of sampling parameters.
+        spare_block: the KV block that padding rows write to.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_params: int,
+        device: torch.device,
+        spare_block: int = 0,
+    ) -> None:
         self.block_size = block_size
-        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
-        self.block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self.max_model_len = max_model_len
+        self.spare_slot = max_num_seqs
+        self._table = max_model_len + 1  # first column of the block table
+        self._params = self._table + -(-max_model_len // block_size)
+        self.width = self._params + num_params
+        self.rows = torch.zeros((max_num_seqs + 1, self.width), dtype=torch.int32, device=device)
+        self.rows[self.spare_slot, self._table : self._params] = spare_block
+        self.history = self.rows[:, : self._table]
+        self._flat = self.rows.view(-1)
+        self.mail = Mail(device)
 
-    def apply(self, plan: StepPlan) -> None:
-        """Takes in the plan's admissions and grown block tables."""
-        for admission in plan.admissions:
-            self.token_ids[admission.slot, : len(admission.token_ids)] = admission.token_ids
-            self.block_tables[admission.slot, : len(admission.block_table)] = admission.block_table
-        for slot, first, blocks in plan.growths:
-            self.block_tables[slot, first : first + len(blocks)] = blocks
+    # --- what changed ---------------------------------------------------------------------------------------------
+
+    def apply(self, plan: StepPlan, param_rows: Sequence[IntArray]) -> None:
+        """Takes in the plan's admissions, with a row of sampling parameters each, and grown block tables."""
+        places: list[IntArray] = []
+        values: list[IntArray | Sequence[int]] = []
+        for admission, params in zip(plan.admissions, param_rows, strict=True):
+            for column, numbers in (
+                (0, admission.token_ids),
+                (self._table, admission.block_table),
+                (self._params, params),
+            ):
+                first = admission.slot * self.width + column
+                places.append(np.arange(first, first + len(numbers)))
+                values.append(numbers)
+        if plan.growths:
+            grown = self._grown(plan)
+            places.append(grown[:, 0])
+            values.append(grown[:, 1])
+        if places:
+            where, what = self.mail.send(np.concatenate(places), np.concatenate(values))
+            self._flat.index_copy_(0, where.long(), what)
+
+    def _grown(self, plan: StepPlan) -> IntArray:
+        """[grown blocks, 2]: place and value of each new entry of a block table."""
+        table, width = self._table, self.width
+        pairs = [
+            (slot * width + table + first + i, block)
+            for slot, first, blocks in plan.growths
+            for i, block in enumerate(blocks)
+        ]
+        return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+    def overwrite(self, slot: int, position: int, token_id: int) -> None:
+        """Puts another token where the next step reads it."""
+        self.history[slot, position] = token_id
+
+    # --- a step's input -------------------------------------------------------------------------------------------
 
     def build(self, plan: StepPlan) -> StepInput:
-        slots = np.array(plan.slots, dtype=np.int64)
-        starts = np.array(plan.starts, dtype=np.int64)
-        counts = np.array(plan.counts, dtype=np.int64)
-        ends = np.cumsum(counts)
+        """The input of any step, its shapes being those of the plan."""
+        slots = np.array(plan.slots)
+        starts = np.array(plan.starts)
+        counts = np.array(plan.counts)
+        seq_lens = starts + counts
+        query_starts = np.concatenate(([0], np.cumsum(counts)))
         row = np.repeat(np.arange(len(slots)), counts)  # [T]: the row each token belongs to
-        positions = np.arange(len(row)) - (ends - counts)[row] + starts[row]
-        slot = slots[row]
-        block, offset = np.divmod(positions, self.block_size)
-        sampled_rows = np.flatnonzero(plan.samples)
-        width = -(-int((starts + counts).max()) // self.block_size)
-        return StepInput(
-            slots=slots,
-            starts=starts,
-            counts=counts,
+        positions = np.arange(len(row)) - query_starts[row] + starts[row]
+        sampled = np.flatnonzero(plan.samples)
+        own = (query_starts[sampled + 1] - 1, slots[sampled], seq_lens[sampled])
+        sent = self.mail.send(slots, seq_lens, query_starts, slots[row], positions, *own)
+        slots32, lens32, starts32 = sent[:3]
+        token_slots, places, tokens, sampled_slots, sampled_lens = (part.long() for part in sent[3:])
+        width = -(-int(seq_lens.max(initial=1)) // self.block_size)
+        batch = AttentionBatch(
+            positions=places,
+            slot_mapping=self._slot_mapping(token_slots, places),
+            block_tables=self.rows[:, self._table : self._table + width].index_select(0, slots32),
+            query_starts=starts32,
+            seq_lens=lens32,
             num_decode_rows=plan.num_decode_rows,
-            token_ids=self.token_ids[slot, positions].astype(np.int64),
-            positions=positions,
-            slot_mapping=self.block_tables[slot, block].astype(np.int64) * self.block_size + offset,
-            block_tables=self.block_tables[slots, :width],
-            sampled_rows=sampled_rows,
-            sampled_tokens=ends[sampled_rows] - 1,
+            decode_query_len=1,
+            max_decode_seq_len=int(seq_lens[: plan.num_decode_rows].max(initial=0)),
+            max_prefill_query_len=int(counts[plan.num_decode_rows :].max(initial=0)),
+            max_prefill_seq_len=int(seq_lens[plan.num_decode_rows :].max(initial=0)),
+            host_query_starts=query_starts,
+            host_seq_lens=seq_lens,
+        )
+        return StepInput(
+            batch=batch,
+            token_ids=self._flat.index_select(0, token_slots * self.width + places).long(),
+            sampled_tokens=tokens,
+            param_rows=self.rows[:, self._params :].index_select(0, sampled_slots),
+            sampled_positions=sampled_lens,
+            places=sampled_slots * self.width + sampled_lens,
         )
 
-    def append(self, step: StepInput, token_ids: IntArray) -> None:
+    def pack_decode(self, plan: StepPlan, num_rows: int) -> IntArray | None:
+        """A plan of decode rows alone as [4, num_rows] int32 for `build_decode`: slots, sequence lengths, and for a row
+        that grows the column of its block table and the block. None where the plan brings more than that."""
+        if plan.admissions:
+            return None
+        n = plan.num_rows
+        packed = np.empty((4, num_rows), dtype=np.int32)
+        packed[0, :n], packed[0, n:] = plan.slots, self.spare_slot
+        packed[1, :n], packed[1, n:] = plan.starts, 0
+        packed[1] += 1
+        packed[2] = -1
+        if plan.growths:
+            slots, columns, blocks = zip(*plan.growths, strict=True)
+            if any(len(taken) > 1 for taken in blocks):
+                return None
+            row_of_slot = np.empty(self.spare_slot, dtype=np.int64)
+            row_of_slot[packed[0, :n]] = np.arange(n)
+            rows = row_of_slot[list(slots)]
+            packed[2, rows], packed[3, rows] = columns, [taken[0] for taken in blocks]
+        return packed
+
+    def build_decode(self, packed: Tensor, query_starts: Tensor) -> StepInput:
+        """The input of a step of decode rows alone, made on the device: shapes depend on the number of rows only, so
+        that it can be captured in a CUDA graph. packed [4, R] int32 as `pack_decode` made it, query_starts [R + 1]
+        int32: 0, 1, ... R."""
+        from mini_infer.kernels.decode_input import decode_input  # it needs Triton, as do all graphs
+
+        rows = decode_input(self.rows, packed, table=self._table, params=self._params, block_size=self.block_size)
+        seq_lens = packed[1]
+        batch = AttentionBatch(
+            positions=rows.positions,
+            slot_mapping=rows.slot_mapping,
+            block_tables=rows.block_tables,
+            query_starts=query_starts,
+            seq_lens=seq_lens,
+            num_decode_rows=len(seq_lens),
+            decode_query_len=1,
+            max_decode_seq_len=self.max_model_len,
+            max_prefill_query_len=0,
+            max_prefill_seq_len=0,
+            host_query_starts=None,
+            host_seq_lens=None,
+        )
+        return StepInput(
+            batch=batch,
+            token_ids=rows.token_ids,
+            sampled_tokens=None,
+            param_rows=rows.param_rows,
+            sampled_positions=rows.positions + 1,
+            places=rows.places,
+        )
+
+    def _slot_mapping(self, token_slots: Tensor, positions: Tensor) -> Tensor:
+        """[T] int64: where each token's K and V go, block * block_size + offset."""
+        block = positions // self.block_size
+        blocks = self._flat.index_select(0, token_slots * self.width + self._table + block)
+        return blocks * self.block_size + (positions - block * self.block_size)
+
+    def append(self, step: StepInput, token_ids: Tensor) -> None:
         """Writes the sampled tokens [S] behind their rows' tokens, where the next step reads them."""
-        rows = step.sampled_rows
-        self.token_ids[step.slots[rows], (step.starts + step.counts)[rows]] = token_ids
+        self._flat.index_copy_(0, step.places, token_ids.int())
+
+    def rewrite(self, slots: IntArray, positions: IntArray, token_ids: Tensor) -> None:
+        """Puts other tokens [S] where those of a step went: behind the first positions [S] tokens of slots [S]."""
+        places = self.mail.send(slots * self.width + positions)[0].long()
+        self._flat.index_copy_(0, places, token_ids.int())
+
+
+class Mail:
+    """Numbers on their way to the device in one copy, which nobody waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def send(self, *arrays: IntArray) -> list[Tensor]:
+        """The arrays as int32 tensors on the device."""
+        lengths = [len(array) for array in arrays]
+        joined = torch.from_numpy(np.concatenate(arrays).astype(np.int32, copy=False))
+        if self._device.type == "cuda":
+            target = torch.empty(len(joined), dtype=torch.int32, device=self._device)
+            self.send_into(target, joined)
+            joined = target
+        return list(joined.split(lengths))
+
+    def send_into(self, target: Tensor, numbers: Tensor) -> None:
+        """Fills `target`, on a GPU, with numbers of its shape and dtype."""
+        # torch keeps page-locked memory for its next user until this copy is done.
+        target.copy_(torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers), non_blocking=True)

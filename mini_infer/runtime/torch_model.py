@@ -7,37 +7,24 @@ from dataclasses import dataclass
 
 import torch
 
-from mini_infer.attention.backend import AttentionBackend, Requirements, select_backend
-from mini_infer.attention.context import AttentionBatch, AttentionContext
+from mini_infer.attention.backend import Kind, Requirements, Selection, select_backend
+from mini_infer.attention.context import AttentionContext
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.swap import HostStore
 from mini_infer.core.config import AttentionConfig
 from mini_infer.modeling.decoder import Decoder
-from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.slots import StepInput
 
 
 @dataclass(frozen=True)
 class AttentionBackends:
-    prefill: AttentionBackend
-    decode: AttentionBackend
+    prefill: Selection
+    decode: Selection
 
     @classmethod
-    def select(
-        cls, config: AttentionConfig, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> AttentionBackends:
-        """Raises ConfigError where a chosen backend cannot serve this model here."""
-        needs = Requirements(
-            head_size=spec.head_dim,
-            block_size=block_size,
-            dtype=dtype,
-            device=device,
-            sliding_window=any(spec.sliding_windows),
-        )
-        return cls(
-            prefill=select_backend(config.prefill, "prefill", needs),
-            decode=select_backend(config.decode, "decode", needs),
-        )
+    def select(cls, config: AttentionConfig, needs: Requirements) -> AttentionBackends:
+        """Raises ConfigError where a chosen backend cannot serve."""
+        return cls(select_backend(config.prefill, "prefill", needs), select_backend(config.decode, "decode", needs))
 
 
 class TorchModel:
@@ -50,14 +37,26 @@ class TorchModel:
         self._scale = model.spec.head_dim**-0.5
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Computes the step's tokens and returns the sampled rows' logits, float32 [S, vocab_size]."""
-        device = self._store.device
-        batch = AttentionBatch.build(step, device)
+        """Computes the step's tokens and returns the sampled rows' logits [S, vocab_size]."""
         context = AttentionContext(
-            batch, self._store, self._backends.prefill, self._backends.decode, self._windows, self._scale
+            step.batch,
+            self._store,
+            self._backends.prefill.backend,
+            self._backends.decode.backend,
+            self._windows,
+            self._scale,
         )
-        hidden = self._model(torch.from_numpy(step.token_ids).to(device), batch.positions, context)
-        return self._model.compute_logits(hidden[torch.from_numpy(step.sampled_tokens).to(device)])
+        hidden = self._model(step.token_ids, step.batch.positions, context)
+        if step.sampled_tokens is not None:
+            hidden = hidden.index_select(0, step.sampled_tokens)
+        return self._model.compute_logits(hidden)
+
+    def warm_up(self, max_rows: int) -> None:
+        """Compiles what attention will run, so that no step waits for a compiler."""
+        kinds: dict[Kind, Selection] = {"prefill": self._backends.prefill, "decode": self._backends.decode}
+        for kind, selection in kinds.items():
+            heads = self._model.spec.num_heads
+            selection.backend.warm_up(kind, self._store, heads, self._windows, self._scale, max_rows)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         assert self._host is not None

@@ -25,24 +25,23 @@ def test_bytes_per_block(store: KVStore) -> None:
     )
 
 
-def test_write_puts_each_token_in_its_slot_and_touches_no_other(store: KVStore) -> None:
+def test_a_slot_is_a_place_in_a_block(store: KVStore) -> None:
+    store.kv.normal_()
+    assert store.key_slots(1).shape == store.value_slots(1).shape == (40, 2, 8)
+    for slot in (21, 3, 38):
+        block, offset = divmod(slot, 4)
+        assert torch.equal(store.key_slots(1)[slot], store.keys(1)[block, offset])
+        assert torch.equal(store.value_slots(1)[slot], store.values(1)[block, offset])
+
+
+def test_writing_to_slots_touches_no_other(store: KVStore) -> None:
     k, v = torch.randn(2, 3, 2, 8, device=store.device)
     slots = torch.tensor([21, 3, 38], device=store.device)
-    store.write(1, k, v, slots)
-    for token, slot in enumerate(slots.tolist()):
-        block, offset = divmod(slot, 4)
-        assert torch.equal(store.keys(1)[block, offset], k[token])
-        assert torch.equal(store.values(1)[block, offset], v[token])
-    assert torch.count_nonzero(store.kv) == k.numel() + v.numel()
-    assert torch.count_nonzero(store.kv[1]) == k.numel() + v.numel()
-
-
-def test_write_takes_slices_of_a_merged_projection(store: KVStore) -> None:
-    merged = torch.randn(3, 8, 8, device=store.device)
-    slots = torch.tensor([0, 1, 2], device=store.device)
-    store.write(0, merged[:, 4:6], merged[:, 6:], slots)
-    assert torch.equal(store.keys(0)[0, :3], merged[:, 4:6])
-    assert torch.equal(store.values(0)[0, :3], merged[:, 6:])
+    store.key_slots(1)[slots] = k
+    store.value_slots(1)[slots] = v
+    assert torch.equal(store.keys(1).flatten(0, 1)[slots], k)
+    assert torch.equal(store.values(1).flatten(0, 1)[slots], v)
+    assert torch.count_nonzero(store.kv) == torch.count_nonzero(store.kv[1]) == k.numel() + v.numel()
 
 
 def test_blocks_are_keys_then_values(store: KVStore) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf, open_dict
 
-from experiments.lab import catalog
+from experiments.lab import catalog, kernel_timer
 from experiments.lab.execute import execute
 
 pytestmark = pytest.mark.slow  # together they take half a minute
@@ -17,24 +17,50 @@ ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted(catalog.experiments(ROOT / "conf"))
 
 FEW = {
+    "fixed": ["workload.count=4", "workload.prompt_tokens=40", "workload.output_tokens=12"],
     "uniform": ["workload.count=4", "workload.warmup=2"],
     "text": ["workload.count=4"],
-    "shared_prefix": ["workload.count=4"],
+    "shared_prefix": ["workload.count=4", "workload.prefix_tokens=160", "workload.suffix_tokens=40"],
     "mixed": [
         *("workload.streams=2", "workload.stream_output_tokens=6", "workload.prompts=2"),
-        "workload.prompt_every_s=0.01",
+        *("workload.prompt_every_s=0.01", "workload.prompt_tokens=1024"),
     ],
 }
+# On a CPU there is torch alone, so the sweeps keep what it can do.
+KERNELS = [
+    *("engine.model.device=cpu", "measure.repeats=1", "experiment.dtype=float32", "~experiment.variants.triton"),
+    "hardware=h200",
+]
 OWN = {
     "scheduler_overhead": [
         *("experiment.steps=20", "experiment.matches=3", "measure.repeats=1", "experiment.waiting=[10,100]"),
         *("experiment.running=[8,16,32]", "experiment.prompt_tokens=[512]", "experiment.waiting_running=16"),
     ],
     "ceilings": ["experiment.mib=[1]", "experiment.matmul={cpu: [64]}", "measure.repeats=1"],
+    "fused_kernels": [
+        *KERNELS,
+        "~experiment.variants.compile",
+        "experiment.sweeps=[{case: add_rms_norm, shapes: {tokens: [3], hidden: [64]}},"
+        "{case: rope_and_store, shapes: {tokens: [3], heads: ['4/2'], qk_norm: [true], head_dim: [16]}},"
+        "{case: silu_mul, shapes: {tokens: [3], inner: [64]}},"
+        "{case: gemv, shapes: {rows: [1], matrix: {small: {out: 24, in: 32}}}}]",
+    ],
+    "attention_backends": [
+        *KERNELS,
+        "experiment.sweeps=[{case: prefill, shapes: {heads: ['4/2'], length: [40], queries: [24], head_dim: [16]}},"
+        "{case: decode, shapes: {heads: ['4/2'], batch: [3], length: [40], head_dim: [16]}}]",
+    ],
 }
+NEEDS_TRITON = {"flash_decode"}  # test_lab_kernels.py runs it in Triton's interpreter
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.fixture(autouse=True)
+def quick_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(kernel_timer, "PASS_US", 10.0)
+    monkeypatch.setattr(kernel_timer, "MAX_COPIES", 2)
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in NEEDS_TRITON])
 def test_it_runs(compose_config, tmp_path: Path, name: str) -> None:
     places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
     overrides = [f"experiment={name}", *places]
@@ -43,6 +69,7 @@ def test_it_runs(compose_config, tmp_path: Path, name: str) -> None:
     else:
         overrides += [
             "model=dry",
+            "engine.model.device=cpu",
             "engine.model.dry.max_model_len=2048",
             "measure.repeats=1",
             *FEW[_kind(compose_config(f"experiment={name}"))],
@@ -52,6 +79,9 @@ def test_it_runs(compose_config, tmp_path: Path, name: str) -> None:
         config.experiment.claims = []  # they are about points and sizes that this run does not have
         if name not in OWN:
             _leave_out_peers(config.experiment)
+        if config.experiment.get("keep_engines"):
+            config.engine.model.max_model_len = min(config.engine.model.max_model_len, 2048)
+            _leave_out_the_gpu(config.experiment)
     report = execute(config, name, overrides, ROOT)
 
     (table,) = _tables(tmp_path, name)
@@ -74,6 +104,17 @@ def _leave_out_peers(experiment) -> None:
         del experiment.variants[name]
     if experiment.baseline in peers:
         experiment.baseline = next(iter(experiment.variants))
+
+
+def _leave_out_the_gpu(experiment) -> None:
+    """Points of full size, and graphs."""
+    experiment.points = {}
+    if experiment.get("timeline") is not None:
+        experiment.timeline = {}
+    if experiment.get("profile") is not None:
+        experiment.profile = [{}]
+    for changes in experiment.variants.values():
+        (changes or {}).pop("graphs", None)
 
 
 def _tables(tmp_path: Path, name: str) -> list[Path]:

@@ -1,14 +1,33 @@
-"""transformers' continuous batching beside the engine: the same tokens, arrivals on schedule, clear refusals."""
+"""transformers beside the engine, in this process and in its own: the same tokens, arrivals on schedule, clear
+refusals."""
 
 import pytest
 
+from experiments.lab.kinds import Kind
 from experiments.lab.peers import hf_continuous
+from experiments.lab.peers.hf import HFGenerate
 from experiments.lab.peers.hf_continuous import HFContinuous
+from experiments.lab.peers.pool import Peers
+from experiments.lab.peers.settings import HFSettings, PeerSettings
 from experiments.lab.subjects import EngineSubject
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
 
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
 PROMPTS = [Item(tuple(range(3, 3 + n)), output) for n, output in ((20, 9), (5, 12), (11, 4), (7, 6))]
 
 
@@ -73,8 +92,34 @@ def test_memory_that_is_not_there_is_refused(config):
 
 
 def test_it_needs_a_checkpoint_and_psutil(config, monkeypatch):
-    with pytest.raises(ConfigError, match=r"`hf_continuous` needs a checkpoint.*load_format=auto; got dry"):
+    with pytest.raises(ConfigError, match=r"`hf_continuous` needs weights: .*load_format=auto; got dry"):
         HFContinuous(EngineConfig(model=ModelConfig(load_format=LoadFormat.dry)))
     monkeypatch.setattr(hf_continuous, "is_psutil_available", lambda: False)
     with pytest.raises(ConfigError, match="pip install psutil"):
         HFContinuous(config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_random_weights_are_the_engines(tied):
+    model = ModelConfig(
+        "random", LoadFormat.dummy, hf_config={**SHAPE, "tie_word_embeddings": tied}, device="cpu", seed=3
+    )
+    ours = EngineSubject(EngineConfig(model=model)).serve(PROMPTS, concurrency=4)
+    theirs = HFGenerate(model).serve(PROMPTS, concurrency=4)
+    assert [r.token_ids for r in theirs.requests] == [r.token_ids for r in ours.requests]
+    assert len({token for r in ours.requests for token in r.token_ids}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Kind.hf, Kind.hf_continuous])
+def test_in_a_process_of_its_own_it_gives_the_engines_tokens(config, kind):
+    ours = EngineSubject(config).serve(PROMPTS, concurrency=4)
+    with Peers(PeerSettings(hf=HFSettings(own_process=True))) as peers:
+        for _ in range(2):
+            peer = peers.open(kind, config)
+            theirs = peer.serve(PROMPTS, concurrency=4)
+            assert [r.token_ids for r in theirs.requests] == [r.token_ids for r in ours.requests]
+            peer.close()
+        assert peer.about["dtype"] == "float32"
+        assert "sdpa" in peer.about["attention"]
+    assert Peers(PeerSettings()).open(kind, config) is None  # on a CPU it runs in this one

@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -282,3 +283,49 @@ def test_few_decodes_beside_long_prompts_can_be_seen(monkeypatch):
     assert "√ scale" in axes[0].get_ylabel()
     assert METRICS  # of the made-up result, which the timeline does not need
     assert math.isclose(axes[0].get_ylim()[0], 0)
+
+
+# Panels of some of the points
+
+
+def swept(**changes):
+    """Two settings: sizes in two modes."""
+    given = result(sizes=(1, 8), gates=(), claims=(), baseline=None, plots=())
+    points = {f"size={n} mode={m}": {"size": n, "mode": m} for n in (1, 8) for m in ("a", "b")}
+    rows = [
+        replace(
+            row, point=f"size={row.point.rpartition('=')[2]} mode={mode}", value=row.value * (2 if mode == "b" else 1)
+        )
+        for row in given.rows
+        for mode in ("a", "b")
+    ]
+    return replace(given, info=replace(given.info, points=points, **changes), rows=tuple(rows))
+
+
+def test_a_panel_may_show_some_points_alone(monkeypatch):
+    panels = [
+        PanelSpec("ttft_p50_ms", where={"mode": "b"}),
+        PanelSpec("ttft_p50_ms", PanelKind.lines, x="size", where={"mode": "a"}),
+    ]
+    (bars, lines), _ = axes_of(monkeypatch, panels, swept())
+    assert bars.get_title() == "mode=b, lower is better"
+    assert [label.get_text() for label in bars.get_xticklabels()] == ["1", "8"]
+    assert lines.get_title() == "mode=a, lower is better"
+    assert len(lines.containers) == 2  # one line a variant
+
+
+def test_several_bounds_are_marks_at_their_points(monkeypatch):
+    claims = tuple(
+        Claim("ttft_p50_ms", "new", f"size={n} mode=a", Bound.at_most, bound)
+        for n, bound in ((1, 90.0), (1, 80.0), (8, 300.0))
+    )
+    panels = [
+        PanelSpec("ttft_p50_ms", PanelKind.lines, x="size", where={"mode": "a"}),
+        PanelSpec("ttft_p50_ms", where={"mode": "a"}),
+        PanelSpec("ttft_p50_ms", where={"mode": "b"}),
+    ]
+    axes, _ = axes_of(monkeypatch, panels, swept(claims=claims))
+    marks = [[line for line in ax.lines if line.get_color() == plots.BOUND] for ax in axes]
+    assert [[float(line.get_ydata()[0]) for line in own] for own in marks] == [[90, 80, 300], [90, 80, 300], []]
+    assert [float(line.get_xdata()[0]) for line in marks[0]] == [1, 1, 8]
+    assert not any(text.startswith("claim") for ax in axes for text in texts(ax))

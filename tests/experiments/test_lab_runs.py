@@ -6,7 +6,7 @@ import json
 import pytest
 
 from experiments import ablation, scheduler_overhead
-from experiments.lab import answer, cells, report, store
+from experiments.lab import answer, lending, report, store
 from experiments.lab.execute import execute
 from experiments.lab.peers.hf import HFGenerate
 from experiments.lab.progress import Steps
@@ -52,13 +52,13 @@ def test_an_ablation_measures_every_variant_at_every_point_in_every_repeat(on_dr
 
 def test_variants_take_turns(on_dry_model, monkeypatch):
     order = []
-    real = cells.open_subject
+    real = lending.open_subject
 
     def noting(kind, config):
         order.append(config.seed)
         return real(kind, config)
 
-    monkeypatch.setattr(cells, "open_subject", noting)
+    monkeypatch.setattr(lending, "open_subject", noting)
     config = on_dry_model("experiment.claims=[]", "measure.repeats=4")
     config.experiment.points = {}
     config.experiment.variants = {"transformers": {"seed": 1}, "engine": {"seed": 2}}
@@ -72,6 +72,7 @@ class Broken:
 
     def __init__(self, config, fault):
         self._real, self._fault = EngineSubject(config), fault
+        self.about = self._real.about
 
     def serve(self, items, concurrency):
         served = self._real.serve(items, concurrency)
@@ -83,6 +84,9 @@ class Broken:
         }[self._fault]
         requests = (*served.requests[:-1], dataclasses.replace(last, **changed))
         return dataclasses.replace(served, requests=requests)
+
+    def forget(self):
+        self._real.forget()
 
     def close(self):
         self._real.close()
@@ -99,9 +103,9 @@ class Broken:
 def test_planted_faults_are_caught(on_dry_model, monkeypatch, tmp_path, fault, passes, reason):
     config = on_dry_model("+experiment.variants.engine.seed=7", f"paths.results={tmp_path / 'r'}")
     config.paths.reports = str(tmp_path / "reports")
-    real = cells.open_subject
+    real = lending.open_subject
     monkeypatch.setattr(
-        cells, "open_subject", lambda kind, engine: Broken(engine, fault) if engine.seed == 7 else real(kind, engine)
+        lending, "open_subject", lambda kind, engine: Broken(engine, fault) if engine.seed == 7 else real(kind, engine)
     )
     path = execute(config, "quickstart", [], tmp_path)
     result = store.read(tmp_path / "r/quickstart/cpu/default.json")

@@ -123,7 +123,7 @@ class PagedModel:
         self._rows = step_rows
         self.store = self.new_store()
         needs = Requirements(self.spec.head_dim, BLOCK, torch.float32, CPU, any(self.spec.sliding_windows))
-        self._backend = select_backend(AttentionChoice.auto, "prefill", needs)
+        self._backend = select_backend(AttentionChoice.auto, "prefill", needs).backend
         self._free: list[int] = torch.randperm(96, generator=torch.Generator().manual_seed(0)).tolist()
 
     def new_store(self) -> KVStore:

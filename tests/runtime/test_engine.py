@@ -406,15 +406,15 @@ def test_request_timestamps_are_in_order_on_the_engines_clock() -> None:
 def test_failure_while_a_step_runs_ends_its_requests_and_leaves_a_usable_engine(engine: LLMEngine, monkeypatch) -> None:
     expected = engine.generate("next", GREEDY)[0].outputs[0].token_ids
     runner = engine._parts.runner
-    execute = runner.execute
+    execute = runner.launch
 
     def fail(plan):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(runner, "execute", fail)
+    monkeypatch.setattr(runner, "launch", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.generate(["a", "b"], GREEDY)
-    monkeypatch.setattr(runner, "execute", execute)
+    monkeypatch.setattr(runner, "launch", execute)
     assert_idle(engine)
     assert engine.generate("next", GREEDY)[0].outputs[0].token_ids == expected
 
@@ -431,14 +431,14 @@ def test_request_swapped_out_in_a_failed_step_is_computed_again(monkeypatch: pyt
     prompts = ["0123456789abcd", "ABCDEFGHIJKLMN"]
     expected = [out.outputs[0].token_ids for out in make().generate(prompts, params)]
     engine = make()
-    execute = engine._parts.runner.execute
+    execute = engine._parts.runner.launch
 
     def fail_when_swapping(plan):
         if plan.swap_out:
             raise RuntimeError("the copy failed")
         return execute(plan)
 
-    monkeypatch.setattr(engine._parts.runner, "execute", fail_when_swapping)
+    monkeypatch.setattr(engine._parts.runner, "launch", fail_when_swapping)
     first, second = (engine.add_request(prompt, params) for prompt in prompts)
     tokens: dict[str, list[int]] = {first: [], second: []}
     reasons = {}

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
-from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.core.request import CompletionOutput, FinishReason, TokenLogprob
 
 MAX_LEN = 48
@@ -77,6 +76,7 @@ def machines(draw: st.DrawFn) -> dict[str, dict[str, object]]:
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_seqs + draw(st.integers(0, 40)),
             "policy": draw(st.sampled_from(["fcfs", "priority"])),
+            "overlap": draw(st.sampled_from(["never", "always"])),
         },
         "swap": {"num_host_blocks": draw(st.one_of(st.none(), st.integers(1, smallest)))},
     }
@@ -120,11 +120,13 @@ def outputs_alone(prompt: list[int], params: SamplingParams) -> list[CompletionO
     return alone[key]
 
 
-def drive(engine: LLMEngine, traffic: list[Arrival], failing_step: int | None) -> dict[str, list[Produced]]:
+def drive(
+    engine: LLMEngine, traffic: list[Arrival], failing_step: int | None, failing_verb: str
+) -> dict[str, list[Produced]]:
     """Runs the traffic with integrity checked after every step. Returns each request's completions."""
     produced: dict[str, list[Produced]] = {}
     runner = engine._parts.runner
-    execute = runner.execute
+    working = getattr(runner, failing_verb)
     for step in itertools.count():
         assert step < 3000, "the engine makes no progress"
         for number, arrival in enumerate(traffic):
@@ -142,7 +144,7 @@ def drive(engine: LLMEngine, traffic: list[Arrival], failing_step: int | None) -
             if arrival.abort_after is not None and step == arrival.step + arrival.abort_after:
                 engine.abort(request_id)
                 engine.scheduler.check_integrity()
-        runner.execute = planted_failure if step == failing_step else execute  # type: ignore[method-assign]
+        setattr(runner, failing_verb, planted_failure if step == failing_step else working)
         with contextlib.suppress(PlantedFailure):
             for output in engine.step():
                 for completion in output.outputs:
@@ -157,7 +159,7 @@ class PlantedFailure(Exception):
     pass
 
 
-def planted_failure(plan: StepPlan) -> StepResult:
+def planted_failure(_: object) -> None:
     raise PlantedFailure
 
 
@@ -170,11 +172,12 @@ combinations = list(
     ("batching", "chunked", "cache", "preemption"),
     [pytest.param(*c, marks=pytest.mark.slow if c[2] == "contiguous" else ()) for c in combinations],
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     machine=machines(),
     traffic=st.lists(arrivals(), min_size=1, max_size=8),
     failing_step=st.one_of(st.none(), st.none(), st.integers(1, 20)),
+    failing_verb=st.sampled_from(["launch", "collect"]),
 )
 def test_traffic_changes_no_token_and_loses_no_block(
     batching: str,
@@ -184,6 +187,7 @@ def test_traffic_changes_no_token_and_loses_no_block(
     machine: dict[str, dict],
     traffic: list[Arrival],
     failing_step: int | None,
+    failing_verb: str,
 ) -> None:
     scheduler = {**machine["scheduler"], "batching": batching, "chunked_prefill": chunked, "preemption": preemption}
     if not chunked:
@@ -195,7 +199,7 @@ def test_traffic_changes_no_token_and_loses_no_block(
         "layout": "contiguous" if cache == "contiguous" else "paged",
     }
     engine = make_engine(memory, scheduler)
-    produced = drive(engine, traffic, failing_step)
+    produced = drive(engine, traffic, failing_step, failing_verb)
 
     for number, arrival in enumerate(traffic):
         expected = outputs_alone(arrival.prompt, arrival.params)

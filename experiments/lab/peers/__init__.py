@@ -1,1 +1,10 @@
-"""Other systems that serve the same workload, timed with the same definitions."""
+"""Other systems that serve the same workload, timed with the same definitions.
+
+    hf.py, hf_continuous.py, vllm.py   one a system, each with open_peer(config, settings)
+    worker.py                          runs one of them in a process of its own
+    process.py                         that process, as this one sees it
+    pool.py                            which of them live, and whether the GPU has room
+
+On a GPU every peer has a process of its own, so that nothing it keeps (memory, threads, another version of torch) is in
+another's way. On a CPU transformers runs in this process, which has imported most of it anyway.
+"""

@@ -7,21 +7,24 @@ are computed, because a static batch cannot avoid it, but not credited; a token 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from experiments.lab import hardware
-from experiments.lab.metrics import RequestTrace, Served
+from experiments.lab.traces import RequestTrace, Served
 from experiments.lab.workloads import Item
 from mini_infer.assets import shipped_path
-from mini_infer.core.config import DType, LoadFormat, ModelConfig
+from mini_infer.core.config import DType, EngineConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
+from mini_infer.modeling.loader import load_model, load_spec, resolve_device, resolve_dtype
 
 PAD = 0  # any id: padded positions are masked
 
@@ -32,6 +35,7 @@ class HFGenerate:
     def __init__(self, config: ModelConfig) -> None:
         self._model = load_checkpoint(config, "hf", "sdpa")
         self._device = self._model.device
+        self.about = describe(self._model)
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         start = time.perf_counter()
@@ -39,6 +43,9 @@ class HFGenerate:
         for first in range(0, len(items), concurrency):
             traces += self._batch(items[first : first + concurrency])
         return Served(tuple(traces), start, time.perf_counter())
+
+    def forget(self) -> None:
+        """Each batch has a cache of its own."""
 
     def close(self) -> None:
         del self._model
@@ -67,32 +74,84 @@ class HFGenerate:
                 arrival=arrival,
                 token_times=tuple(clock.times[: item.output_tokens]),
                 token_ids=tuple(tokens[: item.output_tokens]),
+                name=item.name,
             )
             for item, tokens in zip(items, new_tokens, strict=True)
         ]
 
 
+def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> HFGenerate:
+    """For a process of its own, which takes no more of the GPU's memory than the engine would."""
+    set_threads(config, settings)
+    if resolve_device(config.model).type == "cuda" and config.cache.memory_gib is None:
+        torch.cuda.set_per_process_memory_fraction(config.cache.gpu_memory_utilization)
+    return HFGenerate(config.model)
+
+
+def set_threads(config: EngineConfig, settings: Mapping[str, Any]) -> None:
+    """On a CPU those of the process that measures. On a GPU one: what is left for the CPU is small, and threads that
+    wait for each other only delay it (on an H200's 16 cores a step of `generate` took 51 ms with 16, and 20 with 1)."""
+    on_gpu = resolve_device(config.model).type == "cuda"
+    torch.set_num_threads(1 if on_gpu else settings["threads"])
+
+
 def load_checkpoint(config: ModelConfig, kind: str, attention: str) -> Any:
     """The transformers model on the engine's device and in its dtype, with nothing of its own to bend generation.
 
-    Raises ConfigError, in the name of the variant kind `kind`, where there is no checkpoint that both sides can load.
+    With load_format=dummy it has the random weights that the engine makes there from the same seed, so that even then
+    their tokens can be compared.
+
+    Raises ConfigError, in the name of the variant kind `kind`, where the model has no weights.
     """
-    if config.load_format is not LoadFormat.auto:
+    if config.load_format is LoadFormat.dry:
         raise ConfigError(
-            f"the variant kind `{kind}` needs a checkpoint that both sides can load, so model.load_format=auto; "
-            f"got {config.load_format.value}. Choose model=tiny or a Hugging Face folder"
+            f"the variant kind `{kind}` needs weights: model.load_format=dummy or model.load_format=auto; got dry. "
+            "Choose model=tiny, a Hugging Face folder, or a shape such as model=qwen3_0_6b"
         )
-    device = hardware.resolve(config.device)
-    dtype: Any = config.dtype.value
-    if config.dtype is DType.auto and device == "cpu":
-        dtype = "float32"
-    path = shipped_path(config.path) or config.path
     transformers_logging.disable_progress_bar()  # it would stand between our own lines
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
-    model.to(device).eval()
+    load = _with_dummy_weights if config.load_format is LoadFormat.dummy else _load
+    model = load(config, attention)
+    model.to(hardware.resolve(config.device)).eval()
     # `generate` fills what is left out from here: a checkpoint's end-of-sequence, its penalties, its temperature.
     model.generation_config = GenerationConfig()
     return model
+
+
+def _load(config: ModelConfig, attention: str) -> Any:
+    dtype: Any = config.dtype.value
+    if config.dtype is DType.auto and hardware.resolve(config.device) == "cpu":
+        dtype = "float32"
+    path = shipped_path(config.path) or config.path
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+
+
+def _with_dummy_weights(config: ModelConfig, attention: str) -> Any:
+    """Its parameters are parts of the engine's merged ones: 7B take as long as filling them on the device."""
+    spec, device = load_spec(config), resolve_device(config)
+    dtype = resolve_dtype(config, spec, device)
+    ours = load_model(config, spec, dtype, device, max_len=1)
+    if config.hf_config is None:
+        settings = AutoConfig.from_pretrained(config.path)
+    else:
+        values = {key: value for key, value in config.hf_config.items() if key != "model_type"}
+        settings = AutoConfig.for_model(config.hf_config["model_type"], **values)
+    with no_init_weights():  # parameters that nobody touches take no time and no memory
+        model = getattr(transformers, spec.architecture)._from_config(
+            settings, dtype=dtype, attn_implementation=attention
+        )
+    model.load_state_dict(ours.checkpoint_tensors(), strict=False, assign=True)
+    model.tie_weights()
+    return model
+
+
+def describe(model: Any) -> dict[str, Any]:
+    return {
+        "transformers": transformers.__version__,
+        "torch": str(torch.__version__),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": model.config._attn_implementation,
+        "cpu_threads": torch.get_num_threads(),
+    }
 
 
 class _Clock(BaseStreamer):

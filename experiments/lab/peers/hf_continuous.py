@@ -8,7 +8,7 @@ came from it. It serves requests that arrive on a schedule as well as the closed
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,15 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import is_flash_attn_2_available, is_psutil_available
 
-from experiments.lab.driver import Schedule
-from experiments.lab.metrics import RequestTrace, Served
-from experiments.lab.peers.hf import load_checkpoint
+from experiments.lab.peers.hf import describe, load_checkpoint, set_threads
+from experiments.lab.schedule import Schedule
+from experiments.lab.traces import RequestTrace, Served
 from experiments.lab.workloads import Item
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import load_spec
-from mini_infer.runtime.build import CPU_KV_GIB
+from mini_infer.runtime.memory import CPU_KV_GIB
 
 CPU_BATCH_TOKENS = 1024  # of one step: its mask has so many rows over the whole pool; 512 to 4096 were equally fast
 POLL_S = 1.0  # how often a wait looks whether the manager's thread still lives
@@ -47,6 +47,7 @@ class HFContinuous:
         flash = on_gpu and is_flash_attn_2_available()  # named, because it would otherwise fetch kernels by itself
         attention = "paged|flash_attention_2" if flash else "paged|sdpa"
         self._model = load_checkpoint(config.model, "hf_continuous", attention)
+        self.about = describe(self._model)
         self._manager = self._model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1),
             continuous_batching_config=_batching(config, self._model.dtype, on_gpu),
@@ -90,10 +91,19 @@ class HFContinuous:
         end = clock()
         return Served(tuple(traces[index] for index in range(len(items))), start, end)
 
+    def forget(self) -> None:
+        """Its requests share no blocks."""
+
     def close(self) -> None:
         self._manager.stop(block=True, hard_stop=True)
         self._manager.destroy()
         del self._manager, self._model
+
+
+def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> HFContinuous:
+    """For a process of its own."""
+    set_threads(config, settings)
+    return HFContinuous(config)
 
 
 def _trace(item: Item, output: Any, arrival: float, sent: float | None) -> RequestTrace:

@@ -1,0 +1,239 @@
+"""Kernel sweeps: implementations of one operation side by side, over shapes. No engine runs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from experiments.lab import ceilings, claims, heap, points, rounds, schema, stats
+from experiments.lab.experiment import Findings
+from experiments.lab.explain import suggest
+from experiments.lab.gate import ErrorGate
+from experiments.lab.hardware import Ceilings, Hardware
+from experiments.lab.kernel_attention import DecodeAttention, FlashDecode, PrefillAttention
+from experiments.lab.kernel_case import Case, VariantAbsent, Work
+from experiments.lab.kernel_fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
+from experiments.lab.kernel_timer import Timer, copies_needed, prepare
+from experiments.lab.metrics import Better, Metric
+from experiments.lab.points import Point
+from experiments.lab.progress import Steps
+from experiments.lab.rows import Row
+from experiments.lab.spec import ExperimentSpec
+from mini_infer.core.config import DType
+from mini_infer.core.errors import ConfigError
+from mini_infer.modeling.loader import resolve_device
+
+CASES: dict[str, type[Case]] = {
+    cls.name: cls for cls in (FlashDecode, AddRmsNorm, RopeAndStore, SiluMul, Gemv, DecodeAttention, PrefillAttention)
+}
+METRICS = {
+    "time_us": Metric("time of a call", "µs", Better.lower),
+    "gb_s": Metric("bytes a second", "GB/s", Better.higher),
+    "mbu": Metric("memory bandwidth utilization", "", Better.higher),
+    "tflop_s": Metric("operations a second", "TFLOP/s", Better.higher),
+    "mfu": Metric("compute utilization", "", Better.higher),
+}
+OF_CEILINGS = ("mbu", "mfu")
+REFERENCE = "a reference in fp32 from the same inputs"
+PROCEDURE = (
+    "all of them get the same inputs at a shape; a measurement is the median of 15 bursts of calls that use up sets of "
+    "inputs in turns, together twice the last cache and more"
+)
+HARDWARE = Path(__file__).resolve().parents[1] / "conf" / "hardware"
+TORCH = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A case at every combination of `shapes`, setting -> values; what is not named has the case's default."""
+
+    case: str = ""
+    shapes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KernelSpec(ExperimentSpec):
+    """
+    Attributes:
+        variants: implementation -> its label. A case is measured with those that it has.
+        baseline: the one that ratios refer to.
+        metrics: bytes and operations are the least that the operation needs (`Work` of its case).
+        dtype: of inputs and outputs.
+        allowed_error: the most that a row may be off by, relative to its norm, for the implementation's speed to count.
+    """
+
+    variants: dict[str, str] = field(default_factory=dict)
+    baseline: str = ""
+    sweeps: tuple[Sweep, ...] = ()
+    metrics: tuple[str, ...] = ("time_us", "gb_s", "mbu")
+    dtype: DType = DType.bfloat16
+    allowed_error: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.baseline not in self.variants:
+            raise ConfigError(
+                f"experiment.baseline={self.baseline!r} is no variant; variants: {', '.join(self.variants)}"
+            )
+        if not self.sweeps:
+            raise ConfigError("experiment.sweeps is empty: name at least one case and its shapes")
+        for sweep in self.sweeps:
+            if sweep.case not in CASES:
+                raise ConfigError(f"unknown case {sweep.case!r}{suggest(sweep.case, CASES)}")
+        known = {variant for sweep in self.sweeps for variant in CASES[sweep.case].variants}
+        for variant in self.variants:
+            if variant not in known:
+                raise ConfigError(f"experiment.variants: unknown implementation {variant!r}{suggest(variant, known)}")
+        for metric in self.metrics:
+            if metric not in METRICS:
+                raise ConfigError(f"unknown metric {metric!r}{suggest(metric, METRICS)}")
+        if self.dtype is DType.auto:
+            raise ConfigError("experiment.dtype must be one of float32, bfloat16, float16")
+        if not self.allowed_error > 0:
+            raise ConfigError(f"experiment.allowed_error must be above 0, got {self.allowed_error}")
+
+
+class KernelSweep:
+    def __init__(self, spec: KernelSpec, config: DictConfig) -> None:
+        self.spec = spec
+        self.baseline: str | None = spec.baseline
+        engine = schema.engine_config(config.engine)
+        self.device = engine.model.device
+        self._model = engine.model
+        self.variants = {name: label or name.replace("_", " ") for name, label in spec.variants.items()}
+        self.metrics = {name: METRICS[name] for name in spec.metrics}
+        pairs = _points(spec.sweeps)
+        self.points = [point for point, _ in pairs]
+        self._sweeps = {point.name: sweep for point, sweep in pairs}
+        self.claims = [
+            claims.resolve(
+                claim,
+                f"experiment.claims[{index}]",
+                variants=list(self.variants),
+                baseline=spec.baseline,
+                metrics=spec.metrics,
+                points=self.points,
+            )
+            for index, claim in enumerate(spec.claims)
+        ]
+        measure = schema.build(schema.Measure, config.measure, "measure")
+        self._repeats, self._seed = measure.repeats, measure.seed
+        self._threads = measure.threads or torch.get_num_threads()
+        self._chosen = schema.build(Hardware, config.hardware, "hardware")
+        for point in self.points:
+            self._case(point, torch.device("meta"))  # to find mistakes in its shape
+
+    @classmethod
+    def from_config(cls, config: DictConfig) -> KernelSweep:
+        return cls(schema.experiment_spec(KernelSpec, config), config)
+
+    def measure(self, steps: Steps) -> Findings:
+        device = resolve_device(self._model)
+        known = ceilings.find(HARDWARE, self._chosen, device.type, self._threads)
+        steps.plan(len(self.points))
+        found = _Found()
+        with heap.frozen(), torch.inference_mode():
+            work = [
+                (f"at {point.name}", partial(self._point, point, device, known.ceilings, found, steps))
+                for point in self.points
+            ]
+            outcome = rounds.run(work)
+        notes = [f"{self.variants[variant]} is absent: {why}." for variant, why in found.absent.items()]
+        notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in found.called]
+        if known.ceilings is None and any(name in self.metrics for name in OF_CEILINGS):
+            notes.append(f"Utilization is left out, because {known.problem}.")
+        return Findings(
+            found.rows,
+            status=outcome.status,
+            error=outcome.error,
+            ceilings=known.ceilings,
+            notes=notes,
+            error_gates=found.gates,
+            procedure=PROCEDURE,
+        )
+
+    def _point(self, point: Point, device: torch.device, limits: Ceilings | None, found: _Found, steps: Steps) -> None:
+        """All repeats of all implementations, with the same inputs, in ABBA order."""
+        steps.next(point.name)
+        torch.manual_seed(self._seed)
+        case = self._case(point, device)
+        copies = copies_needed(case.work.bytes, device)
+        case.allocate(copies)
+        timers: dict[str, Timer] = {}
+        gates = []
+        for variant in self.variants:
+            if variant not in case.variants:
+                continue
+            try:
+                implementation = case.implementation(variant)
+            except VariantAbsent as why:
+                found.absent[variant] = str(why)
+                continue
+            error = case.error(implementation.run(0))
+            gates.append(ErrorGate(variant, point.name, error, self.spec.allowed_error, REFERENCE))
+            timers[variant] = prepare(implementation, copies, device)
+            if device.type == "cuda" and not timers[variant].captured and variant not in found.called:
+                found.called.append(variant)
+        if not timers:
+            reasons = "; ".join(f"{variant}: {why}" for variant, why in found.absent.items())
+            raise ConfigError(f"nothing can be measured at {point.name}. {reasons or 'No variant is one of its case'}")
+        rows = []
+        for repeat in range(self._repeats):
+            for variant in stats.abba(list(timers), repeat):
+                values = _values(timers[variant].sample_us(), case.work, self.spec.dtype, limits)
+                rows += [
+                    Row(variant, point.name, repeat, name, values[name], self.metrics[name].unit)
+                    for name in self.metrics
+                    if name in values
+                ]
+        found.rows += rows
+        found.gates += gates
+        del case, timers
+        gc.collect()
+
+    def _case(self, point: Point, device: torch.device) -> Case:
+        shape = {key: value for key, value in point.values.items() if key != "case"}
+        return CASES[self._sweeps[point.name].case](shape, TORCH[self.spec.dtype], device)
+
+
+@dataclass
+class _Found:
+    """Of the points that are done."""
+
+    rows: list[Row] = field(default_factory=list)
+    gates: list[ErrorGate] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    called: list[str] = field(default_factory=list)
+
+
+def _points(sweeps: Sequence[Sweep]) -> list[tuple[Point, Sweep]]:
+    """Every point and what it belongs to. Where there are several cases, a point begins with its case."""
+    several = len({sweep.case for sweep in sweeps}) > 1
+    found: dict[str, tuple[Point, Sweep]] = {}
+    for sweep in sweeps:
+        for shape in points.grid(sweep.shapes):
+            values = {**({"case": sweep.case} if several else {}), **shape.values}
+            name = f"{sweep.case if several else ''} {shape.name}".strip()
+            if name in found:
+                raise ConfigError(f"experiment.sweeps has the point {name!r} twice")
+            found[name] = (Point(name, values, shape.labels), sweep)
+    return list(found.values())
+
+
+def _values(time_us: float, work: Work, dtype: DType, limits: Ceilings | None) -> dict[str, float]:
+    """The metrics that there are: none of operations where the work has none that count."""
+    values = {"time_us": time_us, "gb_s": work.bytes / time_us / 1e3}
+    if limits is not None:
+        values["mbu"] = values["gb_s"] / getattr(limits, work.ceiling)
+    if work.flops:
+        values["tflop_s"] = work.flops / time_us / 1e6
+        if limits is not None:
+            rates = limits.matmul_tflop_s
+            values["mfu"] = values["tflop_s"] / rates.get(dtype.value, max(rates.values()))
+    return values

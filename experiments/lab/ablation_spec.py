@@ -1,0 +1,91 @@
+"""What the YAML of an ablation may say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from experiments.lab import metrics
+from experiments.lab.kinds import Kind
+from experiments.lab.metrics import SLO
+from experiments.lab.spec import ExperimentSpec
+from mini_infer.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AblationSpec(ExperimentSpec):
+    """
+    Attributes:
+        variants: name -> changes to the engine's config, and optionally `kind` (see kinds.Kind) and `label`.
+        baseline: the variant that ratios and the gate refer to.
+        points: dotted config key -> values, or a word -> names with their settings (see points.grid); every variant
+            is measured at every combination.
+        metrics: see docs/metrics.md; `metric@name` looks at the requests of that name alone.
+        slo: bounds that a request must keep to count in goodput_rps.
+        keep_engines: one engine a variant serves all its passes, which saves starting it again for each. Points may
+            then change the workload alone, and every variant's KV memory must be given, since all live side by side.
+        gate_share: share of greedy tokens that must equal the baseline's; 1.0 in fp32, less where rounding differs; at
+            0 it is shown and nothing is asked of it.
+        gate_logprob_error: the most, in nats, by which an equal token's log-probability may differ from the
+            baseline's; takes one more, untimed pass of every variant at every point.
+        gate_logit_error: the most by which logits may differ from those of the reference in fp32 (see logit_gate.py).
+        samples: so many prompts of the workload are shown in the report with what was generated.
+        timeline: the point whose first repeat is kept step by step, {} where there is only one; left out: none is.
+        profile: the points at which each engine's decode steps are profiled on a GPU after all else has been timed.
+    """
+
+    variants: dict[str, Any] = field(default_factory=dict)
+    baseline: str = ""
+    points: dict[str, Any] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
+    slo: SLO = field(default_factory=SLO)
+    keep_engines: bool = False
+    gate_share: float = 1.0
+    gate_logprob_error: float | None = None
+    gate_logit_error: float | None = None
+    samples: int = 0
+    timeline: dict[str, Any] | None = None
+    profile: tuple[dict[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.variants:
+            raise ConfigError("experiment.variants is empty: name at least one variant and its changes")
+        if self.baseline not in self.variants:
+            raise ConfigError(
+                f"experiment.baseline={self.baseline!r} is no variant; variants: {', '.join(self.variants)}"
+            )
+        if not self.metrics:
+            raise ConfigError("experiment.metrics is empty: name what to measure")
+        metrics.require_known(self.metrics, self.slo)
+        if not 0 <= self.gate_share <= 1:
+            raise ConfigError(f"experiment.gate_share must be from 0 to 1, got {self.gate_share}")
+        for name in ("gate_logprob_error", "gate_logit_error"):
+            bound = getattr(self, name)
+            if bound is not None and bound <= 0:
+                raise ConfigError(f"experiment.{name} must be above 0, got {bound}")
+        if self.samples < 0:
+            raise ConfigError(f"experiment.samples must be 0 or more, got {self.samples}")
+        profiled = [name for name in self.metrics if name in metrics.OF_PROFILES]
+        if profiled and not self.profile:
+            raise ConfigError(
+                f"the metric {profiled[0]} is taken of profiled decode steps: name their points in experiment.profile"
+            )
+        if self.keep_engines and "peak_memory_mib" in self.metrics:
+            raise ConfigError(
+                "the metric peak_memory_mib counts all engines that live: with experiment.keep_engines=true it is "
+                "nobody's own. Leave one of the two out"
+            )
+
+    def served_by(self, kind: Kind) -> AblationSpec:
+        """The same workload, points and metrics with this system alone: by its own variants, or by a new one."""
+        names = [name for name, changes in self.variants.items() if (changes or {}).get("kind", "engine") == kind]
+        new = {kind.value: {"kind": kind.value, "label": kind.label}}
+        variants = {name: self.variants[name] for name in names} or new
+        baseline = self.baseline if self.baseline in variants else next(iter(variants))
+        claims = tuple(
+            claim
+            for claim in self.claims
+            if claim.variant in variants
+            and (baseline == self.baseline or claim.against or claim.ratio_at_least is claim.ratio_at_most is None)
+        )
+        return replace(self, variants=variants, baseline=baseline, claims=claims, timeline=None, profile=())

@@ -1,0 +1,105 @@
+"""What a kernel sweep needs to know of an operation: its inputs, its implementations, and the least it has to do."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mini_infer.core.errors import ConfigError, MiniInferError
+
+
+class VariantAbsent(MiniInferError):
+    """An implementation that cannot run here. The message says why: it stands in the report, and is no error."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that one call moves through memory and computes."""
+
+    bytes: int
+    flops: float = 0.0
+    ceiling: str = "copy_gb_s"  # of hardware.Ceilings: what its bytes are held against
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """
+    Attributes:
+        run: computes with the inputs of that number, and returns what it computed.
+        graph_safe: it can be captured in a CUDA graph.
+    """
+
+    run: Callable[[int], Any]
+    graph_safe: bool = True
+
+
+class Case(ABC):
+    """One operation at one shape. `allocate` comes before all else that touches tensors."""
+
+    name: ClassVar[str]
+    settings: ClassVar[Mapping[str, Any]]  # of a shape, with their defaults; None where it must be given
+    variants: ClassVar[tuple[str, ...]]
+
+    def __init__(self, shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ConfigError where the shape says too little, too much, or the impossible."""
+        self.shape = {**self.settings, **shape}
+        unknown = sorted(set(shape) - set(self.settings))
+        missing = [name for name, value in self.shape.items() if value is None]
+        if unknown or missing:
+            problem = f"it has no {', '.join(unknown)}" if unknown else f"{', '.join(missing)} missing"
+            raise ConfigError(f"the case {self.name}: {problem}. A shape has {', '.join(self.settings)}")
+        for name, value in self.shape.items():
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ConfigError(f"the case {self.name}: {name} must be at least 1, got {value}")
+        self.dtype = dtype
+        self.device = device
+
+    @property
+    @abstractmethod
+    def work(self) -> Work: ...
+
+    @abstractmethod
+    def allocate(self, copies: int) -> None:
+        """Makes so many sets of random inputs, each somewhere else in memory."""
+
+    @abstractmethod
+    def implementation(self, variant: str) -> Implementation:
+        """Raises VariantAbsent."""
+
+    @abstractmethod
+    def error(self, output: Any) -> float:
+        """The largest relative error of a row of what was computed from the first set of inputs."""
+
+    def random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype).mul_(scale)
+
+
+def require_triton(device: torch.device) -> None:
+    """Raises VariantAbsent where Triton kernels do not run. On a CPU they do in Triton's interpreter, for tests."""
+    try:
+        from triton import knobs
+    except ImportError as error:
+        raise VariantAbsent(f"Triton cannot be imported ({error})") from error
+    if device.type != "cuda" and not knobs.runtime.interpret:
+        raise VariantAbsent("Triton kernels run on a GPU")
+
+
+def heads(text: Any, name: str) -> tuple[int, int]:
+    """`28/4` -> 28 query heads over 4 KV heads."""
+    parts = str(text).split("/")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts) or int(parts[0]) % int(parts[1]):
+        raise ConfigError(f"the case {name}: heads must look like 28/4, query heads over KV heads; got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def row_error(found: Tensor, expected: Tensor) -> float:
+    """The largest ||x - reference|| / ||reference|| of a row, which is the last dimension; NaN where there is one."""
+    found, expected = found.float(), expected.float()
+    errors = torch.linalg.vector_norm(found - expected, dim=-1) / torch.linalg.vector_norm(expected, dim=-1)
+    return math.nan if bool(errors.isnan().any()) else float(errors.max())

@@ -1,0 +1,24 @@
+"""The systems that can be measured."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Kind(str, Enum):
+    engine = "engine"  # mini-infer
+    hf = "hf"  # transformers.generate over static, left-padded batches
+    hf_continuous = "hf_continuous"  # transformers' continuous batching
+    vllm = "vllm"
+
+    @property
+    def label(self) -> str:
+        return LABELS[self]
+
+
+LABELS = {
+    Kind.engine: "mini-infer",
+    Kind.hf: "transformers.generate",
+    Kind.hf_continuous: "transformers continuous batching",
+    Kind.vllm: "vLLM",
+}

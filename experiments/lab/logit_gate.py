@@ -1,0 +1,147 @@
+"""The gate where numbers are rounded: logits of a variant against those of a reference that rounds nothing.
+
+Both are models of the variant's shape with two layers and the same random weights, on the same device. The variant
+computes as it is configured: its dtype, its kernels and attention backends, its CUDA graphs. The reference computes in
+fp32 with plain torch operations and sdpa. Prompts of several lengths are prefilled, and the tokens that the reference
+generates greedily are decoded one by one, by both alike:
+
+    prompt of n tokens | t1 t2 ... tk        both prefill n tokens, then decode t1 ... tk
+                       ^  ^       ^          and are compared after each: ||x - reference|| / ||reference||
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.lab.gate import ErrorGate
+from mini_infer import LLMEngine, SamplingParams
+from mini_infer.core.config import (
+    AttentionChoice,
+    AttentionConfig,
+    DType,
+    EngineConfig,
+    GraphsConfig,
+    KernelChoice,
+    LoadFormat,
+    When,
+)
+from mini_infer.modeling.checkpoint import read_json, resolve_folder
+
+LAYERS = 2
+PROMPTS = (7, 250, 1100)  # tokens: below a block, within a chunk, over more than one chunk of 512 or 1,024
+STEPS = 12  # decoded after each prompt: some cross the end of a block
+LENGTH = 2048  # tokens that the model takes, at most
+SEQUENCES = 4  # that the engine could hold at once
+AGAINST = f"sdpa in fp32 ({LAYERS} layers, {len(PROMPTS)} prompts)"
+
+
+@dataclass(frozen=True)
+class LogitError:
+    """
+    Attributes:
+        error: the largest of all rows.
+        equal_rows: whose largest logit, the greedy token, is the reference's.
+    """
+
+    error: float
+    equal_rows: int
+    rows: int
+
+
+def gates(variants: Mapping[str, EngineConfig], allowed: float) -> list[ErrorGate]:
+    """One a variant. Variants that differ in nothing that the gate looks at are computed once."""
+    known: list[tuple[EngineConfig, LogitError]] = []
+    found = []
+    for variant, config in variants.items():
+        small = shrunk(config)
+        result = next((result for other, result in known if other == small), None)
+        if result is None:
+            result = measure(small)
+            known.append((small, result))
+        found.append(ErrorGate(variant, None, result.error, allowed, AGAINST, result.equal_rows, result.rows))
+    return found
+
+
+def applies(config: EngineConfig) -> bool:
+    """A dry model has no logits worth the name."""
+    return config.model.load_format is not LoadFormat.dry
+
+
+def shrunk(config: EngineConfig) -> EngineConfig:
+    """The same shape and settings with few layers, random weights, and memory for few sequences."""
+    model = config.model
+    shape = dict(model.hf_config or _published(model.path))
+    shape["num_hidden_layers"] = LAYERS
+    if shape.get("layer_types"):
+        shape["layer_types"] = shape["layer_types"][:LAYERS]
+    length = min(LENGTH, model.max_model_len or LENGTH, int(shape.get("max_position_embeddings", LENGTH)))
+    blocks = SEQUENCES * math.ceil(length / config.cache.block_size)
+    return replace(
+        config,
+        model=replace(model, hf_config=shape, load_format=LoadFormat.dummy, max_model_len=length),
+        cache=replace(config.cache, num_blocks=blocks, memory_gib=None, num_host_blocks=None),
+        scheduler=replace(config.scheduler, max_num_seqs=SEQUENCES),
+    )
+
+
+def reference(config: EngineConfig) -> EngineConfig:
+    return replace(
+        config,
+        model=replace(config.model, dtype=DType.float32, kernels=KernelChoice.torch),
+        attention=AttentionConfig(prefill=AttentionChoice.sdpa, decode=AttentionChoice.sdpa),
+        scheduler=replace(config.scheduler, overlap=When.never),
+        graphs=GraphsConfig(capture=When.never),
+    )
+
+
+def measure(config: EngineConfig) -> LogitError:
+    """Of a config that is small enough to stand beside its reference in memory."""
+    engine, exact = LLMEngine(config), LLMEngine(reference(config))
+    try:
+        rng = np.random.default_rng(config.model.seed)
+        results = []
+        for length in PROMPTS:
+            if length + STEPS < exact.max_model_len:
+                prompt = rng.integers(exact.vocab_size, size=length).tolist()
+                results.append(_one(engine, exact, prompt))
+        return LogitError(
+            error=_largest([result.error for result in results]),
+            equal_rows=sum(result.equal_rows for result in results),
+            rows=sum(result.rows for result in results),
+        )
+    finally:
+        engine.close()
+        exact.close()
+
+
+def _one(engine: LLMEngine, exact: LLMEngine, prompt: list[int]) -> LogitError:
+    params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+    tokens = [*prompt, *exact.generate(prompt, params)[0].outputs[0].token_ids]
+    return compare(engine.probe_logits(tokens, len(prompt)), exact.probe_logits(tokens, len(prompt)))
+
+
+def compare(found: Tensor, expected: Tensor) -> LogitError:
+    """Logits [n, vocab_size] of each."""
+    if found.shape != expected.shape:
+        raise ValueError(f"logits of shape {tuple(found.shape)} cannot be compared with {tuple(expected.shape)}")
+    found, expected = found.double(), expected.double()
+    errors = torch.linalg.vector_norm(found - expected, dim=-1) / torch.linalg.vector_norm(expected, dim=-1)
+    equal = int((found.argmax(-1) == expected.argmax(-1)).sum())
+    return LogitError(_largest(errors.tolist()), equal, len(found))
+
+
+def _largest(errors: list[float]) -> float:
+    """NaN is larger than all."""
+    return math.nan if any(math.isnan(error) for error in errors) else max(errors)
+
+
+def _published(path: str) -> dict[str, Any]:
+    config: dict[str, Any] = read_json(resolve_folder(path, weights=False) / "config.json")
+    return config

@@ -1,0 +1,183 @@
+"""The peers of a run that have processes of their own.
+
+A process is started when its peer's first turn comes, and stays for all its passes with the same settings: starting
+vLLM takes most of a minute, and a pass a few seconds. It forgets its prefix cache before each. While others are
+measured it is idle, but holds its memory: with a fitting `cache.gpu_memory_utilization` (or `cache.memory_gib`) of
+every variant, the engine and its peers lie side by side on one GPU and take turns. Where they do not fit, the peer that
+was started first is stopped, and started again when its turn comes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from experiments.lab import hardware
+from experiments.lab.kinds import Kind
+from experiments.lab.peers.base import PeerAbsent
+from experiments.lab.peers.process import PeerProcess
+from experiments.lab.peers.settings import PeerSettings, ProcessSettings
+from experiments.lab.roofline import layer_weights
+from experiments.lab.traces import Served
+from experiments.lab.workloads import Item
+from mini_infer.core.config import EngineConfig, LoadFormat, replace
+from mini_infer.modeling.checkpoint import resolve_folder
+from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
+
+MODULES = {
+    Kind.hf: "experiments.lab.peers.hf",
+    Kind.hf_continuous: "experiments.lab.peers.hf_continuous",
+    Kind.vllm: "experiments.lab.peers.vllm",
+}
+CUDA = "cuda"
+RELEASE_S = 10.0  # the driver needs a second or two
+RELEASED = 0.9  # of what a process took: others may have taken some meanwhile
+BESIDE_GIB = 8.0  # of a process, beside its weights and its KV: activations, graphs, CUDA's own
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The turn of a process that outlives it."""
+
+    process: PeerProcess
+    end: Callable[[], None]
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        return {**self.process.about, "process": "its own, kept from pass to pass"}
+
+    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
+        return self.process.serve(items, concurrency)
+
+    def forget(self) -> None:
+        self.process.forget()
+
+    def close(self) -> None:
+        self.end()
+
+
+class Peers:
+    def __init__(self, settings: PeerSettings) -> None:
+        self._settings = settings
+        self._processes: dict[str, PeerProcess] = {}
+        self._held: dict[str, int] = {}  # bytes of the GPU that they took when they started
+        self._leased: set[str] = set()  # keys of those whose turn it is
+        self._absent: dict[Kind, str] = {}
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kills them all."""
+        for key in list(self._processes):
+            self._stop(key)
+
+    def open(self, kind: Kind, config: EngineConfig) -> Lease | None:
+        """The peer, ready for a pass; None where `kind` runs in this process, for which there is room on the GPU now.
+
+        Raises PeerAbsent, ConfigError and PeerError, as PeerProcess does.
+        """
+        device = hardware.resolve(config.model.device)
+        if not self._has_own_process(kind, device):
+            self._make_room(config, device)
+            return None
+        if kind is Kind.vllm and device != CUDA:
+            raise PeerAbsent("vLLM is measured on a CUDA device, and this run is on the CPU")
+        if kind in self._absent:
+            raise PeerAbsent(self._absent[kind])
+        config = settled(config)
+        key = json.dumps([kind, config.to_dict()], sort_keys=True)
+        process = self._processes.get(key)
+        if process is not None and process.alive:
+            process.forget()
+        else:
+            self._make_room(config, device)
+            free = _free(device)
+            self._processes[key] = process = self._start(kind, config)
+            self._held[key] = free - _free(device)
+        self._leased.add(key)
+        return Lease(process, partial(self._leased.discard, key))
+
+    def _has_own_process(self, kind: Kind, device: str) -> bool:
+        if kind in (Kind.hf, Kind.hf_continuous):
+            wanted = self._settings.hf.own_process
+            return device == CUDA if wanted is None else wanted
+        return kind is Kind.vllm
+
+    def _start(self, kind: Kind, config: EngineConfig) -> PeerProcess:
+        settings: ProcessSettings = self._settings.vllm if kind is Kind.vllm else self._settings.hf
+        try:
+            return PeerProcess(kind.label, MODULES[kind], config, settings, threads=torch.get_num_threads())
+        except PeerAbsent as error:
+            self._absent[kind] = str(error)
+            raise
+
+    def _make_room(self, config: EngineConfig, device: str) -> None:
+        """Stops idle peers until the GPU has as much memory as `config` will take, first those started first."""
+        if device != CUDA:
+            return
+        gc.collect()
+        torch.cuda.empty_cache()  # what an engine has left lies in this process's allocator
+        idle = [key for key in self._processes if key not in self._leased]
+        while idle and _free(CUDA) < gpu_memory(config):
+            name = self._stop(idle.pop(0))
+            print(
+                f"{name} is stopped to make room on the GPU, and starts again at its next turn; with less "
+                "cache.gpu_memory_utilization or cache.memory_gib it could stay",
+                file=sys.stderr,
+            )
+
+    def _stop(self, key: str) -> str:
+        """Returns the peer's name, once the driver has taken its memory back, which is after the process's end."""
+        process, held = self._processes.pop(key), self._held.pop(key, 0)
+        if held <= 0:
+            process.close()
+            return process.name
+        expected, end = _free(CUDA) + RELEASED * held, time.monotonic() + RELEASE_S
+        process.close()
+        while _free(CUDA) < expected and time.monotonic() < end:
+            time.sleep(0.02)
+        return process.name
+
+
+def _free(device: str) -> int:
+    """Bytes of the GPU that nobody holds."""
+    return int(torch.cuda.mem_get_info()[0]) if device == CUDA else 0
+
+
+def settled(config: EngineConfig) -> EngineConfig:
+    """With the device, the dtype and the folder that the engine finds, for a process that might find others."""
+    model = config.model
+    if model.load_format is LoadFormat.dry:
+        return config  # which no peer takes
+    device = resolve_device(model)
+    dtype = resolve_dtype(model, load_spec(model), device)
+    found = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+    if model.hf_config is None:
+        found["path"] = str(resolve_folder(model.path, weights=model.load_format is LoadFormat.auto))
+    return replace(config, model=found)
+
+
+def gpu_memory(config: EngineConfig) -> float:
+    """Bytes that an engine or a peer with these settings takes on the GPU, about."""
+    cache, model = config.cache, config.model
+    if model.load_format is LoadFormat.dry:
+        return 0.0
+    if cache.memory_gib is None:
+        return cache.gpu_memory_utilization * torch.cuda.mem_get_info()[1]
+    spec = load_spec(model)
+    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
+    size = resolve_dtype(model, spec, resolve_device(model)).itemsize
+    return (layer_weights(spec) + embeddings) * size + (cache.memory_gib + BESIDE_GIB) * 2**30

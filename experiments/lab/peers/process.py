@@ -1,0 +1,156 @@
+"""A peer's own process, as the lab sees it: started, asked, and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from experiments.lab.peers import wire
+from experiments.lab.peers.base import PeerAbsent, PeerError
+from experiments.lab.peers.settings import ProcessSettings
+from experiments.lab.traces import Served
+from experiments.lab.workloads import Item
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+LAST_LINES = 15  # of its log, in an error
+GONE_S = 10.0  # after a kill, the processes it had started have so long to leave the GPU
+
+
+class PeerProcess:
+    """Whatever goes wrong while it is asked, Ctrl-C included, it is killed with all the processes it has started."""
+
+    def __init__(self, name: str, module: str, config: EngineConfig, settings: ProcessSettings, **more: Any) -> None:
+        """
+        Args:
+            name: of the peer, for errors.
+            module: with the `open_peer` that runs there.
+            more: settings that are not the user's.
+
+        Raises:
+            PeerAbsent: it is not installed.
+            ConfigError: it cannot work with these settings.
+            PeerError: it failed.
+        """
+        self.name, self._timeout_s = name, settings.timeout_s
+        self._folder = Path(tempfile.mkdtemp(prefix="mini-infer-peer-"))
+        self._log = self._folder / "log"
+        self._expired = self._closed = False
+        path = os.environ.get("PYTHONPATH", "") if settings.pythonpath is None else settings.pythonpath
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])]),
+            "TMPDIR": str(self._folder),  # what it leaves there goes with it
+        }
+        command = [settings.python or sys.executable, "-m", "experiments.lab.peers.worker", module]
+        with self._log.open("wb") as log:
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment,
+                    start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                raise ConfigError(f"{name} cannot be started with peers.*.python={command[0]}: {error}") from error
+        reply = self._ask("start", op="open", config=config.to_dict(), settings={**asdict(settings), **more})
+        self.about: Mapping[str, Any] = reply["about"]
+
+    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
+        reply = self._ask("serve", op="serve", items=wire.pack_items(items), concurrency=concurrency)
+        return wire.unpack_served(reply["served"])
+
+    def forget(self) -> None:
+        self._ask("forget its prefix cache", op="forget")
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed
+
+    def close(self) -> None:
+        """Kills it, with all that it has started."""
+        if self._closed:
+            return
+        self._closed = True
+        self._kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # what was not sent any more
+                pipe.close()  # type: ignore[union-attr]
+        end = time.monotonic() + GONE_S
+        while _runs(self._process.pid) and time.monotonic() < end:
+            time.sleep(0.02)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _ask(self, what: str, **request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        timer = threading.Timer(self._timeout_s, self._expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            try:
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                self._process.stdin.flush()
+                line = self._process.stdout.readline()
+            except BrokenPipeError:
+                line = b""
+            finally:
+                timer.cancel()
+            return self._checked(what, line)
+        except BaseException:
+            self.close()
+            raise
+
+    def _checked(self, what: str, line: bytes) -> dict[str, Any]:
+        if not line:
+            if self._expired:
+                why = f"it took more than {self._timeout_s:g} s (peers.*.timeout_s)"
+            else:
+                why = f"its process ended with code {self._process.wait()}"
+            raise PeerError(f"{self.name} could not {what}: {why}.{self._last_words()}")
+        reply: dict[str, Any] = json.loads(line)
+        if "absent" in reply:
+            raise PeerAbsent(reply["absent"])
+        if reply.get("config"):
+            raise ConfigError(reply["error"].partition(": ")[2])
+        if "error" in reply:
+            raise PeerError(f"{self.name} could not {what}: {reply['error']}.{self._last_words()}")
+        return reply
+
+    def _last_words(self) -> str:
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return "".join(f"\n  | {line[:300]}" for line in lines[-LAST_LINES:]) or " It has logged nothing"
+
+    def _expire(self) -> None:
+        self._expired = True
+        self._kill()
+
+    def _kill(self) -> None:
+        if not hasattr(os, "killpg"):
+            self._process.kill()
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _runs(group: int) -> bool:
+    """Whether a process of the group still holds on to anything; told by /proc, where there is one."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False

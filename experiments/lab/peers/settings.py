@@ -1,0 +1,56 @@
+"""How peers are started: `peers.*` of the config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mini_infer.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """
+    Attributes:
+        python: the peer's interpreter, such as that of a virtual environment; default: this process's own.
+        pythonpath: folders with the peer's packages, instead of this process's PYTHONPATH: so it can live beside
+            another version of torch.
+        timeout_s: the longest wait for its start, and for each pass.
+    """
+
+    python: str | None = None
+    pythonpath: str | None = None
+    timeout_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise ConfigError(f"peers.*.timeout_s must be above 0, got {self.timeout_s}")
+
+
+@dataclass(frozen=True)
+class HFSettings(ProcessSettings):
+    """
+    Attributes:
+        own_process: default: on a GPU. On a CPU a process more would only cost the time of its imports.
+    """
+
+    own_process: bool | None = None
+
+
+@dataclass(frozen=True)
+class VLLMSettings(ProcessSettings):
+    """
+    Attributes:
+        multiprocessing: its engine core runs beside its client in another process, which is its default; false: both
+            in one.
+        args: more arguments of its EngineArgs, by name.
+    """
+
+    multiprocessing: bool = True
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PeerSettings:
+    hf: HFSettings = field(default_factory=HFSettings)  # of hf and hf_continuous
+    vllm: VLLMSettings = field(default_factory=VLLMSettings)

@@ -1,0 +1,290 @@
+"""vLLM's engine, driven step by step as a program that embeds it does (`LLMEngine`, v1).
+
+It gets token ids and gives them back: no tokenizer and no detokenizer run. `step` returns what is new of each request,
+and a token's time is when it did. With `multiprocessing`, vLLM's default, its scheduler and model run in another
+process, which does not wait for this one between steps, and a request that arrives while a step runs is sent then.
+
+What bounds the service is the engine's: dtype, lengths, rows and tokens of a step, KV block size and memory, prefix
+cache, policy. All else is vLLM's own choice: attention backend, CUDA graphs, compilation, asynchronous scheduling.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.lab.peers.base import PeerAbsent
+from experiments.lab.schedule import Schedule
+from experiments.lab.traces import RequestTrace, Served
+from experiments.lab.workloads import Item
+from mini_infer.core.config import Batching, EngineConfig, Layout, LoadFormat, Preemption
+from mini_infer.core.errors import ConfigError
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # the model is a folder
+    "OMP_NUM_THREADS": "1",  # as vLLM itself has it where it starts several workers
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # a package of its own, and not for greedy tokens
+}
+NO_CLAIM = 0.05  # of the GPU, which vLLM only looks whether it is free where its KV memory is given in bytes
+FORGET_S = 10.0  # a step that was launched ahead may still hold blocks of requests that have ended
+SETTINGS = {  # as recorded -> where it stands in VllmConfig
+    "dtype": "model_config.dtype",
+    "max_model_len": "model_config.max_model_len",
+    "max_num_seqs": "scheduler_config.max_num_seqs",
+    "max_num_batched_tokens": "scheduler_config.max_num_batched_tokens",
+    "chunked_prefill": "scheduler_config.enable_chunked_prefill",
+    "async_scheduling": "scheduler_config.async_scheduling",
+    "block_size": "cache_config.block_size",
+    "num_blocks": "cache_config.num_gpu_blocks",
+    "prefix_caching": "cache_config.enable_prefix_caching",
+    "compilation": "compilation_config.mode",
+    "cuda_graphs": "compilation_config.cudagraph_mode",
+    "largest_graph": "compilation_config.max_cudagraph_capture_size",
+}
+
+
+@dataclass
+class Flight:
+    """A request on its way."""
+
+    arrival: float
+    sent: float | None  # None in the closed loop
+    could_send: float
+    token_ids: list[int] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+
+
+class VLLM:
+    def __init__(self, engine: Any, make_params: Any, about: Mapping[str, Any]) -> None:
+        """
+        Args:
+            engine: vLLM's LLMEngine.
+            make_params: output tokens -> its SamplingParams.
+        """
+        self._engine = engine
+        self._make_params = make_params
+        self.about = about
+        self._passes = 0
+
+    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
+        return _Pass(self._engine, items, self._make_params, f"pass-{self._count()}").run(concurrency)
+
+    def forget(self) -> None:
+        end = time.monotonic() + FORGET_S
+        while not self._engine.reset_prefix_cache():
+            if time.monotonic() > end:
+                raise RuntimeError("vLLM does not give its prefix cache up, though no request is running")
+            if _outputs_queue(self._engine) is None:
+                self._engine.step()
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Its processes end with the one that it runs in."""
+
+    def _count(self) -> int:
+        self._passes += 1
+        return self._passes
+
+
+class _Pass:
+    """Prompts and parameters are made before the clock starts."""
+
+    def __init__(self, engine: Any, items: Sequence[Item], make_params: Any, name: str) -> None:
+        self._engine, self._items, self._name = engine, items, name
+        self._prompts = [list(item.prompt) for item in items]
+        self._params = [make_params(item.output_tokens) for item in items]
+        self._flights: dict[str, tuple[int, Flight]] = {}
+        self._traces: dict[int, RequestTrace] = {}
+
+    def run(self, concurrency: int) -> Served:
+        start = returned = time.perf_counter()
+        schedule = Schedule(self._items, start, concurrency)
+        while len(self._traces) < len(self._items):
+            for index, arrival in schedule.due(time.perf_counter()):
+                self._send(schedule, index, arrival, returned)
+            due = schedule.next_due()
+            if not self._flights:
+                if due is not None:
+                    time.sleep(max(0.0, due - time.perf_counter()))
+            elif due is None or self._has_output_by(due):
+                outputs = self._engine.step()
+                returned = time.perf_counter()
+                for output in outputs:
+                    self._note(schedule, output, returned)
+        end = time.perf_counter()
+        traces = tuple(self._traces[index] for index in range(len(self._items)))
+        return Served(traces, min((trace.arrival for trace in traces), default=start), end)
+
+    def _has_output_by(self, due: float) -> bool:
+        """Waits for an output of the engine's process until `due`. An engine in this process cannot be waited for: its
+        step is run, and what is due meanwhile comes after it."""
+        outputs = _outputs_queue(self._engine)
+        if outputs is None:
+            return True
+        with outputs.not_empty:
+            return bool(outputs.not_empty.wait_for(lambda: outputs.queue, max(0.0, due - time.perf_counter())))
+
+    def _send(self, schedule: Schedule, index: int, arrival: float, could_send: float) -> None:
+        name, item = f"{self._name}-{index}", self._items[index]
+        sent = None if schedule.is_closed(index) else time.perf_counter()
+        self._flights[name] = (index, Flight(arrival, sent, could_send))
+        prompt = {"type": "token", "prompt_token_ids": self._prompts[index]}
+        try:
+            self._engine.add_request(name, prompt, self._params[index], priority=item.priority)
+        except ValueError as error:  # too long, say
+            self._end(schedule, name, str(error))
+
+    def _note(self, schedule: Schedule, output: Any, now: float) -> None:
+        flight = self._flights[output.request_id][1]
+        tokens = output.outputs[0].token_ids
+        flight.token_ids += tokens
+        flight.token_times += [now] * len(tokens)
+        if output.finished:
+            reason = output.outputs[0].finish_reason
+            error = "" if reason == "length" else f"vLLM ended it: {reason}"
+            self._end(schedule, output.request_id, error, output.num_cached_tokens or 0)
+
+    def _end(self, schedule: Schedule, name: str, error: str, cached_tokens: int = 0) -> None:
+        index, flight = self._flights.pop(name)
+        self._traces[index] = self._trace(index, flight, error, cached_tokens)
+        if not error:
+            for follower in schedule.ended(index, flight.token_times[-1]):
+                self._prompts[follower] = [*self._prompts[index], *flight.token_ids, *self._prompts[follower]]
+            return
+        now = time.perf_counter()
+        for follower in schedule.lose(index):
+            lost = Flight(now, None, now)
+            self._traces[follower] = self._trace(follower, lost, "the request that it follows has no answer")
+
+    def _trace(self, index: int, flight: Flight, error: str, cached_tokens: int = 0) -> RequestTrace:
+        item = self._items[index]
+        return RequestTrace(
+            prompt_tokens=len(self._prompts[index]),
+            asked_tokens=item.output_tokens,
+            arrival=flight.arrival,
+            token_times=tuple(flight.token_times),
+            token_ids=tuple(flight.token_ids),
+            cached_tokens=cached_tokens,
+            request_id=f"{self._name}-{index}",
+            name=item.name,
+            sent=flight.sent,
+            could_send=flight.could_send,
+            shared_tokens=item.shared_tokens,
+            error=error,
+        )
+
+
+def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> VLLM:
+    """Raises PeerAbsent where vLLM cannot be imported, and ConfigError for what it does not have."""
+    arguments = engine_arguments(config) | settings["args"]
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings["multiprocessing"]))
+    try:
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.llm_engine import LLMEngine
+    except ImportError as error:
+        raise PeerAbsent(
+            f"vLLM cannot be imported here ({error}): peers.vllm.python or peers.vllm.pythonpath say where it is"
+        ) from error
+    with tempfile.TemporaryDirectory() as folder:
+        arguments["model"] = model_folder(config, Path(folder))
+        engine = LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+
+    def make_params(output_tokens: int) -> Any:
+        return vllm.SamplingParams(
+            temperature=0.0,
+            max_tokens=output_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    return VLLM(engine, make_params, describe(vllm.__version__, engine.vllm_config, settings))
+
+
+def engine_arguments(config: EngineConfig) -> dict[str, Any]:
+    """Our settings by the names of vLLM's EngineArgs, the model's folder aside."""
+    cache, scheduler, model = config.cache, config.scheduler, config.model
+    missing = {
+        "cache.layout=contiguous": cache.layout is not Layout.paged,
+        "scheduler.batching=static": scheduler.batching is not Batching.continuous,
+        "scheduler.preemption=swap": scheduler.preemption is not Preemption.recompute,
+        "model.load_format=dry": model.load_format is LoadFormat.dry,
+    }
+    for setting, is_set in missing.items():
+        if is_set:
+            raise ConfigError(f"the variant kind `vllm` has no {setting}: leave it out of that variant")
+    arguments = {
+        "dtype": model.dtype.value,
+        "load_format": model.load_format.value,
+        "skip_tokenizer_init": True,
+        "max_model_len": model.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "enable_chunked_prefill": scheduler.chunked_prefill,
+        "scheduling_policy": scheduler.policy.value,
+        "block_size": cache.block_size,
+        "enable_prefix_caching": cache.prefix_caching,
+        "gpu_memory_utilization": cache.gpu_memory_utilization,
+        "disable_log_stats": True,
+    }
+    if cache.num_blocks is not None:
+        arguments["num_gpu_blocks_override"] = cache.num_blocks
+    if cache.memory_gib is not None:
+        arguments["kv_cache_memory_bytes"] = int(cache.memory_gib * 2**30)
+        arguments["gpu_memory_utilization"] = NO_CLAIM
+    return arguments
+
+
+def model_folder(config: EngineConfig, folder: Path) -> str:
+    """A folder with the model's config.json: its own, or `folder` with what model.hf_config says."""
+    if config.model.hf_config is None:
+        return config.model.path
+    (folder / "config.json").write_text(json.dumps(config.model.hf_config))
+    return str(folder)
+
+
+def describe(version: str, config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM has settled on, from its VllmConfig."""
+    import torch
+
+    about: dict[str, Any] = {"vllm": version, "torch": str(torch.__version__)}
+    about |= {"multiprocessing": settings["multiprocessing"], "cpu_threads": torch.get_num_threads()}
+    for name, path in SETTINGS.items():
+        value = config
+        for part in path.split("."):
+            value = getattr(value, part, None)
+        about[name] = value if type(value) in (bool, int) or value is None else _name(value)
+    return {**about, "attention": _attention(config), **settings["args"]}
+
+
+def _name(value: Any) -> str:
+    """Of an enum's member, or of a dtype."""
+    return str(getattr(value, "name", value)).removeprefix("torch.")
+
+
+def _attention(config: Any) -> str:
+    """The backend that vLLM chooses for this model here. It tells it only in its log, so it is asked once more."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    from vllm.v1.attention.selector import get_attn_backend
+
+    model = config.model_config
+    with set_current_vllm_config(config):
+        backend = get_attn_backend(model.get_head_size(), model.dtype, config.cache_config.cache_dtype)
+        name: str = backend.get_name()
+        return f"{name} {get_flash_attn_version()}" if name.startswith("FLASH_ATTN") else name
+
+
+def _outputs_queue(engine: Any) -> Any:
+    """Where the outputs of an engine core in another process arrive; None of one in this process."""
+    return getattr(engine.engine_core, "outputs_queue", None)

@@ -1,0 +1,204 @@
+"""Where a decode step's time goes on the GPU: kernel times by name and role, and how long the GPU waits between steps.
+
+Made from a trace of torch.profiler (Chrome's JSON) in which each step stands inside an annotation. A kernel belongs to
+the step during which it was launched, whenever it ran:
+
+    host   | step 1: launch ...... | step 2: launch ...... | step 3
+    GPU         [k k k k k k]  gap  [k k k k k k]  gap  [k k
+                 \\_ body of 1 _/      \\_ body of 2 _/
+
+A step's body is the CUDA graph with the most kernels, where it launched one, else all of its kernels. The GPU is idle
+between two steps while no kernel runs from the end of one body to the start of the next. Copies are no kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+STEP = "decode step"  # the annotation around one
+ROLES = ("linear", "attention", "norm", "rope", "silu", "sample", "copy", "other")
+# In this order: FlashAttention is made with CUTLASS, and the argmax of a sampler is one of many reductions.
+_ROLE_PATTERNS = (
+    ("copy", r"memcpy|memset|direct_copy|CatArray"),
+    ("attention", r"flash|fmha|attention|attn|paged_(decode|prefill)"),
+    ("linear", r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma"),
+    ("norm", r"norm"),
+    ("rope", r"rope|rotary"),
+    ("silu", r"silu|swiglu"),
+    ("sample", r"sample|argmax|top_?k|radix|sort|softmax|multinomial"),
+)
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_LAUNCH = {"cuda_runtime", "cuda_driver"}
+NAME_LENGTH = 56
+
+
+class NoProfile(Exception):
+    """Why a trace shows no decode step on a GPU."""
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """A kernel in an average decode step of a variant: how often it ran, and for how long in sum."""
+
+    variant: str
+    point: str
+    role: str
+    kernel: str
+    calls: float
+    us: float
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Decode steps of a variant at a point. Times are means over the steps, in microseconds.
+
+    Attributes:
+        steps: that were profiled.
+        rows: that decoded in each of them.
+        plain_us: a step's time on the host's clock, without the profiler.
+        profiled_us: from one step's start on the GPU to the next one's, under the profiler.
+        busy_us: of these, while some kernel ran.
+        idle_us: of these, while none ran between two steps; the rest is between the kernels of a step.
+    """
+
+    variant: str
+    point: str
+    steps: int
+    rows: int
+    plain_us: float
+    profiled_us: float
+    busy_us: float
+    idle_us: float
+
+    @property
+    def idle_share(self) -> float:
+        return self.idle_us / self.profiled_us
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """Something that ran on the GPU, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+    launch: int  # what launched it; a graph launches many
+    is_kernel: bool
+
+
+def analyse(
+    trace: Mapping[str, Any], variant: str, point: str, rows: int, plain_us: float
+) -> tuple[StepProfile, list[KernelRow]]:
+    """What a trace shows of its steps but the first, which the profiler's own start disturbs.
+
+    Raises NoProfile where it holds no kernels, or fewer than three steps.
+    """
+    steps = _steps(trace)[1:]
+    if len(steps) < 2:
+        raise NoProfile("the trace shows no kernels of two steps or more")
+    bodies = [_body(step) for step in steps]
+    everything = [ran for step in steps for ran in step if ran.is_kernel]
+    period = bodies[-1][0].start - bodies[0][0].start
+    gaps = [
+        following[0].start - max(ran.end for ran in before)
+        - _busy(everything, max(ran.end for ran in before), following[0].start)
+        for before, following in pairwise(bodies)
+    ]  # fmt: skip
+    between = len(steps) - 1
+    summary = StepProfile(
+        variant=variant,
+        point=point,
+        steps=between,
+        rows=rows,
+        plain_us=plain_us,
+        profiled_us=period / between,
+        busy_us=_busy(everything, bodies[0][0].start, bodies[-1][0].start) / between,
+        idle_us=sum(max(gap, 0.0) for gap in gaps) / between,
+    )
+    return summary, _kernel_rows(steps, variant, point)
+
+
+def role(name: str) -> str:
+    """What a kernel is for, guessed from its whole name."""
+    return next((found for found, pattern in _ROLE_PATTERNS if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def short_name(name: str) -> str:
+    """A name that fits a table: without return type, arguments and namespaces; of a generic kernel with the word of
+    its template arguments that says what it does."""
+    plain = re.sub(r"\(anonymous namespace\)::|\b(?:at|native|cub|cuda|detail|std|c10|thrust)::", "", name)
+    plain = plain.removeprefix("void ")
+    base, _, template = plain.partition("<")
+    if not plain.startswith(("Memcpy", "Memset")):
+        base = base.partition("(")[0].rpartition("::")[2].strip() or plain
+    telling = re.search(r"\w*Functor\w*|Arg\w+Ops|\w+_kernel_cuda|cutlass_\w+", template)
+    text = f"{base}<{telling.group()}>" if telling else base
+    return text if len(text) <= NAME_LENGTH else f"{text[: NAME_LENGTH - 3]}..."
+
+
+def _steps(trace: Mapping[str, Any]) -> list[list[_Ran]]:
+    """What each annotated step launched, in the order in which it ran; steps without any kernel are left out."""
+    events = [event for event in trace.get("traceEvents", []) if event.get("ph") == "X"]
+    starts = sorted(e["ts"] for e in events if e.get("cat") == "user_annotation" and e.get("name") == STEP)
+    launched = {_correlation(e): e["ts"] for e in events if e.get("cat") in _LAUNCH}
+    found: dict[int, list[_Ran]] = defaultdict(list)
+    for event in events:
+        launch = _correlation(event)
+        if event.get("cat") not in _DEVICE or launch not in launched:
+            continue
+        step = bisect_right(starts, launched[launch]) - 1
+        start = float(event["ts"])
+        ran = _Ran(event["name"], start, start + float(event["dur"]), launch, event["cat"] == "kernel")
+        found[step].append(ran)
+    ordered = [sorted(found[step], key=lambda ran: ran.start) for step in sorted(found) if step >= 0]
+    return [step for step in ordered if any(ran.is_kernel for ran in step)]
+
+
+def _correlation(event: Mapping[str, Any]) -> int:
+    return int(event.get("args", {}).get("correlation", -1))
+
+
+def _body(step: Sequence[_Ran]) -> list[_Ran]:
+    """The kernels of the step's largest launch, or all of them where each was launched by itself."""
+    kernels = [ran for ran in step if ran.is_kernel]
+    launch, count = Counter(ran.launch for ran in kernels).most_common(1)[0]
+    return [ran for ran in kernels if ran.launch == launch] if count > 1 else kernels
+
+
+def _busy(kernels: Iterable[_Ran], start: float, end: float) -> float:
+    """Microseconds of [start, end] in which at least one kernel ran."""
+    total, reached = 0.0, start
+    for ran in sorted(kernels, key=lambda ran: ran.start):
+        first, last = max(ran.start, reached), min(ran.end, end)
+        if last > first:
+            total += last - first
+            reached = last
+    return total
+
+
+def _kernel_rows(steps: Sequence[Sequence[_Ran]], variant: str, point: str) -> list[KernelRow]:
+    """The longest first; of steps that ran something only now and then, the mean."""
+    calls: Counter[tuple[str, str]] = Counter()
+    times: dict[tuple[str, str], float] = defaultdict(float)
+    for ran in (ran for step in steps for ran in step):
+        key = (role(ran.name), short_name(ran.name))
+        calls[key] += 1
+        times[key] += ran.end - ran.start
+    return [
+        KernelRow(variant, point, *key, calls[key] / len(steps), times[key] / len(steps))
+        for key in sorted(times, key=times.__getitem__, reverse=True)
+    ]
+
+
+def by_role(rows: Iterable[KernelRow]) -> dict[str, float]:
+    """Microseconds a step of each role that has any, in the order of ROLES."""
+    total: dict[str, float] = defaultdict(float)
+    for row in rows:
+        total[row.role] += row.us
+    return {name: total[name] for name in ROLES if total[name]}

@@ -1,0 +1,115 @@
+"""Everything that is alive while an ablation measures: its engines, the clocks, and what has been found so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.lab import cells, hardware, profile_pass, stats, validity
+from experiments.lab.ablation_spec import AblationSpec
+from experiments.lab.cells import Cell, Pass
+from experiments.lab.clocks import Watch
+from experiments.lab.ledger import Key, Ledger, Terms
+from experiments.lab.lending import Lending
+from experiments.lab.peers.base import PeerAbsent
+from experiments.lab.peers.pool import Peers
+from experiments.lab.peers.settings import PeerSettings
+from experiments.lab.points import Point
+from experiments.lab.profile import KernelRow, NoProfile, StepProfile
+from experiments.lab.progress import Steps
+from experiments.lab.rows import Row
+from experiments.lab.subjects import EngineSubject, Kind
+from experiments.lab.workloads import Inputs
+
+ATTEMPTS = 3  # at a pass, where the machine changes its speed
+
+
+class Session:
+    def __init__(
+        self,
+        terms: Terms,
+        measured: Mapping[Key, Cell],
+        repeats: int,
+        steps: Steps,
+        spec: AblationSpec,
+        peers: PeerSettings,
+    ) -> None:
+        self.ledger = Ledger(terms)
+        self.profiles: list[StepProfile] = []
+        self.kernels: list[KernelRow] = []
+        self.profile_rows: list[Row] = []
+        self.notes: list[str] = []
+        self._labels = terms.labels
+        self._cells = measured
+        self._repeats = repeats
+        self._steps = steps
+        self._scored = spec.gate_logprob_error is not None
+        self._idle_wanted = "gpu_idle_share" in spec.metrics
+        self._peers = Peers(peers)
+        self._lending = Lending(spec.keep_engines, self._peers)
+        self._absent: dict[str, str] = {}  # variant -> why
+        device = next(iter(measured.values())).engine.model.device
+        self._watch = Watch(hardware.resolve(device))
+
+    def round(self, repeat: int, point: Point, inputs: Inputs) -> None:
+        """All variants at one point, once. The rows of a peer that is not there say why."""
+        passes = []
+        for cell in self._at(point, repeat):
+            try:
+                self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
+                passes.append((cell, self._steady(cell, inputs, self._scored and repeat == 0)))
+            except PeerAbsent as absent:
+                if len(self._absent) + 1 == len(self._labels):
+                    raise  # there is nothing else to measure
+                self._absent[cell.variant] = str(absent)
+                self.notes.append(f"{self._labels[cell.variant]} is absent: {absent}.")
+        absent_cells = [(self._cells[variant, point.name], why) for variant, why in self._absent.items()]
+        self.ledger.enter(repeat, passes, absent_cells)
+
+    def profile(self, repeat: int, point: Point, inputs: Inputs) -> None:
+        """Of the first repeat the kernels are kept, of all of them how long the GPU waited."""
+        for cell in self._at(point, repeat):
+            self._next(cell, f"profile {repeat + 1}")
+            if cell.kind is not Kind.engine:
+                continue
+            try:
+                with self._lending.lend(cell.variant, cell.kind, cell.engine) as lent:
+                    assert isinstance(lent.subject, EngineSubject)
+                    items = inputs.measured[: cell.workload.in_flight]
+                    found, kernels = profile_pass.profile_decode(lent.subject.engine, items, cell.variant, point.name)
+            except NoProfile as why:
+                self.notes.append(f"{self._labels[cell.variant]}: no decode step was profiled, because {why}.")
+                continue
+            if repeat == 0:
+                self.profiles.append(found)
+                self.kernels += kernels
+            if self._idle_wanted:
+                self.profile_rows.append(
+                    Row(cell.variant, point.name, repeat, "gpu_idle_share", found.idle_share, "")
+                )  # fmt: skip
+
+    @property
+    def peers(self) -> dict[str, tuple[dict[str, Any], ...]]:
+        """Variant -> version and settings of its peer."""
+        return {variant: tuple(about) for variant, about in self._lending.about.items() if about}
+
+    def close(self) -> None:
+        try:
+            self._lending.close()
+        finally:
+            self._peers.close()
+
+    def _at(self, point: Point, repeat: int) -> list[Cell]:
+        order = stats.abba(list(self._labels), repeat)
+        return [self._cells[variant, point.name] for variant in order if variant not in self._absent]
+
+    def _next(self, cell: Cell, what: str) -> None:
+        self._steps.next(f"{self._labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
+
+    def _steady(self, cell: Cell, inputs: Inputs, scored: bool) -> list[Pass]:
+        """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
+        passes = [cells.serve(cell, inputs, self._watch, self._lending, scored)]
+        while passes[-1].drift > validity.MAX_DRIFT and len(passes) < ATTEMPTS:
+            self._steps.again(f"the machine's speed changed by {100 * passes[-1].drift:.3g} %")
+            passes.append(cells.serve(cell, inputs, self._watch, self._lending, scored))
+        return passes

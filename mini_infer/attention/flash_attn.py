@@ -1,0 +1,199 @@
+"""FlashAttention-4 (`flash_attn.cute` of the package flash-attn-4) over the paged cache, on Hopper and Blackwell.
+
+The kernels are CuTe programs in Python that are compiled at run time, about two seconds for each variant: warm_up does
+it before the first step. Decode works, and is there to compare with: on Hopper it reads the keys of a row with as many
+thread blocks as there are KV heads, where Flash Decoding (kernels/flash_decode.py) takes the whole GPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mini_infer.attention.backend import AttentionBackend, Capabilities, Kind, PagedKV, effective_windows
+from mini_infer.attention.context import AttentionBatch
+from mini_infer.attention.warm_up import run_small_steps
+
+# Above this many rows the package's scheduler looks rows up in a table, which is a further variant.
+_ROWS_WITHOUT_TABLE = 256
+
+
+class FlashAttnBackend(AttentionBackend):
+    capabilities = Capabilities(
+        prefill=True,
+        decode=True,
+        head_sizes=frozenset({*range(16, 129, 16), 256}),  # of a paged cache, on both generations
+        block_sizes=None,
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        devices=frozenset({"cuda"}),
+        sliding_window=True,
+        graph_safe=True,
+        gpu_generations=frozenset({9, 10}),
+    )
+
+    def __init__(self) -> None:
+        try:
+            from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found, unused-ignore]
+        except ImportError as error:
+            raise ImportError(f"it is not installed ({error}): pip install 'mini-infer[flash]'") from error
+        self._kernels = _Kernels(_flash_attn_fwd)
+
+    def decode(self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float) -> _Step:
+        n = batch.num_decode_rows
+        rows = _Rows(batch.query_starts[: n + 1], batch.seq_lens[:n], batch.block_tables[:n], scale)
+        return _Step(self._kernels, kv_store, effective_windows(windows, batch.max_decode_seq_len), rows)
+
+    def prefill(self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float) -> _Step:
+        n = batch.num_decode_rows
+        rows = _Rows(batch.prefill_query_starts(), batch.seq_lens[n:], batch.block_tables[n:], scale)
+        return _Step(self._kernels, kv_store, effective_windows(windows, batch.max_prefill_seq_len), rows)
+
+    def warm_up(
+        self, kind: Kind, kv_store: PagedKV, num_heads: int, windows: Sequence[int | None], scale: float, max_rows: int
+    ) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the compiler's, about its own package
+            for num_rows in (1, _ROWS_WITHOUT_TABLE + 1):
+                if num_rows <= max_rows:
+                    run_small_steps(self, kind, kv_store, num_heads, windows, scale, num_rows=num_rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows of any number of tokens each, the last of their sequences."""
+
+    query_starts: Tensor  # [R + 1] int32, from 0
+    seq_lens: Tensor  # [R] int32
+    block_tables: Tensor  # [R, W] int32
+    scale: float
+
+
+class _Step:
+    def __init__(self, kernels: _Kernels, kv_store: PagedKV, windows: Sequence[int | None], rows: _Rows) -> None:
+        self._kernels, self._kv_store, self._windows, self._rows = kernels, kv_store, windows, rows
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        keys, values = self._kv_store.keys(layer), self._kv_store.values(layer)
+        return self._kernels(q, keys, values, self._rows, self._windows[layer])
+
+
+class _Kernels:
+    """Calls the package, and from the second call of a variant on its compiled kernel alone.
+
+    The package's own call spends 70 us of CPU on checks and on choosing a kernel, and the launch takes 8 us. So what it
+    calls the kernel with is noted once, and from then on only the arguments that change are put in their places.
+    """
+
+    def __init__(self, forward: Any) -> None:
+        self._forward = forward
+        self._variants: dict[tuple, _Call | None] = {}  # None: it has more that changes than we know of
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, rows: _Rows, window: int | None) -> Tensor:
+        left = None if window is None else window - 1  # keys to the left of a query
+        variant = (q.dtype, q.shape[1:], keys.shape[1:], window is None, rows.seq_lens.shape[0] > _ROWS_WITHOUT_TABLE)
+        if variant not in self._variants:
+            return self._first_call(variant, q, keys, values, rows, left)
+        call = self._variants.get(variant)
+        if call is None:
+            return self._package_call(q, keys, values, rows, left)
+        out = q.new_empty(q.shape)
+        arguments = list(call.arguments)
+        for place, argument in _changing(q, keys, values, out, rows, left).items():
+            arguments[place] = argument
+        call.kernel(*arguments)
+        return out
+
+    def _package_call(self, q: Tensor, keys: Tensor, values: Tensor, rows: _Rows, left: int | None) -> Tensor:
+        return self._forward(
+            q,
+            keys,
+            values,
+            cu_seqlens_q=rows.query_starts,
+            seqused_k=rows.seq_lens,
+            page_table=rows.block_tables,
+            softmax_scale=rows.scale,
+            causal=True,
+            window_size_left=left,
+        )[0]
+
+    def _first_call(
+        self, variant: tuple, q: Tensor, keys: Tensor, values: Tensor, rows: _Rows, left: int | None
+    ) -> Tensor:
+        cache = getattr(self._forward, "compile_cache", None)
+        if cache is None:
+            return self._package_call(q, keys, values, rows, left)
+        listener = _Listener(cache)
+        self._forward.compile_cache = listener
+        try:
+            out = self._package_call(q, keys, values, rows, left)
+        finally:
+            self._forward.compile_cache = cache
+        call, changing = listener.call, _changing(q, keys, values, out, rows, left)
+        if call is not None:
+            understood = len(call.arguments) > max(changing) and all(
+                _same(argument, changing[place]) if place in changing else _is_fixed(argument)
+                for place, argument in enumerate(call.arguments)
+            )
+            fixed = tuple(None if place in changing else argument for place, argument in enumerate(call.arguments))
+            self._variants[variant] = _Call(call.kernel, fixed) if understood else None
+        return out
+
+
+def _changing(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, rows: _Rows, left: int | None) -> dict[int, Any]:
+    """Place among the kernel's arguments -> argument."""
+    return {
+        0: q,
+        1: keys,
+        2: values,
+        3: out,
+        5: rows.scale,
+        6: rows.query_starts,
+        9: rows.seq_lens,
+        10: rows.block_tables,
+        11: left,
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+    return type(one) is type(other) and one == other
+
+
+def _is_fixed(argument: Any) -> bool:
+    """Nothing, or a side of a window that is 0: no tensor and no length, which another step would have others of."""
+    return not isinstance(argument, Tensor) and argument in (None, 0, (None, None))
+
+
+@dataclass(frozen=True)
+class _Call:
+    kernel: Callable
+    arguments: tuple
+
+
+class _Listener:
+    """The package's cache of compiled kernels, noting which one is called, and with what."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self.call: _Call | None = None
+
+    def __contains__(self, key: tuple) -> bool:
+        return key in self._cache
+
+    def __setitem__(self, key: tuple, kernel: Callable) -> None:
+        self._cache[key] = kernel
+
+    def __getitem__(self, key: tuple) -> Callable:
+        kernel = self._cache[key]
+
+        def call(*arguments: Any) -> None:
+            self.call = _Call(kernel, arguments)
+            kernel(*arguments)
+
+        return call

@@ -1,0 +1,103 @@
+"""Our own Triton kernels: Flash Decoding for decode rows and FlashAttention-2 over the paged cache for prompts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mini_infer.attention.backend import (
+    AttentionBackend,
+    Capabilities,
+    DecodeStep,
+    Kind,
+    PagedKV,
+    PrefillStep,
+    effective_windows,
+)
+from mini_infer.attention.context import AttentionBatch
+from mini_infer.attention.warm_up import run_small_steps
+from mini_infer.kernels.ops import TritonKernels
+
+
+class TritonBackend(AttentionBackend):
+    capabilities = Capabilities(
+        prefill=True,
+        decode=True,
+        head_sizes=range(1, 257),
+        block_sizes=None,
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        # Triton itself reads this variable: its interpreter runs kernels on a CPU, slowly, for tests.
+        devices=frozenset({"cuda", "cpu"} if os.environ.get("TRITON_INTERPRET") == "1" else {"cuda"}),
+        sliding_window=True,
+        graph_safe=True,
+    )
+
+    def __init__(self) -> None:
+        try:
+            from mini_infer.kernels import flash_decode, paged_prefill
+        except ImportError as error:
+            raise ImportError(f"Triton cannot be imported ({error})") from error
+        self._flash_decode, self._paged_prefill = flash_decode.flash_decode, paged_prefill.paged_prefill
+
+    def check(self, device: torch.device) -> None:
+        TritonKernels().check(device)
+
+    def decode(
+        self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
+    ) -> DecodeStep:
+        n = batch.num_decode_rows
+        windows = effective_windows(windows, batch.max_decode_seq_len)
+        block_tables, seq_lens = batch.block_tables[:n], batch.seq_lens[:n]
+
+        def step(layer: int, q: Tensor) -> Tensor:
+            return self._flash_decode(
+                q.contiguous(),
+                kv_store.keys(layer),
+                kv_store.values(layer),
+                block_tables,
+                seq_lens,
+                scale=scale,
+                window=windows[layer],
+                query_len=batch.decode_query_len,
+            )
+
+        return step
+
+    def prefill(
+        self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
+    ) -> PrefillStep:
+        n = batch.num_decode_rows
+        windows = effective_windows(windows, batch.max_prefill_seq_len)
+        block_tables, seq_lens = batch.block_tables[n:], batch.seq_lens[n:]
+        query_starts = batch.prefill_query_starts()
+
+        def step(layer: int, q: Tensor) -> Tensor:
+            return self._paged_prefill(
+                q,
+                kv_store.keys(layer),
+                kv_store.values(layer),
+                block_tables,
+                query_starts,
+                seq_lens,
+                max_query_len=batch.max_prefill_query_len,
+                scale=scale,
+                window=windows[layer],
+            )
+
+        return step
+
+    def warm_up(
+        self, kind: Kind, kv_store: PagedKV, num_heads: int, windows: Sequence[int | None], scale: float, max_rows: int
+    ) -> None:
+        warm_up = partial(run_small_steps, self, kind, kv_store, num_heads, windows, scale)
+        if kind == "prefill":
+            for max_query_len in (1, 2**20):  # short rows and long rows have tiles of their own
+                warm_up(max_query_len=max_query_len)
+        else:
+            for num_rows in (1, 33, 257):  # where flash_decode changes its variant
+                if num_rows <= max_rows:
+                    warm_up(num_rows=num_rows)

@@ -1,0 +1,235 @@
+"""Flash Decoding: decode attention that splits long rows over several programs (Dao et al. 2023,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+
+    row 0  | part 0 | part 1 | part 2 | part 3 |      each part one program a KV head; the last to finish merges them
+    row 1  | part 0 |
+    row 2  | part 0 | part 1 |
+
+The size of a part is what gives every SM work, given the lengths of all rows, and each program computes it on the
+device from seq_lens. So short rows are not split, and no length shows in the grid: a CUDA graph stays right while the
+lengths change. The grid has a program for each row's part 0, and before them, so that the long rows start first, as
+many as there can be further parts; those that find none exit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mini_infer.kernels.paged_decode import (
+    UNBOUNDED,
+    attend,
+    decode_shape,
+    first_position,
+    packs,
+    paged_decode,
+    paged_decode_reference,
+    store_rows,
+)
+
+PROGRAMS_PER_SM = 2
+MAX_PARTS = 128  # of a row: one program merges them all
+MAX_ROWS = 1024  # of a batch: each program reads all lengths
+MAX_TICKETS = 2**16
+
+
+@triton.jit
+def _row_tiles(seq_lens, num_rows, window, QUERY_LEN: tl.constexpr, TILE: tl.constexpr, MAX_ROWS: tl.constexpr):
+    """How many tiles the first num_rows rows have, and 0 for the others. [MAX_ROWS]"""
+    rows = tl.arange(0, MAX_ROWS)
+    lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
+    return tl.cdiv(lengths - first_position(lengths, window, QUERY_LEN), TILE)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "target", "table_stride", "window"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
+)
+def _flash_decode_kernel(
+    out,
+    q,
+    keys,
+    values,
+    block_tables,
+    seq_lens,
+    found,  # [R + target, packs, QUERIES, HEAD_DIM]: the results of parts, in q's dtype, where a row has several
+    found_lse,  # [R + target, packs, QUERIES] fp32: log2 of their sums of exponentials
+    tickets,  # [R * packs] int32, zeros before and after: how many parts of a row are finished
+    num_rows,
+    target,  # parts to make of the batch; no more than this plus one a row
+    table_stride,
+    window,
+    scale_log2,
+    MAX_ROWS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    MERGE_PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    TILE: tl.constexpr = SLICES * SLICE
+    # KV heads vary fastest: programs that start together read neighbouring heads of the same tokens.
+    pack, num_packs = tl.program_id(0), tl.num_programs(0)
+    program = tl.program_id(1)
+    tiles = _row_tiles(seq_lens, num_rows, window, QUERY_LEN, TILE, MAX_ROWS)
+    # Enough parts for all SMs, but no more than pay in the longest row: a tile takes as long as merging 8 more parts.
+    worthwhile = (tl.sqrt(tl.max(tiles, 0) / 8) + 0.5).to(tl.int32)
+    part_tiles = tl.maximum(tl.maximum(tl.cdiv(tl.sum(tiles, 0), target), worthwhile), 1)
+    if program < target:
+        further = tl.maximum(tl.cdiv(tiles, part_tiles) - 1, 0)
+        ends = tl.cumsum(further, 0)
+        row = tl.sum((ends <= program).to(tl.int32), 0)
+        part = program - tl.sum(tl.where(ends <= program, further, 0), 0) + 1
+    else:
+        row = program - target
+        part = 0
+    if row >= num_rows:
+        return
+    length = tl.load(seq_lens + row)
+    first = first_position(length, window, QUERY_LEN)
+    begin = first + part * part_tiles * TILE
+    acc, top, total = attend(
+        q, keys, values, block_tables + row * table_stride, row, pack,
+        begin, tl.minimum(begin + part_tiles * TILE, length), length, window, scale_log2,
+        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, BLOCK_D, SLICES, SLICE,
+    )  # fmt: skip
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # some queries may see nothing of this part
+    if length - first <= part_tiles * TILE:
+        store_rows(out, acc, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, ROWS, BLOCK_D)
+    else:
+        query = tl.arange(0, ROWS)
+        dims = tl.arange(0, BLOCK_D)
+        # Loaded again: kept until here they would take registers from the loop.
+        tiles = _row_tiles(seq_lens, row, window, QUERY_LEN, TILE, MAX_ROWS)
+        parts_before = tl.sum(tl.cdiv(tiles, part_tiles), 0)
+        line = ((parts_before + part) * num_packs + pack) * QUERIES + query
+        real = query < QUERIES
+        wide = real[:, None] & (dims < HEAD_DIM)
+        tl.store(found + line[:, None] * HEAD_DIM + dims, acc.to(found.dtype.element_ty), mask=wide)
+        tl.store(found_lse + line, top + tl.log2(total), mask=real)
+        num_parts = tl.cdiv(length - first, part_tiles * TILE)
+        ticket = tickets + row * num_packs + pack
+        tl.debug_barrier()  # the ticket speaks for all threads
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
+            tl.store(ticket, 0)  # for the next launch
+            merged = _merge(
+                found, found_lse, (parts_before * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
+                MAX_PARTS, QUERIES, HEAD_DIM, MERGE_ROWS, MERGE_PARTS, BLOCK_D,
+            )  # fmt: skip
+            store_rows(out, merged, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, MERGE_ROWS, BLOCK_D)
+
+
+@triton.jit
+def _merge(
+    found,
+    found_lse,
+    first_line,
+    stride,  # lines from part to part
+    num_parts,
+    MAX_PARTS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The parts of one row's pack, weighted by their sums of exponentials. [ROWS, BLOCK_D]"""
+    query = tl.arange(0, ROWS)[:, None]
+    dims = tl.arange(0, BLOCK_D)
+    every = tl.arange(0, MAX_PARTS)
+    lse = first_line + every * stride + query
+    lse = tl.load(found_lse + lse, mask=(every < num_parts) & (query < QUERIES), other=float("-inf"))
+    top = tl.maximum(tl.max(lse, 1), -1e30)
+    total = tl.sum(tl.exp2(lse - top[:, None]), 1)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for start in tl.range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        line = first_line + part * stride + query
+        real = (part < num_parts) & (query < QUERIES)
+        wide = real[:, :, None] & (dims < HEAD_DIM)
+        x = tl.load(found + line[:, :, None] * HEAD_DIM + dims, mask=wide, other=0.0).to(tl.float32)
+        weight = tl.exp2(tl.load(found_lse + line, mask=real, other=float("-inf")) - top[:, None])
+        acc += tl.sum(x * weight[:, :, None], 1)
+    return acc / total[:, None]
+
+
+def flash_decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    query_len: int,
+) -> Tensor:
+    """paged_decode, faster: the same arguments, result and errors, and as safe in a CUDA graph.
+
+    The first call on a device must not be under capture (RuntimeError). Calls on one device share their tickets, so
+    they must not overlap: one stream, or streams that wait for each other.
+    """
+    shape, num_rows = decode_shape(q, keys, query_len), seq_lens.shape[0]
+    num_packs = packs(shape)
+    if num_rows > MAX_ROWS or num_rows * num_packs > MAX_TICKETS:
+        return paged_decode(q, keys, values, block_tables, seq_lens, scale=scale, window=window, query_len=query_len)
+    out = torch.empty_like(q)
+    if not q.numel():
+        return out
+    queries, head_dim = min(shape["GROUP"] * query_len, shape["ROWS"]), shape["HEAD_DIM"]
+    target = max(1, min(PROGRAMS_PER_SM * _num_sms(q.device) // num_packs, MAX_PARTS))
+    programs = target + num_rows
+    merge_rows = triton.next_power_of_2(queries)
+    _flash_decode_kernel[(num_packs, programs)](
+        out,
+        q,
+        keys,
+        values,
+        block_tables,
+        seq_lens,
+        torch.empty((programs, num_packs, queries, head_dim), dtype=q.dtype, device=q.device),
+        torch.empty((programs, num_packs, queries), dtype=torch.float32, device=q.device),
+        _tickets(q.device),
+        num_rows,
+        target,
+        block_tables.stride(0),
+        UNBOUNDED if window is None else min(window, UNBOUNDED),
+        scale * math.log2(math.e),
+        MAX_ROWS=next(size for size in (1, 32, 256, MAX_ROWS) if num_rows <= size),
+        MAX_PARTS=MAX_PARTS,
+        QUERIES=queries,
+        MERGE_ROWS=merge_rows,
+        MERGE_PARTS=max(1, 2**14 // (merge_rows * shape["BLOCK_D"])),
+        **shape,
+    )
+    return out
+
+
+flash_decode_reference = paged_decode_reference
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    """Multiprocessors, or a few on a CPU, where the interpreter runs one program after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def _tickets(device: torch.device) -> Tensor:
+    """Zeros, and every launch leaves them so. [MAX_TICKETS] int32"""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("flash_decode must be called once on a device before it is captured in a CUDA graph")
+    return torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)

@@ -1,0 +1,163 @@
+"""The operations between attention and the matrix products, as torch or as fused Triton kernels.
+
+A model is handed one `Kernels` when it is built. Triton is imported by nobody else, and only where it is chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mini_infer.core.config import KernelChoice
+from mini_infer.core.errors import ConfigError
+
+
+class Kernels(Protocol):
+    """T tokens, hidden size H, Hq query heads and Hkv KV heads of size D. Arguments are contiguous unless said."""
+
+    name: str
+    fallback: str | None  # what `auto` would have preferred, and why it could not be had
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [T, H] normalised over H (Zhang & Sennrich 2019, arXiv:1910.07467) and multiplied by weight [H]."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x and residual [T, H] -> (rms_norm(residual + x), residual + x). Leaves its arguments as they are."""
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        slot_mapping: Tensor,
+        key_slots: Tensor,
+        value_slots: Tensor,
+    ) -> Tensor:
+        """Stores a step's K and V and returns its queries [T, Hq, D], whose tokens may lie apart.
+
+        Args:
+            qkv: [T, (Hq + 2 Hkv) * D], q heads | k heads | v heads.
+            q_weight, k_weight: [D] each, where q and k are normalised by head; else None.
+            eps: of that norm.
+            cos, sin: [T, 1, D] from RotaryTable, rows 2D apart.
+            slot_mapping: [T] int64, where in key_slots and value_slots [slots, Hkv, D] each token goes.
+        """
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2I] -> silu(gate) * up [T, I]."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K], weight [N, K] (of any strides), bias [N] -> [T, N]."""
+
+
+class TorchKernels:
+    """Plain torch operations, on any device."""
+
+    name = "torch"
+
+    def __init__(self, fallback: str | None = None) -> None:
+        self.fallback = fallback
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        residual = residual + x
+        return F.rms_norm(residual, weight.shape, weight, eps), residual
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        slot_mapping: Tensor,
+        key_slots: Tensor,
+        value_slots: Tensor,
+    ) -> Tensor:
+        _, kv_heads, head_dim = key_slots.shape
+        tokens, size = qkv.shape
+        heads = size // head_dim - 2 * kv_heads
+        qk, v = qkv.view(tokens, heads + 2 * kv_heads, head_dim).split((heads + kv_heads, kv_heads), dim=1)
+        if q_weight is not None and k_weight is not None:
+            q, k = self.rms_norm(qk[:, :heads], q_weight, eps), self.rms_norm(qk[:, heads:], k_weight, eps)
+            qk = torch.cat((q, k), dim=1)
+        # The sign of the rotation is in `sin`, so that exchanging the halves is all there is left to do.
+        qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, dims=-1), sin)
+        q, k = qk.split((heads, kv_heads), dim=1)
+        key_slots.index_copy_(0, slot_mapping, k)
+        value_slots.index_copy_(0, slot_mapping, v)
+        return q
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+
+class TritonKernels:
+    """One Triton kernel each. Raises ImportError where Triton is not installed."""
+
+    name = "triton"
+    fallback: str | None = None
+
+    def __init__(self) -> None:
+        from mini_infer.kernels import gemv, rms_norm, rope_and_store, silu_mul
+
+        self.rms_norm = rms_norm.rms_norm
+        self.add_rms_norm = rms_norm.add_rms_norm
+        self.rope_and_store = rope_and_store.rope_and_store
+        self.silu_mul = silu_mul.silu_mul
+        self._gemv, self._gemv_is_faster = gemv.gemv, gemv.worth_it
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        (rows, in_size), out_size = x.shape, weight.shape[0]
+        if self._gemv_is_faster(rows, out_size, in_size, x.dtype) and weight.is_contiguous():
+            return self._gemv(x, weight, bias)
+        return F.linear(x, weight, bias)
+
+    def check(self, device: torch.device) -> None:
+        """Compiles and runs one small kernel, whatever error that raises."""
+        out = self.silu_mul(torch.zeros(1, 32, device=device))
+        if out.any():
+            raise RuntimeError(f"silu_mul of zeros gave {out.tolist()}")
+
+
+def select_kernels(choice: KernelChoice, device: torch.device) -> Kernels:
+    """The chosen kernels; `auto` takes Triton's on CUDA where they work, and else torch, with the reason in `fallback`.
+
+    Raises:
+        ConfigError: triton is chosen and cannot be had.
+    """
+    if choice is KernelChoice.torch or (choice is KernelChoice.auto and device.type != "cuda"):
+        return TorchKernels()
+    try:
+        kernels = TritonKernels()
+        if device.type == "cuda" or _interpreted():
+            kernels.check(device)
+            return kernels
+        reason = f"it runs on CUDA, not on {device.type} (unless TRITON_INTERPRET=1 is set: for tests, and slow)"
+    except ImportError as error:
+        reason = f"Triton cannot be imported ({error})"
+    except Exception as error:  # Triton's own errors, the C compiler's, the driver's
+        message = str(error).strip().partition("\n")[0]
+        reason = f"Triton cannot compile a kernel here ({type(error).__name__}: {message})"
+    if choice is KernelChoice.auto:
+        return TorchKernels(fallback=f"triton: {reason}")
+    raise ConfigError(f"model.kernels=triton: {reason}. Set model.kernels=auto or torch")
+
+
+def _interpreted() -> bool:
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)

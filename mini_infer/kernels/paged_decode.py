@@ -1,0 +1,277 @@
+"""Decode attention over the paged KV cache in a single pass: one program for each row and KV head.
+
+The query heads that share a KV head, times the query tokens of a row, are the rows of one matrix product (GQA packing),
+so K and V are read once for all of them. The softmax is computed online (Milakov and Gimelshein 2018,
+arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+UNBOUNDED = 2**30  # a window that no sequence fills
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def query_rows(row, pack, GROUP: tl.constexpr, QUERY_LEN: tl.constexpr, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """The queries of one program: their token within the row, their place in q [R * QUERY_LEN, num_heads, head_dim]
+    counted in heads, and whether they exist. Three times [ROWS].
+
+    A KV head has GROUP * QUERY_LEN queries, in packs of ROWS. Pack i belongs to KV head i // packs_per_head.
+    """
+    QUERIES: tl.constexpr = GROUP * QUERY_LEN
+    PACKS: tl.constexpr = (QUERIES + ROWS - 1) // ROWS
+    query = pack % PACKS * ROWS + tl.arange(0, ROWS)
+    token = tl.minimum(query // GROUP, QUERY_LEN - 1)  # what pads a pack sees what the last token sees
+    return token, ((row * QUERY_LEN + token) * NUM_KV_HEADS + pack // PACKS) * GROUP + query % GROUP, query < QUERIES
+
+
+@triton.jit
+def first_position(length, window, QUERY_LEN: tl.constexpr):
+    """The first position that any of a row's queries sees."""
+    return tl.maximum(length - QUERY_LEN - window + 1, 0)
+
+
+@triton.jit
+def attend(
+    q,
+    keys,
+    values,
+    table,  # the row's block table
+    row,
+    pack,
+    begin,
+    end,
+    length,
+    window,
+    scale_log2,  # scale * log2(e), since exponentials are of base 2
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    """Attends with one pack of a row's queries to its positions [begin, end), in tiles of SLICES * SLICE.
+
+    Each warp owns a slice of the tile, with a softmax of its own: a batched product gives each warp one element of the
+    batch, so warps wait for each other's loads only, not for each other's maxima. The slices are merged at the end.
+    Returns the weighted values [ROWS, BLOCK_D], not normalised, the scores' maxima [ROWS] and the sums of the weights.
+    """
+    TILE: tl.constexpr = SLICES * SLICE
+    PACKS: tl.constexpr = (GROUP * QUERY_LEN + ROWS - 1) // ROWS
+    dims = tl.arange(0, BLOCK_D)
+    lanes = tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)
+    position = begin + lanes
+    blocks = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+    token, line, real = query_rows(row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, ROWS)
+    own = tl.load(q + line[:, None] * HEAD_DIM + dims, mask=real[:, None] & (dims < HEAD_DIM), other=0.0)
+    if _INTERPRETED:  # the interpreter's products take bfloat16 for integers
+        own = own.to(tl.float32)
+    own = tl.broadcast_to(own[None, :, :], (SLICES, ROWS, BLOCK_D))
+    last_seen = (length - QUERY_LEN + token)[None, :, None]
+    keys += pack // PACKS * HEAD_DIM + dims
+    values += pack // PACKS * HEAD_DIM + dims
+    # A finite floor, not -inf: a slice that sees nothing then needs no guard against inf - inf.
+    top = tl.full((SLICES, ROWS), -1e30, tl.float32)
+    total = tl.zeros((SLICES, ROWS), tl.float32)
+    acc = tl.zeros((SLICES, ROWS, BLOCK_D), tl.float32)
+    for start in tl.range(begin, end, TILE):
+        position = start + lanes
+        inside = position < end
+        slots = (blocks * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)[:, :, None]
+        # What lies past the end is not even read: it may hold NaN, and 0 * NaN is NaN.
+        owned = inside[:, :, None] & (dims < HEAD_DIM)
+        k = tl.load(keys + slots * (NUM_KV_HEADS * HEAD_DIM), mask=owned, other=0.0)
+        v = tl.load(values + slots * (NUM_KV_HEADS * HEAD_DIM), mask=owned, other=0.0)
+        # The next tile's blocks, a turn ahead: loads whose addresses are still being loaded would halve the pipeline.
+        upcoming = position + TILE
+        blocks = tl.load(table + upcoming // BLOCK_SIZE, mask=upcoming < end, other=0)
+        if _INTERPRETED:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        scores = tl.dot(own, tl.permute(k, (0, 2, 1)), input_precision="tf32x3") * scale_log2
+        visible = inside[:, None, :]
+        if QUERY_LEN > 1:  # one token sees all of [begin, end)
+            key = position[:, None, :]
+            visible = visible & (key <= last_seen) & (key > last_seen - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 2))
+        weights = tl.exp2(scores - new_top[:, :, None])
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.sum(weights, 2)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, :, None], input_precision="tf32x3")
+        top = new_top
+    best = tl.max(top, 0)
+    rescale = tl.exp2(top - best)
+    return sum_slices(acc * rescale[:, :, None], SLICES, ROWS, BLOCK_D), best, tl.sum(total * rescale, 0)
+
+
+@triton.jit
+def sum_slices(x, SLICES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[SLICES, ROWS, BLOCK_D] summed over the 2 or 4 slices, which lie in different warps. Bringing them into one thread
+    first takes a quarter of the instructions of tl.sum."""
+    x = tl.permute(x, (1, 2, 0))
+    if SLICES == 4:
+        even, odd = tl.split(tl.reshape(x, (ROWS, BLOCK_D, 2, 2)))
+        x = even + odd
+    even, odd = tl.split(x)
+    return even + odd
+
+
+@triton.jit
+def store_rows(
+    out,
+    rows,  # [ROWS, BLOCK_D]
+    row,
+    pack,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    dims = tl.arange(0, BLOCK_D)
+    _, line, real = query_rows(row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, ROWS)
+    wide = real[:, None] & (dims < HEAD_DIM)
+    tl.store(out + line[:, None] * HEAD_DIM + dims, rows.to(out.dtype.element_ty), mask=wide)
+
+
+# Integers are not specialised: a new batch size or table width must not compile anew in the middle of serving.
+@triton.jit(do_not_specialize=["table_stride", "window"], do_not_specialize_on_alignment=["block_tables", "seq_lens"])
+def _paged_decode_kernel(
+    out,
+    q,
+    keys,
+    values,
+    block_tables,
+    seq_lens,
+    table_stride,
+    window,
+    scale_log2,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    pack, row = tl.program_id(0), tl.program_id(1)
+    length = tl.load(seq_lens + row)
+    acc, _, total = attend(
+        q, keys, values, block_tables + row * table_stride, row, pack,
+        first_position(length, window, QUERY_LEN), length, length, window, scale_log2,
+        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, BLOCK_D, SLICES, SLICE,
+    )  # fmt: skip
+    store_rows(out, acc / total[:, None], row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, ROWS, BLOCK_D)
+
+
+def paged_decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    query_len: int,
+) -> Tensor:
+    """Attention of each row's last query_len tokens to all of its tokens, causal among themselves.
+
+    q [R * query_len, num_heads, head_dim], keys and values [num_blocks, block_size, num_kv_heads, head_dim], all
+    contiguous and of one dtype (fp32, bf16 or fp16); block_tables [R, W] int32; seq_lens [R] int32, the tokens of each
+    row that are in the cache, at least query_len. A query at position p sees (p - window, p], or [0, p] where window
+    is None. scale multiplies q.k. Returns q's shape and dtype. Safe in a CUDA graph: block_tables and seq_lens may
+    change between replays. Raises ValueError for shapes that it does not take.
+    """
+    shape = decode_shape(q, keys, query_len)
+    out = torch.empty_like(q)
+    if q.numel():
+        _paged_decode_kernel[(packs(shape), seq_lens.shape[0])](
+            out,
+            q,
+            keys,
+            values,
+            block_tables,
+            seq_lens,
+            block_tables.stride(0),
+            UNBOUNDED if window is None else min(window, UNBOUNDED),
+            scale * math.log2(math.e),
+            **shape,
+        )
+    return out
+
+
+def decode_shape(q: Tensor, keys: Tensor, query_len: int) -> dict[str, Any]:
+    """The compile-time arguments of a decode kernel: the shapes, and what is fastest for them on an H200."""
+    num_heads, (_, block_size, num_kv_heads, head_dim) = q.shape[1], keys.shape
+    if head_dim % 8 or head_dim > 256:
+        raise ValueError(f"head_dim must be a multiple of 8 up to 256, got {head_dim}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
+    group = num_heads // num_kv_heads
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    # A matrix product has at least 16 rows. More than this do not fit into the registers.
+    rows = 16 if group * query_len <= 16 or block_d > 128 else 32
+    slices = 4 if block_d * keys.element_size() <= 256 else 2  # two tiles of K and V in 64 KB (fp32 of 256: 128 KB)
+    return {
+        "GROUP": group,
+        "QUERY_LEN": query_len,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "ROWS": rows,
+        "BLOCK_D": block_d,
+        "SLICES": slices,
+        "SLICE": 16,
+        "num_warps": slices,
+        "num_stages": 3,
+        # Three programs an SM instead of two. The compiler would take a few registers more, and needs none of them.
+        "maxnreg": 168 if rows == 16 and block_d <= 128 and keys.element_size() == 2 else None,
+    }
+
+
+def packs(shape: dict[str, Any]) -> int:
+    """Packs of queries in a row, over all KV heads."""
+    return shape["NUM_KV_HEADS"] * triton.cdiv(shape["GROUP"] * shape["QUERY_LEN"], shape["ROWS"])
+
+
+def paged_decode_reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    query_len: int,
+) -> Tensor:
+    """What paged_decode computes, row by row in fp32."""
+    group, block_size = q.shape[1] // keys.shape[2], keys.shape[1]
+    window = window or UNBOUNDED
+    out = torch.empty_like(q)
+    for row, length in enumerate(seq_lens.tolist()):
+        key = torch.arange(max(length - query_len - window + 1, 0), length, device=q.device)
+        query = torch.arange(length - query_len, length, device=q.device)[:, None]
+        slots = block_tables[row, key // block_size].long() * block_size + key % block_size
+        k, v = (store.flatten(0, 1)[slots].float().repeat_interleave(group, 1) for store in (keys, values))
+        tokens = slice(row * query_len, (row + 1) * query_len)
+        scores = torch.einsum("qhd,khd->hqk", q[tokens].float(), k) * scale
+        weights = scores.masked_fill((key > query) | (key <= query - window), -math.inf).softmax(-1)
+        out[tokens] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+    return out

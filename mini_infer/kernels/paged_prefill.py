@@ -1,0 +1,281 @@
+"""Causal attention of prompts and chunks of prompts over the paged cache.
+
+FlashAttention-2 (Dao 2023, arXiv:2307.08691) with K and V read through block tables (Kwon et al. 2023,
+arXiv:2309.06180), rows of different lengths in one launch, and the query heads of a KV head packed into one tile:
+
+    tile of one KV head    | token 0: heads 0 1 .. G-1 | token 1: heads 0 1 .. G-1 | ...      BLOCK_M queries
+
+A tile of few tokens wastes less above the diagonal than a tile of one head, and K and V are read once for the group.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def paged_prefill_reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """The definition, row by row in float32. Arguments as `paged_prefill`."""
+    out = torch.empty_like(q)
+    group, block_size = q.shape[1] // keys.shape[2], keys.shape[1]
+    starts = query_starts.tolist()
+    for row, length in enumerate(seq_lens.tolist()):
+        begin, end = starts[row], starts[row + 1]
+        table = block_tables[row, : -(-length // block_size)].long()
+        k, v = (side[table].flatten(0, 1)[:length].float().repeat_interleave(group, 1) for side in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), k) * scale
+        position = torch.arange(length - (end - begin), length, device=q.device)[:, None]
+        key = torch.arange(length, device=q.device)
+        hidden = key > position
+        if window is not None:
+            hidden |= key <= position - window
+        probabilities = scores.masked_fill_(hidden, -math.inf).softmax(-1)
+        out[begin:end] = torch.einsum("hqk,khd->qhd", probabilities, v)
+    return out
+
+
+@triton.jit
+def _first_tile(query_start, row, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Rows share one range of tiles without a table of it: from here to the next row's first tile are as many tiles
+    as the row's queries can fill, or one too many."""
+    return query_start * GROUP // BLOCK_M + row
+
+
+@triton.jit
+def _attend(
+    state,
+    q,
+    position,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    begin,
+    end,
+    length,
+    window,
+    scale_log2,
+    BLOCK_SIZE: tl.constexpr,
+    SLOT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Adds the keys [begin, end) to state (accumulator, sum and maximum). Reads [begin, length) at most."""
+    acc, total, maximum = state
+    columns = tl.arange(0, q.shape[1])
+    lanes = tl.arange(0, BLOCK_N)
+    # A tile's blocks are looked up one tile ahead, so that the prefetch of its K and V does not wait for them.
+    next_block = tl.load(table_ptr + tl.minimum(begin + lanes, length - 1) // BLOCK_SIZE)
+    for first in range(begin, end, BLOCK_N):
+        key = first + lanes
+        # A key past the end is masked below, and read where there is a number: 0 * NaN would not be 0.
+        place = tl.minimum(key, length - 1) if MASKED else key
+        block = next_block.to(tl.int64)
+        next_block = tl.load(table_ptr + tl.minimum(key + BLOCK_N, length - 1) // BLOCK_SIZE)
+        offsets = ((block * BLOCK_SIZE + place % BLOCK_SIZE) * SLOT)[:, None] + columns[None, :]
+        if q.shape[1] == HEAD_DIM:
+            k = tl.load(keys_ptr + offsets)
+            v = tl.load(values_ptr + offsets)
+        else:
+            k = tl.load(keys_ptr + offsets, mask=columns[None, :] < HEAD_DIM, other=0.0)
+            v = tl.load(values_ptr + offsets, mask=columns[None, :] < HEAD_DIM, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(DOT)), input_precision="tf32x3")
+        if MASKED:
+            visible = key[None, :] <= position[:, None]
+            if window is not None:
+                visible &= key[None, :] > position[:, None] - window
+            scores = tl.where(visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_maximum[:, None])
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(DOT), v.to(DOT), acc * decay[:, None], input_precision="tf32x3")
+        maximum = new_maximum
+    return acc, total, maximum
+
+
+# Neither lengths nor where a step's rows begin in a tensor may decide which variant is compiled.
+_VARYING = ["tables_ptr", "query_starts_ptr", "seq_lens_ptr", "window", "num_rows", "table_stride"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _paged_prefill_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    out_ptr,
+    tables_ptr,
+    query_starts_ptr,
+    seq_lens_ptr,
+    window,
+    scale_log2,
+    num_rows,
+    table_stride,
+    q_stride,  # between tokens
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,  # dtype of the factors
+):
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest work, at a prompt's end, first
+    kv_head, tile = program % NUM_KV_HEADS, program // NUM_KV_HEADS
+
+    row = -1  # the last one whose first tile is not after this one
+    for first_row in range(0, num_rows, 64):
+        candidates = first_row + tl.arange(0, 64)
+        real = candidates < num_rows
+        query_start = tl.load(query_starts_ptr + candidates, mask=real, other=0)
+        row += tl.sum((real & (_first_tile(query_start, candidates, GROUP, BLOCK_M) <= tile)).to(tl.int32))
+
+    query_start = tl.load(query_starts_ptr + row)
+    query_len = tl.load(query_starts_ptr + row + 1) - query_start
+    packed = (tile - _first_tile(query_start, row, GROUP, BLOCK_M)) * BLOCK_M
+    if packed < query_len * GROUP:
+        start = tl.load(seq_lens_ptr + row) - query_len  # tokens before this step's
+        queries = packed + tl.arange(0, BLOCK_M)
+        tokens, heads = queries // GROUP, kv_head * GROUP + queries % GROUP
+        columns = tl.arange(0, HEAD_PAD)
+        inside = (tokens < query_len)[:, None] & (columns < HEAD_DIM)[None, :]
+        rows = (query_start + tokens).to(tl.int64)
+        q = tl.load(q_ptr + (rows * q_stride + heads * HEAD_DIM)[:, None] + columns[None, :], mask=inside, other=0.0)
+        q = q.to(DOT)
+
+        # Keys [all_begin, all_end) are seen by every query of the tile; on both sides of them some see some.
+        first = start + packed // GROUP
+        last = start + tl.minimum((packed + BLOCK_M - 1) // GROUP, query_len - 1)
+        length = last + 1
+        begin = 0
+        all_begin = 0
+        if window is not None:
+            begin = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
+            all_begin = tl.cdiv(tl.maximum(last - window + 1, 0), BLOCK_N) * BLOCK_N
+        all_end = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, all_begin)
+
+        keys_ptr += kv_head * HEAD_DIM
+        values_ptr += kv_head * HEAD_DIM
+        table_ptr = tables_ptr + row * table_stride
+        SLOT: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+        position = start + tokens
+        lowest = tl.full([BLOCK_M], -3.0e38, tl.float32)  # finite: where all is masked yet, -inf - -inf is NaN
+        state = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32), tl.zeros([BLOCK_M], tl.float32), lowest
+        if window is not None:
+            state = _attend(
+                state, q, position, keys_ptr, values_ptr, table_ptr, begin, all_begin, length, window, scale_log2,
+                BLOCK_SIZE, SLOT, HEAD_DIM, True, BLOCK_N, DOT,
+            )  # fmt: skip
+        state = _attend(
+            state, q, position, keys_ptr, values_ptr, table_ptr, all_begin, all_end, length, window, scale_log2,
+            BLOCK_SIZE, SLOT, HEAD_DIM, False, BLOCK_N, DOT,
+        )  # fmt: skip
+        acc, total, _ = _attend(
+            state, q, position, keys_ptr, values_ptr, table_ptr, all_end, length, length, window, scale_log2,
+            BLOCK_SIZE, SLOT, HEAD_DIM, True, BLOCK_N, DOT,
+        )  # fmt: skip
+        out = out_ptr + (rows * (NUM_KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM)[:, None] + columns[None, :]
+        tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+_DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+if triton.knobs.runtime.interpret:
+    _DOT[torch.bfloat16] = tl.float32  # the interpreter multiplies the bits of a bfloat16
+
+
+class _Tile(NamedTuple):
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def shared_memory(self, head_pad: int, itemsize: int) -> int:
+        """Bytes: the queries, and K and V of every stage."""
+        return (self.block_m + 2 * self.num_stages * self.block_n) * head_pad * itemsize
+
+
+def _tile(head_pad: int, itemsize: int, max_queries: int, shared_memory: int) -> _Tile:
+    """The best that fits, for rows of up to max_queries queries of a KV head.
+
+    TFLOP/s on an H200, bfloat16, 28/4 heads of 128, blocks of 16, for tokens from 0 and for 512 after 3,584:
+
+        8,192  4,096  512@3,584  8 x 1,024  16 x 512  32 x 256  64 x 128
+          431    393        340        276       198       126        71    128, 64, 8, 3
+          358    339        296        259       199       135        82    64, 64, 4, 2
+    """
+    if itemsize == 4:
+        return _Tile(32, 32, 4, 1)
+    large = [_Tile(128, 64, 8, 3), _Tile(128, 64, 8, 2)] if max_queries > 2048 else []
+    tiles = [*large, _Tile(64, 64, 4, 2), _Tile(64, 32, 4, 2)]
+    return next((tile for tile in tiles if tile.shared_memory(head_pad, itemsize) <= shared_memory), tiles[-1])
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may use; on a CPU it does not matter."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0  # type: ignore[attr-defined]
+
+
+def paged_prefill(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Each row's queries are the last tokens of its sequence, whose K and V are in the cache already.
+
+    A query at position p sees the keys (p - window, p], or [0, p] without a window; head h reads KV head
+    h // (num_heads // num_kv_heads). Softmax and accumulation are in float32.
+
+    Args:
+        q: [T, num_heads, head_dim] float32, bfloat16 or float16, a token's heads contiguous; head_dim at most 256.
+        keys, values: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, of q's dtype.
+        block_tables: [R, W] int32. Entries past a row's last block are not read.
+        query_starts: [R + 1] int32 from 0: row r's queries are the tokens [query_starts[r], query_starts[r + 1]).
+        seq_lens: [R] int32, tokens of each sequence, at least its queries.
+        max_query_len: of the longest row, at least.
+        scale: positive, multiplies q.k.
+
+    Returns:
+        [T, num_heads, head_dim] of q's dtype, contiguous.
+    """
+    tokens, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = keys.shape
+    out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if not tokens:
+        return out
+    group, head_pad = num_heads // num_kv_heads, max(triton.next_power_of_2(head_dim), 16)
+    rows = seq_lens.shape[0]
+    tile = _tile(head_pad, q.element_size(), max_query_len * group, _shared_memory(q.device))
+    _paged_prefill_kernel[((tokens * group // tile.block_m + rows) * num_kv_heads,)](
+        q, keys, values, out, block_tables, query_starts, seq_lens, window, scale * math.log2(math.e), rows,
+        block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad, BLOCK_SIZE=block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        DOT=_DOT[q.dtype], num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return out

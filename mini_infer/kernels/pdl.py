@@ -1,0 +1,34 @@
+"""Programmatic dependent launch (PDL, Hopper and later): a kernel starts while the one before it still runs.
+
+A decode step is a chain of kernels of a few microseconds, of which launch and first load are a large part. A kernel
+launched so has its programs in place early: they load what no kernel writes (weights), and only then wait. The rules
+that make it safe are at the top of kernels/gemv.py; in a kernel they read
+
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        ...  # loads of weights
+        tl.extra.cuda.gdc_wait()
+
+A kernel that is launched in the ordinary way starts when all before it has ended, and so is a barrier between those
+that are not.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Keyword arguments for the launch of a kernel that has a constexpr PDL."""
+    # Triton's interpreter does not know launch_pdl.
+    return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}
+
+
+@cache
+def _has_pdl(device: torch.device) -> bool:
+    return (
+        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+    )

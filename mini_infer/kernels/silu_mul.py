@@ -1,0 +1,44 @@
+"""The activation of SwiGLU (Shazeer 2020, arXiv:2002.05202) over a merged gate and up projection."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mini_infer.kernels.pdl import launch_options
+
+_BLOCK = 1024  # of 512 to 4096 the best on an H200, or within 1 % of it, at any size
+
+
+def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    """The definition. Arguments as `silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    gate = tl.load(gate_up_ptr + row * 2 * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # rounded as between two torch operations
+    tl.store(out_ptr + row * SIZE + columns, (activated * up).to(dtype), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2I], gate first, contiguous -> silu(gate) * up [T, I] of the same dtype; computed in float32."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((rows, size))
+    if rows:
+        grid = (rows * triton.cdiv(size, _BLOCK),)
+        _silu_mul_kernel[grid](gate_up, out, SIZE=size, BLOCK=_BLOCK, num_warps=4, **launch_options(gate_up.device))
+    return out

@@ -1,0 +1,39 @@
+"""What an engine turned out to be: its choices, what it fell back from and why, and what starting cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What capturing CUDA graphs cost."""
+
+    batch_sizes: tuple[int, ...] = ()
+    seconds: float = 0.0
+    memory_bytes: int = 0
+    limits: tuple[str, ...] = ()  # why there are none, or none for larger batches
+
+
+@dataclass(frozen=True)
+class StartupReport:
+    """For the record of a run: nothing that the engine does in another way than it was asked to stays silent."""
+
+    device: str
+    dtype: str
+    attention_prefill: str
+    attention_decode: str
+    kernels: str
+    sampler: str
+    overlap: bool
+    max_model_len: int
+    num_kv_blocks: int
+    kv_bytes: int
+    weight_bytes: int
+    seconds: float
+    graphs: CaptureReport
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)

@@ -1,0 +1,171 @@
+"""Every backend against the formula, and against every other, on batches that mix decode rows, prompts and chunks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+from small_cache import Geometry, Step, make_step
+
+from mini_infer.attention.backend import AttentionBackend
+from mini_infer.attention.flash_attn import FlashAttnBackend
+from mini_infer.attention.torch_sdpa import SdpaBackend
+from mini_infer.attention.triton import TritonBackend
+
+# The compiler of flash_attn warns about its own package.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Two decode rows, a prompt, a first token, a chunk.
+MIXED = [(40, 1), (17, 1), (0, 37), (0, 1), (30, 21)]
+WINDOWS = (None, 20, 1, 1000)
+
+
+def flash_attn() -> FlashAttnBackend:
+    pytest.importorskip("flash_attn.cute")
+    return FlashAttnBackend()
+
+
+def triton() -> TritonBackend:
+    pytest.importorskip("triton")
+    return TritonBackend()
+
+
+def outputs(step: Step, backend: AttentionBackend) -> list[torch.Tensor]:
+    context = step.context(backend)
+    return [context.attend(layer, q) for layer, q in enumerate(step.queries)]
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    assert out.shape == expected.shape
+    return ((out.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_triton_in_float32(query_len: int) -> None:
+    """What no row owns is NaN, so that reading it shows."""
+    rows = [(start, query_len) for start, _ in MIXED[:2]] + MIXED[2:]
+    step = make_step(rows, 2, Geometry(6, 2, 16, 8), WINDOWS, DEVICE, blank=torch.nan)
+    for layer, out in enumerate(outputs(step, triton())):
+        assert relative_error(out, step.expected(layer)) < 1e-5
+
+
+class Case(NamedTuple):
+    geometry: Geometry
+    dtype: torch.dtype = torch.bfloat16
+    rows: int = 0  # further decode rows
+
+
+GPU_CASES = {  # each compiles for ten seconds
+    "qwen2.5-7b": Case(Geometry(28, 4, 128, 16)),
+    "llama3-8b in float16": Case(Geometry(32, 8, 128, 32), torch.float16),
+    "no groups, block of one": Case(Geometry(8, 8, 32, 1)),
+    "one KV head, 300 rows": Case(Geometry(8, 1, 64, 16), rows=300),
+    "head 80, block of five": Case(Geometry(8, 4, 80, 5)),
+    "head 96, block of 256": Case(Geometry(12, 2, 96, 256)),
+    "head 256": Case(Geometry(8, 4, 256, 16)),
+    "block of 128": Case(Geometry(16, 8, 128, 128)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_every_backend_against_every_other(name: str) -> None:
+    case = GPU_CASES[name]
+    rows = [(n * 7 % 50, 1) for n in range(case.rows)] + [(700, 1), (5, 1), (0, 300), (0, 1), (400, 150)]
+    windows = (None, 200, 1, 10_000)
+    step = make_step(rows, case.rows + 2, case.geometry, windows, DEVICE, case.dtype)
+    found = {type(backend): outputs(step, backend) for backend in (SdpaBackend(), triton(), flash_attn())}
+    for layer in range(len(windows)):
+        for backend, outs in found.items():
+            error = relative_error(outs[layer], step.expected(layer))
+            assert error < 1e-2, f"{backend.__name__}, window {windows[layer]}"
+        for one, other in itertools.combinations(found, 2):
+            error = relative_error(found[one][layer], found[other][layer])
+            assert error < 1e-2, f"{one.__name__}, {other.__name__}, window {windows[layer]}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make_backend", [triton, flash_attn])
+def test_what_no_row_owns_is_not_read(make_backend: type[AttentionBackend]) -> None:
+    backend = make_backend()
+    rows = [(700, 1), (5, 1), (0, 300), (0, 1), (400, 150)]
+    step = make_step(rows, 2, Geometry(28, 4, 128, 16), (None, 200), DEVICE, torch.bfloat16, blank=torch.nan)
+    for layer, out in enumerate(outputs(step, backend)):
+        assert relative_error(out, step.expected(layer)) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make_backend", [triton, flash_attn])
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_a_captured_decode_follows_changing_lengths(make_backend: type[AttentionBackend], query_len: int) -> None:
+    backend = make_backend()
+    geometry, windows = Geometry(28, 4, 128, 16), (None, 300)
+    rows = [(start, query_len) for start in (900, 3, 77, 500)]
+    step = make_step(rows, 4, geometry, windows, DEVICE, torch.bfloat16)
+    expected = outputs(step, backend)
+    step.batch.seq_lens.fill_(query_len)
+    outputs(step, backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = outputs(step, backend)
+    step.batch.seq_lens.copy_(torch.tensor([start + query_len for start, _ in rows]))
+    graph.replay()
+    for out, eager in zip(captured, expected, strict=True):
+        assert torch.equal(out, eager)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("make_backend", [triton, pytest.param(flash_attn, marks=pytest.mark.gpu)])
+def test_warming_up_changes_nothing(make_backend: type[AttentionBackend], kind: str) -> None:
+    backend = make_backend()
+    dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+    step = make_step([(3, 2)], 0, Geometry(4, 2, 16, 8), (None, 5), DEVICE, dtype)
+    before = step.store.kv.clone()
+    backend.warm_up(kind, step.store, 4, step.windows, 0.1, max_rows=1)
+    assert torch.equal(step.store.kv, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_attn_called_directly(dtype: torch.dtype) -> None:
+    """From the second call of a variant on; for a step of many rows never."""
+    backend = flash_attn()
+    first = make_step([(3, 2)], 0, Geometry(28, 4, 128, 16), (None, 200), DEVICE, dtype)
+    step = make_step([(700, 1), (5, 1), (0, 300), (400, 150)], 2, first.geometry, first.windows, DEVICE, dtype)
+    many = make_step([(n, 3) for n in range(300)], 0, first.geometry, first.windows, DEVICE, dtype)
+    expected = [outputs(one, flash_attn()) for one in (step, many)]
+    outputs(first, backend)
+    assert all(call is not None for call in backend._kernels._variants.values()) == on_hopper()
+    for one, outs in zip((step, many, step), (*expected, expected[0]), strict=True):
+        for out, other in zip(outputs(one, backend), outs, strict=True):
+            assert torch.equal(out, other)
+
+
+def on_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+@pytest.mark.gpu
+def test_a_warm_flash_attn_compiles_nothing_more() -> None:
+    backend = flash_attn()
+    from flash_attn.cute import interface
+
+    geometry, windows = Geometry(28, 4, 128, 16), (None, 200)
+    warm = make_step([(0, 1)], 0, geometry, windows, DEVICE, torch.bfloat16)
+    for kind in ("prefill", "decode"):
+        backend.warm_up(kind, warm.store, 28, windows, 0.1, max_rows=400)
+    compiled = len(interface._flash_attn_fwd.compile_cache.cache)
+    for rows, num_decode_rows in (
+        ([(0, 1)], 0),
+        ([(0, 3000)], 0),
+        ([(n, 1) for n in range(300)] + [(4000, 100)] * 300, 300),
+        ([(5, 1), (100, 64), (0, 70)], 1),
+    ):
+        outputs(make_step(rows, num_decode_rows, geometry, windows, DEVICE, torch.bfloat16), backend)
+    assert len(interface._flash_attn_fwd.compile_cache.cache) == compiled

@@ -1,0 +1,80 @@
+"""What the flash_attn backend does around the package, with a package that only notes how it is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mini_infer.attention.flash_attn import _Kernels, _Rows
+
+
+class Package:
+    """Calls its kernel as flash-attn-4 does on Hopper, with `extra` as one more argument."""
+
+    def __init__(self, extra: Any = None) -> None:
+        self.calls = self.launches = 0
+        self.extra = extra
+        self.compile_cache = {"key": self.kernel}
+
+    def kernel(self, *arguments: Any) -> None:
+        self.launches += 1
+        q, keys, values, out, _, scale, starts, _, _, lens, tables, left, right = arguments[:13]
+        assert len(arguments) == 17
+        assert arguments[15] == (None, None)
+        assert right == (0 if left is not None else None)
+        out.copy_(q * scale + keys.sum() + values.sum() + starts.sum() + lens.sum() + tables.sum() + (left or 0))
+
+    def __call__(self, q: Any, keys: Any, values: Any, **options: Any) -> tuple:
+        assert options["causal"]
+        self.calls += 1
+        out, left = torch.empty(q.shape), options["window_size_left"]
+        if q.shape[0]:
+            self.compile_cache["key"](
+                q.detach(), keys.detach(), values.detach(), out.detach(), None, options["softmax_scale"],
+                options["cu_seqlens_q"], None, None, options["seqused_k"], options["page_table"], left,
+                None if left is None else 0, None, None, (None, None), self.extra,
+            )  # fmt: skip
+        return out, None
+
+
+def attend(kernels: _Kernels, tokens: int, rows: int = 2, window: int | None = None) -> None:
+    """Calls with random arguments and checks the result."""
+    q, keys, values = torch.randn(tokens, 4, 8)[:, :2], torch.randn(3, 4, 1, 8), torch.randn(3, 4, 1, 8)
+    starts, lens, tables = (torch.randint(9, shape) for shape in ((rows + 1,), (rows,), (rows, 5)))
+    scale = torch.rand(()).item()
+    out = kernels(q, keys, values, _Rows(starts, lens, tables, scale), window)
+    total = keys.sum() + values.sum() + starts.sum() + lens.sum() + tables.sum()
+    torch.testing.assert_close(out, q * scale + total + (window - 1 if window else 0))
+
+
+def test_only_the_first_call_of_a_variant_goes_through_the_package() -> None:
+    package = Package()
+    kernels = _Kernels(package)
+    for tokens in (3, 1, 70):
+        attend(kernels, tokens)
+    assert (package.calls, package.launches) == (1, 3)
+    for window in (5, 9, 1):
+        attend(kernels, 3, window=window)
+    assert (package.calls, package.launches) == (2, 6)
+    attend(kernels, 400, rows=300)
+    assert package.calls == 3, "many rows are a variant of their own"
+    assert list(package.compile_cache) == ["key"], "the package has its own cache back"
+
+
+@pytest.mark.parametrize("extra", [torch.zeros(2), 7])
+def test_a_kernel_that_is_called_with_more_is_left_to_the_package(extra: Any) -> None:
+    package = Package(extra)
+    kernels = _Kernels(package)
+    for tokens in (3, 1, 70):
+        attend(kernels, tokens)
+    assert package.calls == 3
+
+
+def test_a_step_without_tokens_says_nothing_about_the_kernel() -> None:
+    package = Package()
+    kernels = _Kernels(package)
+    for tokens in (0, 3, 4):
+        attend(kernels, tokens)
+    assert (package.calls, package.launches) == (2, 2)

@@ -1,0 +1,160 @@
+"""Which backend is chosen, and what is said where one cannot serve."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from mini_infer.attention import backend as backends
+from mini_infer.attention.backend import AttentionBackend, Capabilities, Requirements, select_backend
+from mini_infer.attention.flash_attn import FlashAttnBackend
+from mini_infer.attention.torch_sdpa import SdpaBackend
+from mini_infer.attention.triton import TritonBackend
+from mini_infer.core.config import AttentionChoice
+from mini_infer.core.errors import ConfigError
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+NEEDS = Requirements(head_size=128, block_size=16, dtype=torch.bfloat16, device=CUDA, sliding_window=False)
+
+
+class Picky(AttentionBackend):
+    """Decodes on a Hopper GPU only, and little else."""
+
+    capabilities = Capabilities(
+        prefill=False,
+        decode=True,
+        head_sizes=frozenset({64, 128}),
+        block_sizes=frozenset({8, 16}),
+        dtypes=frozenset({torch.bfloat16}),
+        devices=frozenset({"cuda"}),
+        sliding_window=False,
+        graph_safe=False,
+        gpu_generations=frozenset({9}),
+    )
+
+    def decode(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def prefill(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
+class Absent(Picky):
+    def __init__(self) -> None:
+        raise ImportError("it is not installed: pip install it")
+
+
+@pytest.fixture(autouse=True)
+def generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **classes: type[AttentionBackend]) -> None:
+    """Puts classes of this module in the place of backends."""
+    for choice, backend in classes.items():
+        monkeypatch.setitem(backends.BACKENDS, AttentionChoice[choice], f"{__name__}:{backend.__name__}")
+
+
+class TestAuto:
+    def test_takes_the_first_that_can_and_says_what_it_passed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        use(monkeypatch, flash_attn=Absent, triton=Picky)
+        decode = select_backend(AttentionChoice.auto, "decode", NEEDS)
+        assert isinstance(decode.backend, Picky)
+        assert (decode.choice, decode.passed_over) == (AttentionChoice.triton, ())
+        assert str(decode) == "triton"
+
+        prefill = select_backend(AttentionChoice.auto, "prefill", NEEDS)
+        assert isinstance(prefill.backend, SdpaBackend)
+        assert prefill.passed_over == ("flash_attn: it has no prefill", "triton: it has no prefill")
+        assert str(prefill) == "sdpa (flash_attn: it has no prefill; triton: it has no prefill)"
+
+    def test_the_order_differs_for_prefill_and_decode(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("triton")
+        use(monkeypatch, flash_attn=Absent)
+        monkeypatch.setattr("mini_infer.kernels.ops.TritonKernels.check", lambda self, device: None)
+        decode = select_backend(AttentionChoice.auto, "decode", dataclasses.replace(NEEDS, graphs=True))
+        assert (decode.choice, decode.passed_over) == (AttentionChoice.triton, ())
+        prefill = select_backend(AttentionChoice.auto, "prefill", dataclasses.replace(NEEDS, head_size=256))
+        assert prefill.choice is AttentionChoice.triton
+        assert prefill.passed_over == ("flash_attn: it has no prefill",)
+
+    def test_is_sdpa_on_a_cpu(self) -> None:
+        for kind in backends.AUTO_ORDER["cpu"]:
+            selection = select_backend(AttentionChoice.auto, kind, dataclasses.replace(NEEDS, device=CPU))
+            assert (selection.choice, selection.passed_over) == (AttentionChoice.sdpa, ())
+
+    def test_names_all_reasons_where_none_can(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        use(monkeypatch, flash_attn=Absent, triton=Absent, sdpa=Picky)
+        with pytest.raises(ConfigError, match=r"decode=auto .*triton: it has no slid.*; flash_attn: it has.*; sdpa: "):
+            select_backend(AttentionChoice.auto, "decode", dataclasses.replace(NEEDS, sliding_window=True))
+
+
+class TestRefusal:
+    @pytest.mark.parametrize(
+        ("kind", "changes", "reason"),
+        [
+            ("prefill", {}, "it has no prefill"),
+            ("decode", {"head_size": 96}, "head sizes 64, 128, not 96"),
+            ("decode", {"block_size": 32}, "block sizes 8, 16, not 32"),
+            ("decode", {"dtype": torch.float32}, r"torch\.bfloat16, not torch\.float32"),
+            ("decode", {"device": CPU}, "runs on cuda, not cpu"),
+            ("decode", {"sliding_window": True}, "no sliding window"),
+            ("decode", {"graphs": True}, "cannot be captured in a CUDA graph"),
+        ],
+    )
+    def test_a_choice_that_cannot(
+        self, monkeypatch: pytest.MonkeyPatch, kind: Any, changes: dict[str, Any], reason: str
+    ) -> None:
+        use(monkeypatch, triton=Picky)
+        needs = dataclasses.replace(NEEDS, **changes)
+        with pytest.raises(ConfigError, match=rf"attention\.{kind}=triton cannot serve.*{reason}.*Others: auto, fl"):
+            select_backend(AttentionChoice.triton, kind, needs)
+
+    def test_a_gpu_of_another_generation(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+        with pytest.raises(ConfigError, match=r"compute capability 9\.x, 10\.x, not 8\.6"):
+            select_backend(AttentionChoice.flash_attn, "prefill", NEEDS)
+
+    def test_flash_attn_that_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+        with pytest.raises(ConfigError, match=r"it is not installed.*pip install 'mini-infer\[flash\]'"):
+            select_backend(AttentionChoice.flash_attn, "prefill", NEEDS)
+
+    def test_triton_that_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("flash_decode", "paged_prefill"):
+            monkeypatch.delitem(sys.modules, f"mini_infer.kernels.{name}", raising=False)
+            monkeypatch.delattr(f"mini_infer.kernels.{name}", raising=False)
+        monkeypatch.setitem(sys.modules, "triton", None)
+        with pytest.raises(ConfigError, match="triton: Triton cannot be imported"):
+            select_backend(AttentionChoice.triton, "decode", NEEDS)
+
+    def test_triton_that_cannot_compile(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("triton")
+
+        def fails(self: Any, device: torch.device) -> None:
+            raise RuntimeError("no C compiler\nset CC")
+
+        monkeypatch.setattr("mini_infer.kernels.ops.TritonKernels.check", fails)
+        selection = select_backend(AttentionChoice.auto, "decode", dataclasses.replace(NEEDS, dtype=torch.float32))
+        assert selection.choice is AttentionChoice.sdpa
+        assert selection.passed_over[0] == "triton: it does not work here (RuntimeError: no C compiler)"
+
+
+def test_what_the_backends_declare() -> None:
+    def takes(backend: type[AttentionBackend], **changes: Any) -> bool:
+        needs = dataclasses.replace(NEEDS, **changes)
+        return all(backend.capabilities.refusal(kind, needs) is None for kind in ("prefill", "decode"))
+
+    everything = {"sliding_window": True, "block_size": 1}
+    assert takes(SdpaBackend, head_size=80, device=CPU, dtype=torch.float32, **everything)
+    assert not takes(SdpaBackend, graphs=True)
+    assert takes(TritonBackend, head_size=80, dtype=torch.float32, graphs=True, **everything)
+    assert not takes(TritonBackend, head_size=512)
+    assert takes(FlashAttnBackend, graphs=True, **everything)
+    assert not takes(FlashAttnBackend, device=CPU)
+    assert not takes(FlashAttnBackend, dtype=torch.float32)
+    assert not takes(FlashAttnBackend, head_size=72)

@@ -1,0 +1,187 @@
+"""One engine a variant for all its passes: when it is warmed up, what it forgets, and what does not go with it."""
+
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from experiments import ablation
+from experiments.lab import cells, lending, points
+from experiments.lab.points import Point
+from experiments.lab.progress import Steps
+from experiments.lab.subjects import EngineSubject, Kind
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import ConfigError
+
+LOADS = {
+    "load": {
+        "short": {"workload.count": 3, "workload.prompt_tokens": 20},
+        "one long": {"workload.count": 1, "workload.prompt_tokens": 200},
+    }
+}
+
+
+@pytest.fixture
+def build(compose_config):
+    def make(*overrides, **experiment):
+        config = compose_config(
+            *(
+                "experiment=probe",
+                "model=dry",
+                "engine.model.device=cpu",
+                "experiment.claims=[]",
+                "experiment.plots=[]",
+            ),
+            *("experiment.samples=0", "measure.repeats=2", "engine.cache.num_blocks=256", "workload=fixed"),
+            *("workload.output_tokens=4", *overrides),
+        )
+        OmegaConf.set_struct(config, False)
+        config.experiment.variants = {"transformers": {"label": "base"}, "engine": {"seed": 7}}
+        config.experiment.points = LOADS
+        config.experiment.keep_engines = True
+        config.experiment.metrics = ["ttft_ms", "prefix_hit_rate"]
+        config.experiment.update(experiment)
+        OmegaConf.set_struct(config, True)
+        return ablation.Ablation.from_config(config)
+
+    return make
+
+
+def measure(experiment):
+    with Steps("test") as steps:
+        return experiment.measure(steps)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """(what, engine's seed, requests) of everything that engines are asked."""
+    noted = []
+    for name in ("__init__", "serve", "forget", "close"):
+        real = getattr(EngineSubject, name)
+
+        def noting(self, *arguments, _real=real, _name=name):
+            found = _real(self, *arguments)
+            count = len(arguments[0]) if _name == "serve" else 0
+            noted.append((_name, self.engine.config.seed, count))
+            return found
+
+        monkeypatch.setattr(EngineSubject, name, noting)
+    return noted
+
+
+def test_an_engine_serves_all_passes_of_its_variant(build, calls):
+    found = measure(build())
+    assert [call for call in calls if call[0] == "__init__"] == [("__init__", 0, 0), ("__init__", 7, 0)]
+    own = [(name, count) for name, seed, count in calls if seed == 7 and name != "__init__"]
+    assert own == [
+        *(("serve", 3), ("serve", 3)),  # warmed up at the first point, and measured
+        *(("forget", 0), ("serve", 2), ("serve", 1)),  # another point has a warm-up of its own
+        *(("forget", 0), ("serve", 3)),  # the second repeat needs none
+        *(("forget", 0), ("serve", 1)),
+        ("close", 0),
+    ]
+    assert all(row.valid for row in found.rows)
+    assert {row.value for row in found.rows if row.metric == "prefix_hit_rate"} == {0.0}  # of the repeat before
+    assert all(gate.passed for gate in found.gates)
+    assert "one engine for all its passes" in found.procedure
+
+
+def test_primed_prefixes_are_found_in_every_repeat(build):
+    shared = [
+        *("workload=shared_prefix", "workload.prefix_tokens=64", "workload.suffix_tokens=20", "workload.count=4"),
+        "workload.prime=true",
+    ]
+    found = measure(build(*shared, points={}))
+    rates = [row for row in found.rows if row.metric == "prefix_hit_rate"]
+    assert len(rates) == 4
+    assert {row.value for row in rates} == {64 / 84}
+    assert all(row.valid for row in rates)
+
+
+def test_without_it_every_pass_has_its_own(build, calls):
+    assert not measure(build(keep_engines=False)).procedure
+    assert sum(name == "__init__" for name, *_ in calls) == 8
+    assert not any(name == "forget" for name, *_ in calls)
+
+
+def test_what_fails_in_the_middle_closes_all_engines(build, calls, monkeypatch):
+    real = cells.serve
+
+    def serve(cell, *arguments):
+        if cell.variant == "engine" and cell.point.name == "one long":
+            raise KeyboardInterrupt
+        return real(cell, *arguments)
+
+    monkeypatch.setattr(cells, "serve", serve)
+    found = measure(build())
+    assert found.status.startswith("incomplete: interrupted in repeat 1 of 2 at one long; 1 of 4 rounds are kept")
+    assert sorted(call for call in calls if call[0] == "close") == [("close", 0, 0), ("close", 7, 0)]
+
+
+def test_a_peers_process_that_was_stopped_is_opened_again():
+    opened = []
+
+    class Pool:
+        def open(self, kind, config):
+            opened.append(lending.Lease(SimpleNamespace(alive=True, about={}), lambda: None))
+            return opened[-1]
+
+    lender = lending.Lending(True, Pool())
+    used = []
+    for stopped in (False, False, True, False):
+        if stopped:
+            opened[-1].process.alive = False
+        with lender.lend("vllm", Kind.vllm, EngineConfig()) as lent:
+            assert lent.subject is opened[-1]
+            used.append(lent.used)
+    assert used == [False, True, False, True]
+    assert len(opened) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "settings", "message"),
+    [
+        (
+            (),
+            {"points": {"engine.seed": [1, 2]}},
+            "points that change the workload alone, and seed=2 changes the engine",
+        ),
+        ((), {"metrics": ["peak_memory_mib"]}, "peak_memory_mib counts all engines that live"),
+        (
+            ("engine.cache.num_blocks=null", "engine.model.device=auto"),
+            {},
+            "transformers would take all of a GPU's free memory .*set cache.memory_gib or cache.num_blocks",
+        ),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(build, overrides, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        build(*overrides, **settings)
+
+
+# --- named points ---
+
+
+def test_points_may_be_bundles_with_names():
+    made = points.grid({"workload.rate": [1, 2], **LOADS})
+    assert [point.name for point in made] == ["rate=1 short", "rate=1 one long", "rate=2 short", "rate=2 one long"]
+    assert made[3] == Point(
+        "rate=2 one long",
+        {"workload.rate": 2, "workload.count": 1, "workload.prompt_tokens": 200},
+        {"load": "one long"},
+    )
+    assert points.find_point(made, {"load": "short", "workload.rate": 2}, "at") is made[2]
+    assert points.find_point(made, {"workload.count": 3, "workload.rate": 1}, "at") is made[0]
+    with pytest.raises(ConfigError, match="fits 2 points: give more keys"):
+        points.find_point(made, {"load": "short"}, "at")
+
+
+@pytest.mark.parametrize("values", [{}, {"a": 3}, "short", []])
+def test_what_is_neither_a_list_nor_bundles_is_refused(values):
+    with pytest.raises(ConfigError, match=r"experiment.points\[load\] must be a list of values"):
+        points.grid({"load": values})
+
+
+def test_a_bundle_is_checked_like_anything_else(build):
+    with pytest.raises(Exception, match="conut"):
+        build(points={"load": {"short": {"workload.conut": 3}}})

@@ -1,0 +1,291 @@
+"""Kernel sweeps, small: what is measured of what can run on a CPU, what is said of the rest, and mistakes."""
+
+import csv
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from experiments import kernels
+from experiments.kernels import CASES, KernelSweep
+from experiments.lab import kernel_fused, kernel_timer
+from experiments.lab.execute import execute
+from experiments.lab.kernel_case import Implementation, Work, row_error
+from experiments.lab.progress import Steps
+from mini_infer.core.config import DType
+from mini_infer.core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+SMALL = {
+    "flash_decode": {"heads": "4/2", "batch": 3, "length": 50, "head_dim": 16},
+    "add_rms_norm": {"tokens": 3, "hidden": 64},
+    "rope_and_store": {"tokens": 5, "heads": "4/2", "qk_norm": True, "head_dim": 16},
+    "silu_mul": {"tokens": 3, "inner": 64},
+    "gemv": {"rows": 2, "out": 24, "in": 32},
+    "decode": {"heads": "4/2", "batch": 3, "length": 50, "head_dim": 16},
+    "prefill": {"heads": "4/2", "batch": 2, "length": 50, "queries": 20, "head_dim": 16},
+}
+LIMITS = kernels.Ceilings(copy_gb_s=100.0, read_gb_s=200.0, matmul_tflop_s={"bfloat16": 50.0})
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(kernel_timer, "PASS_US", 10.0)
+    monkeypatch.setattr(kernel_timer, "MAX_COPIES", 3)
+
+
+def made(case, dtype=torch.float32, **changes):
+    found = CASES[case]({**SMALL[case], **changes}, dtype, CPU)
+    found.allocate(2)
+    return found
+
+
+@pytest.fixture
+def build(compose_config):
+    def make(*overrides, **changes):
+        config = compose_config(
+            "experiment=attention_backends",
+            "engine.model.device=cpu",
+            "measure.repeats=3",
+            "hardware=cpu",
+            "measure.threads=1",
+            *overrides,
+        )
+        OmegaConf.set_struct(config, False)
+        config.experiment.claims = []
+        config.experiment.dtype = "float32"
+        config.experiment.sweeps = [
+            {"case": "prefill", "shapes": {"heads": ["4/2"], "length": [40], "queries": [24], "head_dim": [16]}},
+            {"case": "decode", "shapes": {"size": {"few": {"heads": "4/2", "batch": 3, "length": 40, "head_dim": 16}}}},
+        ]
+        config.experiment.update(changes)
+        OmegaConf.set_struct(config, True)
+        return config
+
+    return make
+
+
+def measure(config):
+    with Steps("test") as steps:
+        return KernelSweep.from_config(config).measure(steps)
+
+
+# --- cases ---
+
+
+@pytest.mark.parametrize("case", ["add_rms_norm", "rope_and_store", "silu_mul", "gemv"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_torch_stays_near_the_reference(case, dtype, bound):
+    found = made(case, dtype)
+    assert 0 <= found.error(found.implementation("eager").run(0)) < bound
+
+
+@pytest.mark.parametrize(("case", "changes"), [("decode", {}), ("prefill", {}), ("prefill", {"queries": 50})])
+def test_sdpa_stays_near_the_reference(case, changes):
+    found = made(case, **changes)
+    implementation = found.implementation("sdpa")
+    assert not implementation.graph_safe
+    assert found.error(implementation.run(0)) < 1e-5
+    assert found.error(found.implementation("sdpa").run(1)) > 0.1  # the second set of inputs is another one
+
+
+@pytest.mark.parametrize("case", ["rope_and_store", "prefill", "silu_mul"])
+def test_one_wrong_row_is_found(case):
+    found = made(case)
+    variant = "sdpa" if case == "prefill" else "eager"
+    output = found.implementation(variant).run(0)
+    output[-1] *= 1.5
+    assert found.error(output) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_a_wrong_slot_is_found():
+    found = made("rope_and_store")
+    output = found.implementation("eager").run(0)
+    keys = found.inputs(0)[-2]
+    keys[[0, 1]] = keys[[1, 0]]
+    assert found.error(output) > 0.1
+
+
+def test_rows_of_nan_are_no_small_error():
+    assert math.isnan(row_error(torch.tensor([[math.nan, 1.0]]), torch.ones(1, 2)))
+    assert row_error(torch.tensor([[1.0, 0.0], [3.0, 4.5]]), torch.tensor([[1.0, 0.0], [3.0, 4.0]])) == pytest.approx(
+        0.1
+    )
+
+
+def test_the_least_work():
+    assert made("add_rms_norm", torch.bfloat16).work == Work(4 * 3 * 64 * 2)
+    assert made("silu_mul", torch.bfloat16).work == Work(3 * 3 * 64 * 2)
+    assert made("gemv", torch.bfloat16).work == Work((24 * 32 + 2 * (24 + 32)) * 2, 2 * 2 * 24 * 32, "read_gb_s")
+    decode = made("decode", torch.bfloat16).work
+    assert decode == Work((2 * 3 * 50 * 2 * 16 + 2 * 3 * 4 * 16) * 2, 4 * 16 * 4 * 3 * 50, "read_gb_s")
+    assert made("prefill", batch=1, queries=50).work.flops == 4 * 16 * 4 * 50 * 51 / 2
+    assert made("prefill", batch=1, queries=1).work.flops == 4 * 16 * 4 * 50
+
+
+def test_values_against_the_ceilings():
+    values = kernels._values(10.0, Work(500_000, 2e8, "read_gb_s"), DType.bfloat16, LIMITS)
+    assert values == pytest.approx({"time_us": 10.0, "gb_s": 50.0, "mbu": 0.25, "tflop_s": 20.0, "mfu": 0.4})
+    assert kernels._values(10.0, Work(500_000), DType.bfloat16, LIMITS)["mbu"] == 0.5  # of a copy
+    assert set(kernels._values(10.0, Work(1), DType.bfloat16, None)) == {"time_us", "gb_s"}
+
+
+# --- timing ---
+
+
+def test_inputs_are_used_up_in_turns(monkeypatch):
+    monkeypatch.setattr(kernel_timer, "PASS_US", 0.0)
+    used = []
+    timer = kernel_timer.prepare(Implementation(used.append), 3, CPU)
+    assert not timer.captured
+    used.clear()
+    timer.burst()
+    assert used == [0, 1, 2]
+    assert timer.calls == 3
+    assert timer.sample_us() > 0
+
+
+def test_copies_outgrow_the_cache(monkeypatch):
+    monkeypatch.setattr(kernel_timer, "MAX_COPIES", 512)
+    for size in (2**10, 2**20, 2**24, 2**30):
+        copies = kernel_timer.copies_needed(size, CPU)
+        assert copies == 512 or copies * size > kernel_timer.ROTATED * kernel_timer.CPU_CACHE
+    assert kernel_timer.copies_needed(2**30, CPU) == 1
+
+
+# --- the experiment ---
+
+
+def test_what_can_run_is_measured_and_what_cannot_is_stated(build):
+    found = measure(build())
+    points = {"prefill heads=4/2 length=40 queries=24 head_dim=16", "decode few"}
+    assert {(row.variant, row.point, row.repeat) for row in found.rows} == {
+        ("sdpa", p, r) for p in points for r in range(3)
+    }
+    assert {row.metric for row in found.rows} == {"time_us", "tflop_s", "mfu", "gb_s", "mbu"}
+    assert all(row.value > 0 and row.valid for row in found.rows)
+    assert {(gate.variant, gate.point) for gate in found.error_gates} == {("sdpa", point) for point in points}
+    assert all(gate.passed and gate.error < 1e-5 for gate in found.error_gates)
+    absent = [note for note in found.notes if "absent" in note]
+    assert len(absent) == 2
+    assert any(note.startswith("FlashAttention-4 is absent: it runs on cuda, not cpu.") for note in absent)
+
+
+def test_an_implementation_that_is_wrong_fails_the_gate_and_its_claims(build, monkeypatch, tmp_path):
+    real = kernel_fused.TorchKernels.silu_mul
+    monkeypatch.setattr(
+        kernel_fused.TorchKernels, "silu_mul", lambda self, x: real(self, x) * (1.1 if len(x) == 3 else 1)
+    )
+    monkeypatch.setattr(kernel_fused.SiluMul, "error", lambda self, out: row_error(out, real(None, self._gate_up[0])))
+    places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
+    config = build(
+        *places,
+        variants={"eager": "torch"},
+        baseline="eager",
+        sweeps=[{"case": "silu_mul", "shapes": {"tokens": [3, 4], "inner": [64]}}],
+        metrics=["time_us"],
+        plots=[],
+    )
+    config.experiment.claims = [{"metric": "time_us", "variant": "eager", "at": {"tokens": 3}, "at_most": 1e9}]
+    text = execute(config, "attention_backends", [], tmp_path).read_text()
+    assert "numbers are too far from the reference's" in text
+    assert "in fp32 from the same inputs at tokens=3 inner=64 | **refuted** | 0.100 | the gate |" in text
+    assert "**inconclusive**: its numbers are too far from a reference in fp32" in text
+    assert "fresh engine" not in text
+
+
+def test_ceilings_that_are_not_known_are_a_note(build, monkeypatch):
+    monkeypatch.setattr(kernels.ceilings, "find", lambda *a: kernels.ceilings.Found(None, "nobody has measured"))
+    found = measure(build())
+    assert {row.metric for row in found.rows} == {"time_us", "tflop_s", "gb_s"}
+    assert "Utilization is left out, because nobody has measured." in found.notes
+
+
+def test_where_nothing_can_run_it_is_an_error(build):
+    with pytest.raises(
+        ConfigError, match=r"nothing can be measured at .* triton: it runs on cuda, not cpu; flash_attn: it runs on"
+    ):
+        measure(build(variants={"triton": "", "flash_attn": ""}, baseline="triton"))
+
+
+@pytest.mark.slow
+def test_the_triton_variants_run_in_the_interpreter(tmp_path):
+    pytest.importorskip("triton")
+    sweeps = (
+        "[{case: flash_decode, shapes: {heads: ['4/2'], batch: [1, 2], length: [40], head_dim: [16]}}]",
+        "[{case: add_rms_norm, shapes: {tokens: [2], hidden: [32]}},"
+        "{case: silu_mul, shapes: {tokens: [2], inner: [32]}},"
+        "{case: rope_and_store, shapes: {tokens: [2], heads: ['2/1'], head_dim: [16]}},"
+        "{case: gemv, shapes: {rows: [1], out: [32], in: [64]}}]",
+    )
+    for name, sweep in zip(("flash_decode", "fused_kernels"), sweeps, strict=True):
+        overrides = [
+            f"experiment={name}", f"experiment.sweeps={sweep}", "engine.model.device=cpu", "experiment.dtype=float32",
+            "experiment.claims=[]", "experiment.plots=[]", "measure.repeats=1", f"hydra.run.dir={tmp_path / 'out'}",
+            *(f"paths.{place}={tmp_path / place}" for place in ("results", "reports")),
+            *(["~experiment.variants.compile"] if name == "fused_kernels" else []),
+        ]  # fmt: skip
+        code = (
+            "import runpy, sys; from experiments.lab import kernel_timer as k; k.PASS_US = 0; k.SAMPLES = 1; "
+            "k.MAX_COPIES = 1; sys.argv[0] = 'run.py'; runpy.run_path('run.py', run_name='__main__')"
+        )
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", code, *overrides], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        (table,) = (tmp_path / "results" / name / "cpu").glob("*.csv")
+        ours = {"split_k", "single_pass"} if name == "flash_decode" else {"eager", "triton"}
+        assert {row["variant"] for row in csv.DictReader(table.open())} == ours
+        assert "**refuted**" not in (tmp_path / "reports" / f"{name}.md").read_text()
+
+
+MISTAKES = [
+    ({"baseline": "cudnn"}, r"baseline='cudnn' is no variant; variants: sdpa"),
+    ({"sweeps": []}, "experiment.sweeps is empty"),
+    ({"sweeps": [{"case": "prefil"}]}, "unknown case 'prefil'; did you mean 'prefill'"),
+    ({"sweeps": [{"case": "prefill", "shapes": {}}]}, "the case prefill: heads, length, queries missing"),
+    ({"sweeps": [{"case": "silu_mul", "shapes": {"token": [1]}}]}, r"unknown implementation 'sdpa'"),
+    (
+        {"sweeps": [{"case": "decode", "shapes": {"heads": ["4/2"], "batch": [1], "lenght": [8], "length": [8]}}]},
+        "the case decode: it has no lenght. A shape has heads, batch, length",
+    ),
+    (
+        {"sweeps": [{"case": "decode", "shapes": {"heads": ["4/3"], "batch": [1], "length": [8]}}]},
+        "must look like 28/4",
+    ),
+    (
+        {"sweeps": [{"case": "decode", "shapes": {"heads": ["4/2"], "batch": [0], "length": [8]}}]},
+        "batch must be at least 1",
+    ),
+    (
+        {"sweeps": [{"case": "prefill", "shapes": {"heads": ["4/2"], "length": [8], "queries": [9]}}]},
+        "9 queries of a sequence of 8 tokens",
+    ),
+    ({"sweeps": [{"case": "decode", "shapes": {"heads": "4/2"}}]}, r"points\[heads\] must be a list of values"),
+    ({"metrics": ["time"]}, "unknown metric 'time'; did you mean 'time_us'"),
+    ({"dtype": "auto"}, "experiment.dtype must be one of"),
+    ({"allowed_error": 0}, "experiment.allowed_error must be above 0"),
+    (
+        {"claims": [{"metric": "mbu", "variant": "sdpa", "at": {"case": "decod"}, "at_most": 1}]},
+        "names no measured point",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES)
+def test_a_mistake_is_found_before_anything_runs(build, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        KernelSweep.from_config(build(**changes))
+
+
+def test_a_point_twice_is_a_mistake(build):
+    shape = {"heads": ["4/2"], "batch": [1], "length": [8]}
+    with pytest.raises(ConfigError, match="has the point 'heads=4/2 batch=1 length=8' twice"):
+        KernelSweep.from_config(build(sweeps=[{"case": "decode", "shapes": shape}] * 2))

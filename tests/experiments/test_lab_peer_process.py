@@ -1,0 +1,220 @@
+"""The process that a peer lives in: what goes in and comes back, every way in which it can fail, and that nothing of it
+is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.lab.kinds import Kind
+from experiments.lab.peers import pool
+from experiments.lab.peers.base import PeerAbsent, PeerError
+from experiments.lab.peers.pool import Peers
+from experiments.lab.peers.process import PeerProcess
+from experiments.lab.peers.settings import HFSettings, PeerSettings, ProcessSettings, VLLMSettings
+from experiments.lab.workloads import Item
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import ConfigError
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+ITEMS = [Item((5, 6), 3, name="a"), Item((7,), 2)]
+
+
+def start(timeout_s=60.0, **args):
+    settings = VLLMSettings(pythonpath=str(HERE), timeout_s=timeout_s, args=args)
+    return PeerProcess("Fake", "fake_peer", EngineConfig(), settings, threads=3)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for_the_end_of(*pids):
+    end = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_requests_go_in_and_traces_come_back_past_all_noise():
+    before = time.perf_counter()
+    peer = start(child=True)
+    served = peer.serve(ITEMS, 2)
+    first, second = served.requests
+    assert (first.token_ids, second.token_ids) == ((5, 5, 5), (7, 7))
+    assert (first.prompt_tokens, first.asked_tokens, first.name, served.peak_memory) == (2, 3, "a in 2", 7)
+    assert before < served.start == first.arrival < first.token_times[0] < time.perf_counter() + 1  # one clock
+    assert peer.about["fake"] == "1.0"
+    peer.forget()
+    assert peer.serve(ITEMS, 1).requests[0].cached_tokens == 1
+    assert is_running(peer.about["child"])
+    peer.close()
+    assert not is_running(peer.about["child"])  # which would have kept the GPU's memory
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        ("raise", PeerError, r"Fake could not serve: ValueError: planted\.(.|\n)*\| noise on stdout(.|\n)*Traceback"),
+        ("die", PeerError, r"Fake could not serve: its process ended with code -9\.(.|\n)*\| the last words"),
+        ("hang", PeerError, r"Fake could not serve: it took more than 2 s \(peers\.\*\.timeout_s\)"),
+        ("absent", PeerAbsent, "^it is not installed here$"),
+        ("setting", ConfigError, "^cache.layout=contiguous is nothing for it$"),
+    ],
+)
+def test_every_failure_names_the_peer_and_shows_its_log(fault, kind, message):
+    with pytest.raises(kind, match=message):
+        start(timeout_s=2.0 if fault == "hang" else 60.0, fault=fault).serve(ITEMS, 1)
+
+
+def test_a_process_that_cannot_start_is_explained():
+    with pytest.raises(ConfigError, match=r"Fake cannot be started with peers.*python=/no/such/python"):
+        PeerProcess("Fake", "fake_peer", EngineConfig(), ProcessSettings(python="/no/such/python"))
+    with pytest.raises(PeerError, match=r"could not start: ModuleNotFoundError: No module named 'no_such_peer'"):
+        PeerProcess("Fake", "no_such_peer", EngineConfig(), ProcessSettings())
+
+
+def test_ctrl_c_kills_it():
+    peer = start(fault="hang", child=True)
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        peer.serve(ITEMS, 1)
+    assert not is_running(peer.about["child"])
+
+
+def test_it_does_not_outlive_a_parent_that_is_killed():
+    script = (
+        "import sys, time; sys.path.insert(0, 'tests/experiments'); import test_lab_peer_process as t\n"
+        "peer = t.start(fault='hang', child=True); print(peer._process.pid, peer.about['child'], flush=True)\n"
+        "peer.serve(t.ITEMS, 1)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    parent.kill()
+    parent.communicate()
+    wait_for_the_end_of(*pids)
+
+
+class Stub:
+    """In place of a PeerProcess: what was started and stopped, in order."""
+
+    log: list[str] = []  # noqa: RUF012
+
+    def __init__(self, name, module, config, settings, **more):
+        if config.seed == 99:
+            Stub.log.append("absent")
+            raise PeerAbsent("it is not installed here")
+        self.name, self.alive, self.about = name, True, {"seed": config.seed}
+        Stub.log.append(f"start {config.seed}")
+
+    def forget(self):
+        Stub.log.append("forget")
+
+    def close(self):
+        self.alive = False
+        Stub.log.append(f"stop {self.about['seed']}")
+
+
+@pytest.fixture
+def stubs(monkeypatch):
+    monkeypatch.setattr(pool, "PeerProcess", Stub)
+    monkeypatch.setattr(pool, "settled", lambda config: config)
+    monkeypatch.setattr(Stub, "log", [])
+    return Stub.log
+
+
+def config(seed=0, share=0.9):
+    return EngineConfig.from_dict(
+        {"model": {"device": "cuda"}, "cache": {"gpu_memory_utilization": share}, "seed": seed}
+    )
+
+
+@pytest.fixture
+def gpu(stubs, monkeypatch):
+    """100 bytes, of which the living peers hold half each."""
+
+    def free():
+        living = sum(1 if line.startswith("start") else -1 for line in stubs if line.startswith(("start", "stop")))
+        return 100 - 50 * living, 100
+
+    monkeypatch.setattr(pool.torch.cuda, "mem_get_info", free)
+    monkeypatch.setattr(pool.torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(pool, "RELEASE_S", 1.0)
+    return stubs
+
+
+def test_a_process_stays_for_its_next_turn_and_forgets(gpu):
+    with Peers(PeerSettings()) as peers:
+        for _ in range(3):
+            peers.open(Kind.vllm, config(1, 0.5)).close()
+            assert peers.open(Kind.engine, config(0, 0.5)) is None  # beside it, in this process
+        lease = peers.open(Kind.hf, config(2, 0.5))
+        assert lease.about["process"].startswith("its own")
+        lease.process.close()  # as it does where it fails
+        lease.close()
+        peers.open(Kind.hf, config(2, 0.5))
+        assert gpu == ["start 1", "forget", "forget", "start 2", "stop 2", "start 2"]
+    assert gpu[-2:] == ["stop 1", "stop 2"]
+
+
+def test_idle_peers_make_room(gpu, capsys):
+    with Peers(PeerSettings()) as peers:
+        peers.open(Kind.vllm, config(1, 0.5)).close()
+        assert peers.open(Kind.engine, config(0, 0.6)) is None
+        assert gpu == ["start 1", "stop 1"]
+        assert "vLLM is stopped to make room on the GPU" in capsys.readouterr().err
+        peers.open(Kind.vllm, config(2, 0.5))  # kept open, as keep_engines does
+        assert peers.open(Kind.engine, config(0, 0.6)) is None
+        assert gpu[2:] == ["start 2"]
+
+
+def test_the_memory_of_a_killed_process_is_waited_for(gpu, monkeypatch):
+    free, asked = pool.torch.cuda.mem_get_info, []
+
+    def slow():
+        asked.append(1)
+        return (0, 100) if gpu[-1:] == ["stop 1"] and len(asked) < 12 else free()
+
+    monkeypatch.setattr(pool.torch.cuda, "mem_get_info", slow)
+    peers = Peers(PeerSettings())
+    peers.open(Kind.vllm, config(1, 0.5))
+    peers.close()
+    assert len(asked) == 12
+
+
+def test_one_that_is_not_there_is_asked_for_once(gpu):
+    with Peers(PeerSettings()) as peers:
+        for _ in range(3):
+            with pytest.raises(PeerAbsent, match="not installed"):
+                peers.open(Kind.vllm, config(99))
+    assert gpu == ["absent"]
+
+
+def test_who_has_a_process_of_its_own(stubs):
+    cpu = EngineConfig.from_dict({"model": {"device": "cpu"}})
+    with Peers(PeerSettings()) as peers:
+        assert [peers.open(kind, cpu) for kind in (Kind.engine, Kind.hf, Kind.hf_continuous)] == [None] * 3
+        with pytest.raises(PeerAbsent, match="vLLM is measured on a CUDA device"):
+            peers.open(Kind.vllm, cpu)
+    with Peers(PeerSettings(hf=HFSettings(own_process=True))) as peers:
+        assert peers.open(Kind.hf, cpu) is not None
+    assert stubs == ["start 0", "stop 0"]
+
+
+def test_memory_given_in_gib_counts_with_the_weights(monkeypatch):
+    monkeypatch.setattr(pool.torch.cuda, "mem_get_info", lambda: (0, 1000))
+    assert pool.gpu_memory(EngineConfig.from_dict({"cache": {"gpu_memory_utilization": 0.4}})) == 400
+    tiny = EngineConfig.from_dict({"model": {"device": "cpu"}, "cache": {"memory_gib": 2.0}})
+    weights = pool.gpu_memory(tiny) - (2.0 + pool.BESIDE_GIB) * 2**30
+    assert weights == pytest.approx(4 * 6.43e6, rel=0.01)

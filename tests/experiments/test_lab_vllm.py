@@ -1,0 +1,196 @@
+"""The pure parts of vLLM as a peer: its arguments from our settings, and the loop that drives it, on an engine that is
+made up."""
+
+import json
+import queue
+import threading
+import time
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+from experiments.lab.peers import vllm
+from experiments.lab.peers.vllm import VLLM, engine_arguments, model_folder, open_peer
+from experiments.lab.workloads import Item
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import ConfigError
+
+
+def arguments(**sections):
+    return engine_arguments(EngineConfig.from_dict(sections))
+
+
+def test_our_settings_have_their_names_there():
+    found = arguments(
+        model={"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 4096},
+        cache={"block_size": 32, "prefix_caching": False, "gpu_memory_utilization": 0.4},
+        scheduler={"max_num_seqs": 64, "max_num_batched_tokens": 2048, "policy": "priority"},
+    )
+    assert found == {
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 4096,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "enable_chunked_prefill": True,
+        "scheduling_policy": "priority",
+        "block_size": 32,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.4,
+        "disable_log_stats": True,
+    }
+
+
+def test_kv_memory_in_bytes_or_blocks_takes_the_place_of_a_share():
+    found = arguments(cache={"memory_gib": 2.0, "num_blocks": 100})
+    assert found["kv_cache_memory_bytes"] == 2**31
+    assert found["num_gpu_blocks_override"] == 100
+    assert found["gpu_memory_utilization"] == vllm.NO_CLAIM
+
+
+@pytest.mark.parametrize(
+    ("sections", "setting"),
+    [
+        ({"cache": {"layout": "contiguous", "prefix_caching": False}}, "cache.layout=contiguous"),
+        ({"scheduler": {"batching": "static"}}, "scheduler.batching=static"),
+        ({"scheduler": {"preemption": "swap"}}, "scheduler.preemption=swap"),
+        ({"model": {"load_format": "dry"}}, "model.load_format=dry"),
+    ],
+)
+def test_what_it_does_not_have_is_refused(sections, setting):
+    with pytest.raises(ConfigError, match=rf"the variant kind `vllm` has no {setting}"):
+        arguments(**sections)
+
+
+def test_a_shape_becomes_a_folder(tmp_path):
+    shape = EngineConfig.from_dict({"model": {"load_format": "dummy", "hf_config": {"model_type": "qwen3"}}})
+    assert model_folder(shape, tmp_path) == str(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "qwen3"}
+    assert model_folder(EngineConfig(model="/a/folder"), tmp_path) == "/a/folder"
+
+
+def test_it_is_absent_where_it_cannot_be_imported():
+    with pytest.raises(vllm.PeerAbsent, match=r"vLLM cannot be imported here \(No module named 'vllm'\): peers.vllm"):
+        open_peer(EngineConfig(), {"args": {}, "multiprocessing": True})
+
+
+class InProcess:
+    """An engine core without a process: a step adds one token to every request, the number of its step."""
+
+    def __init__(self, step_s=0.0):
+        self.engine_core = SimpleNamespace()
+        self.running = {}
+        self.steps = 0
+        self.cached = ["a block"]
+        self._step_s = step_s
+
+    def add_request(self, name, prompt, params, priority=0):
+        if len(prompt["prompt_token_ids"]) > 50:
+            raise ValueError("the prompt is too long")
+        self.running[name] = [prompt["prompt_token_ids"], params, []]
+
+    def step(self):
+        time.sleep(self._step_s)
+        self.steps += 1
+        return self.advance()
+
+    def advance(self):
+        outputs = []
+        for name, (prompt, wanted, tokens) in list(self.running.items()):
+            tokens.append(prompt[0])
+            done = len(tokens) == wanted
+            out = SimpleNamespace(token_ids=[prompt[0]], finish_reason="length" if done else None)
+            outputs.append(
+                SimpleNamespace(request_id=name, outputs=[out], finished=done, num_cached_tokens=len(self.cached))
+            )
+            if done:
+                del self.running[name]
+        return outputs
+
+    def reset_prefix_cache(self):
+        if self.running or self.steps % 2:
+            return False
+        self.cached.clear()
+        return True
+
+
+class Beside(InProcess):
+    """Its steps run in a thread, and leave their outputs in a queue."""
+
+    def __init__(self, step_s):
+        super().__init__(step_s)
+        self.engine_core.outputs_queue = queue.Queue()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def add_request(self, *args, **kwargs):
+        with self._lock:
+            super().add_request(*args, **kwargs)
+
+    def _run(self):
+        while True:
+            time.sleep(self._step_s)
+            with self._lock:
+                outputs = self.advance()
+            if outputs:
+                self.engine_core.outputs_queue.put(outputs)
+
+    def step(self):
+        return self.engine_core.outputs_queue.get()
+
+
+def peer(engine):
+    return VLLM(engine, lambda output_tokens: output_tokens, {})
+
+
+def test_a_closed_loop_keeps_its_places():
+    served = peer(InProcess(0.001)).serve([Item((n,), 2 + n % 2, name="x") for n in range(5)], 2)
+    assert [r.token_ids for r in served.requests] == [(n,) * (2 + n % 2) for n in range(5)]
+    assert all(len(r.token_times) == len(r.token_ids) and r.sent is None for r in served.requests)
+    events = [(r.arrival, 1) for r in served.requests] + [(r.token_times[-1], -1) for r in served.requests]
+    in_flight = deque([0])
+    for _, change in sorted(events, key=lambda event: (event[0], event[1])):
+        in_flight.append(in_flight[-1] + change)
+    assert max(in_flight) == 2
+    assert served.start <= served.requests[0].arrival
+    assert served.requests[-1].token_times[-1] <= served.end
+
+
+@pytest.mark.parametrize("engine", [InProcess(0.001), Beside(0.1)])
+def test_requests_arrive_on_schedule(engine):
+    items = [Item((1,), 4, arrival_s=0.0), Item((2,), 2, arrival_s=0.03), Item((3,), 2, arrival_s=0.2)]
+    served = peer(engine).serve(items, 1)
+    assert [r.arrival - served.start for r in served.requests] == pytest.approx([0, 0.03, 0.2])
+    for request in served.requests:
+        assert request.arrival <= request.sent < request.arrival + 0.05  # also while a step of 100 ms runs
+        assert request.token_times[0] >= request.sent
+        assert request.lag < 0.05
+
+
+def test_a_turn_begins_with_the_one_before_it():
+    items = [Item((1, 2), 2), Item((9,), 1, follows=0, think_s=0.01)]
+    first, second = peer(InProcess()).serve(items, 1).requests
+    assert second.prompt_tokens == 2 + 2 + 1
+    assert second.arrival >= first.token_times[-1] + 0.01
+
+
+def test_a_request_that_is_refused_leaves_the_others_alone():
+    items = [Item((1,) * 60, 2), Item((4,), 2, follows=0), Item((2,), 2)]
+    refused, lost, fine = peer(InProcess()).serve(items, 1).requests
+    assert refused.error == "the prompt is too long"
+    assert "has no answer" in lost.error
+    assert (fine.error, fine.token_ids) == ("", (2, 2))
+
+
+def test_it_forgets_as_soon_as_no_block_is_held(monkeypatch):
+    engine = InProcess()
+    engine.steps = 1  # one is still on its way
+    peer(engine).forget()
+    assert engine.cached == []
+    engine.running["x"] = None
+    monkeypatch.setattr(vllm, "FORGET_S", 0.05)
+    monkeypatch.setattr(engine, "step", lambda: [])
+    with pytest.raises(RuntimeError, match="does not give its prefix cache up"):
+        peer(engine).forget()

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mini_infer.attention.context import AttentionBatch, AttentionContext
+from mini_infer.attention.torch_sdpa import SdpaBackend
+from mini_infer.cache.kv_store import KVStore
+from mini_infer.core.config import KernelChoice, ModelConfig
+from mini_infer.core.errors import ConfigError
+from mini_infer.kernels import ops
+from mini_infer.kernels.ops import Kernels, TorchKernels, TritonKernels, select_kernels
+from mini_infer.modeling.loader import load_model, load_spec
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+SHAPE = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 90,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": True, "mlp_bias": True}
+
+# (start, count, block table) of each row: two decode rows, a chunk that goes on, a prompt; blocks of 4.
+PAST = [(0, 9, [5, 1, 7]), (0, 2, [0]), (0, 5, [3, 9])]
+ROWS = [(9, 1, [5, 1, 7]), (2, 1, [0]), (5, 3, [3, 9]), (0, 6, [2, 8])]
+
+
+class Model:
+    """Random weights, the same for every `kernels`, over a cache of its own."""
+
+    def __init__(self, values: dict[str, Any], kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        config = ModelConfig(load_format="dummy", hf_config=SHAPE | values)
+        self.spec = load_spec(config)
+        self.model = load_model(config, self.spec, dtype, device, kernels=kernels)
+        for parameter in self.model.parameters():
+            parameter.data.mul_(5)  # not so small that every activation is close to linear
+        self.store = KVStore(
+            num_layers=2, num_kv_heads=1, head_dim=32, num_blocks=10, block_size=4, dtype=dtype, device=device
+        )
+
+    @torch.inference_mode()
+    def step(self, rows: SimpleNamespace) -> Tensor:
+        device = self.store.device
+        batch = AttentionBatch.build(rows, device)
+        backend = SdpaBackend()
+        context = AttentionContext(batch, self.store, backend, backend, self.spec.sliding_windows, 32**-0.5)
+        tokens = torch.arange(batch.num_tokens, device=device) * 7 % SHAPE["vocab_size"]
+        return self.model.compute_logits(self.model(tokens, batch.positions, context))
+
+
+# The interpreter cuts bfloat16 off instead of rounding it, which adds up over a model.
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), pytest.param(torch.bfloat16, 3e-2, marks=pytest.mark.gpu)],
+    ids=["float32", "bfloat16"],
+)
+@pytest.mark.parametrize("values", [QWEN3, LLAMA], ids=["qwen3", "llama"])
+def test_a_model_computes_the_same(
+    values: dict[str, Any],
+    dtype: torch.dtype,
+    tolerance: float,
+    step_rows: Callable[..., SimpleNamespace],
+    device: torch.device,
+) -> None:
+    pytest.importorskip("triton")
+    fused, plain = (Model(values, kernels, dtype, device) for kernels in (TritonKernels(), TorchKernels()))
+    for rows, num_decode_rows in ((PAST, 0), (ROWS, 2)):
+        step = step_rows(rows, num_decode_rows, 4, unused_block=0)
+        logits, expected = fused.step(step), plain.step(step)
+        assert logits.dtype == dtype
+        assert expected.float().std() > 0.1
+        assert (logits - expected).float().norm() / expected.float().norm() < tolerance
+        assert (fused.store.kv - plain.store.kv).float().norm() / plain.store.kv.float().norm() < tolerance
+        assert torch.equal(fused.store.kv == 0, plain.store.kv == 0), "the same slots are written"
+
+
+class TestSelect:
+    @pytest.mark.parametrize("choice", [KernelChoice.auto, KernelChoice.torch])
+    def test_a_cpu_gets_torch(self, choice: KernelChoice) -> None:
+        kernels = select_kernels(choice, CPU)
+        assert (kernels.name, kernels.fallback) == ("torch", None)
+
+    def test_triton_where_it_runs(self, device: torch.device) -> None:
+        pytest.importorskip("triton")
+        kernels = select_kernels(KernelChoice.triton, device)
+        assert (kernels.name, kernels.fallback) == ("triton", None)
+        if device.type == "cuda":
+            assert select_kernels(KernelChoice.auto, device).name == "triton"
+
+    def test_triton_on_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(ops, "_interpreted", lambda: False)
+        with pytest.raises(ConfigError, match=r"model\.kernels=triton: .*not on cpu.*TRITON_INTERPRET=1.*or torch"):
+            select_kernels(KernelChoice.triton, CPU)
+
+    def test_no_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def init(self: TritonKernels) -> None:
+            raise ModuleNotFoundError("No module named 'triton'")
+
+        monkeypatch.setattr(TritonKernels, "__init__", init)
+        with pytest.raises(ConfigError, match=r"cannot be imported \(No module named 'triton'\).*model\.kernels=auto"):
+            select_kernels(KernelChoice.triton, CUDA)
+        kernels = select_kernels(KernelChoice.auto, CUDA)
+        assert kernels.name == "torch"
+        assert kernels.fallback == "triton: Triton cannot be imported (No module named 'triton')"
+
+    def test_triton_that_does_not_compile(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("triton")
+
+        def check(self: TritonKernels, device: torch.device) -> None:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+        monkeypatch.setattr(TritonKernels, "check", check)
+        with pytest.raises(ConfigError, match=r"cannot compile .*RuntimeError: Failed to find C compiler\.\)"):
+            select_kernels(KernelChoice.triton, CUDA)
+        kernels = select_kernels(KernelChoice.auto, CUDA)
+        assert kernels.name == "torch"
+        assert kernels.fallback is not None
+        assert "C compiler" in kernels.fallback
+
+    def test_wrong_results_are_found(self, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+        pytest.importorskip("triton")
+        kernels = TritonKernels()
+        monkeypatch.setattr(kernels, "silu_mul", lambda gate_up: gate_up + 1)
+        with pytest.raises(RuntimeError, match="silu_mul"):
+            kernels.check(device)
+
+
+def test_the_model_needs_no_triton() -> None:
+    """As on Windows and macOS."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, mini_infer.modeling.loader\n"
+        "from mini_infer.core.config import KernelChoice\n"
+        "from mini_infer.kernels.ops import select_kernels\n"
+        "print(select_kernels(KernelChoice.auto, torch.device('cuda')).fallback)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("triton: Triton cannot be imported")
+
+
+def test_linear(device: torch.device) -> None:
+    x, weight, bias = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device), torch.randn(5, device=device)
+    for kernels in (TorchKernels(), select_kernels(KernelChoice.auto, device)):
+        torch.testing.assert_close(kernels.linear(x, weight, bias), x @ weight.T + bias)
+        torch.testing.assert_close(kernels.linear(x, weight), x @ weight.T)
