@@ -112,9 +112,7 @@ def _result(
         procedure=findings.procedure,
         peers=dict(findings.peers),
     )
-    return Result(
-        info, tuple(findings.rows), tuple(findings.steps), tuple(findings.requests), tuple(findings.kernels)
-    )
+    return Result(info, tuple(findings.rows), tuple(findings.steps), tuple(findings.requests), tuple(findings.kernels))
 
 
 def _store(results: Path, result: Result) -> Path:

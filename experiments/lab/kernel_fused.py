@@ -1,5 +1,10 @@
-"""The operations between attention and the matrix products, and products with few rows: each one kernel, against plain
-torch and against what torch.compile makes of that.
+"""The operations between attention and the matrix products, and products with few rows: each one kernel, against what
+it is made of in torch, against torch's own kernels, and against what torch.compile makes of them.
+
+    eager      operation by operation, as transformers writes it
+    torch      with what torch has fused itself, as mini_infer's torch kernels do
+    compile    torch.compile of `eager`
+    triton     one kernel
 
 Bytes are what must come from memory and go back: inputs and outputs once, weights of norms not at all (they are small
 and stay in a cache).
@@ -12,6 +17,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.lab.kernel_case import (
@@ -27,20 +33,22 @@ from mini_infer.kernels.ops import Kernels, TorchKernels, TritonKernels
 from mini_infer.modeling.rope import RopeSpec, RotaryTable
 
 EPS = 1e-6
-EAGER, COMPILED, TRITON = "eager", "compile", "triton"
+EAGER, TORCH, COMPILED, TRITON = "eager", "torch", "compile", "triton"
 THETA = 1e6
 
 
 class _Fused(Case):
-    variants = (EAGER, COMPILED, TRITON)
+    variants = (EAGER, TORCH, COMPILED, TRITON)
 
     def implementation(self, variant: str) -> Implementation:
-        if variant == TRITON:
-            require_triton(self.device)
-        kernels = TritonKernels() if variant == TRITON else TorchKernels()
-        compute: Callable[..., Any] = partial(self.compute, kernels)
+        compute: Callable[..., Any] = self.eager
         if variant == COMPILED:
             compute = self._compiled(compute)
+        elif variant == TORCH:
+            compute = partial(self.compute, TorchKernels())
+        elif variant == TRITON:
+            require_triton(self.device)
+            compute = partial(self.compute, TritonKernels())
         return Implementation(lambda copy: compute(*self.inputs(copy)))
 
     def _compiled(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,6 +66,20 @@ class _Fused(Case):
 
     def compute(self, kernels: Kernels, *inputs: Any) -> Any:
         raise NotImplementedError
+
+    def eager(self, *inputs: Any) -> Any:
+        raise NotImplementedError
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * wide.to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
 
 
 class AddRmsNorm(_Fused):
@@ -82,6 +104,11 @@ class AddRmsNorm(_Fused):
         x, residual, weight = inputs
         return kernels.add_rms_norm(x, residual, weight, EPS)
 
+    def eager(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        x, residual, weight = inputs
+        total = residual + x
+        return _norm(total, weight), total
+
     def error(self, output: Any) -> float:
         expected = self.compute(TorchKernels(), *(tensor.float() for tensor in self._sets[0]))
         return max(row_error(found, exact) for found, exact in zip(output, expected, strict=True))
@@ -105,6 +132,10 @@ class SiluMul(_Fused):
 
     def compute(self, kernels: Kernels, *inputs: Any) -> Tensor:
         return kernels.silu_mul(*inputs)
+
+    def eager(self, *inputs: Any) -> Tensor:
+        gate, up = inputs[0].chunk(2, dim=-1)
+        return F.silu(gate) * up
 
     def error(self, output: Any) -> float:
         return row_error(output, self.compute(TorchKernels(), self._gate_up[0].float()))
@@ -138,14 +169,26 @@ class RopeAndStore(_Fused):
         for _ in range(copies):
             cos, sin = table(torch.randperm(2 * tokens, device=self.device)[:tokens])
             places = (slots.clone(), self.random(*cache), self.random(*cache))
-            self._sets.append((self.random(tokens, width), *norms, cos, sin, *places))
+            half = head_dim // 2
+            unsigned = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)  # as transformers has it
+            self._sets.append((self.random(tokens, width), *norms, cos, sin, unsigned, *places))
 
     def inputs(self, copy: int) -> tuple[Any, ...]:
         return self._sets[copy]
 
     def compute(self, kernels: Kernels, *inputs: Any) -> Tensor:
-        qkv, q_weight, k_weight, *others = inputs
-        return kernels.rope_and_store(qkv, q_weight, k_weight, EPS, *others)
+        qkv, q_weight, k_weight, cos, sin, _, slots, keys, values = inputs
+        return kernels.rope_and_store(qkv, q_weight, k_weight, EPS, cos, sin, slots, keys, values)
+
+    def eager(self, *inputs: Any) -> Tensor:
+        qkv, q_weight, k_weight, cos, _, sin, slots, keys, values = inputs
+        parts = qkv.unflatten(-1, (-1, self.shape["head_dim"]))
+        q, k, v = parts.split((self._q_heads, self._kv_heads, self._kv_heads), dim=1)
+        if q_weight is not None:
+            q, k = _norm(q, q_weight), _norm(k, k_weight)
+        keys.index_copy_(0, slots, _rotate(k, cos, sin))
+        values.index_copy_(0, slots, v)
+        return _rotate(q, cos, sin)
 
     def error(self, output: Any) -> float:
         *given, slots, keys, values = self._sets[0]
@@ -176,7 +219,7 @@ class Gemv(Case):
 
     def implementation(self, variant: str) -> Implementation:
         if variant == EAGER:
-            return Implementation(self._with(torch.nn.functional.linear))
+            return Implementation(self._with(F.linear))
         require_triton(self.device)
         from mini_infer.kernels.gemv import gemv
 

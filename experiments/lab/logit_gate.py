@@ -39,7 +39,7 @@ PROMPTS = (7, 250, 1100)  # tokens: below a block, within a chunk, over more tha
 STEPS = 12  # decoded after each prompt: some cross the end of a block
 LENGTH = 2048  # tokens that the model takes, at most
 SEQUENCES = 4  # that the engine could hold at once
-AGAINST = f"sdpa in fp32 ({LAYERS} layers, {len(PROMPTS)} prompts)"
+AGAINST = f"sdpa in fp32 ({LAYERS} layers)"
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,16 @@ def applies(config: EngineConfig) -> bool:
 
 
 def shrunk(config: EngineConfig) -> EngineConfig:
-    """The same shape and settings with few layers, random weights, and memory for few sequences."""
+    """The same shape and settings with few layers, random weights, memory for few sequences, and a length that does not
+    depend on what the run needs."""
     model = config.model
     shape = dict(model.hf_config or _published(model.path))
     shape["num_hidden_layers"] = LAYERS
     if shape.get("layer_types"):
         shape["layer_types"] = shape["layer_types"][:LAYERS]
-    length = min(LENGTH, model.max_model_len or LENGTH, int(shape.get("max_position_embeddings", LENGTH)))
+    length = min(LENGTH, int(shape.get("max_position_embeddings", LENGTH)))
+    if not config.scheduler.chunked_prefill:
+        length = min(length, config.scheduler.max_num_batched_tokens)
     blocks = SEQUENCES * math.ceil(length / config.cache.block_size)
     return replace(
         config,

@@ -83,7 +83,7 @@ def _trace(engine: LLMEngine) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
             for _ in range(STEPS):
                 with torch.profiler.record_function(profile.STEP):
                     engine.step()

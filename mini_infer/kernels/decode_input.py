@@ -1,5 +1,7 @@
-"""The input of a decode step, gathered from the slots' state on the device in one launch: it would be about twenty small
-gathers and sums otherwise, which a step of a small model would feel."""
+"""The input of a decode step, gathered from the slots' state on the device in one launch.
+
+It would be about twenty small gathers and sums otherwise, which a step of a small model would feel.
+"""
 
 from __future__ import annotations
 

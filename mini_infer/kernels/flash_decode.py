@@ -1,14 +1,13 @@
 """Flash Decoding: decode attention that splits long rows over several programs (Dao et al. 2023,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
-    row 0  | part 0 | part 1 | part 2 | part 3 |      each part one program a KV head; the last to finish merges them
-    row 1  | part 0 |
-    row 2  | part 0 | part 1 |
+    row 0  | part | part | part | part | part |      each part one program a KV head; the last to finish merges them
+    row 1  | part |
+    row 2  | part | part |
 
-The size of a part is what gives every SM work, given the lengths of all rows, and each program computes it on the
-device from seq_lens. So short rows are not split, and no length shows in the grid: a CUDA graph stays right while the
-lengths change. The grid has a program for each row's part 0, and before them, so that the long rows start first, as
-many as there can be further parts; those that find none exit.
+A part's size is what gives every SM work, given the lengths of all rows. Each program computes it on the device from
+seq_lens, and with it its own row and part. So short rows are not split, and no length shows in the grid: a CUDA graph
+stays right while the lengths change. The grid has as many programs as there can be parts, and those too many exit.
 """
 
 from __future__ import annotations
@@ -32,18 +31,11 @@ from mini_infer.kernels.paged_decode import (
     store_rows,
 )
 
-PROGRAMS_PER_SM = 2
 MAX_PARTS = 128  # of a row: one program merges them all
+WHOLE_TILES = 2  # a row of no more is not worth a merge
+LONG_TILES = 14  # with longer parts an SM gets two programs, which hide each other's waiting; with shorter ones, one
 MAX_ROWS = 1024  # of a batch: each program reads all lengths
 MAX_TICKETS = 2**16
-
-
-@triton.jit
-def _row_tiles(seq_lens, num_rows, window, QUERY_LEN: tl.constexpr, TILE: tl.constexpr, MAX_ROWS: tl.constexpr):
-    """How many tiles the first num_rows rows have, and 0 for the others. [MAX_ROWS]"""
-    rows = tl.arange(0, MAX_ROWS)
-    lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
-    return tl.cdiv(lengths - first_position(lengths, window, QUERY_LEN), TILE)
 
 
 @triton.jit(
@@ -57,16 +49,18 @@ def _flash_decode_kernel(
     values,
     block_tables,
     seq_lens,
-    found,  # [R + target, packs, QUERIES, HEAD_DIM]: the results of parts, in q's dtype, where a row has several
-    found_lse,  # [R + target, packs, QUERIES] fp32: log2 of their sums of exponentials
+    found,  # [segments, packs, QUERIES, HEAD_DIM] of q's dtype: the results of parts, where a row has several
+    found_lse,  # [segments, packs, QUERIES] fp32: log2 of their sums of exponentials
     tickets,  # [R * packs] int32, zeros before and after: how many parts of a row are finished
     num_rows,
-    target,  # parts to make of the batch; no more than this plus one a row
+    target,  # parts to make of the whole batch, give or take one a row; twice as many of a long one
     table_stride,
     window,
     scale_log2,
     MAX_ROWS: tl.constexpr,
     MAX_PARTS: tl.constexpr,
+    WHOLE_TILES: tl.constexpr,
+    LONG_TILES: tl.constexpr,
     QUERIES: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     MERGE_PARTS: tl.constexpr,
@@ -83,50 +77,45 @@ def _flash_decode_kernel(
     TILE: tl.constexpr = SLICES * SLICE
     # KV heads vary fastest: programs that start together read neighbouring heads of the same tokens.
     pack, num_packs = tl.program_id(0), tl.num_programs(0)
-    program = tl.program_id(1)
-    tiles = _row_tiles(seq_lens, num_rows, window, QUERY_LEN, TILE, MAX_ROWS)
-    # Enough parts for all SMs, but no more than pay in the longest row: a tile takes as long as merging 8 more parts.
-    worthwhile = (tl.sqrt(tl.max(tiles, 0) / 8) + 0.5).to(tl.int32)
-    part_tiles = tl.maximum(tl.maximum(tl.cdiv(tl.sum(tiles, 0), target), worthwhile), 1)
-    if program < target:
-        further = tl.maximum(tl.cdiv(tiles, part_tiles) - 1, 0)
-        ends = tl.cumsum(further, 0)
-        row = tl.sum((ends <= program).to(tl.int32), 0)
-        part = program - tl.sum(tl.where(ends <= program, further, 0), 0) + 1
-    else:
-        row = program - target
-        part = 0
-    if row >= num_rows:
+    segment = tl.program_id(1)  # parts are counted through the batch
+    rows = tl.arange(0, MAX_ROWS)
+    lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
+    tiles = tl.cdiv(lengths - first_position(lengths, window, QUERY_LEN), TILE)
+    all_tiles = tl.sum(tiles, 0)
+    part_tiles = tl.cdiv(all_tiles, tl.where(all_tiles > target * LONG_TILES, 2 * target, target))
+    parts = tl.where(tiles <= WHOLE_TILES, tl.minimum(tiles, 1), tl.cdiv(tiles, part_tiles))
+    ends = tl.cumsum(parts, 0)
+    if segment >= tl.max(ends, 0):
         return
+    row = tl.sum((ends <= segment).to(tl.int32), 0)
+    first_segment = tl.sum(tl.where(ends <= segment, parts, 0), 0)
     length = tl.load(seq_lens + row)
     first = first_position(length, window, QUERY_LEN)
-    begin = first + part * part_tiles * TILE
+    own_tiles = tl.cdiv(length - first, TILE)
+    part_tiles = tl.where(own_tiles <= WHOLE_TILES, own_tiles, part_tiles)
+    num_parts = tl.cdiv(own_tiles, part_tiles)
+    begin = first + (segment - first_segment) * part_tiles * TILE
     acc, top, total = attend(
         q, keys, values, block_tables + row * table_stride, row, pack,
         begin, tl.minimum(begin + part_tiles * TILE, length), length, window, scale_log2,
         GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, BLOCK_D, SLICES, SLICE,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # some queries may see nothing of this part
-    if length - first <= part_tiles * TILE:
+    if num_parts == 1:
         store_rows(out, acc, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, ROWS, BLOCK_D)
     else:
         query = tl.arange(0, ROWS)
         dims = tl.arange(0, BLOCK_D)
-        # Loaded again: kept until here they would take registers from the loop.
-        tiles = _row_tiles(seq_lens, row, window, QUERY_LEN, TILE, MAX_ROWS)
-        parts_before = tl.sum(tl.cdiv(tiles, part_tiles), 0)
-        line = ((parts_before + part) * num_packs + pack) * QUERIES + query
+        line = (segment * num_packs + pack) * QUERIES + query
         real = query < QUERIES
-        wide = real[:, None] & (dims < HEAD_DIM)
-        tl.store(found + line[:, None] * HEAD_DIM + dims, acc.to(found.dtype.element_ty), mask=wide)
+        tl.store(found + line[:, None] * HEAD_DIM + dims, acc, mask=real[:, None] & (dims < HEAD_DIM))
         tl.store(found_lse + line, top + tl.log2(total), mask=real)
-        num_parts = tl.cdiv(length - first, part_tiles * TILE)
         ticket = tickets + row * num_packs + pack
         tl.debug_barrier()  # the ticket speaks for all threads
         if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
             tl.store(ticket, 0)  # for the next launch
             merged = _merge(
-                found, found_lse, (parts_before * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
+                found, found_lse, (first_segment * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
                 MAX_PARTS, QUERIES, HEAD_DIM, MERGE_ROWS, MERGE_PARTS, BLOCK_D,
             )  # fmt: skip
             store_rows(out, merged, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, MERGE_ROWS, BLOCK_D)
@@ -190,26 +179,28 @@ def flash_decode(
     if not q.numel():
         return out
     queries, head_dim = min(shape["GROUP"] * query_len, shape["ROWS"]), shape["HEAD_DIM"]
-    target = max(1, min(PROGRAMS_PER_SM * _num_sms(q.device) // num_packs, MAX_PARTS))
-    programs = target + num_rows
+    target = max(1, min(_num_sms(q.device) // num_packs, MAX_PARTS // 2))
+    segments = num_rows + 2 * target
     merge_rows = triton.next_power_of_2(queries)
-    _flash_decode_kernel[(num_packs, programs)](
+    _flash_decode_kernel[(num_packs, segments)](
         out,
         q,
         keys,
         values,
         block_tables,
         seq_lens,
-        torch.empty((programs, num_packs, queries, head_dim), dtype=q.dtype, device=q.device),
-        torch.empty((programs, num_packs, queries), dtype=torch.float32, device=q.device),
+        torch.empty((segments, num_packs, queries, head_dim), dtype=q.dtype, device=q.device),
+        torch.empty((segments, num_packs, queries), dtype=torch.float32, device=q.device),
         _tickets(q.device),
         num_rows,
         target,
         block_tables.stride(0),
-        UNBOUNDED if window is None else min(window, UNBOUNDED),
+        UNBOUNDED if window is None else window,
         scale * math.log2(math.e),
         MAX_ROWS=next(size for size in (1, 32, 256, MAX_ROWS) if num_rows <= size),
         MAX_PARTS=MAX_PARTS,
+        WHOLE_TILES=WHOLE_TILES,
+        LONG_TILES=LONG_TILES,
         QUERIES=queries,
         MERGE_ROWS=merge_rows,
         MERGE_PARTS=max(1, 2**14 // (merge_rows * shape["BLOCK_D"])),
@@ -224,7 +215,7 @@ flash_decode_reference = paged_decode_reference
 @functools.cache
 def _num_sms(device: torch.device) -> int:
     """Multiprocessors, or a few on a CPU, where the interpreter runs one program after another."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @functools.cache

@@ -118,8 +118,8 @@ def attend(
 
 @triton.jit
 def sum_slices(x, SLICES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[SLICES, ROWS, BLOCK_D] summed over the 2 or 4 slices, which lie in different warps. Bringing them into one thread
-    first takes a quarter of the instructions of tl.sum."""
+    """[SLICES, ROWS, BLOCK_D] summed over the 2 or 4 slices, which lie in different warps. Bringing them into one
+    thread first takes a quarter of tl.sum's instructions."""
     x = tl.permute(x, (1, 2, 0))
     if SLICES == 4:
         even, odd = tl.split(tl.reshape(x, (ROWS, BLOCK_D, 2, 2)))

@@ -54,6 +54,7 @@ def fill_dummy(model: Decoder, seed: int) -> None:
     generator = torch.Generator(device=model.embed_tokens.device).manual_seed(seed)
     for parameter in model.parameters():
         parameter.normal_(std=_DUMMY_STD, generator=generator)
+        parameter.copy_(parameter.bfloat16())  # a model in fp32 has the same weights, so that it can be a reference
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.weight.fill_(1.0)

@@ -17,6 +17,9 @@ pytest.importorskip("triton")
 from mini_infer.kernels.flash_decode import flash_decode
 from mini_infer.kernels.paged_decode import paged_decode, paged_decode_reference
 
+# Queries that pad a pack, and those that see nothing of a part, divide by zero and are dropped or have no weight.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")
+
 KERNELS = [paged_decode, flash_decode]
 
 
@@ -135,7 +138,7 @@ def test_shapes_that_are_refused(function: Callable[..., Tensor], device: torch.
 
 def test_a_launch_leaves_its_tickets_at_zero(device: torch.device) -> None:
     module = importlib.import_module("mini_infer.kernels.flash_decode")
-    case = make_case(device, [900, 3, 500])
+    case = make_case(device, [500, 3, 300])
     first = case(flash_decode)
     assert not module._tickets(device).any()
     assert torch.equal(case(flash_decode), first)

@@ -1,0 +1,85 @@
+"""Runs the tests that need a GPU and writes what came of them into reports/gpu_tests.md.
+
+python -m experiments.gpu_tests            # any further arguments go to pytest
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from experiments.lab import provenance
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTCOMES = ("passed", "failed", "skipped")
+
+
+def main(arguments: list[str]) -> int:
+    if not torch.cuda.is_available():
+        sys.exit("error: torch sees no CUDA device here, and these are the tests that need one")
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.xml"
+        command = ["pytest", "-m", "gpu", f"--junitxml={log}", "-o", "junit_family=xunit1", *arguments]
+        status = subprocess.run([sys.executable, "-m", *command], cwd=ROOT).returncode
+        text = summary(log, " ".join(["python -m experiments.gpu_tests", *arguments]))
+    (ROOT / "reports" / "gpu_tests.md").write_text(text)
+    return status
+
+
+def summary(log: Path, command: str) -> str:
+    """The page made from a junit log."""
+    cases = list(ET.parse(log).getroot().iter("testcase"))
+    by_file: dict[str, dict[str, list[ET.Element]]] = defaultdict(lambda: defaultdict(list))
+    for case in cases:
+        by_file[str(case.get("file") or case.get("classname"))][_outcome(case)].append(case)
+    versions = ", ".join(f"{name} {version}" for name, version in provenance.versions().items())
+    commit, clean = provenance.commit(ROOT), provenance.is_clean(ROOT)
+    lines = [
+        "# Tests on the GPU",
+        "",
+        f"{_device()}. {versions}. Commit {(commit or 'unknown')[:12]}{'' if clean else ', with changes'}.",
+        "",
+        "The tests marked `gpu`: kernels against their references over odd shapes, captured steps against eager ones,",
+        "overlapped steps against steps one after the other, every attention backend against every other, and all of",
+        f"them against the fp32 reference. Run them again: `{command}`.",
+        "",
+        "| file | " + " | ".join(OUTCOMES) + " | seconds |",
+        "|---|" + "---:|" * (len(OUTCOMES) + 1),
+    ]
+    for name, found in sorted(by_file.items()):
+        seconds = sum(float(case.get("time", 0)) for group in found.values() for case in group)
+        lines.append(f"| `{name}` | " + " | ".join(str(len(found[o])) for o in OUTCOMES) + f" | {seconds:.1f} |")
+    totals = [sum(len(found[outcome]) for found in by_file.values()) for outcome in OUTCOMES]
+    lines.append("| all | " + " | ".join(map(str, totals)) + f" | {sum(float(c.get('time', 0)) for c in cases):.1f} |")
+    for outcome in ("failed", "skipped"):
+        rest = [(case, name) for name, found in sorted(by_file.items()) for case in found[outcome]]
+        if rest:
+            lines += ["", f"## {outcome.capitalize()}", ""]
+            lines += [f"- `{name}::{case.get('name')}`: {_reason(case)}" for case, name in rest]
+    return "\n".join(lines) + "\n"
+
+
+def _outcome(case: ET.Element) -> str:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    return "skipped" if case.find("skipped") is not None else "passed"
+
+
+def _reason(case: ET.Element) -> str:
+    found = next(child for child in case if child.tag in ("failure", "error", "skipped"))
+    return (found.get("message") or "").strip().partition("\n")[0]
+
+
+def _device() -> str:
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return f"{torch.cuda.get_device_name()} (compute capability {capability}), CUDA {torch.version.cuda}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

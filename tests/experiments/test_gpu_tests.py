@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments import gpu_tests
+
+LOG = """<testsuites><testsuite>
+<testcase file="tests/a.py" classname="a" name="one" time="1.5"/>
+<testcase file="tests/a.py" classname="a" name="two" time="0.5"><failure message="wrong token&#10;more"/></testcase>
+<testcase file="tests/b.py" classname="b" name="three" time="0"><skipped message="no flash_attn"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_summary_counts_by_file_and_names_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_tests, "_device", lambda: "A GPU")
+    (tmp_path / "log.xml").write_text(LOG)
+    page = gpu_tests.summary(tmp_path / "log.xml", "python -m experiments.gpu_tests")
+    assert "| `tests/a.py` | 1 | 1 | 0 | 2.0 |" in page
+    assert "| `tests/b.py` | 0 | 0 | 1 | 0.0 |" in page
+    assert "| all | 1 | 1 | 1 | 2.0 |" in page
+    assert "- `tests/a.py::two`: wrong token\n" in page
+    assert "- `tests/b.py::three`: no flash_attn\n" in page
