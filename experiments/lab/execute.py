@@ -24,7 +24,8 @@ from experiments.lab.rows import Row
 from experiments.lab.store import Provenance, Result, RunInfo, StoreError
 from mini_infer.core.errors import MiniInferError
 
-NOT_IN_RUN_NAME = ("experiment=", "paths.", "tracker")
+# What says where things are, and not what is measured.
+NOT_IN_RUN_NAME = ("experiment=", "paths.", "tracker", "peers.hf.python", "peers.vllm.python")
 
 
 def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path) -> Path:
