@@ -4,6 +4,7 @@ and which commands there are beside it (report, compare, trace)."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def job(config: DictConfig) -> None:
 
 
 def main() -> None:
+    # A scheduler's time limit, or `timeout`, is an interrupt as well: what was measured is kept.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         command = COMMANDS.get(next(iter(sys.argv[1:]), ""))
         if command is not None:
@@ -48,7 +51,7 @@ def main() -> None:
         sys.argv[1:] = catalog.shorthand(sys.argv[1:], CONF)
         job()
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+        print("stopped by Ctrl-C or SIGTERM", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         message = explain(error, list(catalog.groups(CONF)))

@@ -61,6 +61,11 @@ class StepPlan:
     prefix_hit_tokens: int = 0
 
     @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do. A plan without rows may still have blocks to copy to the host."""
+        return not self.slots and not self.swap_out
+
+    @property
     def num_rows(self) -> int:
         return len(self.slots)
 

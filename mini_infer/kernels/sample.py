@@ -4,8 +4,9 @@ The rules, and the torch reference, are runtime/draw.py's: temperature -> top-k 
 a hashed uniform, over probabilities in fixed point, whose sums do not depend on their order. Nothing is sorted:
 
     _maxima     row x tiles   the highest logit of every group of 64 tokens
-    gather      row x tiles   top-k, top-p: sets the tokens apart among which the cut must lie     (sample_cut.py)
-    find_cut    row           top-k, top-p: bisects them for the last token that is kept           (sample_cut.py)
+    guess       row           top-k, top-p: how likely the tokens are among which the cut lies   (sample_cut.py)
+    gather      row x tiles   top-k, top-p: sets these tokens apart                              (sample_cut.py)
+    find_cut    row           top-k, top-p: finds the last one that is kept                      (sample_cut.py)
     _weigh      row x tiles   sampled rows: the mass that is kept in every tile of 4096 tokens
     _pick       row           greedy rows: the first of the highest
                               sampled rows: the tile, and in it the token, where the CDF passes the uniform
@@ -20,8 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.sample_cut import find_cut, gather
+from mini_infer.kernels.sample_cut import find_cut, gather, guess
 from mini_infer.kernels.sample_shared import (
+    COUNTER,
     GROUP,
     SEED_HIGH,
     SEED_LOW,
@@ -37,7 +39,7 @@ from mini_infer.kernels.sample_shared import (
 )
 
 _CAPACITY = 16384  # tokens of a row that `gather` sets apart at most
-_PROGRAMS = 1024  # that the kernels over tiles aim at
+_PROGRAMS = 1536  # that the kernels over tiles aim at; on an H200, 512 are a sixth slower at 256 rows, more no faster
 
 
 def sample_rows(logits: Tensor, param_rows: Tensor, positions: Tensor, *, capacity: int = _CAPACITY) -> Tensor:
@@ -65,25 +67,28 @@ def sample_rows(logits: Tensor, param_rows: Tensor, positions: Tensor, *, capaci
     tiles = triton.cdiv(vocab, TILE.value)
     capacity = min(capacity, vocab)
     maxima = scratch(tiles * TILE.value // GROUP.value, torch.float32)
-    sums = scratch(4, torch.int64)
-    keys, ids = scratch(capacity, torch.int32), scratch(capacity, torch.int32)
+    counts, sums = scratch(COUNTER.value, torch.int32), scratch(3, torch.int64)
+    bounds, keys, ids = scratch(2, torch.int32), scratch(capacity, torch.int32), scratch(capacity, torch.int32)
     cuts, masses = scratch(2, torch.int32), scratch(tiles, torch.int64)
     row = (logits, logits.stride(0), param_rows, param_rows.stride(0), maxima)
     scale = 2.0 ** (62 - vocab.bit_length())  # the weight of a row's highest: all together stay below 2**62
     wide = (rows, min(tiles, triton.cdiv(_PROGRAMS, rows)))
-    _maxima[wide](*row, sums, vocab, num_warps=4)
-    gather[wide](*row, sums, keys, ids, scale, vocab, capacity, num_warps=8)
-    find_cut[(rows,)](*row, sums, keys, ids, cuts, scale, vocab, capacity, num_warps=4)
+    _maxima[wide](*row, counts, sums, vocab, num_warps=4)
+    if capacity < vocab:  # else all tokens are set apart
+        guess[(rows,)](*row, bounds, vocab, num_warps=8)
+    gather[wide](*row, bounds, counts, sums, keys, ids, scale, vocab, capacity, num_warps=8)
+    find_cut[(rows,)](*row, bounds, counts, sums, keys, ids, cuts, scale, vocab, capacity, num_warps=8)
     _weigh[wide](*row, cuts, masses, scale, vocab, num_warps=8)
     _pick[(rows,)](*row, cuts, masses, positions, tokens, scale, vocab, num_warps=8)
     return tokens
 
 
 @triton.jit
-def _maxima(logits, stride, own_params, own_stride, maxima, sums, VOCAB: tl.constexpr):
+def _maxima(logits, stride, own_params, own_stride, maxima, counts, sums, VOCAB: tl.constexpr):
     row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
     if tl.program_id(1) == 0:
-        tl.store(sums + row * 4 + tl.arange(0, 4), tl.zeros((4,), tl.int64))
+        tl.store(counts + row * COUNTER, 0)
+        tl.store(sums + row * 3 + tl.arange(0, 4), tl.zeros((4,), tl.int64), mask=tl.arange(0, 4) < 3)
     for tile in range(tl.program_id(1), triton.cdiv(VOCAB, TILE), tl.num_programs(1)):
         group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
         x = load_logits(logits, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], VOCAB)

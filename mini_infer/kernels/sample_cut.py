@@ -1,11 +1,14 @@
-"""Where top-k and top-p cut a row of logits, without sorting it: two kernels of sample.py.
+"""Where top-k and top-p cut a row of logits, without sorting it: three kernels of sample.py.
 
 The cut is the largest key that is kept (see sample_shared.py) and, since tokens may tie there, the first token id with
-that key that is. Both rules are sums up to a key: top-k wants the first key up to which there are k tokens, top-p the
-first up to which they have enough mass. Such a key is found by bisection, four parts at a time.
+that key that is. Both rules are sums over the likelier tokens: top-k keeps tokens until there are k, top-p until they
+have enough mass.
 
-`gather` spares `find_cut` most of the row: it guesses from what lies at hand between which keys the cut must be, and
-sets only those tokens apart. A wrong guess costs time, not correctness: `find_cut` then bisects the whole row.
+    guess      row           two keys between which the cut must be, or probably is
+    gather     row x tiles   sets the tokens between them apart, and sums up the mass on either side
+    find_cut   row           finds the cut: compares a few tokens with each other, bisects many
+
+A wrong guess costs time, not correctness: `find_cut` sees it by the masses, and bisects the whole row.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ import triton
 import triton.language as tl
 
 from mini_infer.kernels.sample_shared import (
+    COUNTER,
     GROUP,
     INFINITE,
-    TILE,
     load_highest,
     load_logits,
     load_maxima,
@@ -27,10 +30,70 @@ from mini_infer.kernels.sample_shared import (
     weights,
 )
 
-_NEAR = tl.constexpr(1024)  # group maxima that the guess for top-p takes in at least
-_RUN, _EVERY = tl.constexpr(16), tl.constexpr(512)  # its sample of a row: so many tokens out of so many
-_BLOCK = tl.constexpr(1024)  # tokens that a bisection reads at a time
+_NEAR = tl.constexpr(192)  # group maxima that the guess for top-p takes in at least
+_RUN, _EVERY = tl.constexpr(16), tl.constexpr(256)  # its sample of a row: so many tokens out of so many
+_TILE = tl.constexpr(2048)  # tokens that `gather` reads at a time
+_FEW = tl.constexpr(256)  # tokens that are compared with each other
+_BLOCK, _WAYS = tl.constexpr(1024), tl.constexpr(8)  # tokens that a bisection reads at a time, parts that it makes
 _COUNT, _MASS, _TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what it sums up
+
+
+# ----------------------------------------------------------------------------------------------------------- the guess
+
+
+@triton.jit
+def guess(logits, stride, own_params, own_stride, maxima, bounds, VOCAB: tl.constexpr):
+    """bounds [S, 2] int32: the least and the largest key to set apart. For top-k they are certain: up to any key there
+    are as many tokens as groups with such a maximum, or more. For top-p they are an estimate from the groups' maxima,
+    among which are the tokens that matter where few carry the mass, and from a sample of the other tokens."""
+    row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
+    temperature, tail, top_k, _min_p = read(own_params)
+    if (temperature == 0) | ((top_k >= VOCAB) & (tail == 0)):
+        return
+    groups: tl.constexpr = triton.cdiv(VOCAB, GROUP)
+    group, highest = load_maxima(maxima, VOCAB)
+    top = tl.max(highest)
+    rank = tl.where(top_k < VOCAB, top_k, tl.minimum(_NEAR, groups // 2)).to(tl.float32)
+    _low, near = _enclose(token_keys(highest, top, temperature), (group < groups).to(tl.float32), rank)
+    first, last = tl.cast(0, tl.int32), near
+    if top_k >= VOCAB:
+        item = tl.arange(0, triton.next_power_of_2(groups + triton.cdiv(VOCAB, _EVERY) * _RUN))
+        token = (item - groups) // _RUN * _EVERY + (item - groups) % _RUN
+        is_group = item < groups
+        is_token = (item >= groups) & (token < VOCAB)
+        own = tl.load(maxima + tl.where(is_group, item, token // GROUP), mask=is_group | is_token, other=-float("inf"))
+        x = tl.load(logits + token, mask=is_token, other=-float("inf")).to(tl.float32)
+        key = token_keys(tl.where(is_group, own, x), top, temperature)
+        stands_for = tl.where(is_group, 1.0, tl.where(is_token & (x < own), 1.0 * _EVERY / _RUN, 0.0))
+        mass = shares(key) * stands_for
+        kept = (1 - tail) * tl.sum(mass)
+        _low, cut = _enclose(key, mass, kept)
+        noise = tl.where(is_token, mass * mass, 0.0)
+        behind = tl.sum(tl.where(key > cut, noise, 0.0))
+        deviation = tl.sqrt((1 - tail) * (1 - tail) * behind + tail * tail * (tl.sum(noise) - behind))
+        doubt = tl.minimum(4.5 * deviation, 0.5 * tail * kept)
+        low, _high = _enclose(key, mass, kept - doubt)
+        _low, high = _enclose(key, mass, kept + doubt)
+        first, last = tl.where(low > near, low, 0), tl.maximum(high, near)
+    tl.store(bounds + row * 2, first)
+    tl.store(bounds + row * 2 + 1, last)
+
+
+@triton.jit
+def _enclose(keys, amounts, goal):
+    """A short range of keys: amounts below it sum up to less than the goal, those up to its end to the goal or more."""
+    least: tl.constexpr = 0x3C800000  # of gaps from 1/64 ...
+    most: tl.constexpr = 0x42800000  # ... to 64
+    low, high = tl.cast(least, tl.int32), tl.cast(most, tl.int32)
+    while high - low > 1 << 15:
+        quarter = (high - low) >> 2
+        a, b, c = low + quarter, low + 2 * quarter, low + 3 * quarter
+        at_a = tl.sum(tl.where(keys <= a, amounts, 0.0))
+        at_b = tl.sum(tl.where(keys <= b, amounts, 0.0))
+        at_c = tl.sum(tl.where(keys <= c, amounts, 0.0))
+        low = tl.where(at_a >= goal, low, tl.where(at_b >= goal, a, tl.where(at_c >= goal, b, c)))
+        high = tl.where(at_a >= goal, a, tl.where(at_b >= goal, b, tl.where(at_c >= goal, c, high)))
+    return tl.where(low == least, 0, low), tl.where(high == most, INFINITE, high)
 
 
 @triton.jit
@@ -40,6 +103,8 @@ def gather(
     own_params,
     own_stride,
     maxima,
+    bounds,
+    counts,
     sums,
     keys,
     ids,
@@ -47,82 +112,50 @@ def gather(
     VOCAB: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """sums [S, 4]: zeros -> tokens set apart, all mass, mass below the keys set apart (both for top-p without top-k).
-    keys, ids [S, CAPACITY]: the tokens set apart, in any order."""
+    """keys, ids [S, CAPACITY] int32: the tokens set apart, in any order, as far as they fit. counts [S, COUNTER] int32:
+    how many there are. sums [S, 3] int64: for top-p without top-k the mass of the row, of the tokens with smaller keys,
+    and of these and those set apart. Counts and sums come as zeros."""
     row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
     temperature, tail, top_k, _min_p = read(own_params)
     if (temperature == 0) | ((top_k >= VOCAB) & (tail == 0)):
         return
     top = load_highest(maxima, VOCAB)
-    first, last = 0, INFINITE
-    if CAPACITY < VOCAB:
-        first, last = _guess(logits, maxima, top, temperature, tail, top_k, VOCAB)
-    mass, smaller = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
-    for tile in range(tl.program_id(1), triton.cdiv(VOCAB, TILE), tl.num_programs(1)):
-        index = tile * TILE + tl.arange(0, TILE)
-        key = token_keys(load_logits(logits, index, VOCAB), top, temperature)
+    first, last = _load_bounds(bounds + row * 2, VOCAB, CAPACITY)
+    per_tile: tl.constexpr = _TILE // GROUP
+    nothing = tl.zeros((per_tile,), tl.int64)
+    mass, smaller, up_to = nothing, nothing, nothing
+    for tile in range(tl.program_id(1), triton.cdiv(VOCAB, _TILE), tl.num_programs(1)):
+        group = tile * per_tile + tl.arange(0, per_tile)
+        index = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        wanted = index < VOCAB
+        if top_k < VOCAB:  # groups whose highest is too unlikely need not be read
+            wanted = wanted & (token_keys(tl.load(maxima + group), top, temperature) <= last)[:, None]
+        x = tl.load(logits + index, mask=wanted, other=-float("inf")).to(tl.float32)
+        key = token_keys(x, top, temperature)
         if top_k >= VOCAB:
-            weight = tl.where(index < VOCAB, weights(key, scale), 0)
-            mass += tl.sum(weight)
-            smaller += tl.sum(tl.where(key < first, weight, 0))
-        apart = (index < VOCAB) & (key >= first) & (key <= last)
-        count = tl.sum(apart.to(tl.int32))
-        if count > 0:
-            place = tl.atomic_add(sums + row * 4, count.to(tl.int64)) + tl.cumsum(apart.to(tl.int32)) - 1
-            tl.store(keys + row * CAPACITY + place, key, mask=apart & (place < CAPACITY))
-            tl.store(ids + row * CAPACITY + place, index, mask=apart & (place < CAPACITY))
+            weight = tl.where(wanted, weights(key, scale), 0)
+            mass += tl.sum(weight, axis=1)
+            smaller += tl.sum(tl.where(key < first, weight, 0), axis=1)
+            up_to += tl.sum(tl.where(key <= last, weight, 0), axis=1)
+        apart = wanted & (key >= first) & (key <= last)
+        place = tl.atomic_add(counts + row * COUNTER + tl.zeros_like(index), 1, mask=apart, sem="relaxed")
+        tl.store(keys + row * CAPACITY + place, key, mask=apart & (place < CAPACITY))
+        tl.store(ids + row * CAPACITY + place, index, mask=apart & (place < CAPACITY))
     if top_k >= VOCAB:
-        tl.atomic_add(sums + row * 4 + 1, mass)
-        tl.atomic_add(sums + row * 4 + 2, smaller)
+        tl.atomic_add(sums + row * 3, tl.sum(mass), sem="relaxed")
+        tl.atomic_add(sums + row * 3 + 1, tl.sum(smaller), sem="relaxed")
+        tl.atomic_add(sums + row * 3 + 2, tl.sum(up_to), sem="relaxed")
 
 
 @triton.jit
-def _guess(logits, maxima, top, temperature, tail, top_k, VOCAB: tl.constexpr):
-    """Keys between which the cut lies. For top-k this is certain: up to any key there are as many tokens as groups with
-    such a maximum, or more. For top-p it is an estimate from the groups' maxima, among which are the tokens that matter
-    where few carry the mass, and from a sample of the other tokens."""
-    groups: tl.constexpr = triton.cdiv(VOCAB, GROUP)
-    group, highest = load_maxima(maxima, VOCAB)
-    rank = tl.where(top_k < VOCAB, top_k, tl.minimum(_NEAR, groups // 2)).to(tl.float32)
-    _below, near = _enclose(token_keys(highest, top, temperature), (group < groups).to(tl.float32), rank)
-    first, last = tl.cast(0, tl.int32), near
-    if top_k >= VOCAB:
-        item = tl.arange(0, triton.next_power_of_2(groups + triton.cdiv(VOCAB, _EVERY) * _RUN))
-        token = (item - groups) // _RUN * _EVERY + (item - groups) % _RUN
-        is_group = item < groups
-        is_token = (item >= groups) & (token < VOCAB)
-        own = tl.load(maxima + tl.where(is_group, item, token // GROUP), mask=is_group | is_token, other=-float("inf"))
-        x = tl.load(logits + token, mask=is_token, other=-float("inf")).to(tl.float32)
-        stands_for = tl.where(is_group, 1.0, tl.where(is_token & (x < own), 1.0 * _EVERY / _RUN, 0.0))
-        key = token_keys(tl.where(is_group, own, x), top, temperature)
-        mass = shares(key) * stands_for
-        kept = (1 - tail) * tl.sum(mass)
-        doubt = 0.22 * tail * kept  # three to four standard deviations at the vocabularies there are
-        low, _end = _enclose(key, mass, kept - doubt)
-        _start, high = _enclose(key, mass, kept + doubt)
-        first, last = tl.where(low > near, low, 0), tl.maximum(high, near)
+def _load_bounds(bounds, VOCAB: tl.constexpr, CAPACITY: tl.constexpr):
+    first, last = tl.cast(0, tl.int32), tl.cast(INFINITE, tl.int32)
+    if CAPACITY < VOCAB:
+        first, last = tl.load(bounds), tl.load(bounds + 1)
     return first, last
 
 
-@triton.jit
-def _enclose(keys, amounts, goal):
-    """A short range of keys: amounts below it sum up to less than the goal, those up to its end to the goal or more."""
-    low, high = tl.cast(0, tl.int32), tl.cast(INFINITE, tl.int32)
-    while high - low > 1 << 15:
-        span = high - low
-        a, b, c = low + (span >> 2), low + (span >> 1), high - 1 - (span >> 2)
-        at_a = tl.sum(tl.where(keys <= a, amounts, 0.0))
-        at_b = tl.sum(tl.where(keys <= b, amounts, 0.0))
-        at_c = tl.sum(tl.where(keys <= c, amounts, 0.0))
-        low, high = _narrow(low, high, a, b, c, at_a, at_b, at_c, goal)
-    return low, high
-
-
-@triton.jit
-def _narrow(low, high, a, b, c, at_a, at_b, at_c, goal):
-    """The quarter of [low, high] in which the sum reaches the goal, given the sums up to a, b and c."""
-    new_low = tl.where(at_a >= goal, low, tl.where(at_b >= goal, a + 1, tl.where(at_c >= goal, b + 1, c + 1)))
-    return new_low, tl.where(at_a >= goal, a, tl.where(at_b >= goal, b, tl.where(at_c >= goal, c, high)))
+# ------------------------------------------------------------------------------------------------------------- the cut
 
 
 @triton.jit
@@ -132,6 +165,8 @@ def find_cut(
     own_params,
     own_stride,
     maxima,
+    bounds,
+    counts,
     sums,
     keys,
     ids,
@@ -140,33 +175,36 @@ def find_cut(
     VOCAB: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """cuts [S, 2]: of rows with top-k or top-p the largest key that is kept, and the first token with it that is."""
+    """cuts [S, 2] int32: of rows with top-k or top-p the largest key that is kept, and the first token with it."""
     row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
     temperature, tail, top_k, _min_p = read(own_params)
     if (temperature == 0) | ((top_k >= VOCAB) & (tail == 0)):
         return
-    top = load_highest(maxima, VOCAB)
-    count = tl.load(sums + row * 4).to(tl.int32)
-    mass, smaller = tl.load(sums + row * 4 + 1), tl.load(sums + row * 4 + 2)
-    given = (logits, keys + row * CAPACITY, ids + row * CAPACITY, top, temperature, scale)
-
-    whole = count > CAPACITY
-    if (top_k >= VOCAB) & (count <= CAPACITY):
-        goal = _kept(mass, tail)
-        whole = (smaller >= goal) | (smaller + _sum(INFINITE, 0, whole, count, given, VOCAB, _MASS) < goal)
-    count = tl.where(whole, VOCAB, count)
-    smaller = tl.where(whole, 0, smaller)
-
-    cut, first_tie = tl.cast(INFINITE, tl.int32), tl.cast(0, tl.int32)
-    if top_k < VOCAB:
-        cut = _bisect(cut, top_k, 0, whole, count, given, VOCAB, _COUNT)
-        mass = _sum(cut, 0, whole, count, given, VOCAB, _MASS)
-    if tail > 0:
-        goal = _kept(mass, tail) - smaller
-        cut = _bisect(cut, goal, 0, whole, count, given, VOCAB, _MASS)
-        gone = (_sum(cut, 0, whole, count, given, VOCAB, _MASS) - goal) // weights(cut, scale)
-        if gone > 0:  # the first of the tokens that tie at the cut
-            first_tie = 1 + _bisect(VOCAB - 1, gone, cut, whole, count, given, VOCAB, _TIES)
+    keys += row * CAPACITY
+    ids += row * CAPACITY
+    sums += row * 3
+    count = tl.load(counts + row * COUNTER)
+    mass, smaller, up_to = tl.load(sums), tl.load(sums + 1), tl.load(sums + 2)
+    goal = _kept(mass, tail)
+    whole = (count > CAPACITY) | ((top_k >= VOCAB) & ((smaller >= goal) | (up_to < goal)))
+    if (count <= _FEW) & (whole == 0):
+        cut, first_tie = _cut_few(keys, ids, count, top_k, tail, mass, smaller, scale, VOCAB)
+    else:
+        first, last = _load_bounds(bounds + row * 2, VOCAB, CAPACITY)
+        smaller = tl.where(whole, 0, smaller)
+        low, cut = tl.where(whole, 0, first), tl.where(whole, INFINITE, last)
+        count = tl.where(whole, VOCAB, count)
+        first_tie = tl.cast(0, tl.int32)
+        given = (whole, count, logits, keys, ids, load_highest(maxima, VOCAB), temperature, scale)
+        if top_k < VOCAB:
+            cut = _bisect(low, cut, top_k, 0, given, VOCAB, _COUNT)
+            mass = _mass(cut, given, VOCAB)
+        if tail > 0:
+            goal = _kept(mass, tail) - smaller
+            cut = _bisect(low, cut, goal, 0, given, VOCAB, _MASS)
+            gone = (_mass(cut, given, VOCAB) - goal) // weights(cut, scale)
+            if gone > 0:  # the first of the tokens that tie at the cut
+                first_tie = 1 + _bisect(0, VOCAB - 1, gone, cut, given, VOCAB, _TIES)
     tl.store(cuts + row * 2, cut)
     tl.store(cuts + row * 2 + 1, first_tie)
 
@@ -178,44 +216,67 @@ def _kept(mass, tail):
 
 
 @triton.jit
-def _bisect(high, goal, cut, whole, count, given, VOCAB: tl.constexpr, BY: tl.constexpr):
-    """The smallest number in [0, high] up to which the sum reaches the goal."""
-    low, high = tl.cast(0, tl.int32), tl.cast(high, tl.int32)
+def _cut_few(keys, ids, count, top_k, tail, mass, smaller, scale, VOCAB: tl.constexpr):
+    """The cut among at most _FEW tokens, from what each of them has before it: the likelier ones and, of those that tie
+    with it, the ones with higher ids."""
+    index = tl.arange(0, _FEW)
+    key = tl.load(keys + index, mask=index < count, other=INFINITE)
+    token = tl.load(ids + index, mask=index < count, other=0)
+    rank, before = tl.zeros((_FEW,), tl.int32), tl.zeros((_FEW,), tl.int64) + smaller
+    for start in range(0, count, 32):
+        other = start + tl.arange(0, 32)
+        other_key = tl.load(keys + other, mask=other < count, other=INFINITE)
+        other_token = tl.load(ids + other, mask=other < count, other=0)
+        likelier = (other_key[None, :] < key[:, None]) & (other < count)[None, :]
+        first = likelier | ((other_key[None, :] == key[:, None]) & (other_token[None, :] > token[:, None]))
+        weight = tl.where(other < count, weights(other_key, scale), 0)
+        rank += tl.sum(likelier.to(tl.int32), axis=1)
+        before += tl.sum(tl.where(first, weight[None, :], 0), axis=1)
+    kept = (index < count) & (rank < top_k)
+    if top_k < VOCAB:
+        mass = tl.sum(tl.where(kept, weights(key, scale), 0))
+    kept = kept & (before < _kept(mass, tail))
+    cut = tl.max(tl.where(kept, key, 0))
+    return cut, tl.min(tl.where(kept & (key == cut), token, VOCAB))
+
+
+@triton.jit
+def _bisect(low, high, goal, cut, given, VOCAB: tl.constexpr, BY: tl.constexpr):
+    """The smallest number in [low, high] up to which the sum reaches the goal."""
+    low, high = tl.cast(low, tl.int32), tl.cast(high, tl.int32)
     while low < high:
-        span = high - low
-        a, b, c = low + (span >> 2), low + (span >> 1), high - 1 - (span >> 2)
-        at_a, at_b, at_c = _sums(a, b, c, cut, whole, count, given, VOCAB, BY)
-        low, high = _narrow(low, high, a, b, c, at_a, at_b, at_c, goal)
+        step = (high - low) // _WAYS + 1
+        ends = tl.minimum(low + (tl.arange(0, _WAYS) + 1) * step - 1, high)
+        low += tl.sum((_sums(ends, cut, given, VOCAB, BY) < goal).to(tl.int32)) * step
+        high = tl.minimum(low + step - 1, high)
     return high
 
 
 @triton.jit
-def _sum(a, cut, whole, count, given, VOCAB: tl.constexpr, BY: tl.constexpr):
-    return _sums(a, a, a, cut, whole, count, given, VOCAB, BY)[0]
+def _mass(key, given, VOCAB: tl.constexpr):
+    """Of the tokens up to a key."""
+    return tl.max(_sums(tl.zeros((_WAYS,), tl.int32) + key, 0, given, VOCAB, _MASS))
 
 
 @triton.jit
-def _sums(a, b, c, cut, whole, count, given, VOCAB: tl.constexpr, BY: tl.constexpr):
-    """Sums up to a, b and c, over the whole row or the tokens set apart: their number or their mass, by key, or the
-    number of those that tie at the cut, by token id."""
-    logits, keys, ids, top, temperature, scale = given
-    sum_a, sum_b, sum_c = tl.zeros((_BLOCK,), tl.int64), tl.zeros((_BLOCK,), tl.int64), tl.zeros((_BLOCK,), tl.int64)
+def _sums(ends, cut, given, VOCAB: tl.constexpr, BY: tl.constexpr):
+    """Sums up to each of the ends, over the whole row or the tokens set apart: their number or their mass, by key, or
+    the number of those that tie at the cut, by token id."""
+    whole, count, logits, keys, ids, top, temperature, scale = given
+    sums = tl.zeros((_BLOCK, _WAYS), tl.int64)
     for start in range(0, count, _BLOCK):
         index = start + tl.arange(0, _BLOCK)
-        real = index < count
         if whole:
             token = index
             key = token_keys(load_logits(logits, index, VOCAB), top, temperature)
         else:
-            token = tl.load(ids + index, mask=real, other=0)
-            key = tl.load(keys + index, mask=real, other=0)
-        amount = real.to(tl.int64)
+            token = tl.load(ids + index, mask=index < count, other=0)
+            key = tl.load(keys + index, mask=index < count, other=0)
+        amount = (index < count).to(tl.int64)
         if BY == _MASS:
-            amount = tl.where(real, weights(key, scale), 0)
+            amount *= weights(key, scale)
         if BY == _TIES:
-            amount = (real & (key == cut)).to(tl.int64)
+            amount *= (key == cut).to(tl.int64)
         place = token if BY == _TIES else key
-        sum_a += tl.where(place <= a, amount, 0)
-        sum_b += tl.where(place <= b, amount, 0)
-        sum_c += tl.where(place <= c, amount, 0)
-    return tl.sum(sum_a), tl.sum(sum_b), tl.sum(sum_c)
+        sums += tl.where(place[:, None] <= ends[None, :], amount[:, None], 0)
+    return tl.sum(sums, axis=0)

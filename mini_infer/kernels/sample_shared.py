@@ -17,6 +17,7 @@ TEMPERATURE, TAIL, TOP_K, MIN_P, SEED_LOW, SEED_HIGH = (tl.constexpr(column) for
 
 GROUP = tl.constexpr(64)  # tokens that share a maximum
 TILE = tl.constexpr(4096)  # tokens that a program reads at a time
+COUNTER = tl.constexpr(32)  # int32s from one row's counter to the next's: one L2 line each, or atomics wait in line
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 INFINITE = tl.constexpr(0x7F800000)  # the key of an infinite gap
 

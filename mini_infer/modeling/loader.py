@@ -15,6 +15,7 @@ from mini_infer.modeling.layers import RMSNorm
 from mini_infer.modeling.registry import parse_spec
 from mini_infer.modeling.spec import ModelSpec, token_ids
 
+_DRAWN_AT_ONCE = 2**28  # random numbers
 _DUMMY_STD = 0.02  # as models are initialised: activations stay of order 1
 
 
@@ -53,8 +54,11 @@ def fill_dummy(model: Decoder, seed: int) -> None:
     """Normal weights, made where the parameters lie: a 7B model takes a second on a GPU and no host memory."""
     generator = torch.Generator(device=model.embed_tokens.device).manual_seed(seed)
     for parameter in model.parameters():
-        parameter.normal_(std=_DUMMY_STD, generator=generator)
-        parameter.copy_(parameter.bfloat16())  # a model in fp32 has the same weights, so that it can be a reference
+        # A model in fp32 has the same weights, so that it can be a reference. So they are rounded, and drawn in parts:
+        # within a tensor of more than 2 GiB torch starts its generator anew.
+        for part in parameter.split(max(1, _DRAWN_AT_ONCE // parameter[0].numel())):
+            part.normal_(std=_DUMMY_STD, generator=generator)
+            part.copy_(part.bfloat16())
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.weight.fill_(1.0)

@@ -238,6 +238,7 @@ def _try_largest_step(
     torch_model = TorchModel(model, allocate_kv(kv_shape, small.num_blocks, device), None, backends)
     runner = Runner(torch_model, _make_slots(config, small, sampler, device), sampler, NoGraphs())
     torch_model.warm_up(scheduler.max_num_seqs)
+    sampler.warm_up()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

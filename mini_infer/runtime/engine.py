@@ -60,9 +60,7 @@ class LLMEngine:
         self._claimed: set[str] = set()  # requests of `generate` and `stream`, which `step` does not hand out
         self._ended: list[Request] = []  # aborted or failed since the last StepRecord
         self._num_requests = 0
-        self._flights: deque[_Flight] = (
-            deque()
-        )  # oldest first; with overlap one is under way between two calls of `step`
+        self._flights: deque[_Flight] = deque()  # oldest first; with overlap one stays between two calls of `step`
         self._laps = _Laps()
 
     # --- whole requests -------------------------------------------------------------------------------------------
@@ -267,9 +265,9 @@ class LLMEngine:
         start = self.clock()
         plan, kv, evictions = self._schedule(start)
         planned = self.clock()
-        if plan.slots:
+        if not plan.empty:
             self._flights.append(_Flight(plan, self._launch(plan), kv, evictions))
-        waits = self._parts.overlap and bool(plan.slots)  # for the step after it, unless there is none
+        waits = self._parts.overlap and not plan.empty  # for the step after it, unless there is none
         flight = self._flights.popleft() if len(self._flights) > waits else None
         result = self._collect(flight) if flight else StepResult([])
         executed = self.clock()

@@ -60,12 +60,14 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Starts a plan that has rows."""
+        """Starts a plan that is not empty."""
         params = [self._sampler.admit(a.slot, a.params, a.seed, a.prompt_len, a.stop_ids) for a in plan.admissions]
         if plan.swap_out:
             self._model.swap_out(plan.swap_out)
         if plan.swap_in:
             self._model.swap_in(plan.swap_in)
+        if not plan.slots:
+            return LaunchedStep(plan)
         rows = np.flatnonzero(plan.samples)
         slots = np.array(plan.slots)[rows]
         positions = np.add(plan.starts, plan.counts)[rows]

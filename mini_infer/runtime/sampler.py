@@ -157,6 +157,13 @@ class Sampler:
         assert self._main is not None, "this sampler runs eagerly"
         return self._main(logits, param_rows, positions)
 
+    def warm_up(self) -> None:
+        """Compiles what `resample` runs, whose scores are float32 whatever the model's logits are."""
+        if self._main is not None:
+            scores = torch.zeros((1, _padded(self.vocab_size)), device=self.device)[:, : self.vocab_size]
+            rows = torch.zeros((1, NUM_PARAMS), dtype=torch.int32, device=self.device)
+            self._main(scores, rows, torch.zeros(1, dtype=torch.int64, device=self.device))
+
     def sample(self, logits: Tensor, step: StepInput, slots: Array, positions: Array, history: Tensor) -> SampledTokens:
         """One token a row, eagerly.
 

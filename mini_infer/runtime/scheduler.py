@@ -125,7 +125,7 @@ class Scheduler:
     # --- plan a step --------------------------------------------------------------------------------------------
 
     def schedule(self, now: float = 0.0) -> StepPlan:
-        """Plans the next step, at time `now`. The plan has no rows only when no request is left, or when all that is
+        """Plans the next step, at time `now`. The plan is empty only when no request is left, or when all that is
         left waits for tokens in flight."""
         self._step += 1
         step = _Step(now, self.config)
@@ -137,7 +137,7 @@ class Scheduler:
         # Whoever was just thrown out must not come straight back.
         self._schedule_prompts(step, admit=batch_is_open and everybody_grew)
 
-        if step.rows:
+        if step.rows or step.swap_out:
             self._planned[self._step] = step
         return StepPlan(
             step=self._step,
@@ -171,6 +171,9 @@ class Scheduler:
             if target > len(table) * block_size:
                 first = len(table)
                 blocks = grow(request, target)
+                if blocks is None and not slots and self._planned and not step.preempted:
+                    everybody_grew = False  # the step under way may free some: let it be booked first
+                    break
                 if blocks is None:
                     # It ranks behind this request, or is this request: never one that is in the step already.
                     self._preempt(self._last_ranked(), step)

@@ -1,6 +1,7 @@
 """Kernel sweeps, small: what is measured of what can run on a CPU, what is said of the rest, and mistakes."""
 
 import csv
+import dataclasses
 import math
 import os
 import subprocess
@@ -17,6 +18,7 @@ from experiments.lab import kernel_fused, kernel_timer
 from experiments.lab.execute import execute
 from experiments.lab.kernel_case import Implementation, Work, row_error
 from experiments.lab.progress import Steps
+from mini_infer.attention.triton import TritonBackend
 from mini_infer.core.config import DType
 from mini_infer.core.errors import ConfigError
 
@@ -164,7 +166,14 @@ def test_copies_outgrow_the_cache(monkeypatch):
 # --- the experiment ---
 
 
-def test_what_can_run_is_measured_and_what_cannot_is_stated(build):
+@pytest.fixture
+def no_interpreter(monkeypatch):
+    """Tests of kernels switch Triton's interpreter on for the whole process."""
+    capabilities = dataclasses.replace(TritonBackend.capabilities, devices=frozenset({"cuda"}))
+    monkeypatch.setattr(TritonBackend, "capabilities", capabilities)
+
+
+def test_what_can_run_is_measured_and_what_cannot_is_stated(build, no_interpreter):
     found = measure(build())
     points = {"prefill heads=4/2 length=40 queries=24 head_dim=16", "decode few"}
     assert {(row.variant, row.point, row.repeat) for row in found.rows} == {
@@ -206,7 +215,7 @@ def test_ceilings_that_are_not_known_are_a_note(build, monkeypatch):
     assert "Utilization is left out, because nobody has measured." in found.notes
 
 
-def test_where_nothing_can_run_it_is_an_error(build):
+def test_where_nothing_can_run_it_is_an_error(build, no_interpreter):
     with pytest.raises(
         ConfigError, match=r"nothing can be measured at .* triton: it runs on cuda, not cpu; flash_attn: it runs on"
     ):

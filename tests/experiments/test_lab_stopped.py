@@ -3,6 +3,7 @@
 import errno
 import runpy
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from experiments.lab.rounds import IncompleteRun
 from experiments.lab.store import StoreError
 from mini_infer.core.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 PASSES = 2 * 2  # variants and points
 
 
@@ -178,3 +180,21 @@ def test_ctrl_c_ends_the_program_with_its_own_code_and_no_traceback(monkeypatch,
         runpy.run_path(str(root / "run.py"), run_name="__main__")
     assert ended.value.code == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_time_limit_keeps_what_was_measured(tmp_path):
+    """`timeout` and batch systems send SIGTERM."""
+    places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
+    slow = ["model=dry", "engine.model.dry.step_ms=30", "engine.model.dry.max_model_len=2048", "measure.repeats=50"]
+    few = ["engine.model.device=cpu", "workload.count=2", "workload.prompt_tokens=8", "workload.output_tokens=9"]
+    command = [sys.executable, "run.py", "experiment=overlap", *places, *slow, *few]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    while "repeat 2 of 50" not in process.stderr.readline():
+        assert process.poll() is None
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    (kept,) = (tmp_path / "results" / "overlap" / "cpu").glob("*.json")
+    assert store.read(kept).info.status.startswith("incomplete: interrupted")

@@ -531,3 +531,23 @@ def test_dry_model_takes_the_time_it_is_told() -> None:
     engine = dry(model={"dry": {"max_model_len": 64, "step_ms": 20.0}})
     engine.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True))
     assert all(record.execute_s >= 0.02 for record in engine.records)
+
+
+def test_swapping_out_needs_no_row_beside_it() -> None:
+    """With overlap, the only request that could run may have to give way to one whose last token is on its way."""
+    cache = {"block_size": 16, "num_blocks": 4, "watermark": 0.0}
+    scheduler = {"max_num_seqs": 3, "max_num_batched_tokens": 3, "preemption": "swap", "overlap": "always"}
+    params = SamplingParams(temperature=0, max_tokens=None)
+    expected = dry(max_model_len=48, cache=cache).generate([[33]], params)[0].outputs[0].token_ids
+    engine = dry(max_model_len=48, cache=cache, scheduler=scheduler)
+    tokens: dict[str, list[int]] = {}
+    for step in range(200):
+        if step in (0, 15):
+            arrivals = ["short", "first", "second"] if step == 0 else ["late"]
+            for name in arrivals:
+                own = SamplingParams(temperature=0, max_tokens=1) if name == "short" else params
+                engine.add_request([33], own, request_id=name)
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.outputs[0].token_ids_delta)
+    assert sum("late" in record.preempted for record in engine.records) >= 1
+    assert tokens == {"short": expected[:1]} | dict.fromkeys(("first", "second", "late"), expected)

@@ -15,8 +15,11 @@ from mini_infer.core.request import SamplingParams
 from mini_infer.runtime.draw import pick_rows
 from mini_infer.runtime.sampler import Sampler
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
-MAINS = [pytest.param(None, id="eager"), pytest.param(pick_rows, id="main")]  # pick_rows stands for a fused kernel
+PATHS = [  # where the logits lie, and the main path: none, the torch reference of one, or the fused kernels
+    ("cpu", None),
+    ("cpu", "reference"),
+    *(pytest.param("cuda", main, marks=pytest.mark.gpu) for main in (None, "reference", "fused")),
+]
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -40,7 +43,7 @@ class Batch:
         prompts, outputs = prompts or [[0]] * n, outputs or [[]] * n
         lengths = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
         self.positions = np.array(lengths if positions is None else positions, np.int64)
-        self.sampler = Sampler(n, vocab_size, device, main)
+        self.sampler = Sampler(n, vocab_size, device, main_path(main))
         self.param_rows = torch.zeros((n, self.sampler.num_params), dtype=torch.int32)
         self.history = torch.zeros((n + 1, 512), dtype=torch.int32)
         for slot, (p, prompt, output) in enumerate(zip(params, prompts, outputs, strict=True)):
@@ -61,6 +64,14 @@ class Batch:
         if logits.is_cuda:
             torch.cuda.synchronize()
         return token_ids.tolist(), logprobs.finish() if logprobs else {}
+
+
+def main_path(name):
+    if name == "fused":
+        from mini_infer.kernels.sample import sample_rows
+
+        return sample_rows
+    return pick_rows if name == "reference" else None
 
 
 def pick(logits, params, **kwargs):
@@ -153,8 +164,7 @@ class TestMinTokens:
         assert 2 not in pick(logits, [SamplingParams(min_tokens=1)] * 50, stop_ids=[2])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("main", MAINS)
+@pytest.mark.parametrize(("device", "main"), PATHS)
 class TestIndependenceOfTheBatch:
     @pytest.mark.parametrize("vocab_size", [97, 1024])
     def test_a_mixed_batch_equals_its_rows_alone(self, vocab_size, device, main):
@@ -180,8 +190,7 @@ class TestIndependenceOfTheBatch:
 
         order = rng.permutation(n)
         assert batch.sample(logits[order.tolist()], order)[0] == [together[row] for row in order]
-        other = pick_rows if main is None else None
-        assert Batch(params, vocab_size, **arguments, main=other).sample(logits)[0] == together
+        assert Batch(params, vocab_size, **arguments).sample(logits)[0] == together
 
     def test_another_slot_gives_the_same_token(self, device, main):
         logits = random_logits(1, 500).to(device).expand(8, 500)
@@ -243,7 +252,7 @@ class TestRare:
             SamplingParams(temperature=0, repetition_penalty=9),
             SamplingParams(temperature=0, logprobs=0),
         ]
-        batch = Batch(params, 4, prompts=[[3], [3], [3]], main=pick_rows)
+        batch = Batch(params, 4, prompts=[[3], [3], [3]], main="reference")
         logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(3, 4)
         rare = batch.sampler.rare(np.arange(3), batch.positions)
         tokens = torch.tensor([77, 77, 0], dtype=torch.int32)  # of a captured graph, say
