@@ -164,14 +164,13 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute, or to hand over."""
-        return self.scheduler.num_unfinished > 0 or bool(self._flights) or bool(self._unclaimed())
+        return self.scheduler.num_unfinished > 0 or bool(self._unclaimed())
 
     def close(self) -> None:
-        """Aborts what is left, and waits for the step under way."""
+        """Aborts what is left."""
         for request_id in dict.fromkeys(request.request_id for request in self._outputs.unfinished()):
             self.abort(request_id)
-        while self._flights:
-            self._advance()
+        self._drop_flights()
 
     # --- for comparisons ------------------------------------------------------------------------------------------
 
@@ -187,7 +186,7 @@ class LLMEngine:
             RuntimeError: requests are unfinished; a probe uses their slots and blocks.
             RequestError: the tokens are too many.
         """
-        if self.scheduler.num_unfinished or self._flights:
+        if self.scheduler.num_unfinished:
             raise RuntimeError("logits can be probed only while the engine has no unfinished requests")
         if not 0 < split <= len(token_ids) < self.max_model_len:
             raise RequestError(f"a probe takes from 1 to {self.max_model_len - 1} tokens, of which {split} come first")
@@ -280,11 +279,18 @@ class LLMEngine:
         except BaseException:
             self._start_over()
             raise
+        if not self.scheduler.num_unfinished:
+            self._drop_flights()
         end = self.clock()
         self._laps.add(start, planned - start, executed - planned, end - executed)
         if flight or self._ended:
             num_sampled = sum(len(update.token_ids) for update in updates)
             self._observe(flight or _Flight(plan, None, kv, evictions), changed, num_sampled, end)
+
+    def _drop_flights(self) -> None:
+        """What is still under way computes tokens for requests that have ended meanwhile. Nobody waits for them."""
+        while self._flights:
+            self.scheduler.fail(self._flights.popleft().plan)
 
     def _schedule(self, now: float) -> tuple[StepPlan, KVUsage, int]:
         """The next plan, the KV memory as it will be then, and the evictions that it caused."""

@@ -5,7 +5,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments import ablation
-from experiments.lab import subjects
+from experiments.lab import clocks, subjects
 from experiments.lab.claims import Verdict, judge, ratio
 from experiments.lab.progress import Steps
 from experiments.lab.rows import Table
@@ -71,6 +71,7 @@ def virtual_time(monkeypatch):
 
     monkeypatch.setattr(subjects, "LLMEngine", engine)
     monkeypatch.setattr(dry.time, "sleep", clock.sleep)
+    monkeypatch.setattr(clocks, "drift", lambda *_: 0.0)  # of the real machine, which is not the one that is measured
 
 
 CLAIMS = [

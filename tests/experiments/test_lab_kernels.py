@@ -208,7 +208,7 @@ def test_an_implementation_that_is_wrong_fails_the_gate_and_its_claims(build, mo
     assert "fresh engine" not in text
 
 
-def test_ceilings_that_are_not_known_are_a_note(build, monkeypatch):
+def test_ceilings_that_are_not_known_are_a_note(build, monkeypatch, no_interpreter):
     monkeypatch.setattr(kernels.ceilings, "find", lambda *a: kernels.ceilings.Found(None, "nobody has measured"))
     found = measure(build())
     assert {row.metric for row in found.rows} == {"time_us", "tflop_s", "gb_s"}

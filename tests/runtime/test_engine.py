@@ -551,3 +551,18 @@ def test_swapping_out_needs_no_row_beside_it() -> None:
             tokens.setdefault(output.request_id, []).extend(output.outputs[0].token_ids_delta)
     assert sum("late" in record.preempted for record in engine.records) >= 1
     assert tokens == {"short": expected[:1]} | dict.fromkeys(("first", "second", "late"), expected)
+
+
+def test_no_step_is_left_under_way_when_all_requests_have_ended() -> None:
+    """With overlap the step behind the last one is launched before anybody knows that it is one too many."""
+    engine = dry(scheduler={"overlap": "always"})
+    stop = engine.generate("hello", SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].token_ids[-1]
+    engine.generate("hello", SamplingParams(temperature=0, max_tokens=9, stop_token_ids=(stop,)))
+    assert not engine.has_unfinished_requests()
+    assert not engine._flights
+    engine.scheduler.check_integrity()
+    aborted = engine.add_request("hello", SamplingParams(temperature=0, max_tokens=9))
+    engine.step()
+    engine.abort(aborted)
+    assert engine.step()[0].outputs[0].finish_reason is FinishReason.abort
+    assert not engine._flights
