@@ -1,5 +1,7 @@
 """Whole runs: a slowdown that is planted is found, and one that is not there is not."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
@@ -70,7 +72,8 @@ def virtual_time(monkeypatch):
         return LLMEngine(config, clock=clock)
 
     monkeypatch.setattr(subjects, "LLMEngine", engine)
-    monkeypatch.setattr(dry.time, "sleep", clock.sleep)
+    # The dry model's sleep alone: a thread that another test left behind must not move this clock.
+    monkeypatch.setattr(dry, "time", SimpleNamespace(sleep=clock.sleep))
     monkeypatch.setattr(clocks, "drift", lambda *_: 0.0)  # of the real machine, which is not the one that is measured
 
 
