@@ -94,7 +94,7 @@ def verdicts(compose_config, *overrides):
 
 
 def test_a_slowdown_of_ten_percent_refutes_claims_and_none_refutes_nothing(compose_config, virtual_time):
-    found = verdicts(compose_config)
+    found = verdicts(compose_config, "measure.repeats=9")  # five find it in 19 of 20 runs
     assert found["slower"] == [Verdict.refuted] * 2
     assert Verdict.refuted not in found["same"]
 
