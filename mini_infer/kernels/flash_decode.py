@@ -30,6 +30,7 @@ from mini_infer.kernels.paged_decode import (
     paged_decode_reference,
     store_rows,
 )
+from mini_infer.kernels.pdl import launch_options
 
 MAX_PARTS = 128  # of a row: one program merges them all
 WHOLE_TILES = 2  # a row of no more is not worth a merge
@@ -73,7 +74,10 @@ def _flash_decode_kernel(
     BLOCK_D: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     TILE: tl.constexpr = SLICES * SLICE
     # KV heads vary fastest: programs that start together read neighbouring heads of the same tokens.
     pack, num_packs = tl.program_id(0), tl.num_programs(0)
@@ -82,23 +86,23 @@ def _flash_decode_kernel(
     lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     tiles = tl.cdiv(lengths - first_position(lengths, window, QUERY_LEN), TILE)
     all_tiles = tl.sum(tiles, 0)
-    part_tiles = tl.cdiv(all_tiles, tl.where(all_tiles > target * LONG_TILES, 2 * target, target))
-    parts = tl.where(tiles <= WHOLE_TILES, tl.minimum(tiles, 1), tl.cdiv(tiles, part_tiles))
+    target = tl.where(all_tiles > target * LONG_TILES, 2 * target, target)
+    parts = _num_parts(tiles, all_tiles, target, WHOLE_TILES)
     ends = tl.cumsum(parts, 0)
     if segment >= tl.max(ends, 0):
         return
     row = tl.sum((ends <= segment).to(tl.int32), 0)
-    first_segment = tl.sum(tl.where(ends <= segment, parts, 0), 0)
+    part = segment - tl.sum(tl.where(ends <= segment, parts, 0), 0)
     length = tl.load(seq_lens + row)
     first = first_position(length, window, QUERY_LEN)
     own_tiles = tl.cdiv(length - first, TILE)
-    part_tiles = tl.where(own_tiles <= WHOLE_TILES, own_tiles, part_tiles)
-    num_parts = tl.cdiv(own_tiles, part_tiles)
-    begin = first + (segment - first_segment) * part_tiles * TILE
+    num_parts = _num_parts(own_tiles, all_tiles, target, WHOLE_TILES)
+    begin = first + own_tiles * part // num_parts * TILE
+    end = tl.minimum(first + own_tiles * (part + 1) // num_parts * TILE, length)
     acc, top, total = attend(
         q, keys, values, block_tables + row * table_stride, row, pack,
-        begin, tl.minimum(begin + part_tiles * TILE, length), length, window, scale_log2,
-        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, BLOCK_D, SLICES, SLICE,
+        begin, end, length, window, scale_log2,
+        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, BLOCK_D, SLICES, SLICE, PDL,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # some queries may see nothing of this part
     if num_parts == 1:
@@ -115,10 +119,17 @@ def _flash_decode_kernel(
         if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
             tl.store(ticket, 0)  # for the next launch
             merged = _merge(
-                found, found_lse, (first_segment * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
+                found, found_lse, ((segment - part) * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
                 MAX_PARTS, QUERIES, HEAD_DIM, MERGE_ROWS, MERGE_PARTS, BLOCK_D,
             )  # fmt: skip
             store_rows(out, merged, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, MERGE_ROWS, BLOCK_D)
+
+
+@triton.jit
+def _num_parts(tiles, all_tiles, target, WHOLE_TILES: tl.constexpr):
+    """A row's share of the target, rounded: rows of one length stay whole rather than become a part and a bit."""
+    share = (2 * target * tiles + all_tiles) // (2 * all_tiles)
+    return tl.minimum(tl.where(tiles > WHOLE_TILES, tl.maximum(share, 1), 1), tiles)
 
 
 @triton.jit
@@ -205,6 +216,7 @@ def flash_decode(
         MERGE_ROWS=merge_rows,
         MERGE_PARTS=max(1, 2**14 // (merge_rows * shape["BLOCK_D"])),
         **shape,
+        **launch_options(q.device),
     )
     return out
 
