@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -166,14 +167,14 @@ class FlashDecode(_Attention):
     def implementation(self, variant: str) -> Implementation:
         if variant == FA4:
             return self._backend(AttentionChoice.flash_attn, self._store.num_layers)
-        return Implementation(self._with(self._kernel(variant)))
-
-    def _kernel(self, variant: str) -> Callable[..., Tensor]:
         require_triton(self.device)
-        from mini_infer.kernels.flash_decode import flash_decode
+        from mini_infer.kernels.flash_decode import flash_decode, split_rows
         from mini_infer.kernels.paged_decode import paged_decode
 
-        return flash_decode if variant == SPLIT_K else paged_decode
+        if variant == SINGLE_PASS:
+            return Implementation(self._with(paged_decode))
+        rows = split_rows(self._q[0], self._store.keys(0), self._batch.seq_lens, window=None, query_len=1)
+        return Implementation(self._with(partial(flash_decode, parts=rows)))
 
     def _with(self, kernel: Callable[..., Tensor]) -> Callable[[int], Tensor]:
         store, batch = self._store, self._batch

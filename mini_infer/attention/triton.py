@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,8 @@ class TritonBackend(AttentionBackend):
             from mini_infer.kernels import flash_decode, paged_prefill
         except ImportError as error:
             raise ImportError(f"Triton cannot be imported ({error})") from error
-        self._flash_decode, self._paged_prefill = flash_decode.flash_decode, paged_prefill.paged_prefill
+        self._flash_decode, self._split_rows = flash_decode.flash_decode, flash_decode.split_rows
+        self._paged_prefill = paged_prefill.paged_prefill
 
     def check(self, device: torch.device) -> None:
         TritonKernels().check(device)
@@ -52,17 +54,15 @@ class TritonBackend(AttentionBackend):
         n = batch.num_decode_rows
         windows = effective_windows(windows, batch.max_decode_seq_len)
         block_tables, seq_lens = batch.block_tables[:n], batch.seq_lens[:n]
+        parts: dict[int | None, Tensor] = {}  # by window: layers with the same one split their rows alike
 
         def step(layer: int, q: Tensor) -> Tensor:
+            q, keys, values = q.contiguous(), kv_store.keys(layer), kv_store.values(layer)
+            rows: dict[str, Any] = {"window": windows[layer], "query_len": batch.decode_query_len}
+            if windows[layer] not in parts:
+                parts[windows[layer]] = self._split_rows(q, keys, seq_lens, **rows)
             return self._flash_decode(
-                q.contiguous(),
-                kv_store.keys(layer),
-                kv_store.values(layer),
-                block_tables,
-                seq_lens,
-                scale=scale,
-                window=windows[layer],
-                query_len=batch.decode_query_len,
+                q, keys, values, block_tables, seq_lens, scale=scale, parts=parts[windows[layer]], **rows
             )
 
         return step

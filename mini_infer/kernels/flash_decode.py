@@ -5,8 +5,8 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
     row 1  | part |
     row 2  | part | part |
 
-A part's size is what gives every SM work, given the lengths of all rows. Each program computes it on the device from
-seq_lens, and with it its own row and part. So short rows are not split, and no length shows in the grid: a CUDA graph
+A part's size is what gives every SM work, given the lengths of all rows. It is computed on the device from seq_lens,
+once a step for all layers (split_rows). So short rows are not split, and no length shows in the grid: a CUDA graph
 stays right while the lengths change. The grid has as many programs as there can be parts, and those too many exit.
 """
 
@@ -30,99 +30,50 @@ from mini_infer.kernels.paged_decode import (
     paged_decode_reference,
     store_rows,
 )
-from mini_infer.kernels.pdl import launch_options
 
-MAX_PARTS = 128  # of a row: one program merges them all
 WHOLE_TILES = 2  # a row of no more is not worth a merge
 LONG_TILES = 14  # with longer parts an SM gets two programs, which hide each other's waiting; with shorter ones, one
-MAX_ROWS = 1024  # of a batch: each program reads all lengths
+MAX_ROWS = 1024  # of a batch: for each part, all lengths are read
 MAX_TICKETS = 2**16
+_FIELDS = tl.constexpr(8)  # of a part: row (-1: none), its length, begin, end, the row's first part and their number
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "target", "table_stride", "window"],
-    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
-)
-def _flash_decode_kernel(
-    out,
-    q,
-    keys,
-    values,
-    block_tables,
+@triton.jit(do_not_specialize=["num_rows", "target", "window"], do_not_specialize_on_alignment=["seq_lens"])
+def _split_rows_kernel(
+    parts,  # [S, _FIELDS]
     seq_lens,
-    found,  # [segments, packs, QUERIES, HEAD_DIM] of q's dtype: the results of parts, where a row has several
-    found_lse,  # [segments, packs, QUERIES] fp32: log2 of their sums of exponentials
-    tickets,  # [R * packs] int32, zeros before and after: how many parts of a row are finished
     num_rows,
     target,  # parts to make of the whole batch, give or take one a row; twice as many of a long one
-    table_stride,
     window,
-    scale_log2,
     MAX_ROWS: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
     WHOLE_TILES: tl.constexpr,
     LONG_TILES: tl.constexpr,
-    QUERIES: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    MERGE_PARTS: tl.constexpr,
-    GROUP: tl.constexpr,
     QUERY_LEN: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SLICES: tl.constexpr,
-    SLICE: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    TILE: tl.constexpr = SLICES * SLICE
-    # KV heads vary fastest: programs that start together read neighbouring heads of the same tokens.
-    pack, num_packs = tl.program_id(0), tl.num_programs(0)
-    segment = tl.program_id(1)  # parts are counted through the batch
+    """One program a part, counted through the batch."""
+    place = tl.program_id(0)
     rows = tl.arange(0, MAX_ROWS)
     lengths = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     tiles = tl.cdiv(lengths - first_position(lengths, window, QUERY_LEN), TILE)
     all_tiles = tl.sum(tiles, 0)
     target = tl.where(all_tiles > target * LONG_TILES, 2 * target, target)
-    parts = _num_parts(tiles, all_tiles, target, WHOLE_TILES)
-    ends = tl.cumsum(parts, 0)
-    if segment >= tl.max(ends, 0):
-        return
-    row = tl.sum((ends <= segment).to(tl.int32), 0)
-    part = segment - tl.sum(tl.where(ends <= segment, parts, 0), 0)
-    length = tl.load(seq_lens + row)
+    counts = _num_parts(tiles, all_tiles, target, WHOLE_TILES)
+    ends = tl.cumsum(counts, 0)
+    row = tl.sum((ends <= place).to(tl.int32), 0)
+    first_part = tl.sum(tl.where(ends <= place, counts, 0), 0)
+    length = tl.load(seq_lens + row, mask=row < num_rows, other=1)
     first = first_position(length, window, QUERY_LEN)
     own_tiles = tl.cdiv(length - first, TILE)
     num_parts = _num_parts(own_tiles, all_tiles, target, WHOLE_TILES)
-    begin = first + own_tiles * part // num_parts * TILE
-    end = tl.minimum(first + own_tiles * (part + 1) // num_parts * TILE, length)
-    acc, top, total = attend(
-        q, keys, values, block_tables + row * table_stride, row, pack,
-        begin, end, length, window, scale_log2,
-        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, BLOCK_D, SLICES, SLICE, PDL,
-    )  # fmt: skip
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # some queries may see nothing of this part
-    if num_parts == 1:
-        store_rows(out, acc, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, ROWS, BLOCK_D)
-    else:
-        query = tl.arange(0, ROWS)
-        dims = tl.arange(0, BLOCK_D)
-        line = (segment * num_packs + pack) * QUERIES + query
-        real = query < QUERIES
-        tl.store(found + line[:, None] * HEAD_DIM + dims, acc, mask=real[:, None] & (dims < HEAD_DIM))
-        tl.store(found_lse + line, top + tl.log2(total), mask=real)
-        ticket = tickets + row * num_packs + pack
-        tl.debug_barrier()  # the ticket speaks for all threads
-        if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
-            tl.store(ticket, 0)  # for the next launch
-            merged = _merge(
-                found, found_lse, ((segment - part) * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
-                MAX_PARTS, QUERIES, HEAD_DIM, MERGE_ROWS, MERGE_PARTS, BLOCK_D,
-            )  # fmt: skip
-            store_rows(out, merged, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, MERGE_ROWS, BLOCK_D)
+    part = place - first_part
+    fields = parts + place * _FIELDS
+    tl.store(fields, tl.where(place < tl.max(ends, 0), row, -1))
+    tl.store(fields + 1, length)
+    tl.store(fields + 2, first + own_tiles * part // num_parts * TILE)
+    tl.store(fields + 3, tl.minimum(first + own_tiles * (part + 1) // num_parts * TILE, length))
+    tl.store(fields + 4, first_part)
+    tl.store(fields + 5, num_parts)
 
 
 @triton.jit
@@ -132,6 +83,90 @@ def _num_parts(tiles, all_tiles, target, WHOLE_TILES: tl.constexpr):
     return tl.minimum(tl.where(tiles > WHOLE_TILES, tl.maximum(share, 1), 1), tiles)
 
 
+def split_rows(q: Tensor, keys: Tensor, seq_lens: Tensor, *, window: int | None, query_len: int) -> Tensor:
+    """The parts of all rows, for flash_decode with the same arguments. [S, 8] int32, opaque"""
+    shape, num_rows = decode_shape(q, keys, query_len), seq_lens.shape[0]
+    target = max(1, _num_sms(q.device) // packs(shape))
+    parts = torch.empty((num_rows + 2 * target, _FIELDS.value), dtype=torch.int32, device=q.device)
+    _split_rows_kernel[(parts.shape[0],)](
+        parts,
+        seq_lens,
+        num_rows,
+        target,
+        UNBOUNDED if window is None else window,
+        MAX_ROWS=next(size for size in (1, 32, 256, MAX_ROWS) if num_rows <= size),
+        WHOLE_TILES=WHOLE_TILES,
+        LONG_TILES=LONG_TILES,
+        QUERY_LEN=query_len,
+        TILE=shape["SLICES"] * shape["SLICE"],
+    )
+    return parts
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "window"],
+    do_not_specialize_on_alignment=["block_tables"],
+)
+def _flash_decode_kernel(
+    out,
+    q,
+    keys,
+    values,
+    block_tables,
+    parts,  # [S, _FIELDS]
+    found,  # [S, packs, QUERIES, HEAD_DIM] of q's dtype: the results of parts, where a row has several
+    found_lse,  # [S, packs, QUERIES] fp32: log2 of their sums of exponentials
+    tickets,  # [R * packs] int32, zeros before and after: how many parts of a row are finished
+    table_stride,
+    window,
+    scale_log2,
+    QUERIES: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    # KV heads vary fastest: programs that start together read neighbouring heads of the same tokens.
+    pack, num_packs = tl.program_id(0), tl.num_programs(0)
+    place = tl.program_id(1)
+    fields = parts + place * _FIELDS
+    row = tl.load(fields)
+    if row < 0:
+        return
+    length, begin, end = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
+    first_part, num_parts = tl.load(fields + 4), tl.load(fields + 5)
+    acc, top, total = attend(
+        q, keys, values, block_tables + row * table_stride, row, pack,
+        begin, end, length, window, scale_log2,
+        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, BLOCK_D, SLICES, SLICE,
+    )  # fmt: skip
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # some queries may see nothing of this part
+    if num_parts == 1:
+        store_rows(out, acc, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, ROWS, BLOCK_D)
+    else:
+        query = tl.arange(0, ROWS)
+        dims = tl.arange(0, BLOCK_D)
+        line = (place * num_packs + pack) * QUERIES + query
+        real = query < QUERIES
+        tl.store(found + line[:, None] * HEAD_DIM + dims, acc, mask=real[:, None] & (dims < HEAD_DIM))
+        tl.store(found_lse + line, top + tl.log2(total), mask=real)
+        ticket = tickets + row * num_packs + pack
+        tl.debug_barrier()  # the ticket speaks for all threads
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
+            tl.store(ticket, 0)  # for the next launch
+            merged = _merge(
+                found, found_lse, (first_part * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
+                QUERIES, HEAD_DIM, MERGE_ROWS, BLOCK_D,
+            )  # fmt: skip
+            store_rows(out, merged, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, MERGE_ROWS, BLOCK_D)
+
+
 @triton.jit
 def _merge(
     found,
@@ -139,30 +174,32 @@ def _merge(
     first_line,
     stride,  # lines from part to part
     num_parts,
-    MAX_PARTS: tl.constexpr,
     QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """The parts of one row's pack, weighted by their sums of exponentials. [ROWS, BLOCK_D]"""
-    query = tl.arange(0, ROWS)[:, None]
+    query = tl.minimum(tl.arange(0, ROWS), QUERIES - 1)
     dims = tl.arange(0, BLOCK_D)
-    every = tl.arange(0, MAX_PARTS)
-    lse = first_line + every * stride + query
-    lse = tl.load(found_lse + lse, mask=(every < num_parts) & (query < QUERIES), other=float("-inf"))
-    top = tl.maximum(tl.max(lse, 1), -1e30)
-    total = tl.sum(tl.exp2(lse - top[:, None]), 1)
+    top = tl.full((ROWS,), -1e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for start in tl.range(0, num_parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        line = first_line + part * stride + query
-        real = (part < num_parts) & (query < QUERIES)
-        wide = real[:, :, None] & (dims < HEAD_DIM)
-        x = tl.load(found + line[:, :, None] * HEAD_DIM + dims, mask=wide, other=0.0).to(tl.float32)
-        weight = tl.exp2(tl.load(found_lse + line, mask=real, other=float("-inf")) - top[:, None])
-        acc += tl.sum(x * weight[:, :, None], 1)
+    # One part after the other, so that each thread adds up its own elements, but with the loads of many under way.
+    UNROLL: tl.constexpr = 2**14 // (ROWS * BLOCK_D) if ROWS * BLOCK_D < 2**14 else 1
+    for start in tl.range(0, num_parts, UNROLL):
+        new_top = top
+        for i in tl.static_range(UNROLL):
+            line = first_line + tl.minimum(start + i, num_parts - 1) * stride + query
+            new_top = tl.maximum(new_top, tl.load(found_lse + line))
+        rescale = tl.exp2(top - new_top)
+        top, total, acc = new_top, total * rescale, acc * rescale[:, None]
+        for i in tl.static_range(UNROLL):
+            line = first_line + tl.minimum(start + i, num_parts - 1) * stride + query
+            weight = tl.where(start + i < num_parts, tl.exp2(tl.load(found_lse + line) - top), 0.0)
+            x = tl.load(found + line[:, None] * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+            total += weight
+            acc += x.to(tl.float32) * weight[:, None]
     return acc / total[:, None]
 
 
@@ -176,8 +213,11 @@ def flash_decode(
     scale: float,
     window: int | None,
     query_len: int,
+    parts: Tensor | None = None,
 ) -> Tensor:
     """paged_decode, faster: the same arguments, result and errors, and as safe in a CUDA graph.
+
+    parts is what split_rows gives, where several layers can share it. It is made here where it is None.
 
     The first call on a device must not be under capture (RuntimeError). Calls on one device share their tickets, so
     they must not overlap: one stream, or streams that wait for each other.
@@ -190,33 +230,27 @@ def flash_decode(
     if not q.numel():
         return out
     queries, head_dim = min(shape["GROUP"] * query_len, shape["ROWS"]), shape["HEAD_DIM"]
-    target = max(1, min(_num_sms(q.device) // num_packs, MAX_PARTS // 2))
-    segments = num_rows + 2 * target
-    merge_rows = triton.next_power_of_2(queries)
-    _flash_decode_kernel[(num_packs, segments)](
+    if parts is None:
+        parts = split_rows(q, keys, seq_lens, window=window, query_len=query_len)
+    # A deeper pipeline leaves room for two programs an SM instead of three. The GPU hands out programs three to an SM
+    # where the grid has enough of them, those that only exit included, and a few hundred long ones end up unevenly.
+    deep = num_rows > 32 and num_rows * num_packs <= 4 * _num_sms(q.device)
+    _flash_decode_kernel[(num_packs, parts.shape[0])](
         out,
         q,
         keys,
         values,
         block_tables,
-        seq_lens,
-        torch.empty((segments, num_packs, queries, head_dim), dtype=q.dtype, device=q.device),
-        torch.empty((segments, num_packs, queries), dtype=torch.float32, device=q.device),
+        parts,
+        torch.empty((parts.shape[0], num_packs, queries, head_dim), dtype=q.dtype, device=q.device),
+        torch.empty((parts.shape[0], num_packs, queries), dtype=torch.float32, device=q.device),
         _tickets(q.device),
-        num_rows,
-        target,
         block_tables.stride(0),
         UNBOUNDED if window is None else window,
         scale * math.log2(math.e),
-        MAX_ROWS=next(size for size in (1, 32, 256, MAX_ROWS) if num_rows <= size),
-        MAX_PARTS=MAX_PARTS,
-        WHOLE_TILES=WHOLE_TILES,
-        LONG_TILES=LONG_TILES,
         QUERIES=queries,
-        MERGE_ROWS=merge_rows,
-        MERGE_PARTS=max(1, 2**14 // (merge_rows * shape["BLOCK_D"])),
-        **shape,
-        **launch_options(q.device),
+        MERGE_ROWS=triton.next_power_of_2(queries),
+        **{**shape, "num_stages": 4 if deep else shape["num_stages"]},
     )
     return out
 

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.pdl import launch_options
-
 UNBOUNDED = 2**30  # a window that no sequence fills
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -63,7 +61,6 @@ def attend(
     BLOCK_D: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Attends with one pack of a row's queries to its positions [begin, end), in tiles of SLICES * SLICE.
 
@@ -78,8 +75,6 @@ def attend(
     position = begin + lanes
     blocks = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
     token, line, real = query_rows(row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, ROWS)
-    if PDL:  # block tables and lengths are written at the start of a step; q, k and v just before
-        tl.extra.cuda.gdc_wait()
     own = tl.load(q + line[:, None] * HEAD_DIM + dims, mask=real[:, None] & (dims < HEAD_DIM), other=0.0)
     if _INTERPRETED:  # the interpreter's products take bfloat16 for integers
         own = own.to(tl.float32)
@@ -173,16 +168,13 @@ def _paged_decode_kernel(
     BLOCK_D: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     pack, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(seq_lens + row)
     acc, _, total = attend(
         q, keys, values, block_tables + row * table_stride, row, pack,
         first_position(length, window, QUERY_LEN), length, length, window, scale_log2,
-        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, BLOCK_D, SLICES, SLICE, PDL,
+        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, BLOCK_D, SLICES, SLICE,
     )  # fmt: skip
     store_rows(out, acc / total[:, None], row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, ROWS, BLOCK_D)
 
@@ -220,7 +212,6 @@ def paged_decode(
             UNBOUNDED if window is None else min(window, UNBOUNDED),
             scale * math.log2(math.e),
             **shape,
-            **launch_options(q.device),
         )
     return out
 

@@ -32,6 +32,7 @@ class BatchDescriptor:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     packed: Tensor  # [4, num_rows] int32, the static input
+    query_starts: Tensor  # [num_rows + 1] int32: held here, since the graph knows nothing but its address
     logits: Tensor  # [num_rows, vocab_size]
     token_ids: Tensor  # [num_rows]
 
@@ -100,7 +101,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             logits, token_ids = step()
-        return _Captured(graph, packed, logits, token_ids)
+        return _Captured(graph, packed, query_starts, logits, token_ids)
 
     def replay(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
         """Runs the plan, and returns its rows' logits and tokens, which stay until the next replay. None where no

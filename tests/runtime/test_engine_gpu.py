@@ -136,7 +136,8 @@ def test_relative_logit_error_against_the_reference_in_fp32(shape: str, kernels:
 
 
 def test_chunks_and_hits_and_preemption_compose_with_graphs(shape: str) -> None:
-    roomy = tokens(make(shape, graphs=GraphsConfig(When.never), cache=EngineConfig().cache))
+    """In fp32, where another cut of the same work changes a choice in hardly any request."""
+    roomy = tokens(make(shape, dtype="float32", graphs=GraphsConfig(When.never), cache=EngineConfig().cache))
     tight = EngineConfig.from_dict(
         {
             "cache": {"num_blocks": 40, "prefix_caching": True},
@@ -144,9 +145,9 @@ def test_chunks_and_hits_and_preemption_compose_with_graphs(shape: str) -> None:
             "model": {"max_model_len": 512},
         }
     )
-    model = dataclasses.replace(make(shape).config.model, max_model_len=512)
+    model = dataclasses.replace(make(shape, dtype="float32").config.model, max_model_len=512)
     engine = LLMEngine(dataclasses.replace(tight, model=model))
-    assert agreement(tokens(engine), roomy) > 0.6
+    assert agreement(tokens(engine), roomy) >= 0.95
     assert any(record.preempted for record in engine.records)
 
 
