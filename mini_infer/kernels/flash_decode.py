@@ -180,26 +180,27 @@ def _merge(
     BLOCK_D: tl.constexpr,
 ):
     """The parts of one row's pack, weighted by their sums of exponentials. [ROWS, BLOCK_D]"""
+    PARTS: tl.constexpr = min(32, max(1, 2**14 // (ROWS * BLOCK_D)))  # at a time
     query = tl.minimum(tl.arange(0, ROWS), QUERIES - 1)
     dims = tl.arange(0, BLOCK_D)
     top = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    # One part after the other, so that each thread adds up its own elements, but with the loads of many under way.
-    UNROLL: tl.constexpr = 2**14 // (ROWS * BLOCK_D) if ROWS * BLOCK_D < 2**14 else 1
-    for start in tl.range(0, num_parts, UNROLL):
-        new_top = top
-        for i in tl.static_range(UNROLL):
-            line = first_line + tl.minimum(start + i, num_parts - 1) * stride + query
-            new_top = tl.maximum(new_top, tl.load(found_lse + line))
+    for start in tl.range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        line = first_line + tl.minimum(part, num_parts - 1)[:, None] * stride + query
+        # Two dimensions, of which the threads go along the fastest: each then holds its elements of all parts, and adds
+        # them up alone. With three, versions of Triton differ on which of the others comes next.
+        flat = tl.reshape(line, (PARTS * ROWS,))[:, None] * HEAD_DIM + dims
+        x = tl.load(found + flat, mask=dims < HEAD_DIM, other=0.0)
+        lse = tl.load(found_lse + line)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        weights = tl.where(part[:, None] < num_parts, tl.exp2(lse - new_top), 0.0)
         rescale = tl.exp2(top - new_top)
-        top, total, acc = new_top, total * rescale, acc * rescale[:, None]
-        for i in tl.static_range(UNROLL):
-            line = first_line + tl.minimum(start + i, num_parts - 1) * stride + query
-            weight = tl.where(start + i < num_parts, tl.exp2(tl.load(found_lse + line) - top), 0.0)
-            x = tl.load(found + line[:, None] * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
-            total += weight
-            acc += x.to(tl.float32) * weight[:, None]
+        total = total * rescale + tl.sum(weights, 0)
+        x = tl.reshape(x, (PARTS, ROWS, BLOCK_D)).to(tl.float32)
+        acc = acc * rescale[:, None] + tl.sum(x * weights[:, :, None], 0)
+        top = new_top
     return acc / total[:, None]
 
 
