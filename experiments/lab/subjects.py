@@ -14,7 +14,7 @@ from experiments.lab.workloads import Item
 from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
-from mini_infer.runtime.startup import StartupReport
+from mini_infer.runtime.startup import CaptureReport, StartupReport
 
 __all__ = ["EngineSubject", "Kind", "Subject", "open_subject", "require_servable"]
 
@@ -69,20 +69,25 @@ def _facts(startup: StartupReport) -> dict[str, Any]:
     """On a CPU the run's config says all of it."""
     if startup.device == "cpu":
         return {}
-    graphs = startup.graphs
-    captured = f"of {len(graphs.batch_sizes)} batch sizes up to {max(graphs.batch_sizes, default=0)}"
-    cost = f"{graphs.seconds:.1f} s, {graphs.memory_bytes / 2**20:,.0f} MiB"
     return {
         "prompts": startup.attention_prefill,
         "decode rows": startup.attention_decode,
         "kernels": startup.kernels,
         "sampler": startup.sampler,
         "overlap": "on" if startup.overlap else "off",
-        "CUDA graphs": "; ".join([*([f"{captured} ({cost})"] if graphs.batch_sizes else []), *graphs.limits]),
+        "CUDA graphs": _captured(startup.graphs, "batch sizes"),
+        "CUDA graphs of steps with prompts": _captured(startup.prefill_graphs, "numbers of tokens"),
         "weights": f"{startup.weight_bytes / 2**30:.2f} GiB",
         "KV": f"{startup.num_kv_blocks:,} blocks, {startup.kv_bytes / 2**30:.2f} GiB",
         "started in": f"{startup.seconds:.1f} s",
     }
+
+
+def _captured(report: CaptureReport, sizes: str) -> str:
+    largest = max(report.batch_sizes, default=0)
+    captured = f"of {len(report.batch_sizes)} {sizes} up to {largest}"
+    cost = f"{report.seconds:.1f} s, {report.memory_bytes / 2**20:,.0f} MiB"
+    return "; ".join([*([f"{captured} ({cost})"] if report.batch_sizes else []), *report.limits])
 
 
 def open_subject(kind: Kind, config: EngineConfig) -> Subject:

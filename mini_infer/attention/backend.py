@@ -124,9 +124,9 @@ class DecodeStep(Protocol):
 
 class PrefillStep(Protocol):
     """Prefill rows of one step: q [Tp, num_heads, head_dim] attends to what is in the cache, where the K and V of
-    these same tokens are already."""
+    these same tokens are already. The result is in `out`, contiguous and of q's shape and dtype, where it is given."""
 
-    def __call__(self, layer: int, q: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 class AttentionBackend(ABC):

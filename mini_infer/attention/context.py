@@ -144,13 +144,18 @@ class AttentionContext:
         """[num_blocks * block_size, num_kv_heads, head_dim], where batch.slot_mapping points."""
         return self._kv_store.value_slots(layer)
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
         """Attends with q [T, num_heads, head_dim] to the K and V stored so far, this step's among them; returns q's
-        shape and dtype."""
+        shape and dtype, in `out`, contiguous, where it is given."""
         if self._decode is None:
             assert self._prefill is not None, "a batch has rows"
-            return self._prefill(layer, q)
-        if self._prefill is None:
-            return self._decode(layer, q)
+            return self._prefill(layer, q, out)
         n = self.batch.num_decode_tokens
-        return torch.cat((self._decode(layer, q[:n]), self._prefill(layer, q[n:])))
+        decoded = self._decode(layer, q[:n])
+        if self._prefill is None and out is None:
+            return decoded
+        out = q.new_empty(q.shape) if out is None else out
+        out[:n].copy_(decoded)
+        if self._prefill is not None:
+            self._prefill(layer, q[n:], out[n:])
+        return out

@@ -77,9 +77,9 @@ class _Step:
     def __init__(self, kernels: _Kernels, kv_store: PagedKV, windows: Sequence[int | None], rows: _Rows) -> None:
         self._kernels, self._kv_store, self._windows, self._rows = kernels, kv_store, windows, rows
 
-    def __call__(self, layer: int, q: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
         keys, values = self._kv_store.keys(layer), self._kv_store.values(layer)
-        return self._kernels(q, keys, values, self._rows, self._windows[layer])
+        return self._kernels(q, keys, values, self._rows, self._windows[layer], out)
 
 
 class _Kernels:
@@ -93,15 +93,19 @@ class _Kernels:
         self._forward = forward
         self._variants: dict[tuple, _Call | None] = {}  # None: it has more that changes than we know of
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, rows: _Rows, window: int | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, rows: _Rows, window: int | None, out: Tensor | None = None
+    ) -> Tensor:
         left = None if window is None else window - 1  # keys to the left of a query
         variant = (q.dtype, q.shape[1:], keys.shape[1:], window is None, rows.seq_lens.shape[0] > _ROWS_WITHOUT_TABLE)
-        if variant not in self._variants:
-            return self._first_call(variant, q, keys, values, rows, left)
         call = self._variants.get(variant)
         if call is None:
-            return self._package_call(q, keys, values, rows, left)
-        out = q.new_empty(q.shape)
+            if variant in self._variants:
+                result = self._package_call(q, keys, values, rows, left)
+            else:
+                result = self._first_call(variant, q, keys, values, rows, left)
+            return result if out is None else out.copy_(result)
+        out = q.new_empty(q.shape) if out is None else out
         arguments = list(call.arguments)
         for place, argument in _changing(q, keys, values, out, rows, left).items():
             arguments[place] = argument

@@ -230,13 +230,13 @@ class _Prefill:
             views = {window: _view(start, length, window, kv_store.dtype, table.device) for window in distinct}
             self._rows.append(_Row(begin, end, length, gather, views))
 
-    def __call__(self, layer: int, q: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
         outs = []
         for row in self._rows:
             row.gather(layer)
             keys, values = row.gather.k[0, : row.length], row.gather.v[0, : row.length]
             outs.append(self._attend(q[row.begin : row.end], keys, values, row.views[self._windows[layer]]))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return outs[0] if len(outs) == 1 and out is None else torch.cat(outs, out=out)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, view: _View) -> Tensor:
         group = q.shape[1] // keys.shape[1]

@@ -75,7 +75,7 @@ class TritonBackend(AttentionBackend):
         block_tables, seq_lens = batch.block_tables[n:], batch.seq_lens[n:]
         query_starts = batch.prefill_query_starts()
 
-        def step(layer: int, q: Tensor) -> Tensor:
+        def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
             return self._paged_prefill(
                 q,
                 kv_store.keys(layer),
@@ -86,6 +86,7 @@ class TritonBackend(AttentionBackend):
                 max_query_len=batch.max_prefill_query_len,
                 scale=scale,
                 window=windows[layer],
+                out=out,
             )
 
         return step

@@ -182,17 +182,30 @@ class AttentionConfig:
         _coerce(self)
 
 
+PREFILL_GRAPH_STEP = 64  # tokens from one size of graphs.max_prefill_tokens to the next
+
+
 @dataclass(frozen=True)
 class GraphsConfig:
-    """CUDA graphs of whole decode steps: one launch instead of hundreds."""
+    """CUDA graphs of whole decode steps, one launch instead of hundreds, and of other steps piece by piece: everything
+    between two attention calls. The second is off until it has been measured on a GPU. `capture: never` means both."""
 
     capture: When = When.auto
     max_batch: int | None = None  # rows of the largest graph, larger batches run eagerly; default: max_num_seqs
+    max_prefill_tokens: int = 0  # tokens of the largest step captured in pieces, a multiple of 64; 0: none
 
     def __post_init__(self) -> None:
         _coerce(self)
         if self.max_batch is not None:
             _at_least(self, "max_batch", 1)
+        _at_least(self, "max_prefill_tokens", 0)
+        below, rest = divmod(self.max_prefill_tokens, PREFILL_GRAPH_STEP)
+        if rest:
+            near = (below * PREFILL_GRAPH_STEP, (below + 1) * PREFILL_GRAPH_STEP)
+            raise ConfigError(
+                f"graphs.max_prefill_tokens must be a multiple of {PREFILL_GRAPH_STEP}, got {self.max_prefill_tokens}: "
+                f"graphs are captured in steps of as many tokens. Set {near[0]} or {near[1]} (0: no such graphs)"
+            )
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,7 @@ def paged_prefill(
     max_query_len: int,
     scale: float,
     window: int | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Each row's queries are the last tokens of its sequence, whose K and V are in the cache already.
 
@@ -260,13 +261,15 @@ def paged_prefill(
         seq_lens: [R] int32, tokens of each sequence, at least its queries.
         max_query_len: of the longest row, at least.
         scale: positive, multiplies q.k.
+        out: takes the result where it is given.
 
     Returns:
         [T, num_heads, head_dim] of q's dtype, contiguous.
     """
     tokens, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = keys.shape
-    out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return out
     group, head_pad = num_heads // num_kv_heads, max(triton.next_power_of_2(head_dim), 16)

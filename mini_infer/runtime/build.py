@@ -31,6 +31,7 @@ from mini_infer.runtime.memory import (
     require_room_for_weights,
     weight_bytes,
 )
+from mini_infer.runtime.pieces import graph_bytes, token_ladder
 from mini_infer.runtime.progress import progress_bar
 from mini_infer.runtime.runner import Graphs, Runner
 from mini_infer.runtime.sampler import Sampler, make_sampler
@@ -39,6 +40,8 @@ from mini_infer.runtime.slots import SlotState, StepInput
 from mini_infer.runtime.startup import CaptureReport, StartupReport
 from mini_infer.runtime.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.torch_model import AttentionBackends, TorchModel
+
+_DRY_HAS_NO_GRAPHS = "the dry model runs on the CPU"
 
 
 @dataclass(frozen=True)
@@ -93,12 +96,14 @@ def build_parts(config: EngineConfig) -> EngineParts:
     model = load_model(model_config, spec, dtype, device, limits.max_model_len, kernels)
     if device.type == "cuda":  # the weights have taken their share, and steps will take theirs
         step_bytes = _try_largest_step(config, limits, model, kv_shape, backends, sampler)
+        step_bytes += graph_bytes(spec, dtype, _prefill_sizes(config))
         limits = settle_limits(config, spec.max_model_len, kv_memory(config.cache, device, step_bytes) // block_bytes)
     store = allocate_kv(kv_shape, limits.num_blocks, device)
     host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
     torch_model = TorchModel(model, store, host, backends)
     slots = _make_slots(config, limits, sampler, device)
     graphs, captured = _capture(config, torch_model, slots, sampler, no_graphs)
+    captured_pieces = _capture_pieces(config, torch_model, device)
     return EngineParts(
         tokenizer=tokenizer,
         runner=Runner(torch_model, slots, sampler, graphs),
@@ -122,6 +127,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
             weight_bytes=weight_bytes(spec, dtype),
             seconds=time.perf_counter() - started,
             graphs=captured,
+            prefill_graphs=captured_pieces,
         ),
     )
 
@@ -155,7 +161,8 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
             kv_bytes=0,
             weight_bytes=0,
             seconds=time.perf_counter() - started,
-            graphs=CaptureReport(limits=("the dry model runs on the CPU",)),
+            graphs=CaptureReport(limits=(_DRY_HAS_NO_GRAPHS,)),
+            prefill_graphs=CaptureReport(limits=(_DRY_HAS_NO_GRAPHS,)),
         ),
     )
 
@@ -182,7 +189,7 @@ def _select_attention(
     if capture is When.never:
         reason = "graphs.capture=never"
     elif device.type != "cuda":
-        reason = f"CUDA graphs need a GPU, not {device.type}"
+        reason = _needs_gpu(device)
     elif not sampler.graph_safe:
         reason = f"the {sampler.name} sampler cannot be captured"
     else:
@@ -262,12 +269,34 @@ def _capture(
         return NoGraphs(), CaptureReport(limits=(no_graphs,))
 
     def decode(step: StepInput) -> tuple[Tensor, Tensor]:
-        logits = model.compute_logits(step.sampled(model.forward(step)))
+        logits = model.compute_logits(step.sampled(model.forward_eagerly(step)))
         return logits, sampler.main(logits, step.param_rows, step.sampled_positions)
 
     max_num_seqs = config.scheduler.max_num_seqs
     graphs = DecodeGraphs(slots, decode, batch_ladder(min(config.graphs.max_batch or max_num_seqs, max_num_seqs)))
     return graphs, graphs.capture(progress_bar("capturing CUDA graphs"))
+
+
+def _prefill_sizes(config: EngineConfig) -> list[int]:
+    """Numbers of tokens whose steps are to be captured in pieces, on a GPU."""
+    if config.graphs.capture is When.never:
+        return []
+    return token_ladder(config.graphs.max_prefill_tokens, config.scheduler.max_num_batched_tokens)
+
+
+def _capture_pieces(config: EngineConfig, model: TorchModel, device: torch.device) -> CaptureReport:
+    """Attention is not in the graphs, and neither is the sampler: on a GPU nothing stands in their way."""
+    if device.type != "cuda":
+        return CaptureReport(limits=(_needs_gpu(device),))
+    sizes = _prefill_sizes(config)
+    if not sizes:
+        never = config.graphs.capture is When.never
+        return CaptureReport(limits=("graphs.capture=never" if never else "graphs.max_prefill_tokens=0",))
+    return model.capture_pieces(sizes, progress_bar("capturing CUDA graphs of prompts"))
+
+
+def _needs_gpu(device: torch.device) -> str:
+    return f"CUDA graphs need a GPU, not {device.type}"
 
 
 def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int) -> Limits:

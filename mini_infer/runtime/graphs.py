@@ -43,6 +43,37 @@ def batch_ladder(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
+def capture_sizes(
+    sizes: Sequence[int],
+    capture: Callable[[int], None],
+    unit: str,
+    device: torch.device,
+    progress: Callable[[list[int]], Iterable[int]],
+) -> CaptureReport:
+    """Captures the sizes, largest first. One that finds no memory is left out, and the report says so.
+
+    Args:
+        capture: captures one size; raises torch.OutOfMemoryError where it finds no memory.
+        unit: of a size, for the report.
+    """
+    start, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+    captured, limits = [], []
+    for size in progress(sorted(sizes, reverse=True)):
+        try:
+            capture(size)
+            captured.append(size)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            limits.append(f"no graph for {size} {unit}: out of GPU memory during capture")
+    torch.cuda.synchronize(device)
+    return CaptureReport(
+        batch_sizes=tuple(sorted(captured)),
+        seconds=time.perf_counter() - start,
+        memory_bytes=free - torch.cuda.mem_get_info(device)[0],
+        limits=tuple(limits),
+    )
+
+
 class DecodeGraphs:
     """
     Args:
@@ -61,25 +92,15 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[list[int]], Iterable[int]] = iter) -> CaptureReport:
-        """Captures all sizes, largest first. One that finds no memory is left out, and the report says so."""
-        device = self._slots.rows.device
-        start, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
+        """Captures all sizes."""
         pool = torch.cuda.graph_pool_handle()
-        limits = []
-        for size in progress(self._sizes[::-1]):
-            try:
-                self._graphs[BatchDescriptor(size)] = self._capture(size, pool)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                limits.append(f"no graph for {size} rows: out of GPU memory during capture")
-        torch.cuda.synchronize(device)
-        self._sizes = sorted(descriptor.num_rows for descriptor in self._graphs)
-        return CaptureReport(
-            batch_sizes=tuple(self._sizes),
-            seconds=time.perf_counter() - start,
-            memory_bytes=free - torch.cuda.mem_get_info(device)[0],
-            limits=tuple(limits),
-        )
+
+        def capture(size: int) -> None:
+            self._graphs[BatchDescriptor(size)] = self._capture(size, pool)
+
+        report = capture_sizes(self._sizes, capture, "rows", self._slots.rows.device, progress)
+        self._sizes = list(report.batch_sizes)
+        return report
 
     def _capture(self, size: int, pool: Any) -> _Captured:
         device = self._slots.rows.device

@@ -16,7 +16,7 @@ from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.spec import ModelSpec
 
 CPU_KV_GIB = 0.5
-_GRAPHS_RESERVE = 512 * 2**20  # the driver's share of captured graphs; their tensors fit in what a step took
+_GRAPHS_RESERVE = 512 * 2**20  # the driver's share of captured decode steps; their tensors fit in what a step took
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -37,7 +37,8 @@ def require_room_for_weights(needed: int, name: str, dtype: torch.dtype, device:
 
 
 def kv_memory(cache: CacheConfig, device: torch.device, step_bytes: int = 0) -> int:
-    """Bytes that KV may take beside what is on the device already and the `step_bytes` that a step takes."""
+    """Bytes that KV may take beside what is on the device already and the `step_bytes` that a step takes, with the
+    graphs of its pieces."""
     if cache.memory_gib is not None or device.type != "cuda":
         return int((cache.memory_gib or CPU_KV_GIB) * 2**30)
     free, total = torch.cuda.mem_get_info(device)

@@ -11,7 +11,7 @@ from typing import Any
 class CaptureReport:
     """What capturing CUDA graphs cost."""
 
-    batch_sizes: tuple[int, ...] = ()
+    batch_sizes: tuple[int, ...] = ()  # rows of whole decode steps, tokens of piecewise graphs
     seconds: float = 0.0
     memory_bytes: int = 0
     limits: tuple[str, ...] = ()  # why there are none, or none for larger batches
@@ -34,6 +34,7 @@ class StartupReport:
     weight_bytes: int
     seconds: float
     graphs: CaptureReport
+    prefill_graphs: CaptureReport
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,9 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.swap import HostStore
 from mini_infer.core.config import AttentionConfig
 from mini_infer.modeling.decoder import Decoder
+from mini_infer.runtime.pieces import NoPieces, PiecewiseGraphs
 from mini_infer.runtime.slots import StepInput
+from mini_infer.runtime.startup import CaptureReport
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,23 @@ class TorchModel:
         self._store = store
         self._host = host
         self._backends = backends
+        self._pieces: PiecewiseGraphs | NoPieces = NoPieces()
         self._windows = model.spec.sliding_windows
         self._scale = model.spec.head_dim**-0.5
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Computes the step's tokens and returns their hidden states [T, hidden_size]."""
-        context = AttentionContext(
+        """Computes the step's tokens and returns their hidden states [T, hidden_size], which stay until the next
+        call."""
+        context = self._context(step)
+        hidden = self._pieces.replay(step, context)
+        return self._model(step.token_ids, step.batch.positions, context) if hidden is None else hidden
+
+    def forward_eagerly(self, step: StepInput) -> torch.Tensor:
+        """`forward` by operations that can be captured, if attention's can."""
+        return self._model(step.token_ids, step.batch.positions, self._context(step))
+
+    def _context(self, step: StepInput) -> AttentionContext:
+        return AttentionContext(
             step.batch,
             self._store,
             self._backends.prefill.backend,
@@ -46,7 +59,15 @@ class TorchModel:
             self._windows,
             self._scale,
         )
-        return self._model(step.token_ids, step.batch.positions, context)
+
+    def capture_pieces(self, sizes: Sequence[int], progress: Callable[[list[int]], Iterable[int]]) -> CaptureReport:
+        """Captures steps of these numbers of tokens, which `forward` then replays. The last block of the store must be
+        nobody's: padding tokens write to it."""
+        spare_slot = (self._store.num_blocks - 1) * self._store.block_size
+        pieces = PiecewiseGraphs(self._model, self._store, self._backends.prefill.backend, sizes, spare_slot)
+        report = pieces.capture(progress)
+        self._pieces = pieces
+        return report
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, hidden_size] -> [N, vocab_size]"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -59,6 +60,22 @@ class Case(NamedTuple):
     geometry: Geometry
     dtype: torch.dtype = torch.bfloat16
     rows: int = 0  # further decode rows
+
+
+@pytest.mark.parametrize("make_backend", [SdpaBackend, triton])
+@pytest.mark.parametrize("rows", [MIXED, MIXED[:2], MIXED[2:]], ids=["mixed", "decode", "prompts"])
+def test_a_result_lands_where_it_is_wanted(
+    make_backend: Callable[[], AttentionBackend], rows: list[tuple[int, int]]
+) -> None:
+    num_decode_rows = sum(row in MIXED[:2] for row in rows)
+    step = make_step(rows, num_decode_rows, Geometry(6, 2, 16, 8), (None,), DEVICE, dtype=torch.float32)
+    space = torch.full((100, 6, 16), 7.0, device=DEVICE)
+    tokens = step.batch.num_tokens
+    out = step.context(make_backend()).attend(0, step.queries[0], out=space[1 : tokens + 1])
+    assert out.data_ptr() == space[1].data_ptr()
+    assert relative_error(out, step.expected(0)) < 1e-5
+    assert (space[0] == 7).all()
+    assert (space[tokens + 1 :] == 7).all()
 
 
 GPU_CASES = {  # each compiles for ten seconds

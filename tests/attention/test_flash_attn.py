@@ -49,6 +49,18 @@ def attend(kernels: _Kernels, tokens: int, rows: int = 2, window: int | None = N
     torch.testing.assert_close(out, q * scale + total + (window - 1 if window else 0))
 
 
+def test_the_result_lands_where_it_is_wanted() -> None:
+    kernels = _Kernels(Package())
+    q, keys = torch.randn(3, 2, 8), torch.randn(3, 4, 1, 8)
+    ones = torch.ones(3, dtype=torch.int32)
+    for _ in range(2):  # through the package, and on its kernel alone
+        out = torch.zeros(5, 2, 8)
+        result = kernels(q, keys, keys, _Rows(ones, ones, ones[:, None], 1.0), None, out[2:])
+        assert result.data_ptr() == out[2:].data_ptr()
+        torch.testing.assert_close(out[2:], q + 2 * keys.sum() + 9)
+        assert not out[:2].any()
+
+
 def test_only_the_first_call_of_a_variant_goes_through_the_package() -> None:
     package = Package()
     kernels = _Kernels(package)

@@ -4,6 +4,7 @@ them against the fp32 reference."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,6 +150,70 @@ def test_chunks_and_hits_and_preemption_compose_with_graphs(shape: str) -> None:
     engine = LLMEngine(dataclasses.replace(tight, model=model))
     assert agreement(tokens(engine), roomy) >= 0.95
     assert any(record.preempted for record in engine.records)
+
+
+def replays(engine: LLMEngine) -> list[bool]:
+    """Grows with every step that no decode graph takes: whether pieces took it."""
+    model, taken = engine._parts.runner._model, []
+    pieces = model._pieces  # type: ignore[attr-defined]
+    replay = pieces.replay
+
+    def noted(*args: Any) -> Any:
+        hidden = replay(*args)
+        taken.append(hidden is not None)
+        return hidden
+
+    pieces.replay = noted
+    return taken
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 1e-2), ("float32", 1e-5)])
+def test_pieces_give_the_logits_of_eager_steps(shape: str, dtype: str, tolerance: float, kernels: str) -> None:
+    """Padding changes the shapes of matrix products, and with them the order of their sums."""
+    eager = make(shape, dtype=dtype, kernels=kernels)
+    captured = make(shape, dtype=dtype, kernels=kernels, graphs=GraphsConfig(max_prefill_tokens=256))
+    assert eager.startup.prefill_graphs.limits == ("graphs.max_prefill_tokens=0",)
+    assert captured.startup.prefill_graphs.batch_sizes == (64, 128, 192, 256), "capture needs no sampler of ours"
+    taken = replays(captured)
+    for split in (1, 63, 64, 65, 128, 150, 192, 256, 257, 300, 40):  # the last finds what larger steps have left
+        ids = torch.randint(0, 5003, (split + 2,), generator=torch.Generator().manual_seed(split)).tolist()
+        expected, found = eager.probe_logits(ids, split), captured.probe_logits(ids, split)
+        error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        assert error.max() < tolerance, f"a prompt of {split} tokens"
+    assert taken.count(False) == 2, "257 and 300 tokens are too many"
+
+
+@pytest.mark.parametrize("backend", ["triton", "sdpa"])
+@pytest.mark.parametrize("budget", [64, 65, 100, 300])
+def test_pieces_give_the_tokens_of_eager_mixed_steps(shape: str, backend: str, budget: int) -> None:
+    """Chunks of every length beside decode rows, and batches of decode rows alone that are larger than their graphs:
+    in fp32, where another shape of the same work changes a choice in hardly any request."""
+    scheduler = EngineConfig.from_dict({"scheduler": {"max_num_seqs": 24, "max_num_batched_tokens": budget}}).scheduler
+    same: dict[str, Any] = {
+        "dtype": "float32",
+        "attention": AttentionConfig(backend, backend),  # type: ignore[arg-type]
+        "scheduler": scheduler,
+    }
+    captured = make(shape, graphs=GraphsConfig(max_batch=4, max_prefill_tokens=256), **same)
+    assert captured.startup.prefill_graphs.batch_sizes == tuple(range(64, min(256, -(-budget // 64) * 64) + 1, 64))
+    taken = replays(captured)
+    assert agreement(tokens(captured), tokens(make(shape, graphs=GraphsConfig(When.never), **same))) >= 0.95
+    assert all(taken) or budget == 300
+    assert taken.count(True) > 10
+
+
+def test_pieces_stay_right_when_the_memory_around_them_is_used_again(shape: str) -> None:
+    """A graph reads addresses: whatever is not held is soon somebody else's."""
+    captured = make(shape, dtype="float32", graphs=GraphsConfig(max_prefill_tokens=128))
+    ids = torch.randint(0, 5003, (100,), generator=torch.Generator().manual_seed(4)).tolist()
+    expected = make(shape, dtype="float32", graphs=GraphsConfig(When.never)).probe_logits(ids, 100)
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = [torch.full((2**n,), torch.nan, device="cuda") for n in range(6, 26) for _ in range(4)]
+    found = captured.probe_logits(ids, 100)
+    assert ((found - expected).norm() / expected.norm()) < 1e-5
+    del held
 
 
 def test_refusals_name_the_reason() -> None:

@@ -1,0 +1,304 @@
+"""Piecewise CUDA graphs on a CPU: what is captured and when, with graphs that record operations and repeat them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+from mini_infer.modeling.loader import load_spec
+from mini_infer.runtime.graphs import capture_sizes
+from mini_infer.runtime.pieces import Cutter, PiecewiseGraphs, graph_bytes, token_ladder
+
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 301,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+
+
+class RecordingGraph(TorchDispatchMode):
+    """Repeats on the same tensors what ran while it captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, tuple, dict, Any]] = []
+
+    def capture_begin(self, pool: Any = None) -> None:
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, first in self.operations:
+            for old, new in zip(tree_leaves(first), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class LoggingGraph:
+    """Writes down what is done to it."""
+
+    def __init__(self, log: list[str], number: int, fails: str = "") -> None:
+        self._log, self._number, self._fails = log, number, fails
+
+    def _do(self, what: str) -> None:
+        self._log.append(f"{what} {self._number}")
+        if what == self._fails:
+            raise RuntimeError(f"cannot {what}")
+
+    def capture_begin(self, pool: Any = None) -> None:
+        assert pool == "pool"
+        self._do("begin")
+
+    def capture_end(self) -> None:
+        self._do("end")
+
+    def replay(self) -> None:
+        self._do("replay")
+
+
+def numbered(log: list[str], fails: Callable[[int], str] = lambda number: "") -> Callable[[], LoggingGraph]:
+    numbers = iter(range(100))
+
+    def new_graph() -> LoggingGraph:
+        number = next(numbers)
+        return LoggingGraph(log, number, fails(number))
+
+    return new_graph
+
+
+def test_sizes_are_steps_of_64_as_far_as_a_step_goes() -> None:
+    assert token_ladder(256, 8192) == [64, 128, 192, 256]
+    assert token_ladder(1024, 100) == [64, 128], "no step has more than 100 tokens"
+    assert token_ladder(64, 1) == [64]
+    assert token_ladder(0, 8192) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (-64, "graphs.max_prefill_tokens must be at least 0"),
+        (100, r"multiple of 64, got 100: .* Set 64 or 128"),
+        (1.5, "graphs.max_prefill_tokens must be int"),
+    ],
+)
+def test_impossible_settings_are_refused(tokens: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_dict({"graphs": {"max_prefill_tokens": tokens}})
+
+
+def test_memory_that_is_kept_for_graphs_grows_with_them() -> None:
+    spec = load_spec(EngineConfig.from_dict({"model": {"load_format": "dummy", "hf_config": SHAPE}}).model)
+    one, two = (graph_bytes(spec, torch.bfloat16, token_ladder(largest, 8192)) for largest in (64, 128))
+    assert graph_bytes(spec, torch.bfloat16, []) == 0
+    assert one < two
+    assert two - one > 4 * 2**18, "three layers are cut into four graphs"
+
+
+def test_captures_follow_each_other_and_each_is_ended() -> None:
+    log: list[str] = []
+    with Cutter(numbered(log), "pool") as cutter:
+        log.append("work")
+        cutter.cut()
+        log.append("more work")
+    assert log == ["begin 0", "work", "end 0", "begin 1", "more work", "end 1"]
+    assert len(cutter.graphs) == 2
+
+
+def _cut_and_fail(cutter: Cutter, error: Exception) -> None:
+    with cutter:
+        cutter.cut()
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "log"),
+    [
+        ("", "out of ideas", ["begin 0", "end 0", "begin 1", "end 1"]),
+        ("end", "cannot end", ["begin 0", "end 0"]),  # the cut raises, and no graph is ended twice
+        ("begin", "cannot begin", ["begin 0"]),
+    ],
+)
+def test_no_capture_is_left_open_by_an_error(fails: str, error: str, log: list[str]) -> None:
+    seen: list[str] = []
+    with pytest.raises(RuntimeError, match=error):
+        _cut_and_fail(Cutter(numbered(seen, lambda _: fails), "pool"), RuntimeError("out of ideas"))
+    assert seen == log
+
+
+def test_the_first_error_is_the_one_that_is_told() -> None:
+    """A capture that an operation has broken cannot be ended without a second error."""
+    seen: list[str] = []
+    cutter = Cutter(numbered(seen, lambda number: "end" if number == 1 else ""), "pool")
+    with pytest.raises(torch.OutOfMemoryError, match="first"):
+        _cut_and_fail(cutter, torch.OutOfMemoryError("first"))
+    assert seen[-1] == "end 1"
+
+
+def test_a_size_that_finds_no_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([1000, 400])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 2000))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    tried = []
+
+    def capture(size: int) -> None:
+        tried.append(size)
+        if size > 128:
+            raise torch.OutOfMemoryError
+
+    report = capture_sizes([64, 128, 192, 256], capture, "tokens", torch.device("cpu"), iter)
+    assert tried == [256, 192, 128, 64]
+    assert (report.batch_sizes, report.memory_bytes) == ((64, 128), 600)
+    assert [limit.partition(":")[0] for limit in report.limits] == [
+        "no graph for 256 tokens",
+        "no graph for 192 tokens",
+    ]
+
+
+def make(**sections: dict[str, Any]) -> LLMEngine:
+    model = {"load_format": "dummy", "hf_config": SHAPE, "device": "cpu", "tokenizer": None}
+    scheduler = {"max_num_seqs": 8, "max_num_batched_tokens": 129} | sections.pop("scheduler", {})
+    return LLMEngine(EngineConfig.from_dict({"model": model, "scheduler": scheduler, **sections}))
+
+
+def with_pieces(engine: LLMEngine, sizes: list[int]) -> PiecewiseGraphs:
+    """Puts recorded graphs where a GPU's would be."""
+    model = engine._parts.runner._model
+    store = model._store
+    spare_slot = (store.num_blocks - 1) * store.block_size
+    backend = model._backends.prefill.backend
+    pieces = PiecewiseGraphs(model._model, store, backend, sizes, spare_slot, RecordingGraph)
+    with torch.inference_mode():
+        for size in sizes[::-1]:
+            pieces.capture_size(size)
+    model._pieces = pieces
+    return pieces
+
+
+@pytest.fixture(scope="module")
+def eager() -> Iterator[LLMEngine]:
+    engine = make()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def captured() -> Iterator[LLMEngine]:
+    engine = make()
+    with_pieces(engine, [64, 128])
+    yield engine
+    engine.close()
+
+
+# Of a budget of 129: less than a size, a size, a token more, the largest, a token more, and with chunks to follow.
+@pytest.mark.parametrize("split", [1, 63, 64, 65, 128, 129, 300])
+def test_pieces_give_the_logits_of_an_eager_step(eager: LLMEngine, captured: LLMEngine, split: int) -> None:
+    ids = torch.randint(0, 301, (split + 3,), generator=torch.Generator().manual_seed(split)).tolist()
+    expected, found = eager.probe_logits(ids, split), captured.probe_logits(ids, split)
+    assert ((found - expected).norm(dim=1) / expected.norm(dim=1)).max() < 1e-5
+
+
+def test_mixed_steps_give_the_tokens_of_eager_ones(eager: LLMEngine, captured: LLMEngine) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 200, (20,), generator=generator).tolist()
+    prompts = [torch.randint(0, 301, (length,), generator=generator).tolist() for length in lengths]
+    params = [SamplingParams(temperature=0, max_tokens=4 + i % 20, ignore_eos=True) for i in range(20)]
+    expected, found = ([out.outputs[0].token_ids for out in e.generate(prompts, params)] for e in (eager, captured))
+    assert found == expected
+    assert captured.scheduler.usage().used_blocks == 0
+
+
+def test_padding_writes_to_the_spare_block_alone() -> None:
+    engine = make(cache={"num_blocks": 40, "prefix_caching": False})
+    with_pieces(engine, [64])
+    store = engine._parts.runner._model._store
+    store.kv.fill_(7.0)
+    engine.generate([[5] * 40], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    touched = (store.kv != 7.0).flatten(3).any(-1)[0, 0]  # [blocks, block_size * ...] -> blocks
+    assert touched.sum() == 3 + 1, "a prompt of 40 tokens, in blocks of 16, and the spare block"
+    assert touched[-1]
+
+
+def test_a_graph_that_was_not_captured_is_passed_over(eager: LLMEngine) -> None:
+    engine = make()
+    pieces = with_pieces(engine, [64, 128])
+    del pieces._pieces[64]
+    replayed = []
+    replay = RecordingGraph.replay
+    for graph, _ in pieces._pieces[128].before:
+        graph.replay = lambda graph=graph: (replayed.append(128), replay(graph))  # type: ignore[method-assign, misc]
+    ids = list(range(40))
+    torch.testing.assert_close(engine.probe_logits(ids, 40), eager.probe_logits(ids, 40), rtol=1e-4, atol=1e-4)
+    assert replayed == [128] * 3
+
+
+def test_a_forward_that_fails_leaves_no_graphs() -> None:
+    engine = make()
+    pieces = with_pieces(engine, [64])
+    log: list[str] = []
+    pieces._new_graph, pieces._pieces = numbered(log), {}  # type: ignore[assignment]
+    model = engine._parts.runner._model._model
+    model.layers[1].mlp.forward = _fail
+    with torch.inference_mode(), pytest.raises(torch.OutOfMemoryError, match="layer 1"):
+        pieces.capture_size(64, "pool")
+    assert log == ["begin 0", "end 0", "begin 1", "end 1", "begin 2", "end 2"]
+    assert not pieces._pieces
+
+
+def _fail(x: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("layer 1")
+
+
+def test_what_graphs_read_lives_as_long_as_they_do() -> None:
+    """Graphs hold addresses: the parameters, the store and the static tensors are the object's to hold."""
+    engine = make()
+    pieces = with_pieces(engine, [64])
+    store = weakref.ref(pieces._store.kv.untyped_storage())
+    weight = weakref.ref(pieces._model.embed_tokens)
+    pieces._pieces = {}  # these recordings, unlike graphs, hold tensors themselves
+    engine.close()
+    del engine
+    gc.collect()
+    assert store() is not None
+    assert weight() is not None
+
+
+@pytest.mark.parametrize(
+    ("graphs", "reason"),
+    [
+        ({"max_prefill_tokens": 128}, "CUDA graphs need a GPU, not cpu"),
+        ({}, "CUDA graphs need a GPU, not cpu"),
+    ],
+)
+def test_an_engine_without_a_gpu_says_why_it_has_none(graphs: dict[str, Any], reason: str) -> None:
+    engine = make(graphs=graphs)
+    assert engine.startup.prefill_graphs.limits == (reason,)
+    assert engine.startup.prefill_graphs.batch_sizes == ()
+    engine.close()
+
+
+def test_a_dry_engine_says_so_too() -> None:
+    engine = LLMEngine(EngineConfig.from_dict({"model": {"load_format": "dry"}, "graphs": {"max_prefill_tokens": 64}}))
+    assert engine.startup.prefill_graphs.limits == ("the dry model runs on the CPU",)
