@@ -173,8 +173,9 @@ class FlashDecode(_Attention):
 
         if variant == SINGLE_PASS:
             return Implementation(self._with(paged_decode))
-        rows = split_rows(self._q[0], self._store.keys(0), self._batch.seq_lens, window=None, query_len=1)
-        return Implementation(self._with(partial(flash_decode, parts=rows)))
+        # Held by the case, as all inputs are: a graph knows nothing but their addresses.
+        self._parts = split_rows(self._q[0], self._store.keys(0), self._batch.seq_lens, window=None, query_len=1)
+        return Implementation(self._with(partial(flash_decode, parts=self._parts)))
 
     def _with(self, kernel: Callable[..., Tensor]) -> Callable[[int], Tensor]:
         store, batch = self._store, self._batch

@@ -23,15 +23,16 @@ from typing import Any
 
 STEP = "decode step"  # the annotation around one
 ROLES = ("linear", "attention", "norm", "rope", "silu", "sample", "copy", "other")
-# In this order: FlashAttention is made with CUTLASS, and the argmax of a sampler is one of many reductions.
+# In this order: FlashAttention is made with CUTLASS, and the argmax of a sampler is one of many reductions. Of our own
+# kernels some are named by how they work: those of gemv.py, and of the sampler all.
 _ROLE_PATTERNS = (
     ("copy", r"memcpy|memset|direct_copy|CatArray"),
-    ("attention", r"flash|fmha|attention|attn|paged_(decode|prefill)"),
-    ("linear", r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma"),
+    ("attention", r"flash|fmha|attention|attn|paged_(decode|prefill)|^_split_rows_kernel$"),
+    ("linear", r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma|^_(fma|dot)_kernel$"),
     ("norm", r"norm"),
     ("rope", r"rope|rotary"),
     ("silu", r"silu|swiglu"),
-    ("sample", r"sample|argmax|top_?k|radix|sort|softmax|multinomial"),
+    ("sample", r"sample|argmax|top_?k|radix|sort|softmax|multinomial|^(_maxima|guess|gather|find_cut|_weigh|_pick)$"),
 )
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH = {"cuda_runtime", "cuda_driver"}

@@ -83,6 +83,12 @@ def test_a_trace_without_steps_is_said_so(made):
         ("_add_rms_norm_kernel", "_add_rms_norm_kernel", "norm"),
         ("_rope_and_store_kernel", "_rope_and_store_kernel", "rope"),
         ("_silu_mul_kernel", "_silu_mul_kernel", "silu"),
+        ("_fma_kernel", "_fma_kernel", "linear"),
+        ("_dot_kernel", "_dot_kernel", "linear"),
+        ("_split_rows_kernel", "_split_rows_kernel", "attention"),
+        *((name, name, "sample") for name in ("_maxima", "guess", "gather", "find_cut", "_weigh", "_pick")),
+        ("_gather", "_gather", "other"),  # of a step's input
+        ("void at::native::vectorized_gather_kernel<16, long>(x)", "vectorized_gather_kernel", "other"),
         ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)", "copy"),
     ],
 )
@@ -139,6 +145,17 @@ def test_what_cannot_decode_together_is_said_so(dry_gpu):
     )  # fmt: skip
     with pytest.raises(NoProfile, match="leaves 60 tokens after the longest prompt"):
         profile_pass.profile_decode(short, items(1), "new", "p")
+
+
+def test_requests_that_end_while_steps_are_profiled_are_said_so(dry_gpu):
+    """The first prompt is done long before the last, and its request has little left to decode then."""
+    config = {
+        "model": {"path": "dry", "load_format": "dry", "max_model_len": 192},
+        "cache": {"num_blocks": 600},
+        "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 4},
+    }
+    with pytest.raises(NoProfile, match="ended while its steps were profiled"):
+        profile_pass.profile_decode(LLMEngine(EngineConfig.from_dict(config)), items(4, tokens=60), "new", "p")
 
 
 # --- in a run ---
