@@ -172,7 +172,7 @@ class LLMEngine:
             self.abort(request_id)
         self._drop_flights()
 
-    # --- for measurements and comparisons --------------------------------------------------------------------------------
+    # --- for measurements and comparisons -----------------------------------------------------------------------------
 
     def reserve_memory(self) -> None:
         """Takes from the GPU again what the largest step needs, where something else in this process may have given it
