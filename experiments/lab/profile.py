@@ -13,6 +13,7 @@ between two steps while no kernel runs from the end of one body to the start of 
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -45,7 +46,8 @@ class NoProfile(Exception):
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel in an average decode step of a variant: how often it ran, and for how long in sum."""
+    """A kernel in an average decode step of a variant: how often it ran, and for how long in sum, in which no other was
+    running already."""
 
     variant: str
     point: str
@@ -184,13 +186,19 @@ def _busy(kernels: Iterable[_Ran], start: float, end: float) -> float:
 
 
 def _kernel_rows(steps: Sequence[Sequence[_Ran]], variant: str, point: str) -> list[KernelRow]:
-    """The longest first; of steps that ran something only now and then, the mean."""
+    """The longest first; of steps that ran something only now and then, the mean.
+
+    Time in which two overlap counts for the one that started first: a programmatic dependent (kernels/pdl.py) is in
+    place early, and waits.
+    """
     calls: Counter[tuple[str, str]] = Counter()
     times: dict[tuple[str, str], float] = defaultdict(float)
-    for ran in (ran for step in steps for ran in step):
+    reached = -math.inf
+    for ran in sorted((ran for step in steps for ran in step), key=lambda ran: ran.start):
         key = (role(ran.name), short_name(ran.name))
         calls[key] += 1
-        times[key] += ran.end - ran.start
+        times[key] += max(0.0, ran.end - max(ran.start, reached))
+        reached = max(reached, ran.end)
     return [
         KernelRow(variant, point, *key, calls[key] / len(steps), times[key] / len(steps))
         for key in sorted(times, key=times.__getitem__, reverse=True)
