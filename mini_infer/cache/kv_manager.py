@@ -84,10 +84,10 @@ class KVManager:
     def match_prefix(self, request: Request) -> PrefixMatch:
         """The longest cached prefix of the request's tokens, in whole blocks.
 
-        At least one token is left to compute, since its logits choose the next one. A sibling (n > 1) takes its
+        What the request needs logits of is left to compute: at least its last token. A sibling (n > 1) takes its
         leader's prompt blocks directly, with the prefix cache on or off.
         """
-        limit = (request.num_tokens - 1) // self.block_size
+        limit = request.num_reusable_tokens // self.block_size
         blocks: list[int] = []
         if self.prefix_caching:
             self._extend_hashes(request, limit)

@@ -33,6 +33,14 @@ class Growth(NamedTuple):
     blocks: list[int]
 
 
+class PromptLogprobs(NamedTuple):
+    """A row whose first `num_tokens` are followed by prompt tokens that the caller wants log-probabilities of."""
+
+    row: int
+    num_tokens: int
+    num_top: int  # alternatives beside each
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step's batch, row by row. Row i computes tokens [starts[i], starts[i] + counts[i]) of the request in
@@ -54,6 +62,8 @@ class StepPlan:
     num_decode_rows: int
     admissions: list[Admission] = field(default_factory=list)
     growths: list[Growth] = field(default_factory=list)
+    masks: dict[int, bytes] = field(default_factory=dict)  # sampling row -> Constraint.mask
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block), copied first
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block), copied second
     preempted: list[str] = field(default_factory=list)  # request ids
@@ -84,6 +94,7 @@ class StepResult:
 
     tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row -> one an element of tokens[row]
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row -> as the plan asks for them
 
 
 @dataclass(frozen=True, slots=True)

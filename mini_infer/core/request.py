@@ -1,96 +1,13 @@
-"""A request's life: what was asked (SamplingParams), its state (Request), what comes back (RequestOutput)."""
+"""A request's life: its state (Request), and what comes back (RequestOutput)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
-from mini_infer.core.errors import RequestError
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of one request are chosen and when it ends. Raises RequestError on impossible values."""
-
-    n: int = 1  # completions of the same prompt, which share the prompt's KV blocks
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
-    top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches top_p
-    min_p: float = 0.0  # keep tokens at least min_p times as likely as the most likely one
-    seed: int | None = None  # the same seed and prompt give the same tokens, whatever else is in the batch
-    repetition_penalty: float = 1.0  # over prompt and output (Keskar et al. 2019, arXiv:1909.05858)
-    presence_penalty: float = 0.0  # subtracted once from a token that the output holds
-    frequency_penalty: float = 0.0  # subtracted for every time that the output holds it
-    max_tokens: int | None = 128  # None: up to the model's length
-    min_tokens: int = 0  # no end-of-sequence, stop token or stop string before this many
-    ignore_eos: bool = False
-    stop: Sequence[str] = ()  # strings that end the text; a single string, or None, will do
-    stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    logprobs: int | None = None  # this many alternatives beside each token; 0: the token's own only
-    skip_special_tokens: bool = True
-
-    def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        ):
-            _number(name, getattr(self, name))
-        for name in ("n", "top_k", "min_tokens"):
-            _integer(name, getattr(self, name))
-        for name in ("seed", "max_tokens", "logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name))
-        _require("n", self.n, 1 <= self.n <= 256, "from 1 to 256")
-        _require("temperature", self.temperature, 0 <= self.temperature <= 100, "from 0 (greedy) to 100")
-        _require("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more")
-        _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
-        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
-        _require(
-            "repetition_penalty",
-            self.repetition_penalty,
-            0 < self.repetition_penalty <= 10,
-            "above 0, at most 10",
-        )
-        _require("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 2, "from -2 to 2")
-        _require("frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 2, "from -2 to 2")
-        _require(
-            "max_tokens",
-            self.max_tokens,
-            self.max_tokens is None or self.max_tokens >= 1,
-            "at least 1, or None",
-        )
-        limit = math.inf if self.max_tokens is None else self.max_tokens
-        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= limit, f"from 0 to max_tokens ({limit})")
-        _require(
-            "logprobs",
-            self.logprobs,
-            self.logprobs is None or 0 <= self.logprobs <= 64,
-            "from 0 to 64, or None",
-        )
-        if self.seed is not None:
-            _require("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
-        for text in stop:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop must hold non-empty strings, got {text!r}", "stop")
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token)
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
+from mini_infer.core.sampling_params import SamplingParams
 
 
 class FinishReason(str, Enum):
@@ -108,6 +25,21 @@ class RequestStatus(Enum):
     finished = "finished"
 
 
+class Constraint(Protocol):
+    """Where one sequence stands in its grammar."""
+
+    @property
+    def mask(self) -> bytes:
+        """Bit i, from the lowest bit of the first byte on, says whether token i may come next."""
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        """Goes on by a token. `stop`: nothing may follow it. `error`: the grammar has no such token there, or cannot
+        be followed any further. None: the text goes on."""
+
+    def is_end(self, token_id: int) -> bool:
+        """Whether the token only says that the text has ended."""
+
+
 class Request:
     """One sequence in the engine. The scheduler owns it; `block_table` is written by the KVManager alone.
 
@@ -121,6 +53,8 @@ class Request:
         "block_hashes",
         "block_table",
         "cache_salt",
+        "constraint",
+        "ended_by_token",
         "finish_reason",
         "first_scheduled_time",
         "fork_of",
@@ -136,6 +70,7 @@ class Request:
         "params",
         "priority",
         "prompt_len",
+        "prompt_logprobs",
         "request_id",
         "seed",
         "slot",
@@ -159,6 +94,7 @@ class Request:
         arrival_time: float = 0.0,
         cache_salt: str = "",
         fork_of: Request | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self.request_id = request_id  # the caller's name for it; n > 1 completions share it
         self.params = params
@@ -176,6 +112,11 @@ class Request:
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt
         self.fork_of = fork_of  # the sibling (n > 1) whose prompt blocks this one shares
+        self.constraint = constraint  # it has taken in the whole output
+        # From the second token on as they are computed; None where nobody asks. Siblings have the leader's prompt.
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        if params.prompt_logprobs is not None and fork_of is None:
+            self.prompt_logprobs = [None]
         self.order = 0  # arrival order, given by the scheduler
         self.status = RequestStatus.waiting
         self.slot: int | None = None  # its row in the runner's per-slot state, while it is in a batch
@@ -184,6 +125,7 @@ class Request:
         self.num_committed_blocks = 0  # leading blocks that are filled for sure, and may be shared
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
+        self.ended_by_token = False  # its last token is an end-of-sequence or a stop token, and so no text
         self.stop_reason: int | str | None = None  # the stop token or string that ended it; None for end-of-sequence
         self.first_scheduled_time: float | None = None
         self.token_times: list[float] = []  # when each output token appeared
@@ -201,9 +143,11 @@ class Request:
         return self.status is RequestStatus.finished
 
     @property
-    def ended_by_token(self) -> bool:
-        """Whether its last token is an end-of-sequence or a stop token, and so no text."""
-        return self.finish_reason is FinishReason.stop and not isinstance(self.stop_reason, str)
+    def num_reusable_tokens(self) -> int:
+        """Leading tokens whose KV will do; of the others the logits are needed too."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) == self.prompt_len:
+            return self.num_tokens - 1
+        return len(self.prompt_logprobs) - 1
 
     def __repr__(self) -> str:
         return (
@@ -273,8 +217,10 @@ class CompletionOutput:
 
     @property
     def logprobs_delta(self) -> list[TokenLogprob] | None:
-        logprobs = self.logprobs
-        return None if logprobs is None else logprobs[len(logprobs) - len(self.token_ids_delta) :]
+        if self._logprobs is None:
+            return None
+        end = self._span[1] - self._span[0]
+        return self._logprobs[end - len(self.token_ids_delta) : end]
 
 
 @dataclass(slots=True)
@@ -286,27 +232,4 @@ class RequestOutput:
     prompt_token_ids: list[int]
     finished: bool  # all n completions are
     outputs: list[CompletionOutput]
-
-
-def _tuple(name: str, value: object) -> tuple:
-    if value is None:
-        return ()
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise RequestError(f"{name} must be a list, got {value!r}", name)
-    return tuple(value)
-
-
-def _integer(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, got {value!r}", name)
-
-
-def _number(name: str, value: object) -> None:
-    ok = not isinstance(value, bool) and isinstance(value, (int, float))
-    if not ok or not abs(value) < math.inf:  # type: ignore[arg-type]  # an int may be too large for isfinite
-        raise RequestError(f"{name} must be a finite number, got {value!r}", name)
-
-
-def _require(name: str, value: object, ok: bool, allowed: str) -> None:
-    if not ok:
-        raise RequestError(f"{name} must be {allowed}; got {value!r}", name)
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # where asked for, once, and None for the first token

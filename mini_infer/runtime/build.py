@@ -287,7 +287,7 @@ def _capture(
         return NoGraphs(), CaptureReport(limits=(no_graphs,))
 
     def decode(step: StepInput) -> tuple[Tensor, Tensor]:
-        logits = model.forward(step)
+        logits = model.compute_logits(step.sampled(model.forward(step)))
         return logits, sampler.main(logits, step.param_rows, step.sampled_positions)
 
     max_num_seqs = config.scheduler.max_num_seqs

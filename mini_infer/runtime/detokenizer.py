@@ -125,15 +125,27 @@ class ByteStream:
     def __init__(self, token_bytes: Sequence[bytes], skipped: frozenset[int]) -> None:
         self._bytes = token_bytes
         self._skipped = skipped
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._size = len(token_bytes)
+        self._held = b""  # the beginning of a character
 
     def push(self, token_ids: Sequence[int]) -> str:
-        table, skipped = self._bytes, self._skipped
-        size = len(table)
-        return self._utf8.decode(b"".join([table[i] for i in token_ids if i < size and i not in skipped]))
+        table, skipped, size = self._bytes, self._skipped, self._size
+        if len(token_ids) == 1:  # a step of hundreds of streams is spent here
+            token = token_ids[0]
+            data = table[token] if token < size and token not in skipped else b""
+        else:
+            data = b"".join([table[i] for i in token_ids if i < size and i not in skipped])
+        if self._held:
+            data = self._held + data
+        elif data.isascii():
+            return data.decode()
+        text, num_bytes = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[num_bytes:]
+        return text
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        held, self._held = self._held, b""
+        return held.decode(errors="replace")
 
 
 class WindowStream:

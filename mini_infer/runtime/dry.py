@@ -43,7 +43,7 @@ class DryModel:
         self._host_states = np.zeros((num_host_blocks, block_size), dtype=np.uint64)
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Writes the step's states and returns the sampled rows' logits, float32 [S, vocab_size], on the CPU."""
+        """Writes the step's states and returns them, [T] int64, on the CPU."""
         batch, states = step.batch, self._states.reshape(-1)
         seq_lens, ends = batch.host_seq_lens, batch.host_query_starts
         assert seq_lens is not None
@@ -66,8 +66,7 @@ class DryModel:
         states[batch.slot_mapping.numpy()] = new
 
         self._take_time(batch)
-        assert step.sampled_tokens is not None
-        return self._logits(new[step.sampled_tokens.numpy()])
+        return torch.from_numpy(new.view(np.int64))
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         for device, host in pairs:
@@ -77,9 +76,10 @@ class DryModel:
         for host, device in pairs:
             self._states[device] = self._host_states[host]
 
-    def _logits(self, states: NDArray[np.uint64]) -> torch.Tensor:
-        """Noise in [0, 4) over the vocabulary and a peak at the greedy token: a printable character, or now and
-        then the end of the sequence."""
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """States [N] -> float32 [N, vocab_size]: noise in [0, 4) over the vocabulary and a peak at the greedy token, a
+        printable character, or now and then the end of the sequence."""
+        states: NDArray[np.uint64] = hidden.numpy().view(np.uint64)
         draw = splitmix64(states)
         text = np.uint64(32) + draw % np.uint64(95)
         greedy = np.where((draw >> np.uint64(32)) % np.uint64(_EOS_ONE_IN) == 0, np.uint64(self._eos), text)

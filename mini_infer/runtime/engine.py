@@ -17,6 +17,7 @@ from mini_infer.core.plan import KVUsage, StepPlan, StepRecord, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams
 from mini_infer.runtime.build import build_parts
 from mini_infer.runtime.detokenizer import Detokenizer
+from mini_infer.runtime.grammar import CompiledGrammar, GrammarCompiler
 from mini_infer.runtime.output import OutputProcessor
 from mini_infer.runtime.probe import probe
 from mini_infer.runtime.prompt import Prompt, encode_prompt, is_single_prompt
@@ -56,6 +57,7 @@ class LLMEngine:
         self.observers: list[Callable[[StepRecord], None]] = []  # each is called with every StepRecord
         self._parts = parts
         self._outputs = OutputProcessor()
+        self._grammars = GrammarCompiler(parts.tokenizer, parts.vocab_size, parts.eos_token_ids)
         self._mailbox: dict[str, list[RequestOutput]] = {}  # outputs not handed over yet, by request
         self._claimed: set[str] = set()  # requests of `generate` and `stream`, which `step` does not hand out
         self._ended: list[Request] = []  # aborted or failed since the last StepRecord
@@ -148,6 +150,16 @@ class LLMEngine:
         checked = self._check(prompt, params or SamplingParams())
         return self._enqueue(checked, request_id, priority, arrival_time, cache_salt, stream)
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Does beforehand what takes long when a request is added: a new grammar is compiled, and for the first one the
+        vocabulary is read. May be called in any thread, while the engine works in its own.
+
+        Raises:
+            RequestError: the grammar cannot be followed.
+        """
+        if params.grammar is not None:
+            self._grammars.compile(params.grammar)
+
     def step(self) -> list[RequestOutput]:
         """Runs one step, and returns what it brought for requests of `add_request`."""
         self._advance()
@@ -216,12 +228,15 @@ class LLMEngine:
                 f"can be generated ({self._parts.limit_reason})",
                 "prompt",
             )
-        for token in params.stop_token_ids:
+        self._check_ids("stop token", params.stop_token_ids, "stop_token_ids")
+        self._check_ids("biased token", [token for token, _ in params.biases], "logit_bias")
+        grammar = None if params.grammar is None else self._grammars.compile(params.grammar)
+        return _Checked(text, token_ids, params, grammar)
+
+    def _check_ids(self, name: str, token_ids: Iterable[int], param: str) -> None:
+        for token in token_ids:
             if not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"stop token id {token} is out of range: 0 to {self.vocab_size - 1} are allowed", "stop_token_ids"
-                )
-        return _Checked(text, token_ids, params)
+                raise RequestError(f"{name} id {token} is out of range: 0 to {self.vocab_size - 1} are allowed", param)
 
     def _enqueue(
         self,
@@ -233,7 +248,7 @@ class LLMEngine:
         stream: bool = True,
         claim: bool = False,
     ) -> str:
-        text, token_ids, params = checked
+        text, token_ids, params, grammar = checked
         number = self._num_requests
         self._num_requests += 1
         if request_id is None:
@@ -256,6 +271,7 @@ class LLMEngine:
                 arrival_time=self.clock() if arrival_time is None else arrival_time,
                 cache_salt=cache_salt,
                 fork_of=leader,
+                constraint=None if grammar is None else grammar.start(),
             )
             leader = leader or request
             sequences.append((request, Detokenizer(self.tokenizer, params, token_ids)))
@@ -282,6 +298,7 @@ class LLMEngine:
         executed = self.clock()
         try:
             updates = self.scheduler.update(flight.plan, result, executed) if flight else []
+            self._grammars.update_masks()
             for request, reason, stop in self._outputs.process(updates, result):
                 self.scheduler.finish(request, reason, stop)
             changed = [update.request for update in updates]
@@ -444,6 +461,7 @@ class _Checked(NamedTuple):
     text: str | None
     token_ids: list[int]
     params: SamplingParams
+    grammar: CompiledGrammar | None
 
 
 def _names(requests: Iterable[Request]) -> tuple[str, ...]:

@@ -50,25 +50,26 @@ class _Completion:
         if end > self._detokenized:
             self.texts.append(self.detokenizer.append(request.token_ids[self._detokenized : end]))
             self._detokenized = end
-        if request.finished:
+        if request.finish_reason is not None:
             self.texts.append(self.detokenizer.finish())
 
     def output(self) -> CompletionOutput:
         """Everything since the last call."""
         request, texts = self.request, self.texts
-        first_text, self._reported_texts = self._reported_texts, len(texts)
-        first_token, self._reported_tokens = self._reported_tokens, request.num_tokens
+        num_texts, num_tokens, reason = len(texts), request.num_tokens, request.finish_reason
+        first_text, self._reported_texts = self._reported_texts, num_texts
+        first_token, self._reported_tokens = self._reported_tokens, num_tokens
         return CompletionOutput(
             self.index,
-            "".join(texts[first_text:]),
-            request.token_ids[first_token : request.num_tokens],
-            request.finish_reason,
+            texts[-1] if num_texts == first_text + 1 else "".join(texts[first_text:]),
+            request.token_ids[first_token:num_tokens],
+            reason,
             request.stop_reason,
-            _metrics(request) if request.finished else None,
+            None if reason is None else _metrics(request),
             texts,
-            len(texts),
+            num_texts,
             request.token_ids,
-            (request.prompt_len, request.num_tokens),
+            (request.prompt_len, num_tokens),
             self.logprobs,
         )
 
@@ -86,10 +87,16 @@ class _Group:
         self.stream = stream
         self.completions = [_Completion(i, request, detok, stream) for i, (request, detok) in enumerate(sequences)]
         self.num_unfinished = len(sequences)
+        self.owes_prompt_logprobs = leader.prompt_logprobs is not None
 
     def report(self, completions: list[_Completion]) -> RequestOutput:
         outputs = [completion.output() for completion in completions]
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, not self.num_unfinished, outputs)
+        output = RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, not self.num_unfinished, outputs)
+        if self.owes_prompt_logprobs:
+            logprobs = self.completions[0].request.prompt_logprobs
+            if logprobs is not None and len(logprobs) == len(self.prompt_token_ids):
+                output.prompt_logprobs, self.owes_prompt_logprobs = logprobs, False
+        return output
 
 
 class OutputProcessor:
@@ -122,8 +129,9 @@ class OutputProcessor:
         """Takes in a step's tokens. Returns the requests that their text ends: by a stop string, or because it
         cannot be made. The caller ends them before it collects the outputs."""
         endings = []
+        of_request = self._of_request
         for request, token_ids, row in updates:
-            _, completion = self._of_request[request]
+            _, completion = of_request[request]
             if completion.logprobs is not None:
                 completion.logprobs += result.logprobs[row][: len(token_ids)]
             if not (completion.detokenizes_every_step or request.finished):
@@ -134,26 +142,28 @@ class OutputProcessor:
                 logger.exception("request %r ends, because its tokens cannot be made text", request.request_id)
                 endings.append(Ending(request, FinishReason.error, None))
                 continue
-            stop = completion.detokenizer.stop_string
-            if stop is not None:
-                endings.append(Ending(request, FinishReason.stop, stop))
+            if request.params.stop:
+                stop = completion.detokenizer.stop_string
+                if stop is not None:
+                    endings.append(Ending(request, FinishReason.stop, stop))
         return endings
 
     def collect(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """The outputs that the caller gets after `requests` have changed."""
+        outputs = []
         changed: dict[_Group, list[_Completion]] = {}
+        of_request = self._of_request
         for request in requests:
-            group, completion = self._of_request[request]
-            if group in changed:
-                changed[group].append(completion)
-            else:
-                changed[group] = [completion]
-            if request.finished:
-                del self._of_request[request]
+            group, completion = of_request[request]
+            if request.finish_reason is not None:
+                del of_request[request]
                 group.num_unfinished -= 1
                 if not group.num_unfinished:
                     del self._groups[group.request_id]
-        outputs = []
+            if len(group.completions) > 1:
+                changed.setdefault(group, []).append(completion)
+            elif group.stream or not group.num_unfinished:
+                outputs.append(group.report(group.completions))
         for group, completions in changed.items():
             if group.stream:
                 outputs.append(group.report(completions))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.plan import StepPlan, StepResult
+from mini_infer.runtime.prompt_logprobs import RowLogprobs, prompt_logprobs
 from mini_infer.runtime.sampler import Logprobs, Sampler
 from mini_infer.runtime.slots import SlotState, StepInput
 
@@ -27,7 +28,10 @@ class StepModel(Protocol):
     """A model together with its KV memory."""
 
     def forward(self, step: StepInput) -> Tensor:
-        """Computes the step's tokens and returns the sampled rows' logits [S, vocab_size]."""
+        """Computes the step's tokens and returns a hidden state for each, [T, ...]."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[N, ...] -> [N, vocab_size]"""
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies (device block, host block) pairs to the host."""
@@ -48,7 +52,8 @@ class LaunchedStep:
     plan: StepPlan
     logits: Tensor | None = None  # [S, vocab_size] until the next launch; None where no row samples
     tokens: HostTokens | None = None
-    logprobs: Logprobs | None = None  # can be read when the tokens can
+    logprobs: Logprobs | None = None  # can be read when the tokens can, as can those of prompts
+    prompt_logprobs: Sequence[RowLogprobs] = ()
 
 
 class Runner:
@@ -69,25 +74,31 @@ class Runner:
         if not plan.slots:
             return LaunchedStep(plan)
         rows = np.flatnonzero(plan.samples)
+        masks = {int(np.searchsorted(rows, row)): mask for row, mask in plan.masks.items()}
         slots = np.array(plan.slots)[rows]
         positions = np.add(plan.starts, plan.counts)[rows]
         history = self._slots.history
+        of_prompts: list[RowLogprobs] = []
         replayed = self._graphs.replay(plan)
         if replayed is not None:
             logits, token_ids = replayed
-            rare, logprobs = self._sampler.rare(slots, positions), None
+            rare, logprobs = self._sampler.rare(slots, positions, masks), None
             if rare is not None:
                 logprobs = self._sampler.resample(logits, token_ids, rare, history)
                 self._slots.overwrite(slots, positions, token_ids)
         else:
             self._slots.apply(plan, params)
             step = self._slots.build(plan)
-            logits = self._model.forward(step)
+            hidden, compute_logits = self._model.forward(step), self._model.compute_logits
+            if plan.prompt_logprobs:
+                of_prompts = prompt_logprobs(plan, hidden, history, self._sampler.vocab_size, compute_logits)
             if not len(rows):
-                return LaunchedStep(plan)
-            token_ids, logprobs = self._sampler.sample(logits, step, slots, positions, history)
+                tokens = HostTokens(step.places) if of_prompts else None  # none of them, but they say when to read
+                return LaunchedStep(plan, tokens=tokens, prompt_logprobs=of_prompts)
+            logits = compute_logits(step.sampled(hidden))
+            token_ids, logprobs = self._sampler.sample(logits, step, slots, positions, history, masks)
             self._slots.append(step, token_ids)
-        return LaunchedStep(plan, logits, HostTokens(token_ids), logprobs)
+        return LaunchedStep(plan, logits, HostTokens(token_ids), logprobs, of_prompts)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Waits for a step's tokens. Row i of the result belongs to row i of the plan."""
@@ -99,7 +110,11 @@ class Runner:
         for row, token in zip(rows, launched.tokens.read(), strict=True):
             tokens[row] = [token]
         logprobs = {} if launched.logprobs is None else launched.logprobs.finish()
-        return StepResult(tokens, {rows[index]: [entry] for index, entry in logprobs.items()})
+        return StepResult(
+            tokens,
+            {rows[index]: [entry] for index, entry in logprobs.items()},
+            {part.row: part.finish() for part in launched.prompt_logprobs},
+        )
 
     def force_token(self, slot: int, position: int, token_id: int) -> None:
         """Puts another token where the next step reads it."""

@@ -1,7 +1,7 @@
 """From logits to tokens: every row of a batch with its own sampling parameters, on the CPU or a GPU.
 
     raw logits --> log-probabilities to report
-        |  ban stop tokens (min_tokens) -> repetition, presence, frequency penalties
+        |  add biases -> ban stop tokens (min_tokens) -> repetition, presence, frequency penalties -> mask (grammar)
         |---> greedy rows: argmax
         '---> sampled rows: / temperature -> top-k -> top-p -> min-p -> inverse CDF at a hashed u
 
@@ -12,8 +12,9 @@ captured in a CUDA graph with the model. The upper half is rare: `rare` says on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from mini_infer.core.request import SamplingParams, TokenLogprob
 from mini_infer.kernels.ops import Kernels
+from mini_infer.runtime.adjust import Adjustment, Penalties, adjust, padded
 from mini_infer.runtime.draw import NUM_PARAMS, PARAM_COLUMNS, Array, Draw, encode, pick_tokens
 from mini_infer.runtime.slots import StepInput
 
@@ -30,6 +32,7 @@ MainPath = Callable[[Tensor, Tensor, Tensor], Tensor]
 _COLUMNS = np.dtype(
     [
         ("penalised", np.bool_),
+        ("biased", np.bool_),
         ("repetition", np.float32),
         ("presence", np.float32),
         ("frequency", np.float32),
@@ -40,27 +43,8 @@ _COLUMNS = np.dtype(
     ]
 )
 _ALWAYS = np.iinfo(np.int64).max
-
-
-@dataclass(frozen=True, eq=False)
-class Penalties:
-    """Of A rows. Tensors lie on the device of the logits."""
-
-    slots: Tensor  # [A] int64
-    prompt_lens: Tensor  # [A] int64
-    longest: int  # tokens in the longest row's history
-    factors: Tensor  # [3, A, 1] float32: repetition, presence, frequency
-
-
-@dataclass(frozen=True, eq=False)
-class Adjustment:
-    """A rows whose logits are changed before a token is picked. Tensors lie on the device of the logits."""
-
-    rows: Tensor  # [A] int64, within the batch
-    positions: Tensor  # [A] int64: tokens in each row's history
-    banned: Tensor | None  # flat indices into the rows' scores
-    penalties: Penalties | None
-    param_rows: Tensor | None  # [A, NUM_PARAMS] int32, where `main` picks
+NO_BIASES: tuple[Array, Array] = (np.empty(0, np.int64), np.empty(0, np.float32))
+NO_MASKS: Mapping[int, bytes] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +109,7 @@ class Sampler:
         self._columns = np.zeros(max_num_seqs, _COLUMNS)
         self._rare_until = np.zeros(max_num_seqs, np.int64)  # positions below are not for the main path alone
         self._stop_ids: list[Array] = [np.empty(0, np.int64)] * max_num_seqs
+        self._biases: list[tuple[Array, Array]] = [NO_BIASES] * max_num_seqs  # token ids, what is added to each
 
     def admit(self, slot: int, params: SamplingParams, seed: int, prompt_len: int, stop_ids: Collection[int]) -> Array:
         """Gives `slot` to a request. `stop_ids` are the tokens that min_tokens forbids. Returns the slot's row of
@@ -135,12 +120,18 @@ class Sampler:
         row = self._columns[slot]
         row["penalised"] = penalties != (1, 0, 0)
         row["repetition"], row["presence"], row["frequency"] = penalties
+        row["biased"] = bool(params.biases)
         row["prompt_len"] = prompt_len
         row["min_len"] = prompt_len + params.min_tokens if stop_ids else 0
         row["wants_logprobs"] = params.logprobs is not None
         row["num_top"] = min(params.logprobs or 0, self.vocab_size)
         self._stop_ids[slot] = np.array([i for i in sorted(stop_ids) if 0 <= i < self.vocab_size], np.int64)
-        self._rare_until[slot] = _ALWAYS if row["penalised"] or row["wants_logprobs"] else row["min_len"]
+        self._biases[slot] = NO_BIASES
+        if params.biases:
+            ids, values = zip(*params.biases, strict=True)
+            self._biases[slot] = (np.array(ids, np.int64), np.array(values, np.float32))
+        always = row["penalised"] or row["biased"] or row["wants_logprobs"]
+        self._rare_until[slot] = _ALWAYS if always else row["min_len"]
         return encoded
 
     def main(self, logits: Tensor, param_rows: Tensor, positions: Tensor) -> Tensor:
@@ -160,11 +151,19 @@ class Sampler:
     def warm_up(self) -> None:
         """Compiles what `resample` runs, whose scores are float32 whatever the model's logits are."""
         if self._main is not None:
-            scores = torch.zeros((1, _padded(self.vocab_size)), device=self.device)[:, : self.vocab_size]
+            scores = torch.zeros((1, padded(self.vocab_size)), device=self.device)[:, : self.vocab_size]
             rows = torch.zeros((1, NUM_PARAMS), dtype=torch.int32, device=self.device)
             self._main(scores, rows, torch.zeros(1, dtype=torch.int64, device=self.device))
 
-    def sample(self, logits: Tensor, step: StepInput, slots: Array, positions: Array, history: Tensor) -> SampledTokens:
+    def sample(
+        self,
+        logits: Tensor,
+        step: StepInput,
+        slots: Array,
+        positions: Array,
+        history: Tensor,
+        masks: Mapping[int, bytes] = NO_MASKS,
+    ) -> SampledTokens:
         """One token a row, eagerly.
 
         Args:
@@ -172,27 +171,29 @@ class Sampler:
             step: what `main` reads on the device, `param_rows` and `sampled_positions`.
             slots, positions: [S] int64, the same on the host: each row's slot, and the tokens before the sampled one.
             history: [slots, longest] int32 on the device: each slot's prompt and output. Read only for penalties.
+            masks: row -> bits, of the rows that may not pick any token (Constraint.mask).
         """
-        rare = self.rare(slots, positions)
+        rare = self.rare(slots, positions, masks)
         if self.graph_safe:
             token_ids = self.main(logits, step.param_rows, step.sampled_positions)
             return SampledTokens(token_ids, None if rare is None else self.resample(logits, token_ids, rare, history))
         scores = logits.float()
         if rare is not None and rare.adjustment is not None:
             a = rare.adjustment
-            adjusted = _adjust(logits, a, history)
+            adjusted = adjust(logits, a, history)
             scores = adjusted if len(a.rows) == len(logits) else scores.index_copy(0, a.rows, adjusted)
         token_ids = pick_tokens(scores, Draw.of(self._params.take(slots), positions, self.vocab_size, self._send))
-        return SampledTokens(token_ids, None if rare is None else _report(logits, token_ids, rare.wanted))
+        wanted = None if rare is None else rare.wanted
+        return SampledTokens(token_ids, None if wanted is None else report(logits, token_ids, wanted))
 
     # --- the rare things ------------------------------------------------------------------------------------------
 
-    def rare(self, slots: Array, positions: Array) -> Rare | None:
+    def rare(self, slots: Array, positions: Array, masks: Mapping[int, bytes] = NO_MASKS) -> Rare | None:
         """What the main path leaves to do for these rows; None, and quick, where it does it all."""
-        if not (positions < self._rare_until.take(slots)).any():
+        if not masks and not (positions < self._rare_until.take(slots)).any():
             return None
         columns = self._columns.take(slots)
-        return Rare(self._adjustment(slots, positions, columns), self._wanted(columns))
+        return Rare(self._adjustment(slots, positions, columns, masks), self._wanted(columns))
 
     def resample(self, logits: Tensor, token_ids: Tensor, rare: Rare, history: Tensor) -> Logprobs | None:
         """Picks the tokens of adjusted rows once more and puts them into `token_ids` [S]. `history` as in `sample`; the
@@ -200,24 +201,49 @@ class Sampler:
         a = rare.adjustment
         if a is not None:
             assert a.param_rows is not None
-            tokens = self.main(_adjust(logits, a, history), a.param_rows, a.positions)
+            tokens = self.main(adjust(logits, a, history), a.param_rows, a.positions)
             token_ids.index_copy_(0, a.rows, tokens.to(token_ids.dtype))
-        return _report(logits, token_ids, rare.wanted)
+        return None if rare.wanted is None else report(logits, token_ids, rare.wanted)
 
-    def _adjustment(self, slots: Array, positions: Array, columns: Array) -> Adjustment | None:
+    def _adjustment(
+        self, slots: Array, positions: Array, columns: Array, masks: Mapping[int, bytes]
+    ) -> Adjustment | None:
         early = positions < columns["min_len"]
-        rows = np.flatnonzero(early | columns["penalised"])
+        adjusted = early | columns["penalised"] | columns["biased"]
+        adjusted[list(masks)] = True
+        rows = np.flatnonzero(adjusted)
         if not rows.size:
             return None
-        banned = [i * _padded(self.vocab_size) + self._stop_ids[slots[row]] for i, row in enumerate(rows) if early[row]]
+        width = padded(self.vocab_size)
+        banned = [
+            i * width + self._stop_ids[slots[row]] for i, row in enumerate(rows) if early[row] and row not in masks
+        ]
+        biased = [(i, *self._biases[slots[row]]) for i, row in enumerate(rows) if columns["biased"][row]]
         params = self._params.take(slots[rows]).view(np.int32).reshape(-1, NUM_PARAMS)
         return Adjustment(
             rows=self._send(rows),
             positions=self._send(positions[rows]),
+            bias_places=self._send(np.concatenate([i * width + ids for i, ids, _ in biased])) if biased else None,
+            biases=self._send(np.concatenate([values for _, _, values in biased])) if biased else None,
             banned=self._send(np.concatenate(banned)) if banned else None,
             penalties=self._penalties(slots[rows], positions[rows], columns.take(rows)),
+            mask=self._send(self._mask(rows, slots, early, masks)) if masks else None,
             param_rows=self._send(params) if self.graph_safe else None,
         )
+
+    def _mask(self, rows: Array, slots: Array, early: Array, masks: Mapping[int, bytes]) -> Array:
+        """[rows, bytes] uint8. Stop tokens that come too early are left out, unless the grammar has nothing else."""
+        mask = np.full((len(rows), -(-self.vocab_size // 8)), 0xFF, np.uint8)
+        for i, row in enumerate(rows.tolist()):
+            if row not in masks:
+                continue
+            own = mask[i]
+            own[:] = np.frombuffer(masks[row], np.uint8)
+            if early[row]:
+                rest, stop_ids = own.copy(), self._stop_ids[slots[row]]
+                np.bitwise_and.at(rest, stop_ids // 8, ~(1 << stop_ids % 8).astype(np.uint8))
+                own[:] = rest if rest.any() else own
+        return mask
 
     def _penalties(self, slots: Array, positions: Array, columns: Array) -> Penalties | None:
         if not columns["penalised"].any():
@@ -253,45 +279,8 @@ def make_sampler(max_num_seqs: int, vocab_size: int, device: torch.device, kerne
     return Sampler(max_num_seqs, vocab_size, device, sample_rows)
 
 
-def _padded(vocab_size: int) -> int:
-    """Columns of adjusted scores: at least one more than there are tokens, and rows as aligned as those of logits."""
-    return vocab_size // 16 * 16 + 16
-
-
-def _adjust(logits: Tensor, a: Adjustment, history: Tensor) -> Tensor:
-    """The adjusted rows' scores, float32 [A, V]."""
-    vocab_size = logits.shape[1]
-    scores = logits.new_empty((len(a.rows), _padded(vocab_size)), dtype=torch.float32)
-    scores[:, :vocab_size] = logits.index_select(0, a.rows)
-    if a.banned is not None:
-        scores.view(-1).index_fill_(0, a.banned, -torch.inf)
-    if a.penalties is not None:
-        _penalise(scores, vocab_size, a.positions, a.penalties, history)
-    return scores[:, :vocab_size]
-
-
-def _penalise(scores: Tensor, nowhere: int, positions: Tensor, penalties: Penalties, history: Tensor) -> None:
-    """Repetition as in Keskar et al. 2019 (arXiv:1909.05858), over prompt and output; presence and frequency as
-    in the OpenAI API, over the output. A repeated token is written several times, but with one and the same value;
-    what does not count goes to the column `nowhere`, behind the tokens."""
-    tokens = history[:, : penalties.longest].index_select(0, penalties.slots).long()
-    place = torch.arange(penalties.longest, device=scores.device)
-    known = place < positions[:, None]
-    output = known & (place >= penalties.prompt_lens[:, None])
-    repetition, presence, frequency = penalties.factors
-
-    seen = tokens.where(known, nowhere)
-    values = scores.gather(1, seen)
-    scores.scatter_(1, seen, torch.where(values < 0, values * repetition, values / repetition))
-    new = tokens.where(output, nowhere)
-    scores.scatter_(1, new, scores.gather(1, new) - presence)
-    scores.scatter_add_(1, new, (-frequency).expand_as(tokens))
-
-
-def _report(logits: Tensor, token_ids: Tensor, wanted: Wanted | None) -> Logprobs | None:
+def report(logits: Tensor, token_ids: Tensor, wanted: Wanted) -> Logprobs:
     """Log-probabilities (natural) under the model's own distribution, of the tokens and of the likeliest ones."""
-    if wanted is None:
-        return None
     rows = slice(None) if wanted.rows is None else wanted.rows
     logprobs, tokens = logits[rows].float().log_softmax(dim=1), token_ids[rows, None]
     own = logprobs.gather(1, tokens)

@@ -14,7 +14,8 @@ step; prefill, chunked prefill, prefix hits, decode and recomputation are all th
 
 Steps may overlap: a plan can be made before the tokens of the plan before it are booked. A request then has a token
 in flight, whose place is known though its value is not, and its next token is planned behind it. What a step computed
-for a request that has meanwhile ended is dropped when the step is booked.
+for a request that has meanwhile ended is dropped when the step is booked. A request with a grammar sits out the steps
+before the booking: what may come next depends on the token in flight.
 
 A step serves running requests first, so a decode never waits behind a prompt; then prompts in progress, then
 swapped requests, then new ones. Whoever ranks last gives way when blocks run out. No tensors here: the same
@@ -28,7 +29,7 @@ from typing import NamedTuple
 
 from mini_infer.cache.kv_manager import NO_MATCH, KVManager
 from mini_infer.core.config import Batching, Policy, Preemption, SchedulerConfig
-from mini_infer.core.plan import Admission, Growth, KVUsage, StepPlan, StepResult
+from mini_infer.core.plan import Admission, Growth, KVUsage, PromptLogprobs, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 from mini_infer.runtime.request_queue import Rank, RequestQueue
 
@@ -148,6 +149,8 @@ class Scheduler:
             num_decode_rows=step.num_decode_rows,
             admissions=step.admissions,
             growths=step.growths,
+            masks=step.masks,
+            prompt_logprobs=step.prompt_logprobs,
             swap_out=step.swap_out,
             swap_in=step.swap_in,
             preempted=step.preempted,
@@ -167,6 +170,10 @@ class Scheduler:
             if target >= request.max_total_tokens:  # its last token is in flight
                 index += 1
                 continue
+            constraint = request.constraint
+            if constraint is not None and request.num_in_flight:
+                index += 1
+                continue
             table = request.block_table
             if target > len(table) * block_size:
                 first = len(table)
@@ -180,6 +187,8 @@ class Scheduler:
                     everybody_grew = False
                     continue
                 step.growths.append(Growth(_slot(request), first, blocks))
+            if constraint is not None:
+                step.masks[len(slots)] = constraint.mask
             slots.append(request.slot)  # type: ignore[arg-type]  # a running request has one; no call in this loop
             starts.append(request.num_computed_tokens)
             rows.append((request, request.num_preemptions))
@@ -243,7 +252,7 @@ class Scheduler:
         request.num_computed_tokens = match.num_tokens
         if request.num_cached_tokens is None:  # a preempted request that finds its own blocks again is no hit
             request.num_cached_tokens = match.num_tokens
-            if self.kv.prefix_caching and request.fork_of is None:
+            if self.kv.prefix_caching and request.fork_of is None and request.prompt_logprobs is None:
                 step.prefix_queried_tokens += request.num_tokens
                 step.prefix_hit_tokens += match.num_tokens
         return True
@@ -279,6 +288,13 @@ class Scheduler:
             return False
         request.num_computed_tokens = start + count
         step.budget -= count
+        row = len(step.slots)
+        if request.prompt_logprobs is not None and start + 1 < request.prompt_len:
+            step.prompt_logprobs.append(
+                PromptLogprobs(row, min(count, request.prompt_len - 1 - start), request.params.prompt_logprobs or 0)
+            )
+        if request.constraint is not None and count == needed:
+            step.masks[row] = request.constraint.mask
         step.slots.append(_slot(request))
         step.starts.append(start)
         step.counts.append(count)
@@ -349,7 +365,13 @@ class Scheduler:
         updates = []
         commit = self.kv.commit
         num_finished = 0
-        rows = zip(self._planned.pop(plan.step).rows, plan.starts, plan.counts, result.tokens, strict=True)
+        planned = self._planned.pop(plan.step).rows
+        for row, entries in result.prompt_logprobs.items():
+            request = planned[row][0]
+            assert request.prompt_logprobs is not None
+            known = len(request.prompt_logprobs) - (plan.starts[row] + 1)  # more than none after a preemption
+            request.prompt_logprobs += entries[known:]
+        rows = zip(planned, plan.starts, plan.counts, result.tokens, strict=True)
         for row, ((request, num_preemptions), start, count, token_ids) in enumerate(rows):
             if request.finished:  # while the step ran
                 continue
@@ -363,9 +385,15 @@ class Scheduler:
                 request.token_ids.append(token)
                 request.token_times.append(now)
                 request.num_tokens += 1
-                if token in request.stop_ids and request.num_tokens > request.min_total_tokens:
+                if request.constraint is not None:
+                    reason = request.constraint.accept(token)
+                    request.ended_by_token = reason is FinishReason.stop and request.constraint.is_end(token)
+                if reason is FinishReason.error:
+                    pass
+                elif token in request.stop_ids and request.num_tokens > request.min_total_tokens:
                     reason = FinishReason.stop
-                elif request.num_tokens >= request.max_total_tokens:
+                    request.ended_by_token = True
+                elif reason is None and request.num_tokens >= request.max_total_tokens:
                     reason = FinishReason.length
                 if reason is not None:
                     token_ids = token_ids[: position + 1]
@@ -464,6 +492,8 @@ class _Step:
         self.num_decode_rows = 0
         self.admissions: list[Admission] = []
         self.growths: list[Growth] = []
+        self.masks: dict[int, bytes] = {}
+        self.prompt_logprobs: list[PromptLogprobs] = []
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.preempted: list[str] = []

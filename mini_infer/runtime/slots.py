@@ -37,6 +37,10 @@ class StepInput:
     sampled_positions: Tensor  # [S] int64: the place in its sequence of the token that is sampled
     places: Tensor  # [S] int64: where in the flat state the sampled token goes
 
+    def sampled(self, tokens: Tensor) -> Tensor:
+        """Of something that each token has, [T, ...], what the sampling rows' last tokens have: [S, ...]."""
+        return tokens if self.sampled_tokens is None else tokens.index_select(0, self.sampled_tokens)
+
 
 class SlotState:
     """

@@ -35,6 +35,10 @@ class Tokenizer(Protocol):
         """The bytes of each id, where a text is nothing but its tokens' bytes read as UTF-8; None where it is not."""
 
     @property
+    def definition(self) -> str | None:
+        """The text of its tokenizer.json, as the tokenizers library writes it; None where it has none."""
+
+    @property
     def byte_fallback_ids(self) -> frozenset[int]:
         """SentencePiece's <0x00> to <0xFF>. A run of them is one piece of text: its last byte can change its first."""
 
@@ -151,6 +155,11 @@ class HFTokenizer:
             return None
         return [_byte_level(token) for token in self._hf.convert_ids_to_tokens(list(range(self.vocab_size)))]
 
+    @property
+    def definition(self) -> str | None:
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        return None if backend is None else backend.to_str()
+
     @cached_property
     def byte_fallback_ids(self) -> frozenset[int]:
         vocab = self._hf.get_vocab()
@@ -190,6 +199,7 @@ class ByteTokenizer:
         self.eos_token_ids = (self.EOS,)
         self.special_ids = frozenset(range(256, 261))
         self.byte_fallback_ids: frozenset[int] = frozenset()
+        self.definition = None
         self.token_bytes: Sequence[bytes] = [
             *(bytes([i]) for i in range(256)),
             *(token.encode() for token in self.SPECIAL_TOKENS),
@@ -222,6 +232,7 @@ class NoTokenizer:
     special_ids: frozenset[int] = frozenset()
     token_bytes: Sequence[bytes] = ()
     byte_fallback_ids: frozenset[int] = frozenset()
+    definition = None
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

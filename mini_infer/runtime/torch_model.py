@@ -37,7 +37,7 @@ class TorchModel:
         self._scale = model.spec.head_dim**-0.5
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Computes the step's tokens and returns the sampled rows' logits [S, vocab_size]."""
+        """Computes the step's tokens and returns their hidden states [T, hidden_size]."""
         context = AttentionContext(
             step.batch,
             self._store,
@@ -46,9 +46,10 @@ class TorchModel:
             self._windows,
             self._scale,
         )
-        hidden = self._model(step.token_ids, step.batch.positions, context)
-        if step.sampled_tokens is not None:
-            hidden = hidden.index_select(0, step.sampled_tokens)
+        return self._model(step.token_ids, step.batch.positions, context)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [N, hidden_size] -> [N, vocab_size]"""
         return self._model.compute_logits(hidden)
 
     def warm_up(self, max_rows: int) -> None:

@@ -36,10 +36,12 @@ class Batch:
         prompts=None,
         outputs=None,
         stop_ids=(),
+        masks=(),
         device="cpu",
         main=None,
     ):
         n = len(params)
+        self.masks = dict(masks)  # slot -> the tokens that it may pick, as bits
         prompts, outputs = prompts or [[0]] * n, outputs or [[]] * n
         lengths = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
         self.positions = np.array(lengths if positions is None else positions, np.int64)
@@ -60,7 +62,8 @@ class Batch:
             param_rows=self.param_rows[slots.tolist()],
             sampled_positions=torch.from_numpy(positions).to(logits.device),
         )
-        token_ids, logprobs = self.sampler.sample(logits, step, slots, positions, self.history)
+        masks = {row: self.masks[slot] for row, slot in enumerate(slots.tolist()) if slot in self.masks}
+        token_ids, logprobs = self.sampler.sample(logits, step, slots, positions, self.history, masks)
         if logits.is_cuda:
             torch.cuda.synchronize()
         return token_ids.tolist(), logprobs.finish() if logprobs else {}
@@ -95,6 +98,7 @@ def random_params(rng):
         frequency_penalty=float(rng.choice([0, 0, 0.25, 2])),
         min_tokens=int(rng.choice([0, 0, 3, 60])),
         logprobs=[None, None, 0, 4][rng.integers(4)],
+        logit_bias=[{}, {}, {3: -100, 40: 2.5}, {int(t): 4 for t in rng.choice(97, 20)}][rng.integers(4)],
     )
 
 
@@ -175,12 +179,16 @@ class TestIndependenceOfTheBatch:
         seeds = rng.integers(0, 2**62, n).tolist()
         prompts = [rng.integers(0, vocab_size, rng.integers(1, 30)).tolist() for _ in range(n)]
         outputs = [rng.integers(0, vocab_size, rng.integers(0, 30)).tolist() for _ in range(n)]
+        masks = {row: rng.bytes(-(-vocab_size // 8)) for row in rng.choice(n, n // 3).tolist()}
         arguments = {"seeds": seeds, "prompts": prompts, "outputs": outputs, "stop_ids": (3, 4), "device": device}
+        arguments["masks"] = masks
         batch = Batch(params, vocab_size, **arguments, main=main)
         before = logits.clone()
         together, logprobs = batch.sample(logits)
         assert torch.equal(logits, before)
         for row in range(n):
+            if row in masks:
+                assert masks[row][together[row] // 8] >> together[row] % 8 & 1
             tokens, entries = batch.sample(logits[row : row + 1], [row])
             assert tokens == [together[row]], params[row]
             assert (0 in entries) == (row in logprobs) == (params[row].logprobs is not None)

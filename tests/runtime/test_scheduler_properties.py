@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
-from mini_infer.core.request import CompletionOutput, FinishReason, TokenLogprob
+from mini_infer.core.request import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 
 MAX_LEN = 48
 PREFIXES = [[65 + i % 20 for i in range(40)], [65 + i % 20 for i in range(18)] + [50] * 22, [97] * 40]
@@ -49,6 +49,9 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         stop=draw(st.sampled_from([(), (), ("a",), ("A", "ab", "Z"), ("e", "x1")])),
         include_stop_str_in_output=draw(st.booleans()),
         logprobs=draw(st.sampled_from([None, None, 1])),
+        logit_bias=draw(st.sampled_from([(), (), {65: 5.0, 66: -100.0}])),
+        grammar=draw(st.sampled_from([None, None, None, "json_object", ("regex", "[A-F]{2,9}(x|yz)*")])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
     )
     return Arrival(
         step=draw(st.integers(0, 25)),
@@ -107,24 +110,41 @@ class Produced:
             assert [entry.token_id for entry in self.logprobs] == self.tokens
 
 
+@dataclass
+class Answer:
+    """What one request has given its caller."""
+
+    completions: list[Produced]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def cut_short(self) -> bool:
+        return any(completion.reason in (FinishReason.abort, FinishReason.error) for completion in self.completions)
+
+    def take(self, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            self.completions[completion.index].take(completion)
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "the prompt's log-probabilities came twice"
+            self.prompt_logprobs = output.prompt_logprobs
+
+
 ROOMY = {"block_size": 16, "num_blocks": 100, "prefix_caching": False}
-alone: dict[tuple, list[CompletionOutput]] = {}
+alone: dict[tuple, RequestOutput] = {}
 
 
-def outputs_alone(prompt: list[int], params: SamplingParams) -> list[CompletionOutput]:
-    """The request's completions when nobody else is there and memory is plenty."""
+def output_alone(prompt: list[int], params: SamplingParams) -> RequestOutput:
+    """The request's output when nobody else is there and memory is plenty."""
     key = (tuple(prompt), params)
     if key not in alone:
         engine = make_engine(ROOMY, {"max_num_seqs": 4, "max_num_batched_tokens": 1024})
-        alone[key] = engine.generate([prompt], params)[0].outputs
+        alone[key] = engine.generate([prompt], params)[0]
     return alone[key]
 
 
-def drive(
-    engine: LLMEngine, traffic: list[Arrival], failing_step: int | None, failing_verb: str
-) -> dict[str, list[Produced]]:
-    """Runs the traffic with integrity checked after every step. Returns each request's completions."""
-    produced: dict[str, list[Produced]] = {}
+def drive(engine: LLMEngine, traffic: list[Arrival], failing_step: int | None, failing_verb: str) -> dict[str, Answer]:
+    """Runs the traffic with integrity checked after every step. Returns each request's answer."""
+    produced: dict[str, Answer] = {}
     runner = engine._parts.runner
     working = getattr(runner, failing_verb)
     for step in itertools.count():
@@ -132,7 +152,7 @@ def drive(
         for number, arrival in enumerate(traffic):
             request_id = f"r{number}"
             if arrival.step == step:
-                produced[request_id] = [Produced() for _ in range(arrival.params.n)]
+                produced[request_id] = Answer([Produced() for _ in range(arrival.params.n)])
                 engine.add_request(
                     arrival.prompt,
                     arrival.params,
@@ -147,8 +167,7 @@ def drive(
         setattr(runner, failing_verb, planted_failure if step == failing_step else working)
         with contextlib.suppress(PlantedFailure):
             for output in engine.step():
-                for completion in output.outputs:
-                    produced[output.request_id][completion.index].take(completion)
+                produced[output.request_id].take(output)
         engine.scheduler.check_integrity()
         if not engine.has_unfinished_requests() and step > 45:
             return produced
@@ -202,8 +221,9 @@ def test_traffic_changes_no_token_and_loses_no_block(
     produced = drive(engine, traffic, failing_step, failing_verb)
 
     for number, arrival in enumerate(traffic):
-        expected = outputs_alone(arrival.prompt, arrival.params)
-        for got, whole in zip(produced[f"r{number}"], expected, strict=True):
+        expected = output_alone(arrival.prompt, arrival.params)
+        answer = produced[f"r{number}"]
+        for got, whole in zip(answer.completions, expected.outputs, strict=True):
             assert got.reason is not None, "a completion never finished"
             if got.reason is FinishReason.abort:
                 assert arrival.abort_after is not None
@@ -213,6 +233,8 @@ def test_traffic_changes_no_token_and_loses_no_block(
                 assert (got.tokens, got.text, got.reason) == (whole.token_ids, whole.text, whole.finish_reason)
             # Who ends early has produced a beginning of what it would have produced.
             assert got.tokens == whole.token_ids[: len(got.tokens)]
+        if answer.prompt_logprobs is not None or not (answer.cut_short or expected.prompt_logprobs is None):
+            assert answer.prompt_logprobs == expected.prompt_logprobs
     usage = engine.scheduler.usage()
     assert usage.used_blocks == usage.used_slots == usage.host_blocks_used == 0
     assert engine.scheduler.num_unfinished == 0

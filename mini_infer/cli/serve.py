@@ -1,0 +1,202 @@
+"""mini-infer-serve: the OpenAI API on a mini-infer engine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import difflib
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from mini_infer.core.errors import ConfigError, MiniInferError
+from mini_infer.serving.settings import PREFIX, ServerSettings, Setting, from_environment, table
+
+KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that it is not closed as they use it again
+BACKSTOP_S = 5  # beyond shutdown_timeout, for answers to be sent
+USAGE = "mini-infer-serve [--model NAME] [--dry-run] [--port PORT] [--SETTING VALUE ...]"
+DESCRIPTION = """\
+Serves a model over HTTP with the OpenAI API.
+
+  mini-infer-serve --dry-run --port 8000              no weights: answers made-up text, starts in seconds
+  mini-infer-serve --model tiny-target                the small model that ships with the package
+  mini-infer-serve --model PATH --use-cuda-graph      a Hugging Face folder or a hub name
+  curl localhost:8000/healthz
+
+The paths: /v1/models, /v1/chat/completions, /v1/completions, /tokenize, /detokenize, /healthz, /readyz, /metrics, and
+/docs, which describes them.
+"""
+EPILOG = f"""\
+Each setting can also stand in the environment, under the name that is given with it ({PREFIX}...); a flag wins.
+`uvicorn mini_infer.serving.app:app` reads the environment alone, and takes host, port and logging from uvicorn.
+SIGTERM: no further requests are taken, those that run get --shutdown-timeout seconds, and the exit code is 0.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 after a signal, 1 when the engine died, 2 for settings that cannot work."""
+    try:
+        settings = parse(sys.argv[1:] if argv is None else argv)
+        with _bound(settings) as sock:
+            return asyncio.run(_serve(settings, sock))
+    except (asyncio.CancelledError, KeyboardInterrupt):  # a signal while the engine was starting
+        return 0
+    except MiniInferError as error:
+        print(f"mini-infer-serve: error: {error}", file=sys.stderr)
+        return 2
+
+
+def parse(argv: Sequence[str], environ: dict[str, str] | None = None) -> ServerSettings:
+    """Settings from flags, and from the environment where there is no flag.
+
+    Raises:
+        ConfigError: an unknown flag or variable, or a value that cannot work.
+    """
+    parser = _parser()
+    given, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        known = [flag for row in table() for flag in row.flags]
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise ConfigError(f"unknown argument {unknown[0]!r}{hint} `mini-infer-serve --help` lists all settings")
+    return from_environment(dict(os.environ) if environ is None else environ, vars(given))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mini-infer-serve",
+        usage=USAGE,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for row in table():
+        if row.section not in groups:
+            groups[row.section] = parser.add_argument_group(row.section)
+        options: dict[str, Any] = {"nargs": "?", "const": "true"} if row.is_switch else {}
+        groups[row.section].add_argument(
+            *row.flags,
+            dest=row.key,
+            default=argparse.SUPPRESS,
+            metavar=_metavar(row),
+            help=_help(row),
+            **options,
+        )
+    return parser
+
+
+def _metavar(row: Setting) -> str:
+    (kind,) = row.types
+    return {bool: "true|false", int: "N", float: "X", dict: "JSON"}.get(kind, "|".join(row.choices) or "TEXT")
+
+
+def _help(row: Setting) -> str:
+    text = f"{row.help}. " if row.help else ""
+    if row.default is not None:
+        plain = getattr(row.default, "value", row.default)
+        text += f"Default: {str(plain).lower() if row.is_switch else plain}. "
+    return f"{text}[{row.variables[0]}]".replace("%", "%%")
+
+
+@contextlib.contextmanager
+def _bound(settings: ServerSettings) -> Any:
+    """A socket at the address, before minutes go into a model that could then not be served. Nobody can connect yet."""
+    where = f"{settings.host}:{settings.port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {where}: {error}. --host takes an address of this machine") from error
+    with sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(address)
+        except OSError as error:
+            reason = f"{error.strerror}. Choose another --port (0: any free one) or --host"
+            raise ConfigError(f"cannot listen on {where}: {reason}") from error
+        yield sock
+
+
+async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
+    # What takes a second to import, and no help text needs.
+    import uvicorn
+
+    from mini_infer.serving.app import create_app
+
+    class Server(uvicorn.Server):
+        """Tells the app when it is asked to stop, and the user where it listens."""
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            super().handle_exit(sig, frame)
+            loop.call_soon_threadsafe(self._stop_app)
+
+        def _stop_app(self) -> None:
+            service = app.state.service
+            if not service.stopping:
+                service.stop()
+                loop.call_later(settings.shutdown_timeout, service.end_running)
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            host, port = sock.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(f"mini-infer serves {app.state.service.model_name} at http://{shown}:{port}", flush=True)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    app = create_app(settings, on_engine_death=stop)
+    server = Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",  # here, so that an engine that cannot start is a message and no traceback
+            log_level=settings.log_level.value,
+            access_log=settings.access_log,
+            server_header=False,
+            proxy_headers=False,  # nothing here asks for the client's address
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(settings.shutdown_timeout) + BACKSTOP_S,
+        )
+    )
+    with _stoppable_start(loop):
+        starting = app.router.lifespan_context(app)
+        await starting.__aenter__()
+    gc.collect()
+    gc.freeze()  # what lives as long as the process need not be looked at again and again
+    try:
+        await server.serve([sock])
+        return 1 if app.state.service.engine.failure else 0
+    finally:
+        await starting.__aexit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _stoppable_start(loop: asyncio.AbstractEventLoop) -> Any:
+    """SIGTERM cancels this task. Behind it, signals are the HTTP server's, which raises them again when it has ended:
+    then they have been dealt with."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        for done in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(done, lambda number, frame: None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

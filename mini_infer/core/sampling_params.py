@@ -1,0 +1,139 @@
+"""What was asked of a request: how its tokens are chosen and when it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mini_infer.core.errors import RequestError
+from mini_infer.core.grammar import Grammar
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends. Raises RequestError on impossible values."""
+
+    n: int = 1  # completions of the same prompt, which share the prompt's KV blocks
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches top_p
+    min_p: float = 0.0  # keep tokens at least min_p times as likely as the most likely one
+    seed: int | None = None  # the same seed and prompt give the same tokens, whatever else is in the batch
+    repetition_penalty: float = 1.0  # over prompt and output (Keskar et al. 2019, arXiv:1909.05858)
+    presence_penalty: float = 0.0  # subtracted once from a token that the output holds
+    frequency_penalty: float = 0.0  # subtracted for every time that the output holds it
+    # Token id -> what is added to its logit, -100 to 100. Kept as (id, bias) pairs in order of the ids.
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    # "json_object", or a pair of kind and text: json_schema (a dict will do), regex or lark. Kept as a Grammar.
+    grammar: Any = None
+    max_tokens: int | None = 128  # None: up to the model's length
+    min_tokens: int = 0  # no end-of-sequence, stop token or stop string before this many
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()  # strings that end the text; a single string, or None, will do
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None  # this many alternatives beside each token; 0: the token's own only
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, which are then all computed anew
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            _number(name, getattr(self, name))
+        for name in ("n", "top_k", "min_tokens"):
+            _integer(name, getattr(self, name))
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name))
+        _require("n", self.n, 1 <= self.n <= 256, "from 1 to 256")
+        _require("temperature", self.temperature, 0 <= self.temperature <= 100, "from 0 (greedy) to 100")
+        _require("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more")
+        _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
+        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
+        _require(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0 < self.repetition_penalty <= 10,
+            "above 0, at most 10",
+        )
+        _require("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 2, "from -2 to 2")
+        _require("frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 2, "from -2 to 2")
+        _require(
+            "max_tokens",
+            self.max_tokens,
+            self.max_tokens is None or self.max_tokens >= 1,
+            "at least 1, or None",
+        )
+        limit = math.inf if self.max_tokens is None else self.max_tokens
+        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= limit, f"from 0 to max_tokens ({limit})")
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(self, name)
+            _require(name, number, number is None or 0 <= number <= 64, "from 0 to 64, or None")
+        if self.seed is not None:
+            _require("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop must hold non-empty strings, got {text!r}", "stop")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if self.grammar is not None:
+            object.__setattr__(self, "grammar", Grammar.of(self.grammar))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as (token id, bias) pairs."""
+        return self.logit_bias  # type: ignore[return-value]  # __post_init__ made it so
+
+
+def _tuple(name: str, value: object) -> tuple:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise RequestError(f"{name} must be a list, got {value!r}", name)
+    return tuple(value)
+
+
+def _integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {value!r}", name)
+
+
+def _number(name: str, value: object) -> None:
+    ok = not isinstance(value, bool) and isinstance(value, (int, float))
+    if not ok or not abs(value) < math.inf:  # type: ignore[arg-type]  # an int may be too large for isfinite
+        raise RequestError(f"{name} must be a finite number, got {value!r}", name)
+
+
+def _require(name: str, value: object, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise RequestError(f"{name} must be {allowed}; got {value!r}", name)
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    pairs = list(value.items()) if isinstance(value, Mapping) else list(_tuple("logit_bias", value))
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise RequestError(f"logit_bias must map token ids to numbers, got {pair!r}", "logit_bias")
+        _integer("logit_bias", pair[0])
+        _number("logit_bias", pair[1])
+        _require("logit_bias", pair[1], -100 <= pair[1] <= 100, "from -100 to 100")
+    return tuple(sorted((token, float(bias)) for token, bias in dict(pairs).items()))

@@ -1,0 +1,249 @@
+"""The types of the OpenAI API, as far as mini-infer speaks it. Types alone: which values are allowed is checked where
+they are used (SamplingParams, the prompt), so that the HTTP API and the Python API refuse the same things.
+
+Unknown fields are ignored, as OpenAI's server does. Known ones that cannot be served are refused (`Unsupported`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+
+
+def _refuse(value: object) -> object:
+    if value not in (None, [], {}, "", "none"):
+        raise ValueError("this server does not support it: leave it out")
+    return value
+
+
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what the engine's wire carries
+Unsupported = Annotated[Any, AfterValidator(_refuse), WithJsonSchema({"type": "null"})]
+# Their forms are told apart by the code that uses them, with one clear message instead of one for each form.
+PromptField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
+ContentField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "object", "properties": {"type": {"const": "text"}, "text": {}}}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+StopField = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
+]
+
+
+class ApiModel(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
+
+
+class StreamOptions(ApiModel):
+    include_usage: bool | None = None
+
+
+class JsonSchema(ApiModel):
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(ApiModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class GenerationRequest(ApiModel):
+    """What both ways to ask for text have in common."""
+
+    model: str | None = Field(None, description="The served model, or its alias; left out, it is the served one.")
+    n: Integer | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: Integer | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: Integer | None = None
+    stop: StopField = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="Token id -> what is added to its logit.")
+    response_format: ResponseFormat | None = None
+    # Beyond OpenAI's API.
+    top_k: Integer | None = Field(None, description="0 or -1: all tokens.")
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Integer | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[Integer] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Integer | None = Field(None, description="Smaller goes first, with scheduler.policy=priority.")
+    cache_salt: str | None = Field(None, description="Cached prefixes are shared only under the same salt.")
+    timeout: float | None = Field(None, description="Seconds after which the request ends with an error.")
+
+
+class ChatMessage(ApiModel):
+    role: str
+    content: ContentField = None
+    name: str | None = None
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
+
+
+class ChatRequest(GenerationRequest):
+    messages: list[ChatMessage]
+    max_completion_tokens: Integer | None = Field(None, description="The newer name of max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: Integer | None = None
+    tools: Unsupported = None
+    functions: Unsupported = None
+    audio: Unsupported = None
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: PromptField
+    echo: bool | None = None
+    logprobs: Integer | None = None
+    best_of: Integer | None = Field(None, description="Only as many as n.")
+    suffix: Unsupported = None
+
+
+class TokenizeRequest(ApiModel):
+    """A text (`prompt`) or a conversation (`messages`)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+
+
+class TokenizeResponse(ApiModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeRequest(ApiModel):
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeResponse(ApiModel):
+    prompt: str
+
+
+# What is answered. These document the answers; the answers themselves are plain dicts.
+
+
+class ErrorDetail(ApiModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(ApiModel):
+    error: ErrorDetail
+
+
+class PromptTokensDetails(ApiModel):
+    cached_tokens: int
+
+
+class Usage(ApiModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(ApiModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(ApiModel):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(ApiModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(ApiModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None = Field(description="The stop token or string that ended it.")
+
+
+class ChatCompletion(ApiModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionLogprobs(ApiModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(ApiModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+
+
+class Completion(ApiModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ModelCard(ApiModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "mini-infer"
+    root: str
+    max_model_len: int
+
+
+class ModelList(ApiModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

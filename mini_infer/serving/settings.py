@@ -1,0 +1,235 @@
+"""Every setting of the server in one table, which makes the flags, the environment variables and --help.
+
+The table is read off two dataclass trees, ServerSettings below and the EngineConfig: a field's name, type, default and
+the comment behind it are the flag's name, its parser, its default and its help. Enum members' comments join the help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from mini_infer.core.config import EngineConfig, LoadFormat, When
+from mini_infer.core.errors import ConfigError
+
+PREFIX = "MINI_INFER_"
+ENGINE_SECTION = "engine"
+COMMENT = re.compile(
+    r"^    (\w+)(?::| =) [^#\n]*?  # (.+)$", re.MULTILINE
+)  # of a dataclass's field or an Enum's member
+SWITCH = {"true": True, "1": True, "false": False, "0": False}
+PARSERS: dict[type, tuple[Callable[[str], Any], str]] = {  # of the types that are no Enum, with what they take
+    bool: (lambda text: SWITCH[text.lower()], "true or false"),
+    int: (int, "an integer"),
+    float: (float, "a number"),
+    str: (str, "a text"),
+    dict: (json.loads, "a JSON object"),
+}
+
+
+class LogLevel(str, Enum):
+    critical = "critical"
+    error = "error"
+    warning = "warning"
+    info = "info"
+    debug = "debug"
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the server is told beside the engine's own settings.
+
+    Raises:
+        ConfigError: a value that cannot work; it names the setting.
+    """
+
+    dry_run: bool = False  # no weights: the dry model answers the whole API with made-up text
+    use_cuda_graph: bool = False  # short for --graphs.capture always
+    served_model_name: str | None = None  # the name that clients use beside the model's own
+    host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 is every network of this machine
+    port: int = 8000  # 0 takes a free one, which is printed
+    api_key: str | None = None  # clients must send it as "Authorization: Bearer KEY"; a process list shows flags
+    max_queued: int = 1024  # requests that may wait beyond those that run; further ones get 429
+    request_timeout: float | None = None  # seconds a request may take; its own `timeout` field can only shorten it
+    startup_timeout: float = 1800.0  # seconds that loading the model may take
+    shutdown_timeout: float = 30.0  # seconds that running requests get to finish after SIGTERM
+    max_body_bytes: int = 16 * 2**20  # of a request; more gets 413
+    log_level: LogLevel = LogLevel.info
+    access_log: bool = False  # one line a request
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "log_level", LogLevel(self.log_level))
+        except ValueError:
+            allowed = ", ".join(level.value for level in LogLevel)
+            raise ConfigError(f"log_level must be one of {allowed}; got {self.log_level!r}") from None
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be from 0 (any free one) to 65535, got {self.port}")
+        for name in ("max_queued", "max_body_bytes", "startup_timeout"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:
+            raise ConfigError(f"request_timeout must be above 0 seconds, or none, got {self.request_timeout}")
+        if not 0 <= self.shutdown_timeout < math.inf:
+            raise ConfigError(f"shutdown_timeout must be 0 seconds or more, got {self.shutdown_timeout}")
+        if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
+            raise ConfigError("api_key must be a non-empty ASCII text, or left unset")
+        if self.served_model_name is not None and not self.served_model_name:
+            raise ConfigError("served_model_name is empty: give a name, or leave it unset")
+
+    @property
+    def model(self) -> str:
+        """The model's own name."""
+        return self.engine.model.path
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table."""
+
+    key: str  # dotted, as in EngineConfig.from_dict for the engine's: "cache.block_size"
+    section: str  # heading in --help
+    hint: Any  # the field's type
+    default: Any
+    help: str
+
+    @property
+    def flags(self) -> list[str]:
+        if self.key == "model.path":
+            return ["--model", "--model.path"]
+        return [f"--{self.key if '.' in self.key else self.key.replace('_', '-')}"]
+
+    @property
+    def variables(self) -> list[str]:
+        return [PREFIX + flag[2:].replace(".", "__").replace("-", "_").upper() for flag in self.flags]
+
+    @property
+    def types(self) -> list[type]:
+        """The types of its values, without None."""
+        options = typing.get_args(self.hint) if typing.get_origin(self.hint) is not dict else ()
+        plain = [typing.get_origin(option) or option for option in options or (self.hint,)]
+        return [dict if option is dict else option for option in plain if option is not type(None)]
+
+    @property
+    def is_switch(self) -> bool:
+        return self.types == [bool]
+
+    @property
+    def choices(self) -> list[str]:
+        (kind,) = self.types
+        return [member.value for member in kind] if issubclass(kind, Enum) else []
+
+    def parse(self, text: str, origin: str) -> Any:
+        """The value that a flag or a variable spells.
+
+        Args:
+            origin: the flag or variable, for the message.
+
+        Raises:
+            ConfigError: it is no such value.
+        """
+        (kind,) = self.types
+        if text.lower() in ("none", "null") and type(None) in typing.get_args(self.hint):
+            return None
+        parser, wanted = PARSERS.get(kind, (kind, f"one of {', '.join(self.choices)}"))
+        try:
+            return parser(text)
+        except (KeyError, ValueError):
+            raise ConfigError(f"{origin} must be {wanted}, got {text!r}") from None
+
+
+@cache
+def table() -> tuple[Setting, ...]:
+    """All settings: the model, the server's, the engine's by section."""
+    rows = [*_rows(ServerSettings, "server", ""), *_rows(EngineConfig, ENGINE_SECTION, "")]
+    return tuple(sorted(rows, key=lambda row: row.key != "model.path"))
+
+
+def _rows(cls: type, section: str, prefix: str) -> Iterator[Setting]:
+    hints = typing.get_type_hints(cls)
+    comments = dict(COMMENT.findall(inspect.getsource(cls)))
+    for item in fields(cls):
+        hint = hints[item.name]
+        key = prefix + item.name
+        if hint is EngineConfig:
+            continue
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from _rows(hint, key, f"{key}.")
+            continue
+        default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        row = Setting(key, "server" if key == "model.path" else section, hint, default, comments.get(item.name, ""))
+        yield dataclasses.replace(row, help=_with_choices(row))
+
+
+def _with_choices(row: Setting) -> str:
+    """The help, and what the members of an Enum mean."""
+    if not row.choices:
+        return row.help
+    comments = dict(COMMENT.findall(inspect.getsource(row.types[0])))
+    meanings = [f"{choice} ({comments[choice]})" if choice in comments else choice for choice in row.choices]
+    return ": ".join(filter(None, (row.help, ", ".join(meanings)))) if comments else row.help
+
+
+def from_environment(environ: Mapping[str, str], flags: Mapping[str, str] | None = None) -> ServerSettings:
+    """The settings that variables and flags spell; a flag wins over its variable.
+
+    Args:
+        environ: names that do not begin with MINI_INFER_ are none of ours.
+        flags: texts by key ("cache.block_size").
+
+    Raises:
+        ConfigError: an unknown variable, or a value that cannot work.
+    """
+    by_variable = {variable: row for row in table() for variable in row.variables}
+    by_key = {row.key: row for row in table()}
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        if variable not in by_variable:
+            close = difflib.get_close_matches(variable, by_variable, n=1)
+            hint = f": did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"unknown variable {variable}{hint} `mini-infer-serve --help` lists all settings")
+        row = by_variable[variable]
+        values[row.key] = row.parse(text, variable)
+    for key, text in (flags or {}).items():
+        values[key] = by_key[key].parse(text, by_key[key].flags[0])
+    return _build(values)
+
+
+def _build(values: dict[str, Any]) -> ServerSettings:
+    """From values by dotted key. `dry_run` and `use_cuda_graph` are short for settings of the engine."""
+    for short, key, meant in (
+        ("dry_run", "model.load_format", LoadFormat.dry),
+        ("use_cuda_graph", "graphs.capture", When.always),
+    ):
+        if not values.get(short):
+            continue
+        if values.get(key, meant) is not meant:
+            raise ConfigError(f"{short} is short for {key}={meant.value}, which is also given as {values[key].value}")
+        values = {**values, key: meant}
+    if values.get("dry_run"):
+        values = {"model.path": "dry", **values}
+    own = {item.name for item in fields(ServerSettings)}
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in own:
+            continue
+        *path, name = key.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[name] = value
+    given = {key: value for key, value in values.items() if key in own}
+    return ServerSettings(**given, engine=EngineConfig.from_dict(tree))

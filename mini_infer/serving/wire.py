@@ -1,0 +1,197 @@
+"""What the API processes and the engine process say to each other: length-prefixed MessagePack over a Unix socket.
+
+    API process      Add, Abort                              ->  engine process
+    API process  <-  Ready, then Outputs, Refused and Stats      engine process
+
+Times are seconds on time.perf_counter, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from typing import Any
+
+import msgspec
+
+from mini_infer.core.request import SamplingParams, TokenLogprob
+
+DEADLINE = "deadline"  # a finish reason beside those of FinishReason
+_LENGTH = struct.Struct("<I")
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """Fields travel by position: both sides run the same version."""
+
+
+class Add(Message):
+    """A request. `number` is its name on this connection, never used twice.
+
+    What a caller may have got wrong has no type here: the engine refuses it, which costs that request alone.
+    """
+
+    number: int
+    prompt: list[Any]  # token ids
+    params: dict[str, Any]  # the SamplingParams that are not the defaults
+    priority: Any  # int
+    cache_salt: Any  # str
+    streaming: bool  # deltas as they come; else one a completion, at the end
+    arrival_time: float
+    deadline_time: float | None
+
+
+class Abort(Message):
+    """Nothing more is said about the request, whether it is still running or not."""
+
+    number: int
+
+
+class Delta(msgspec.Struct, array_like=True, gc=False):
+    """What is new of one completion.
+
+    finish_reason: a FinishReason's value, or "deadline"; None while it goes on.
+    stop_reason: the stop token or stop string that ended it; None for end-of-sequence.
+    """
+
+    number: int  # the request's
+    index: int  # of its n completions
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None  # one a token, where the request asked for them
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache; told with the finish reason
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first delta, where the request asked for them
+
+    def extend(self, newer: Delta) -> None:
+        """Takes in the delta behind it, so that a reader who comes late finds one."""
+        self.text += newer.text
+        self.token_ids += newer.token_ids
+        if newer.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + newer.logprobs
+        if newer.prompt_logprobs is not None:
+            self.prompt_logprobs = newer.prompt_logprobs
+        self.finish_reason, self.stop_reason = newer.finish_reason, newer.stop_reason
+        self.cached_tokens = newer.cached_tokens
+
+
+class Ready(Message):
+    """The engine serves. First on every connection, but for a Failed."""
+
+    model: str
+    max_model_len: int  # tokens of prompt and output
+    vocab_size: int
+    settings: dict[str, Any]  # EngineConfig.to_dict()
+    startup: dict[str, Any]  # StartupReport.to_dict()
+    pid: int
+
+
+class Outputs(Message):
+    """One step's deltas for one connection."""
+
+    deltas: list[Delta]
+
+
+class Refused(Message):
+    """The request was never in the engine: a RequestError, or a fault of the engine's own where `internal`."""
+
+    number: int
+    message: str
+    param: str | None
+    internal: bool = False
+
+
+class Failed(Message):
+    """The last word of an engine process that cannot start or go on."""
+
+    error: str  # the exception's class
+    message: str
+
+
+class Finished(msgspec.Struct, array_like=True, gc=False):
+    """One ended completion, in tokens and seconds. None where it ended before that moment."""
+
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_s: float | None  # arrival to first scheduled
+    ttft_s: float | None  # arrival to first token
+    tpot_s: float | None  # mean time of the tokens after the first
+    e2e_s: float
+    itl_s: list[float]  # between consecutive tokens
+
+
+class Stats(Message):
+    """How the whole engine stands, whoever's requests they are; every connection gets it.
+
+    Tokens, hits and preemptions are counted since the engine started. `finished` is news: each is told once.
+    """
+
+    running: int
+    prefilling: int
+    waiting: int
+    swapped: int
+    kv_used_blocks: int
+    kv_cached_blocks: int  # free, but still holding a prefix
+    kv_total_blocks: int
+    steps: int
+    prompt_tokens: int  # computed or found in the prefix cache; one computed again after a preemption counts again
+    generation_tokens: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    evictions: int
+    finished: list[Finished]
+
+
+Command = Add | Abort
+Event = Ready | Outputs | Refused | Failed | Stats
+
+
+def non_default_params(params: SamplingParams) -> dict[str, Any]:
+    """What SamplingParams(**...) needs to make an equal one."""
+    return {
+        field.name: value
+        for field in dataclasses.fields(params)
+        if (value := getattr(params, field.name)) != field.default
+    }
+
+
+class FrameWriter:
+    """Messages to bytes, each behind its length."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._buffer = bytearray()
+
+    def frame(self, message: Message) -> bytes:
+        """Raises TypeError, ValueError or OverflowError where MessagePack has no word for something."""
+        self._encoder.encode_into(message, self._buffer, _LENGTH.size)
+        _LENGTH.pack_into(self._buffer, 0, len(self._buffer) - _LENGTH.size)
+        return bytes(self._buffer)
+
+
+class FrameReader:
+    """Bytes as they come to whole frames, which a decoder takes."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The frames that are complete now."""
+        self._buffer += data
+        frames = []
+        start, size = 0, len(self._buffer)
+        while size - start >= _LENGTH.size:
+            end = start + _LENGTH.size + _LENGTH.unpack_from(self._buffer, start)[0]
+            if end > size:
+                break
+            frames.append(bytes(memoryview(self._buffer)[start + _LENGTH.size : end]))
+            start = end
+        del self._buffer[:start]
+        return frames
+
+
+command_decoder = msgspec.msgpack.Decoder(Command)
+event_decoder = msgspec.msgpack.Decoder(Event)

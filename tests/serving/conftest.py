@@ -1,0 +1,42 @@
+"""An engine process that the tests of a module share, and the certainty that none is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from served import HandDrivenServer, dry_config
+
+from mini_infer import EngineConfig
+from mini_infer.serving.launch import EngineProcess
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=5)
+    assert not left
+
+
+@pytest.fixture(scope="module")
+def engine_process() -> Iterator[EngineProcess]:
+    process = EngineProcess(dry_config())
+    yield process
+    process.stop()
+    assert process.ending() == "exited with code 0"
+
+
+@pytest.fixture
+def hand_driven(tmp_path: Path) -> Iterator[Callable[..., HandDrivenServer]]:
+    servers: list[HandDrivenServer] = []
+
+    def make(config: EngineConfig | None = None) -> HandDrivenServer:
+        servers.append(HandDrivenServer(tmp_path, config))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()

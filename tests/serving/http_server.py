@@ -1,0 +1,104 @@
+"""A server process for tests: `mini-infer-serve` on a free port, asked over HTTP and stopped by SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).resolve().parents[2]
+DRY = ("--dry-run", "--port", "0", "--shutdown-timeout", "5")
+
+
+class Server:
+    def __init__(self, flags: tuple[str, ...], environ: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mini_infer.cli.serve", *flags],
+            cwd=ROOT,
+            env={**os.environ, **(environ or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.log: list[str] = []
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.log.append(line)
+            if line.startswith("mini-infer serves"):
+                self.url = line.split()[-1]
+                self.http = httpx.Client(base_url=self.url, timeout=30)
+                return
+        raise RuntimeError("the server did not start:\n" + "".join(self.log))
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def complete(self, prompt: Any = "hello", **body: Any) -> dict[str, Any]:
+        """A completion that must succeed."""
+        response = self.post("/v1/completions", prompt=prompt, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def metrics(self) -> dict[str, float]:
+        """Samples by name, without the prefix; those of one name are added up."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.http.get("/metrics").text):
+            for sample in family.samples:
+                name = sample.name.removeprefix("mini_infer:")
+                found[name] = found.get(name, 0.0) + sample.value
+        return found
+
+    def wait_until_idle(self) -> None:
+        """No request in the engine, and no KV block in use."""
+        busy = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        wait_for(lambda: not any(self.metrics()[name] for name in busy))
+
+    def stop(self, sig: int = signal.SIGTERM, timeout: float = 15) -> int:
+        """The exit code."""
+        self.process.send_signal(sig)
+        return self.wait(timeout)
+
+    def wait(self, timeout: float = 15) -> int:
+        code = self.process.wait(timeout)
+        assert self.process.stdout is not None
+        self.log += self.process.stdout.readlines()
+        return code
+
+
+def wait_for(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    until = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < until, "it did not come true in time"
+        time.sleep(0.02)
+
+
+@contextmanager
+def running(*flags: str, environ: dict[str, str] | None = None) -> Iterator[Server]:
+    """A server with the dry model and these flags; whatever the test did with it, it is gone at the end."""
+    server = Server((*DRY, *flags), environ)
+    try:
+        yield server
+    finally:
+        server.http.close()
+        if server.process.poll() is None:
+            server.process.terminate()
+            try:
+                server.process.wait(10)
+            except subprocess.TimeoutExpired:
+                server.process.kill()
+                server.process.wait()
+        assert server.process.stdout is not None
+        server.process.stdout.close()

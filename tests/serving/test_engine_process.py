@@ -1,0 +1,330 @@
+"""The engine process: turn by turn over bare sockets, and how it starts and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from served import (
+    ENDLESS,
+    PROMPT,
+    SHORT,
+    HandDrivenServer,
+    add,
+    dry_config,
+    served_in_a_thread,
+    until,
+    whole,
+    with_engine,
+)
+
+from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+from mini_infer.core.config import replace
+from mini_infer.serving.async_engine import AsyncEngine, EngineDead
+from mini_infer.serving.wire import Abort, Outputs, Refused, Stats
+
+MakeServer = Callable[..., HandDrivenServer]
+
+
+# --- who ends, and what it costs the others ---------------------------------------------------------------------------
+
+
+def test_an_abort_frees_the_blocks_within_a_step(hand_driven: MakeServer) -> None:
+    server = hand_driven()
+    client = server.connect()
+    client.say(add(0), add(1))
+    server.turn(3)
+    assert server.used_blocks() == 2
+    client.say(Abort(0), Abort(0), Abort(77))
+    server.turn()
+    assert server.used_blocks() == 1
+    client.hear()
+    server.turn()
+    assert [delta.number for event in client.hear() if isinstance(event, Outputs) for delta in event.deltas] == [1]
+    client.say(add(2), Abort(2), Abort(1))
+    server.turn()
+    assert server.used_blocks() == 0
+    stats = [event for event in client.hear() if isinstance(event, Stats)]
+    assert (stats[-1].running, stats[-1].waiting, stats[-1].kv_used_blocks) == (0, 0, 0)
+    assert not server.engine.has_unfinished_requests()
+
+
+def test_a_connection_that_ends_aborts_its_requests_alone(hand_driven: MakeServer) -> None:
+    server = hand_driven()
+    leaves, stays = server.connect(), server.connect()
+    leaves.say(add(0), add(1))
+    stays.say(add(0))
+    server.turn(2)
+    assert server.used_blocks() == 3
+    leaves.sock.close()
+    server.turn()
+    assert server.used_blocks() == 1
+    stays.hear()
+    server.turn()
+    assert any(isinstance(event, Outputs) for event in stays.hear())
+
+
+def test_nonsense_ends_the_connection_that_said_it(hand_driven: MakeServer) -> None:
+    server = hand_driven()
+    mad, sane = server.connect(), server.connect()
+    sane.say(add(0))
+    mad.sock.sendall(b"\x03\x00\x00\x00abc")
+    server.turn(2)
+    assert mad.sock.recv(2**16)
+    assert mad.sock.recv(1) == b""
+    assert server.used_blocks() == 1
+
+
+def test_a_client_that_does_not_read_costs_bounded_memory(hand_driven: MakeServer) -> None:
+    server = hand_driven(dry_config(max_model_len=1024))
+    slow, quick = server.connect(), server.connect()
+    slow.hear()
+    (connection,) = (c for c in server.server._connections if c.name == "0")
+    connection._unsent = memoryview(b"")
+    for sock in (slow.sock, connection.sock):
+        sock.setsockopt(1, 7, 1)  # SO_SNDBUF: the smallest there is
+    num_tokens = 1000
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    slow.say(*(add(i, params) for i in range(32)))
+    quick.say(add(0, params))
+    server.turn(2)
+    while server.engine.has_unfinished_requests():
+        server.turn()
+        assert len(connection.deltas) <= 32
+        quick.hear()
+    assert connection.deltas, "the socket took it all: this test tests nothing"
+    got = dict.fromkeys(range(32), 0)
+    while set(got.values()) != {num_tokens}:
+        for event in slow.hear():
+            for delta in event.deltas if isinstance(event, Outputs) else ():
+                got[delta.number] += len(delta.token_ids)
+        if connection.deltas or connection._unsent:
+            server.turn()
+    assert not connection.deltas
+
+
+def test_a_fault_of_the_engine_costs_one_request(hand_driven: MakeServer) -> None:
+    server = hand_driven()
+    client = server.connect()
+    client.say(add(0), add(1, params={"no_such_parameter": 1}))
+    server.turn(3)
+    refused = [event for event in client.hear() if isinstance(event, Refused)]
+    assert [(event.number, event.internal) for event in refused] == [(1, True)]
+    assert "no_such_parameter" in refused[0].message
+    assert server.used_blocks() == 1
+
+
+@pytest.mark.parametrize("overlap", ["always", "never"])
+def test_whatever_comes_everybody_is_answered_and_nothing_is_left(hand_driven: MakeServer, overlap: str) -> None:
+    rng = random.Random(overlap)
+    config = replace(dry_config(max_num_seqs=8, max_model_len=256), scheduler={"overlap": overlap})
+    server = hand_driven(replace(config, cache={"num_blocks": 24}))
+    clients = [server.connect() for _ in range(3)]
+    asked: list[dict[int, int]] = [{} for _ in clients]  # number -> completions that have not ended
+
+    def listen() -> None:
+        for client, open_requests in zip(clients, asked, strict=True):
+            for event in client.hear():
+                if isinstance(event, Refused):
+                    open_requests[event.number] = 0
+                for delta in event.deltas if isinstance(event, Outputs) else ():
+                    open_requests[delta.number] -= delta.finish_reason is not None
+
+    for number in range(300):
+        which = rng.randrange(3)
+        params = SamplingParams(n=rng.choice([1, 1, 3]), max_tokens=rng.randint(1, 60), ignore_eos=True)
+        command = add(number, params, prompt=[rng.randrange(200)] * rng.choice([0, 1, 20, 100]))
+        command.streaming = rng.random() < 0.7
+        command.deadline_time = time.perf_counter() + rng.choice([0.0, 0.01, 60])
+        clients[which].say(command)
+        asked[which][number] = params.n
+        if rng.random() < 0.3:
+            aborted = rng.choice(list(asked[which]))
+            clients[which].say(Abort(aborted))
+            del asked[which][aborted]
+        server.turn()
+        server.engine.scheduler.check_integrity()
+        listen()
+    clients.pop().sock.close()
+    asked.pop()
+    server.turn_until_idle()
+    listen()
+    assert {left for open_requests in asked for left in open_requests.values()} == {0}
+    assert server.used_blocks() == 0
+    assert not server.server._owners
+    assert not server.server._adds
+    assert not server.server._expired
+
+
+# --- what is observed ---------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_takes_no_news_from_the_others(hand_driven: MakeServer) -> None:
+    server = hand_driven()
+    client = server.connect()
+    client.say(add(0, SHORT), add(1, ENDLESS))
+    server.server._stats_due = math.inf
+    server.turn(10)
+    server.connect()
+    client.say(Abort(1))
+    server.turn_until_idle()
+    stats = [event for event in client.hear() if isinstance(event, Stats)]
+    assert [one.finish_reason for each in stats for one in each.finished] == ["length", "abort"]
+
+
+def test_stats_add_up(hand_driven: MakeServer) -> None:
+    server = hand_driven()
+    client = server.connect()
+    for number in range(3):
+        client.say(add(number, SHORT, prompt=[1] * 64))
+        server.turn_until_idle()
+    client.say(add(3))
+    server.turn(3)
+    client.say(Abort(3))
+    server.turn_until_idle()
+    stats = [event for event in client.hear() if isinstance(event, Stats)]
+    finished = [one for each in stats for one in each.finished]
+    assert [one.finish_reason for one in finished] == ["length"] * 3 + ["abort"]
+    assert [one.cached_tokens for one in finished[:3]] == [0, 48, 48]
+    last = stats[-1]
+    assert last.prompt_tokens == 3 * 64 + len(PROMPT)
+    assert last.generation_tokens == sum(one.output_tokens for one in finished)
+    assert (last.prefix_queried_tokens, last.prefix_hit_tokens) == (3 * 64 + len(PROMPT), 96)
+    assert last.steps == len(server.engine.records)
+    for one in finished[:3]:
+        assert one.queue_s is not None
+        assert one.ttft_s is not None
+        assert one.tpot_s is not None
+        assert 0 <= one.queue_s <= one.ttft_s <= one.e2e_s
+        assert len(one.itl_s) == one.output_tokens - 1 == 7
+        assert one.ttft_s + sum(one.itl_s) <= one.e2e_s + 1e-9
+        assert one.tpot_s == pytest.approx(sum(one.itl_s) / 7)
+
+
+# --- beginnings and ends ------------------------------------------------------------------------------------------
+
+
+def test_start_says_what_the_engine_is_and_close_ends_it() -> None:
+    async def main() -> int:
+        engine = await AsyncEngine.start(dry_config(max_model_len=100))
+        assert (engine.info.model, engine.info.max_model_len, engine.info.vocab_size) == ("dry", 100, 512)
+        assert EngineConfig.from_dict(engine.info.settings) == dry_config(max_model_len=100)
+        assert engine.info.startup["sampler"]
+        assert engine.encode("hello") == list(b"hello")
+        running = engine.submit(PROMPT, SamplingParams(max_tokens=None, ignore_eos=True))
+        await engine.close()
+        assert [delta async for delta in running if delta.finish_reason] == []
+        assert not engine.alive
+        return engine.info.pid
+
+    assert not psutil.pid_exists(asyncio.run(main()))
+
+
+def test_an_engine_that_cannot_start_says_why() -> None:
+    bad = EngineConfig.from_dict({"model": {"load_format": "dry", "max_model_len": 10_000}})
+    with pytest.raises(ConfigError, match=r"model\.max_model_len=10000 is beyond the model's own limit"):
+        asyncio.run(AsyncEngine.start(bad))
+    with pytest.raises(EngineDead, match="not ready within"):
+        asyncio.run(AsyncEngine.start(dry_config(), startup_timeout=0.01))
+    with pytest.raises(EngineDead, match="no engine process listens at /nowhere"):
+        asyncio.run(AsyncEngine.connect("/nowhere"))
+
+
+def test_a_killed_engine_process_ends_every_stream_with_an_error() -> None:
+    async def main() -> None:
+        engine = await AsyncEngine.start(dry_config())
+        deaths: list[str] = []
+        engine.on_death(deaths.append)
+        streams = [engine.submit(PROMPT, ENDLESS) for _ in range(3)]
+        await asyncio.gather(*(stream.ready() for stream in streams))
+        os.kill(engine.info.pid, signal.SIGINT)  # as a terminal's Ctrl-C, which the parent decides about
+        os.kill(engine.info.pid, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDead, match="the engine process was killed by SIGKILL"):
+                await whole(stream)
+        assert not engine.alive
+        assert deaths == [engine.failure]
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            engine.submit(PROMPT, SHORT)
+        assert await engine.drain(0.1)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_the_engine_process_ends_with_its_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "from mini_infer import EngineConfig\n"
+        "from mini_infer.serving.launch import EngineProcess\n"
+        "process = EngineProcess(EngineConfig.from_dict({'model': {'load_format': 'dry'}}))\n"
+        "print(process.pid, process.socket_path, flush=True)\n"
+        "input()\n"
+    )
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    ) as parent:
+        assert parent.stdout is not None
+        pid, path = parent.stdout.readline().split()
+        child = psutil.Process(int(pid))
+
+        async def use(engine: AsyncEngine) -> None:
+            stream = engine.submit(PROMPT, ENDLESS)
+            await stream.ready()
+            parent.kill()
+            with pytest.raises(EngineDead, match="the engine process has closed the connection"):
+                await whole(stream)
+
+        with_engine(path, use)
+    assert psutil.wait_procs([child], timeout=5)[1] == []
+    assert not Path(path).parent.exists()
+
+
+def failing(engine: LLMEngine, times: int) -> LLMEngine:
+    """Its first launches fail."""
+    launch, left = engine._parts.runner.launch, [times]
+
+    def planted(plan: object) -> object:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("planted")
+        return launch(plan)  # type: ignore[arg-type]
+
+    engine._parts.runner.launch = planted  # type: ignore[method-assign, assignment]
+    return engine
+
+
+def test_a_step_that_fails_costs_its_requests_and_no_more(tmp_path: Path) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        assert [delta.finish_reason for delta in await whole(engine.submit(PROMPT, SHORT))] == ["error"]
+        assert [delta.finish_reason for delta in await whole(engine.submit(PROMPT, SHORT))] == ["length"]
+        await until(lambda: engine.stats.kv_used_blocks == 0)
+
+    with served_in_a_thread(tmp_path, failing(LLMEngine(dry_config()), times=1)) as path:
+        with_engine(path, use)
+
+
+def test_an_engine_without_hope_ends_and_says_why(tmp_path: Path) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        for _ in range(2):
+            assert [delta.finish_reason for delta in await whole(engine.submit(PROMPT, SHORT))] == ["error"]
+        with pytest.raises(EngineDead, match="the engine process has closed the connection: RuntimeError: planted"):
+            await whole(engine.submit(PROMPT, SHORT))
+
+    with served_in_a_thread(tmp_path, failing(LLMEngine(dry_config()), times=99)) as path:
+        with_engine(path, use)

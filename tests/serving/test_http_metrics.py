@@ -1,0 +1,83 @@
+"""/metrics, read as Prometheus reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from http_server import Server, running, wait_for
+from prometheus_client.parser import text_string_to_metric_families
+
+from mini_infer.serving.metrics import HISTOGRAMS, Metrics
+from mini_infer.serving.wire import Finished, Ready, Stats
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running("--model.dry.step_ms", "5") as server:
+        yield server
+
+
+def test_counts_of_what_was_served(server: Server) -> None:
+    before = server.metrics()
+    server.complete("a" * 40, max_tokens=8, ignore_eos=True)
+    server.complete("a" * 40, max_tokens=8, ignore_eos=True, n=2)
+    wait_for(lambda: server.metrics()["request_success_total"] == before["request_success_total"] + 3)
+    after = server.metrics()
+    change = {name: after[name] - before[name] for name in after if name in before}
+    assert change["generation_tokens_total"] == 24
+    assert change["prompt_tokens_total"] >= 80
+    assert change["prefix_cache_hits_total"] >= 32
+    for name in HISTOGRAMS:
+        per_token = name == "inter_token_latency_seconds"
+        assert change[f"{name}_count"] == (21 if per_token else 3), name
+    assert change["request_generation_tokens_sum"] == 24
+    assert change["request_prompt_tokens_sum"] == 120
+    assert 7 * 3 * 0.005 <= change["inter_token_latency_seconds_sum"] <= change["e2e_request_latency_seconds_sum"]
+    assert after["kv_cache_usage_perc"] == after["num_requests_running"] == 0
+
+
+def test_gauges_while_it_runs(server: Server) -> None:
+    body = {"prompt": "a" * 600, "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()  # held: the response is closed with it
+        next(lines)
+        wait_for(lambda: server.metrics()["num_requests_running"] == 1)
+        wait_for(lambda: 0 < server.metrics()["kv_cache_usage_perc"] < 1)
+    server.wait_until_idle()
+    samples = {
+        sample.labels["finished_reason"]: sample.value
+        for family in text_string_to_metric_families(server.http.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "mini_infer:request_success_total"
+    }
+    assert set(samples) == {"stop", "length", "abort", "error", "deadline"}
+
+
+def test_types_and_labels(server: Server) -> None:
+    families = {f.name: f for f in text_string_to_metric_families(server.http.get("/metrics").text)}
+    assert families["mini_infer:num_requests_running"].type == "gauge"
+    assert families["mini_infer:generation_tokens"].type == "counter"
+    assert families["mini_infer:time_to_first_token_seconds"].type == "histogram"
+    assert families["mini_infer:generation_tokens"].samples[0].labels == {"model_name": "dry"}
+    assert families["mini_infer:cache_config_info"].samples[0].labels["block_size"] == "16"
+    assert families["process_cpu_seconds"].samples[0].value > 0
+    assert all(family.documentation for family in families.values())
+
+
+def test_values_on_a_bound_count_below_it() -> None:
+    info = Ready("dry", 64, 512, {"cache": {}}, {"num_kv_blocks": 4}, 1)
+    metrics = Metrics("dry", info)
+    ended = Finished("length", 5, 0, 3, 0.0, 0.25, 0.005, 0.26, [0.005, 0.0051, 1000.0])
+    metrics.take(Stats(0, 0, 0, 0, 1, 0, 4, 3, 5, 3, 0, 0, 0, 0, [ended]))
+    never_began = Finished("abort", 5, 0, 0, None, None, None, 0.1, [])
+    metrics.take(Stats(1, 1, 2, 0, 1, 0, 4, 3, 5, 3, 0, 0, 0, 0, [never_began]))
+    families = {f.name: f for f in text_string_to_metric_families(metrics.render().decode())}
+    gaps = families["mini_infer:inter_token_latency_seconds"].samples
+    below = {sample.labels["le"]: sample.value for sample in gaps if "le" in sample.labels}
+    assert (below["0.0025"], below["0.005"], below["0.01"], below["10.0"], below["+Inf"]) == (0, 1, 2, 2, 3)
+    counts = {name: families[f"mini_infer:{name}"].samples for name in HISTOGRAMS}
+    assert [s.value for s in counts["e2e_request_latency_seconds"] if s.name.endswith("_count")] == [2]
+    assert [s.value for s in counts["time_to_first_token_seconds"] if s.name.endswith("_count")] == [1]
+    assert families["mini_infer:num_requests_running"].samples[0].value == 2
+    assert families["mini_infer:kv_cache_usage_perc"].samples[0].value == 0.25

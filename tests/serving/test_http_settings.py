@@ -1,0 +1,124 @@
+"""One table makes the flags, the variables and --help."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+from http_server import DRY, ROOT
+
+from mini_infer.cli.serve import main, parse
+from mini_infer.core.config import LoadFormat, When
+from mini_infer.core.errors import ConfigError
+from mini_infer.serving.settings import ServerSettings, from_environment, table
+
+
+def test_nothing_given_is_the_shipped_model() -> None:
+    assert parse([], {}) == ServerSettings()
+    assert parse([], {}).model == "tiny-target"
+
+
+def test_every_setting_is_a_flag_and_a_variable() -> None:
+    samples = {bool: "true", int: "7", float: "0.5", str: "text", dict: '{"a": 1}'}
+    alone = {"model.hf_config", "cache.layout"}  # impossible without another setting
+    for row in table():
+        if row.key in alone:
+            continue
+        (kind,) = row.types
+        text = row.choices[0] if row.choices else samples[kind]
+        if row.key == "model.dry.vocab_size":
+            text = "300"
+        if row.key in ("cache.num_host_blocks", "scheduler.max_num_batched_tokens"):
+            text = {"cache.num_host_blocks": "0"}.get(row.key, "256")
+        for flag in row.flags:
+            by_flag = parse([flag, text], {})
+            assert by_flag == parse([f"{flag}={text}"], {})
+            for variable in row.variables:
+                assert by_flag == from_environment({variable: text, "UNRELATED": "x"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        (["--cache.block_size", "32"], "cache.block_size", 32),
+        (["--cache.prefix_caching", "false"], "cache.prefix_caching", False),
+        (["--cache.memory_gib", "1"], "cache.memory_gib", 1.0),
+        (["--cache.num_blocks", "none"], "cache.num_blocks", None),
+        (["--use-cuda-graph"], "graphs.capture", When.always),
+        (["--use-cuda-graph", "false"], "graphs.capture", When.auto),
+        (["--model", "some/folder"], "model.path", "some/folder"),
+        (["--dry-run"], "model.load_format", LoadFormat.dry),
+        (["--dry-run"], "model.path", "dry"),
+        (["--dry-run", "--model", "name"], "model.path", "name"),
+        (["--model.dry.step_ms", "2.5"], "model.dry.step_ms", 2.5),
+    ],
+)
+def test_flags_of_the_engine(flags: list[str], key: str, value: object) -> None:
+    node: object = parse(flags, {}).engine
+    for part in key.split("."):
+        node = getattr(node, part)
+    assert node == value
+
+
+def test_a_flag_wins_over_its_variable() -> None:
+    environ = {"MINI_INFER_PORT": "1", "MINI_INFER_HOST": "0.0.0.0"}
+    settings = parse(["--port", "2"], environ)
+    assert (settings.port, settings.host) == (2, "0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "said"),
+    [
+        (["--cache.blok_size", "3"], {}, "did you mean --cache.block_size?"),
+        (["--cache.block_size", "x"], {}, "--cache.block_size must be an integer, got 'x'"),
+        (["--cache.block_size", "0"], {}, "cache.block_size must be at least 1"),
+        (["--scheduler.policy", "fair"], {}, "--scheduler.policy must be one of fcfs, priority"),
+        (["--dry-run", "perhaps"], {}, "--dry-run must be true or false"),
+        (["--port", "99999"], {}, "port must be from 0"),
+        (["--log-level", "loud"], {}, "--log-level must be one of"),
+        (["--max-queued", "0"], {}, "max_queued must be above 0"),
+        (["--request-timeout", "-1"], {}, "request_timeout must be above 0"),
+        (["--shutdown-timeout", "nan"], {}, "shutdown_timeout must be"),
+        (["--api-key", ""], {}, "api_key must be"),
+        (["--served-model-name", ""], {}, "served_model_name is empty"),
+        (["--use-cuda-graph", "--graphs.capture", "never"], {}, "use_cuda_graph is short for graphs.capture=always"),
+        (["--dry-run"], {"MINI_INFER_MODEL__LOAD_FORMAT": "dummy"}, "dry_run is short for"),
+        (["stray"], {}, "unknown argument 'stray'"),
+        ([], {"MINI_INFER_PROT": "1"}, "did you mean MINI_INFER_PORT?"),
+        ([], {"MINI_INFER_PORT": "x"}, "MINI_INFER_PORT must be an integer"),
+    ],
+)
+def test_mistakes_are_named(flags: list[str], environ: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(flags, environ)
+    assert said in str(error.value)
+
+
+def test_help_tells_all_and_loads_little() -> None:
+    code = "import sys, mini_infer.cli.serve as s; sys.modules['torch'] = sys.modules['uvicorn'] = None; s.main()"
+    shown = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for row in table():
+        assert all(flag in shown.stdout for flag in row.flags)
+        assert row.variables[0] in shown.stdout
+    assert "tokens a block" in shown.stdout
+    assert "auto (cuda where there is one)" in " ".join(shown.stdout.split())
+
+
+def test_an_address_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main([*DRY, "--port", port]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    assert main([*DRY, "--host", "no such host"]) == 2
+    assert "cannot listen" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_start_is_a_message() -> None:
+    command = [sys.executable, "-m", "mini_infer.cli.serve", "--port", "0", "--model", "/nowhere"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "mini-infer-serve: error:" in done.stderr
+    assert "/nowhere" in done.stderr
