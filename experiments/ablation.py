@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ KEPT = (
     "each has one engine for all its passes, which live side by side; an engine is warmed up on other prompts before "
     "its first pass at a point, and forgets what its prefix cache holds before each later one"
 )
-HARDWARE = Path(__file__).resolve().parents[1] / "conf" / "hardware"
 
 
 class Ablation:
@@ -61,17 +59,13 @@ class Ablation:
             name: (changes or {}).get("label") or name.replace("_", " ") for name, changes in spec.variants.items()
         }
         self.metrics = {name: metrics.describe(name) for name in spec.metrics}
-        self.claims = [
-            claims.resolve(
-                claim,
-                f"experiment.claims[{index}]",
-                variants=list(self.variants),
-                baseline=spec.baseline,
-                metrics=spec.metrics,
-                points=self.points,
-            )
-            for index, claim in enumerate(spec.claims)
-        ]
+        self.claims = claims.resolve_all(
+            spec.claims,
+            variants=list(self.variants),
+            baseline=spec.baseline,
+            metrics=spec.metrics,
+            points=self.points,
+        )
         self._timeline: str | None = None
         if spec.timeline is not None:
             self._timeline = points.find_point(self.points, spec.timeline, "experiment.timeline").name
@@ -117,7 +111,7 @@ class Ablation:
         profiles = self._profile_repeats if _can_profile(device) else 0
         cells_each = len(self.points) * len(self.variants)
         steps.plan(self._repeats * cells_each + profiles * len(self._profiled) * len(self.variants))
-        known = ceilings.find(HARDWARE, self._chosen, device, self._threads)
+        known = ceilings.find(ceilings.FOLDER, self._chosen, device, self._threads)
         vocabulary = ModelVocabulary(self._cell(spec.baseline, self.points[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self.points}
         error_gates = self._error_gates()

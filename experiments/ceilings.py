@@ -88,17 +88,13 @@ class CeilingsExperiment:
         self._buffers = [points.point({"mib": n}) for n in sorted(spec.mib)]
         self._matrices = [points.point({"size": n}) for n in sorted(spec.matmul[device])]
         self.points = [*self._buffers, *self._matrices]
-        self.claims = [
-            claims.resolve(
-                claim,
-                f"experiment.claims[{index}]",
-                variants=list(self.variants),
-                baseline=None,
-                metrics=list(self.metrics),
-                points=self.points,
-            )
-            for index, claim in enumerate(spec.claims)
-        ]
+        self.claims = claims.resolve_all(
+            spec.claims,
+            variants=list(self.variants),
+            baseline=None,
+            metrics=list(self.metrics),
+            points=self.points,
+        )
         self._repeats = repeats
         self._seed = seed
         self._target = target

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ PROCEDURE = (
     "all of them get the same inputs at a shape; a measurement is the median of 15 bursts of calls that use up sets of "
     "inputs in turns, together twice the last cache and more"
 )
-HARDWARE = Path(__file__).resolve().parents[1] / "conf" / "hardware"
 TORCH = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
 
 
@@ -111,17 +109,13 @@ class KernelSweep:
         pairs = _points(spec.sweeps)
         self.points = [point for point, _ in pairs]
         self._sweeps = {point.name: sweep for point, sweep in pairs}
-        self.claims = [
-            claims.resolve(
-                claim,
-                f"experiment.claims[{index}]",
-                variants=list(self.variants),
-                baseline=spec.baseline,
-                metrics=spec.metrics,
-                points=self.points,
-            )
-            for index, claim in enumerate(spec.claims)
-        ]
+        self.claims = claims.resolve_all(
+            spec.claims,
+            variants=list(self.variants),
+            baseline=spec.baseline,
+            metrics=spec.metrics,
+            points=self.points,
+        )
         measure = schema.build(schema.Measure, config.measure, "measure")
         self._repeats, self._seed = measure.repeats, measure.seed
         self._threads = measure.threads or torch.get_num_threads()
@@ -135,7 +129,7 @@ class KernelSweep:
 
     def measure(self, steps: Steps) -> Findings:
         device = resolve_device(self._model)
-        known = ceilings.find(HARDWARE, self._chosen, device.type, self._threads)
+        known = ceilings.find(ceilings.FOLDER, self._chosen, device.type, self._threads)
         steps.plan(len(self.points))
         found = _Found()
         with heap.frozen(), torch.inference_mode():
@@ -144,7 +138,7 @@ class KernelSweep:
                 for point in self.points
             ]
             outcome = rounds.run(work)
-        notes = [f"{self.variants[variant]} is absent: {why}." for variant, why in found.absent.items()]
+        notes = [self._absence(*absent, at) for absent, at in found.absent.items()]
         notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in found.called]
         if known.ceilings is None and any(name in self.metrics for name in OF_CEILINGS):
             notes.append(f"Utilization is left out, because {known.problem}.")
@@ -161,19 +155,21 @@ class KernelSweep:
     def _point(self, point: Point, device: torch.device, limits: Ceilings | None, found: _Found, steps: Steps) -> None:
         """All repeats of all implementations, with the same inputs, in ABBA order."""
         steps.next(point.name)
+        gc.collect()  # of the point before
         torch.manual_seed(self._seed)
         case = self._case(point, device)
         copies = copies_needed(case.work.bytes, device)
         case.allocate(copies)
         timers: dict[str, Timer] = {}
         gates = []
+        absent: dict[str, str] = {}
         for variant in self.variants:
             if variant not in case.variants:
                 continue
             try:
                 implementation = case.implementation(variant)
             except VariantAbsent as why:
-                found.absent[variant] = str(why)
+                absent[variant] = str(why)
                 continue
             error = case.error(implementation.run(0))
             gates.append(ErrorGate(variant, point.name, error, self.spec.allowed_error, REFERENCE))
@@ -181,7 +177,7 @@ class KernelSweep:
             if device.type == "cuda" and not timers[variant].captured and variant not in found.called:
                 found.called.append(variant)
         if not timers:
-            reasons = "; ".join(f"{variant}: {why}" for variant, why in found.absent.items())
+            reasons = "; ".join(f"{variant}: {why}" for variant, why in absent.items())
             raise ConfigError(f"nothing can be measured at {point.name}. {reasons or 'No variant is one of its case'}")
         rows = []
         for repeat in range(self._repeats):
@@ -194,8 +190,14 @@ class KernelSweep:
                 ]
         found.rows += rows
         found.gates += gates
-        del case, timers
-        gc.collect()
+        for missing in absent.items():
+            found.absent.setdefault(missing, []).append(point.name)
+
+    def _absence(self, variant: str, why: str, at: Sequence[str]) -> str:
+        """In words; `at` where, which is left out where it is everywhere that the variant could be."""
+        everywhere = [p.name for p in self.points if variant in CASES[self._sweeps[p.name].case].variants]
+        where = "" if list(at) == everywhere else f" at {'; '.join(at)}"
+        return f"{self.variants[variant]} is absent{where}: {why}."
 
     def _case(self, point: Point, device: torch.device) -> Case:
         shape = {key: value for key, value in point.values.items() if key != "case"}
@@ -208,7 +210,7 @@ class _Found:
 
     rows: list[Row] = field(default_factory=list)
     gates: list[ErrorGate] = field(default_factory=list)
-    absent: dict[str, str] = field(default_factory=dict)
+    absent: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # variant, why -> points
     called: list[str] = field(default_factory=list)
 
 

@@ -89,17 +89,13 @@ class SchedulerOverhead:
         self._waiting = [points.point({"waiting": n}) for n in spec.waiting]
         self._fit = Point(f"running={min(spec.running)}..{max(spec.running)}", {"fit": "running"})
         self.points = [*self._running, self._fit, *self._matching, *self._waiting]
-        self.claims = [
-            claims.resolve(
-                claim,
-                f"experiment.claims[{index}]",
-                variants=[VARIANT],
-                baseline=None,
-                metrics=list(METRICS),
-                points=self.points,
-            )
-            for index, claim in enumerate(spec.claims)
-        ]
+        self.claims = claims.resolve_all(
+            spec.claims,
+            variants=[VARIANT],
+            baseline=None,
+            metrics=list(METRICS),
+            points=self.points,
+        )
 
     @classmethod
     def from_config(cls, config: DictConfig) -> SchedulerOverhead:

@@ -17,6 +17,7 @@ from mini_infer.core.errors import ConfigError
 HEADER = """\
 # Ceilings of a machine, which floors, MBU and MFU are taken from. Written by `python run.py experiment=ceilings`.
 """
+FOLDER = Path(__file__).resolve().parents[2] / "conf" / "hardware"
 WAY_OUT = "measure them with `python run.py experiment=ceilings`"
 
 
@@ -32,7 +33,7 @@ def find(folder: Path, chosen: Hardware, device: str, threads: int) -> Found:
     """The ceilings that hold for a run on `device` (`cpu` or `cuda`) with so many torch threads.
 
     Args:
-        folder: conf/hardware/, where the file of this machine's key is looked up.
+        folder: FOLDER, where the file of this machine's key is looked up.
         chosen: what `hardware=<name>` put into the config. It counts as it is, whatever machine this is.
 
     Raises ConfigError where the file is no hardware file.

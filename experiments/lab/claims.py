@@ -57,6 +57,23 @@ class Judgement:
     reason: str  # why it is inconclusive; empty otherwise
 
 
+def resolve_all(
+    specs: Sequence[ClaimSpec],
+    *,
+    variants: Sequence[str],
+    baseline: str | None,
+    metrics: Sequence[str],
+    points: Sequence[Point],
+) -> list[Claim]:
+    """`experiment.claims`, each checked as `resolve` does."""
+    return [
+        resolve(
+            spec, f"experiment.claims[{index}]", variants=variants, baseline=baseline, metrics=metrics, points=points
+        )
+        for index, spec in enumerate(specs)
+    ]
+
+
 def resolve(
     spec: ClaimSpec,
     where: str,

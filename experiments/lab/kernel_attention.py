@@ -69,6 +69,7 @@ class _Attention(Case):
         super().__init__(*arguments)
         self._heads, self._kv_heads = heads(self.shape["heads"], self.name)
         self._scale = self.shape["head_dim"] ** -0.5
+        self._held: list[Any] = []  # what graphs know nothing of but the address
         if self.queries > self.length:
             raise ConfigError(f"the case {self.name}: {self.queries} queries of a sequence of {self.length} tokens")
 
@@ -130,6 +131,7 @@ class _Attention(Case):
             raise VariantAbsent(reason or str(error)) from error
         begin = backend.decode if self.kind == "decode" else backend.prefill
         step = begin(self._batch, self._store, [None] * copies, self._scale)
+        self._held.append(step)
         return Implementation(lambda copy: step(copy, self._q[copy]), backend.capabilities.graph_safe)
 
     def error(self, output: Any) -> float:
@@ -173,8 +175,9 @@ class FlashDecode(_Attention):
 
         if variant == SINGLE_PASS:
             return Implementation(self._with(paged_decode))
-        rows = split_rows(self._q[0], self._store.keys(0), self._batch.seq_lens, window=None, query_len=1)
-        return Implementation(self._with(partial(flash_decode, parts=rows)))
+        parts = split_rows(self._q[0], self._store.keys(0), self._batch.seq_lens, window=None, query_len=1)
+        self._held.append(parts)
+        return Implementation(self._with(partial(flash_decode, parts=parts)))
 
     def _with(self, kernel: Callable[..., Tensor]) -> Callable[[int], Tensor]:
         store, batch = self._store, self._batch

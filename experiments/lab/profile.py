@@ -13,6 +13,7 @@ between two steps while no kernel runs from the end of one body to the start of 
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -23,15 +24,16 @@ from typing import Any
 
 STEP = "decode step"  # the annotation around one
 ROLES = ("linear", "attention", "norm", "rope", "silu", "sample", "copy", "other")
-# In this order: FlashAttention is made with CUTLASS, and the argmax of a sampler is one of many reductions.
+# In this order: FlashAttention is made with CUTLASS, and the argmax of a sampler is one of many reductions. Of our own
+# kernels some are named by how they work: those of gemv.py, and of the sampler all.
 _ROLE_PATTERNS = (
     ("copy", r"memcpy|memset|direct_copy|CatArray"),
-    ("attention", r"flash|fmha|attention|attn|paged_(decode|prefill)"),
-    ("linear", r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma"),
+    ("attention", r"flash|fmha|attention|attn|paged_(decode|prefill)|^_split_rows_kernel$"),
+    ("linear", r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma|^_(fma|dot)_kernel$"),
     ("norm", r"norm"),
     ("rope", r"rope|rotary"),
     ("silu", r"silu|swiglu"),
-    ("sample", r"sample|argmax|top_?k|radix|sort|softmax|multinomial"),
+    ("sample", r"sample|argmax|top_?k|radix|sort|softmax|multinomial|^(_maxima|guess|gather|find_cut|_weigh|_pick)$"),
 )
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH = {"cuda_runtime", "cuda_driver"}
@@ -44,7 +46,8 @@ class NoProfile(Exception):
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A kernel in an average decode step of a variant: how often it ran, and for how long in sum."""
+    """A kernel in an average decode step of a variant: how often it ran, and for how long in sum, in which no other was
+    running already."""
 
     variant: str
     point: str
@@ -183,13 +186,19 @@ def _busy(kernels: Iterable[_Ran], start: float, end: float) -> float:
 
 
 def _kernel_rows(steps: Sequence[Sequence[_Ran]], variant: str, point: str) -> list[KernelRow]:
-    """The longest first; of steps that ran something only now and then, the mean."""
+    """The longest first; of steps that ran something only now and then, the mean.
+
+    Time in which two overlap counts for the one that started first: a programmatic dependent (kernels/pdl.py) is in
+    place early, and waits.
+    """
     calls: Counter[tuple[str, str]] = Counter()
     times: dict[tuple[str, str], float] = defaultdict(float)
-    for ran in (ran for step in steps for ran in step):
+    reached = -math.inf
+    for ran in sorted((ran for step in steps for ran in step), key=lambda ran: ran.start):
         key = (role(ran.name), short_name(ran.name))
         calls[key] += 1
-        times[key] += ran.end - ran.start
+        times[key] += max(0.0, ran.end - max(ran.start, reached))
+        reached = max(reached, ran.end)
     return [
         KernelRow(variant, point, *key, calls[key] / len(steps), times[key] / len(steps))
         for key in sorted(times, key=times.__getitem__, reverse=True)

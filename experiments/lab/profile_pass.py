@@ -35,6 +35,8 @@ def profile_decode(engine: LLMEngine, items: Sequence[Item], variant: str, point
         _until_all_decode(engine, len(items))
         plain_us = _plain_us(engine)
         trace = _trace(engine)
+        if engine.records[-1].decode_tokens != len(items):  # else the mean would be of fewer rows than it says
+            raise NoProfile("some of them ended while its steps were profiled")
     finally:
         for name in names:
             engine.abort(name)

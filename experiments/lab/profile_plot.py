@@ -19,6 +19,7 @@ ROWS = 14  # of a table of kernels; what is left is summed up
 BETWEEN, WITHIN = "idle between steps", "between a step's kernels"
 COLOURS = dict(zip(ROLES, plots.COLOURS, strict=False)) | {"other": "#F0E442", WITHIN: "#e4e4e4", BETWEEN: "#ffffff"}
 HATCHES = dict(zip(ROLES, plots.HATCHES, strict=False)) | {"other": "**", WITHIN: "", BETWEEN: "////"}
+OVERLAP = 1.05  # times the time in which any kernel ran, there is more of them than can be
 NARROW = 0.045  # of the axis: a smaller piece has no room for its number
 
 
@@ -40,7 +41,23 @@ def describe(result: Result) -> str:
         "without the profiler; *profiled* is from step to step with it, which costs the host and each launch some "
         "time: where it is more than *step*, that is why. In *kernels* some kernel ran; *idle between steps* is when "
         "none did from the end of one step to the start of the next; the rest is between a step's own kernels. A "
-        "kernel's role is guessed from its name."
+        f"kernel's role is guessed from its name.{_doubled(result)}"
+    )
+
+
+def _doubled(result: Result) -> str:
+    """What is to be said of steps whose kernels' times add up to more than the time in which any ran."""
+    own = [
+        f"{result.info.variants[profile.variant]} {profile.point}".strip()
+        for profile in result.info.profiles
+        if sum(_roles(profile, result.kernels).values()) > OVERLAP * profile.busy_us
+    ]
+    if not own:
+        return ""
+    return (
+        f" **Of {' and '.join(own)} the kernels' times are too long by what they overlap**: a kernel launched as a "
+        "programmatic dependent waits in place for the one before it, and its waiting was counted. *kernels* and "
+        "*step* are right; the share of each kernel is not."
     )
 
 
@@ -106,9 +123,13 @@ def _figure(point: str, result: Result) -> bytes:
         return plots.png(figure, result.info.experiment)
 
 
+def _roles(profile: StepProfile, kernels: Sequence[KernelRow]) -> dict[str, float]:
+    return by_role(row for row in kernels if (row.variant, row.point) == (profile.variant, profile.point))
+
+
 def _pieces(profile: StepProfile, kernels: Sequence[KernelRow]) -> dict[str, float]:
     """Microseconds by role, and what is left of the step."""
-    found = by_role(row for row in kernels if (row.variant, row.point) == (profile.variant, profile.point))
+    found = _roles(profile, kernels)
     within = profile.profiled_us - profile.busy_us - profile.idle_us
     return found | {WITHIN: max(within, 0.0), BETWEEN: profile.idle_us}
 

@@ -48,6 +48,7 @@ class EngineSubject:
         self._forgot = 0  # times
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
+        self.engine.reserve_memory()  # another engine's start, or a peer's, has emptied the allocator
         self._memory.start()
         served = drive(self.engine, items, concurrency, salt=self._salt)
         return replace(served, peak_memory=self._memory.peak(served.records), memory_growth=self._memory.growth())

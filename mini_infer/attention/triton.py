@@ -54,7 +54,7 @@ class TritonBackend(AttentionBackend):
         n = batch.num_decode_rows
         windows = effective_windows(windows, batch.max_decode_seq_len)
         block_tables, seq_lens = batch.block_tables[:n], batch.seq_lens[:n]
-        parts: dict[int | None, Tensor] = {}  # by window: layers with the same one split their rows alike
+        parts: dict[int | None, Tensor | None] = {}  # by window: layers with the same one split their rows alike
 
         def step(layer: int, q: Tensor) -> Tensor:
             q, keys, values = q.contiguous(), kv_store.keys(layer), kv_store.values(layer)
@@ -99,6 +99,6 @@ class TritonBackend(AttentionBackend):
             for max_query_len in (1, 2**20):  # short rows and long rows have tiles of their own
                 warm_up(max_query_len=max_query_len)
         else:
-            for num_rows in (1, 33, 257):  # where flash_decode changes its variant
+            for num_rows in (1, 2, 33, 257, 1025):  # where flash_decode and split_rows change their variants
                 if num_rows <= max_rows:
                     warm_up(num_rows=num_rows)

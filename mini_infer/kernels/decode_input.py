@@ -104,6 +104,7 @@ def _gather(
 
 
 def decode_input_reference(state: Tensor, packed: Tensor, *, table: int, params: int, block_size: int) -> DecodeInput:
+    """The definition. Arguments as `decode_input`."""
     slots, seq_lens, grown, blocks = packed.long()
     grows = grown >= 0
     state[slots[grows], table + grown[grows]] = blocks[grows].int()

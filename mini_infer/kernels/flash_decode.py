@@ -83,9 +83,12 @@ def _num_parts(tiles, all_tiles, target, WHOLE_TILES: tl.constexpr):
     return tl.minimum(tl.where(tiles > WHOLE_TILES, tl.maximum(share, 1), 1), tiles)
 
 
-def split_rows(q: Tensor, keys: Tensor, seq_lens: Tensor, *, window: int | None, query_len: int) -> Tensor:
-    """The parts of all rows, for flash_decode with the same arguments. [S, 8] int32, opaque"""
+def split_rows(q: Tensor, keys: Tensor, seq_lens: Tensor, *, window: int | None, query_len: int) -> Tensor | None:
+    """The parts of all rows, for flash_decode with the same arguments: [S, 8] int32, opaque. None beyond MAX_ROWS rows,
+    which flash_decode leaves whole."""
     shape, num_rows = decode_shape(q, keys, query_len), seq_lens.shape[0]
+    if num_rows > MAX_ROWS:
+        return None
     target = max(1, _num_sms(q.device) // packs(shape))
     parts = torch.empty((num_rows + 2 * target, _FIELDS.value), dtype=torch.int32, device=q.device)
     _split_rows_kernel[(parts.shape[0],)](
@@ -233,6 +236,7 @@ def flash_decode(
     queries, head_dim = min(shape["GROUP"] * query_len, shape["ROWS"]), shape["HEAD_DIM"]
     if parts is None:
         parts = split_rows(q, keys, seq_lens, window=window, query_len=query_len)
+    assert parts is not None, "more rows have been left whole above"
     # A deeper pipeline leaves room for two programs an SM instead of three. The GPU hands out programs three to an SM
     # where the grid has enough of them, those that only exit included, and a few hundred long ones end up unevenly.
     deep = num_rows > 32 and num_rows * num_packs <= 4 * _num_sms(q.device)

@@ -5,27 +5,20 @@ the order of every sum is fixed: equal inputs give equal bits.
 
   T <= 3    `_fma_kernel`: 16-byte loads of W straight into registers, fp32 multiply-adds, many small programs an SM.
   T <= 16   `_dot_kernel`: as rows are added the multiply-adds get dearer than the loads; the tensor cores take them.
+            (In fp32, which they would round, and at T = 4 with few rows of W, `_fma_kernel` stays.)
 
-On Hopper and later both are launched as programmatic dependents (PDL, "programmatic dependent launch" in the CUDA
-guide): a program starts while the kernel before it still runs, asks for its first weights, which depend on nobody, and
-only then waits for x. Three rules make that safe, for these kernels and for every other that is launched so:
-  1. Every program executes `gdc_wait` before it reads or writes anything that an earlier kernel may touch. That
-     includes the output: it may lie in memory that an earlier kernel still reads. `gdc_wait` returns when the whole
-     kernel before has ended; as that one waited too, everything before it has ended.
-  2. `gdc_launch_dependents` only lets the next kernel start. It says nothing about results and may come first.
-  3. What is read before `gdc_wait` must not be written by any kernel that may still run: here that is the weights
-     alone, which are in place long before the first step.
-Neighbours that know nothing of this stay correct: they start after, and are waited for, as ever.
+On Hopper and later both are launched as programmatic dependents (kernels/pdl.py): a program is in place while the
+kernel before it still runs. `_fma_kernel` asks for its first weights, which depend on nobody, before it waits for x.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mini_infer.kernels.pdl import launch_options
 
 MAX_ROWS = 16
 _MAX_FMA_ROWS = 3
@@ -167,7 +160,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: [T, K] with T <= MAX_ROWS, bf16, fp16 or fp32, elements of a row adjacent.
-        weight: [N, K], contiguous, of x's dtype; not still being written on the GPU (rule 3 above).
+        weight: [N, K], contiguous, of x's dtype; not still being written on the GPU (rule 3 of kernels/pdl.py).
         bias: [N], contiguous, or None.
 
     Raises:
@@ -183,14 +176,12 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    pdl = x.is_cuda and _has_pdl(x.device)
-    launch_options = {"launch_pdl": True} if pdl else {}  # the interpreter does not know the option
     if _uses_dot(rows, n, x.dtype):
         block_n = 16
         block_k, stages = _dot_tile(n)
         _dot_kernel[(triton.cdiv(n, block_n),)](
             x, weight, bias, out, n, k, x.stride(0), rows, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_T=MAX_ROWS,
-            STAGES=stages, EVEN_K=k % block_k == 0, HAS_BIAS=bias is not None, PDL=pdl, num_warps=1, **launch_options,
+            STAGES=stages, EVEN_K=k % block_k == 0, HAS_BIAS=bias is not None, num_warps=1, **launch_options(x.device),
         )  # fmt: skip
         return out
     block_n, vector = 4, 16 // x.element_size()
@@ -198,8 +189,8 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     block_k = 32 * warps * vector * loads
     _fma_kernel[(triton.cdiv(n, block_n),)](
         x, weight, bias, out, n, k, x.stride(0), T=rows, BLOCK_N=block_n, BLOCK_K=block_k, VECTOR=vector,
-        EVEN=n % block_n == 0 and k % block_k == 0, UNROLL=unroll, HAS_BIAS=bias is not None, PDL=pdl,
-        num_warps=warps, **launch_options,
+        EVEN=n % block_n == 0 and k % block_k == 0, UNROLL=unroll, HAS_BIAS=bias is not None,
+        num_warps=warps, **launch_options(x.device),
     )  # fmt: skip
     return out
 
@@ -245,8 +236,3 @@ def _dot_tile(n: int) -> tuple[int, int]:
     if programs <= 2 * _SMS:
         return 512, 4  # 96 KiB of shared memory each: two an SM
     return (256, 4) if programs <= 4 * _SMS else (256, 3)
-
-
-@cache
-def _has_pdl(device: torch.device) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,13 +1,20 @@
 """Programmatic dependent launch (PDL, Hopper and later): a kernel starts while the one before it still runs.
 
 A decode step is a chain of kernels of a few microseconds, of which launch and first load are a large part. A kernel
-launched so has its programs in place early: they load what no kernel writes (weights), and only then wait. The rules
-that make it safe are at the top of kernels/gemv.py; in a kernel they read
+launched so has its programs in place early: they may load what no kernel writes (weights), and only then wait:
 
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         ...  # loads of weights
         tl.extra.cuda.gdc_wait()
+
+Three rules make that safe:
+  1. Every program executes `gdc_wait` before it reads or writes anything that an earlier kernel may touch. That
+     includes the output: it may lie in memory that an earlier kernel still reads. `gdc_wait` returns when the whole
+     kernel before has ended; as that one waited too, everything before it has ended.
+  2. `gdc_launch_dependents` only lets the next kernel start. It says nothing about results and may come first.
+  3. What is read before `gdc_wait` must not be written by any kernel that may still run: here that is the weights
+     alone, which are in place long before the first step.
 
 A kernel that is launched in the ordinary way starts when all before it has ended, and so is a barrier between those
 that are not.

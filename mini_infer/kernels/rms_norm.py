@@ -62,7 +62,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, computed in float32.
 
     x [T, H] and weight [H], contiguous, of any floating dtypes -> x's shape and dtype. The weight is read early: it may
-    not be the work of the kernel launched just before.
+    not still be being written on the GPU (rule 3 of kernels/pdl.py).
     """
     normed = torch.empty_like(x)
     _launch(x, x, weight, normed, x, eps, add=False)

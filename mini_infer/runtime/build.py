@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.swap import HostStore
 from mini_infer.core.config import EngineConfig, LoadFormat, Preemption, When
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.plan import StepPlan
 from mini_infer.kernels.ops import TorchKernels, select_kernels
 from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.decoder import Decoder
@@ -26,6 +28,7 @@ from mini_infer.runtime.graphs import DecodeGraphs, NoGraphs, batch_ladder
 from mini_infer.runtime.memory import (
     KVShape,
     allocate_kv,
+    hold_small_memory,
     kv_memory,
     largest_step,
     require_room_for_weights,
@@ -48,6 +51,7 @@ _DRY_HAS_NO_GRAPHS = "the dry model runs on the CPU"
 class EngineParts:
     tokenizer: Tokenizer
     runner: Runner
+    reserve_memory: Callable[[], None]  # takes what the largest step needs; overwrites what runs
     make_scheduler: Callable[[], Scheduler]
     overlap: bool  # a step is launched before the tokens of the step before it are read
     vocab_size: int
@@ -104,9 +108,13 @@ def build_parts(config: EngineConfig) -> EngineParts:
     slots = _make_slots(config, limits, sampler, device)
     graphs, captured = _capture(config, torch_model, slots, sampler, no_graphs)
     captured_pieces = _capture_pieces(config, torch_model, device)
+    runner = Runner(torch_model, slots, sampler, graphs)
+    reserve_memory = partial(_reserve_memory, config, limits, runner, device)
+    reserve_memory()
     return EngineParts(
         tokenizer=tokenizer,
-        runner=Runner(torch_model, slots, sampler, graphs),
+        runner=runner,
+        reserve_memory=reserve_memory,
         make_scheduler=_scheduler_maker(config, limits),
         overlap=_overlaps(config, device),
         vocab_size=spec.vocab_size,
@@ -142,6 +150,7 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
     return EngineParts(
         tokenizer=tokenizer,
         runner=Runner(model, _make_slots(config, limits, sampler, device), sampler, NoGraphs()),
+        reserve_memory=lambda: None,
         make_scheduler=_scheduler_maker(config, limits),
         overlap=_overlaps(config, device),
         vocab_size=dry.vocab_size,
@@ -239,27 +248,43 @@ def _try_largest_step(
     """Runs the largest step there can be on a small KV store, which also compiles what steps run. Returns the bytes
     that it took beside weights and KV."""
     device = model.embed_tokens.device
-    block_size, scheduler = config.cache.block_size, config.scheduler
-    plan = largest_step(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, limits.max_model_len, block_size)
     small = dataclasses.replace(limits, num_blocks=1)
     torch_model = TorchModel(model, allocate_kv(kv_shape, small.num_blocks, device), None, backends)
     runner = Runner(torch_model, _make_slots(config, small, sampler, device), sampler, NoGraphs())
-    torch_model.warm_up(scheduler.max_num_seqs)
+    torch_model.warm_up(config.scheduler.max_num_seqs)
     sampler.warm_up()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     try:
-        runner.collect(runner.launch(plan))
+        runner.collect(runner.launch(_largest_step(config, limits, block=0)))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"a step of scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens} tokens does not fit in "
-            "the GPU's memory beside the weights: lower it, or choose a smaller model"
+            f"a step of scheduler.max_num_batched_tokens={config.scheduler.max_num_batched_tokens} tokens does not fit "
+            "in the GPU's memory beside the weights: lower it, or choose a smaller model"
         ) from error
     taken = torch.cuda.max_memory_allocated(device) - before
     del runner, torch_model
     torch.cuda.empty_cache()
     return taken
+
+
+def _reserve_memory(config: EngineConfig, limits: Limits, runner: Runner, device: torch.device) -> None:
+    """Leaves in torch's allocator what the largest step takes, so that no step waits for the driver to find it."""
+    if device.type == "cuda":
+        hold_small_memory(device)
+        runner.collect(runner.launch(_largest_step(config, limits, block=limits.num_blocks)))  # the spare block
+
+
+def _largest_step(config: EngineConfig, limits: Limits, block: int) -> StepPlan:
+    scheduler = config.scheduler
+    return largest_step(
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        limits.max_model_len,
+        config.cache.block_size,
+        block,
+    )
 
 
 def _capture(

@@ -184,7 +184,13 @@ class LLMEngine:
             self.abort(request_id)
         self._drop_flights()
 
-    # --- for comparisons ------------------------------------------------------------------------------------------
+    # --- for measurements and comparisons -----------------------------------------------------------------------------
+
+    def reserve_memory(self) -> None:
+        """Takes from the GPU again what the largest step needs, where something else in this process may have given it
+        back since the engine was made. Raises RuntimeError where requests are unfinished."""
+        self._require_idle("memory can be reserved")
+        self._parts.reserve_memory()
 
     def probe_logits(self, token_ids: Sequence[int], split: int) -> Tensor:
         """The logits that this engine's own steps give: a prompt of token_ids[:split], and then each further token in
@@ -198,14 +204,18 @@ class LLMEngine:
             RuntimeError: requests are unfinished; a probe uses their slots and blocks.
             RequestError: the tokens are too many.
         """
-        if self.scheduler.num_unfinished:
-            raise RuntimeError("logits can be probed only while the engine has no unfinished requests")
+        self._require_idle("logits can be probed")
         if not 0 < split <= len(token_ids) < self.max_model_len:
             raise RequestError(f"a probe takes from 1 to {self.max_model_len - 1} tokens, of which {split} come first")
         try:
             return probe(self._parts.runner, list(token_ids), split, self.config)
         finally:
             self.scheduler = self._parts.make_scheduler()  # it overwrote blocks that the prefix cache may hold
+
+    def _require_idle(self, what: str) -> None:
+        if self.scheduler.num_unfinished:
+            raise RuntimeError(f"{what} only while the engine has no unfinished requests")
+        self._drop_flights()
 
     # --- a request's way in ---------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.spec import ModelSpec
 
 CPU_KV_GIB = 0.5
+_SMALL_TENSOR, _SMALL_MEMORY = 2**19, 32 * 2**20  # torch's allocator keeps tensors up to 1 MiB apart
 _GRAPHS_RESERVE = 512 * 2**20  # the driver's share of captured decode steps; their tensors fit in what a step took
 
 
@@ -65,12 +66,12 @@ def allocate_kv(shape: KVShape, num_blocks: int, device: torch.device) -> KVStor
         ) from error
 
 
-def largest_step(max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_size: int) -> StepPlan:
+def largest_step(max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_size: int, block: int) -> StepPlan:
     """A plan that takes as much memory as any: all tokens of the budget, in as many prompts as there can be, so that
-    all of them sample. They share block 0 for all their tokens: nobody reads the results."""
+    all of them sample. They share one block for all their tokens: nobody reads the results."""
     rows = max(1, min(max_num_seqs, max_num_tokens))
     share = min(-(-max_num_tokens // rows), max_model_len - 1)
-    table = [0] * -(-max_model_len // block_size)
+    table = [block] * -(-max_model_len // block_size)
     return StepPlan(
         step=0,
         slots=list(range(rows)),
@@ -83,6 +84,12 @@ def largest_step(max_num_seqs: int, max_num_tokens: int, max_model_len: int, blo
             for slot in range(rows)
         ],
     )
+
+
+def hold_small_memory(device: torch.device) -> None:
+    """Gives torch's allocator room for small tensors, which come and go by the hundred and never in equal numbers."""
+    held = [torch.empty(_SMALL_TENSOR, dtype=torch.uint8, device=device) for _ in range(_SMALL_MEMORY // _SMALL_TENSOR)]
+    held.clear()
 
 
 def gib(num_bytes: float) -> str:

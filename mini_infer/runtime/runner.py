@@ -85,7 +85,7 @@ class Runner:
             rare, logprobs = self._sampler.rare(slots, positions, masks), None
             if rare is not None:
                 logprobs = self._sampler.resample(logits, token_ids, rare, history)
-                self._slots.rewrite(slots, positions, token_ids)
+                self._slots.overwrite(slots, positions, token_ids)
         else:
             self._slots.apply(plan, params)
             step = self._slots.build(plan)
@@ -118,7 +118,8 @@ class Runner:
 
     def force_token(self, slot: int, position: int, token_id: int) -> None:
         """Puts another token where the next step reads it."""
-        self._slots.overwrite(slot, position, token_id)
+        token = torch.tensor([token_id], device=self._slots.rows.device)
+        self._slots.overwrite(np.array([slot]), np.array([position]), token)
 
 
 class HostTokens:

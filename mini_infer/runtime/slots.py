@@ -106,10 +106,6 @@ class SlotState:
         ]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
-    def overwrite(self, slot: int, position: int, token_id: int) -> None:
-        """Puts another token where the next step reads it."""
-        self.history[slot, position] = token_id
-
     # --- a step's input -------------------------------------------------------------------------------------------
 
     def build(self, plan: StepPlan) -> StepInput:
@@ -212,8 +208,9 @@ class SlotState:
         """Writes the sampled tokens [S] behind their rows' tokens, where the next step reads them."""
         self._flat.index_copy_(0, step.places, token_ids.int())
 
-    def rewrite(self, slots: IntArray, positions: IntArray, token_ids: Tensor) -> None:
-        """Puts other tokens [S] where those of a step went: behind the first positions [S] tokens of slots [S]."""
+    def overwrite(self, slots: IntArray, positions: IntArray, token_ids: Tensor) -> None:
+        """Puts other tokens [S], on the state's device, where those of a step went: behind the first positions [S]
+        tokens of slots [S]."""
         places = self.mail.send(slots * self.width + positions)[0].long()
         self._flat.index_copy_(0, places, token_ids.int())
 

@@ -14,7 +14,7 @@ class CaptureReport:
     batch_sizes: tuple[int, ...] = ()  # rows of whole decode steps, tokens of piecewise graphs
     seconds: float = 0.0
     memory_bytes: int = 0
-    limits: tuple[str, ...] = ()  # why there are none, or none for larger batches
+    limits: tuple[str, ...] = ()  # why there are none, or none for some sizes
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from experiments import kernels
 from experiments.kernels import CASES, KernelSweep
 from experiments.lab import kernel_fused, kernel_timer
 from experiments.lab.execute import execute
-from experiments.lab.kernel_case import Implementation, Work, row_error
+from experiments.lab.kernel_case import Implementation, VariantAbsent, Work, row_error
 from experiments.lab.progress import Steps
 from mini_infer.attention.triton import TritonBackend
 from mini_infer.core.config import DType
@@ -116,6 +116,13 @@ def test_a_wrong_slot_is_found():
     assert found.error(output) > 0.1
 
 
+def test_what_was_stored_by_another_implementation_does_not_count():
+    found = made("rope_and_store")
+    output = found.implementation("eager").run(0)
+    assert found.error(output) < 1e-5
+    assert found.error(output) > 0.1  # as of one that has stored nothing
+
+
 def test_rows_of_nan_are_no_small_error():
     assert math.isnan(row_error(torch.tensor([[math.nan, 1.0]]), torch.ones(1, 2)))
     assert row_error(torch.tensor([[1.0, 0.0], [3.0, 4.5]]), torch.tensor([[1.0, 0.0], [3.0, 4.0]])) == pytest.approx(
@@ -186,6 +193,25 @@ def test_what_can_run_is_measured_and_what_cannot_is_stated(build, no_interprete
     absent = [note for note in found.notes if "absent" in note]
     assert len(absent) == 2
     assert any(note.startswith("FlashAttention-4 is absent: it runs on cuda, not cpu.") for note in absent)
+
+
+def test_what_is_absent_at_one_point_is_not_said_to_be_absent(build, monkeypatch):
+    real = kernel_fused.SiluMul.implementation
+
+    def implementation(self, variant):
+        if variant == "torch" and self.shape["tokens"] == 3:
+            raise VariantAbsent("it fails here")
+        return real(self, variant)
+
+    monkeypatch.setattr(kernel_fused.SiluMul, "implementation", implementation)
+    changes = {"variants": {"eager": "", "torch": ""}, "baseline": "eager", "metrics": ["time_us"], "plots": []}
+    for tokens, note in (
+        ([3, 4], "torch is absent at tokens=3 inner=64: it fails here."),
+        ([3], "torch is absent: it"),
+    ):
+        sweeps = [{"case": "silu_mul", "shapes": {"tokens": tokens, "inner": [64]}}]
+        found = measure(build(**changes, sweeps=sweeps))
+        assert [n for n in found.notes if "absent" in n] == [n for n in found.notes if n.startswith(note)] != []
 
 
 def test_an_implementation_that_is_wrong_fails_the_gate_and_its_claims(build, monkeypatch, tmp_path):

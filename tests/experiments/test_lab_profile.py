@@ -59,6 +59,13 @@ def test_a_step_belongs_to_whom_launched_it():
     assert [row.calls for row in rows] == [1.0, 1.0, 1.0]
 
 
+def test_who_waits_in_place_for_another_is_not_counted_meanwhile():
+    """A programmatic dependent starts early: of its 40 us it waits 20, and a third of its 39 us 32."""
+    early = [(KERNELS[0][0], 2.0, 60.0), (KERNELS[1][0], 42.0, 40.0), (KERNELS[2][0], 50.0, 39.0)]
+    _, rows = found(trace(kernels=early))
+    assert [(row.role, row.us) for row in rows] == [("linear", 60.0), ("attention", 20.0), ("sample", 7.0)]
+
+
 @pytest.mark.parametrize("made", [{}, {"traceEvents": [event("cpu_op", "aten::mm", 0, 1)]}, trace(steps=2)])
 def test_a_trace_without_steps_is_said_so(made):
     with pytest.raises(NoProfile, match="no kernels of two steps"):
@@ -83,6 +90,12 @@ def test_a_trace_without_steps_is_said_so(made):
         ("_add_rms_norm_kernel", "_add_rms_norm_kernel", "norm"),
         ("_rope_and_store_kernel", "_rope_and_store_kernel", "rope"),
         ("_silu_mul_kernel", "_silu_mul_kernel", "silu"),
+        ("_fma_kernel", "_fma_kernel", "linear"),
+        ("_dot_kernel", "_dot_kernel", "linear"),
+        ("_split_rows_kernel", "_split_rows_kernel", "attention"),
+        *((name, name, "sample") for name in ("_maxima", "guess", "gather", "find_cut", "_weigh", "_pick")),
+        ("_gather", "_gather", "other"),  # of a step's input
+        ("void at::native::vectorized_gather_kernel<16, long>(x)", "vectorized_gather_kernel", "other"),
         ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)", "copy"),
     ],
 )
@@ -139,6 +152,17 @@ def test_what_cannot_decode_together_is_said_so(dry_gpu):
     )  # fmt: skip
     with pytest.raises(NoProfile, match="leaves 60 tokens after the longest prompt"):
         profile_pass.profile_decode(short, items(1), "new", "p")
+
+
+def test_requests_that_end_while_steps_are_profiled_are_said_so(dry_gpu):
+    """The first prompt is done long before the last, and its request has little left to decode then."""
+    config = {
+        "model": {"path": "dry", "load_format": "dry", "max_model_len": 192},
+        "cache": {"num_blocks": 600},
+        "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 4},
+    }
+    with pytest.raises(NoProfile, match="ended while its steps were profiled"):
+        profile_pass.profile_decode(LLMEngine(EngineConfig.from_dict(config)), items(4, tokens=60), "new", "p")
 
 
 # --- in a run ---
@@ -285,3 +309,9 @@ def test_pieces_of_a_bar_add_up_to_the_step():
     profile = given().info.profiles[0]
     pieces = profile_plot._pieces(replace(profile, busy_us=sum(r.us for r in given().kernels[:18])), given().kernels)
     assert sum(pieces.values()) == pytest.approx(profile.profiled_us)
+
+
+def test_kernels_that_overlap_are_said_to():
+    assert "overlap" not in profile_plot.describe(given())
+    kernels = tuple(replace(row, us=3 * row.us) for row in given().kernels)
+    assert "the kernels' times are too long" in profile_plot.describe(replace(given(), kernels=kernels))

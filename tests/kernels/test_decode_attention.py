@@ -149,6 +149,7 @@ def test_large_batches_take_the_single_pass(device: torch.device, monkeypatch: p
     case = make_case(device, [300, 20, 7])
     monkeypatch.setattr(module, "MAX_ROWS", 2)
     assert torch.equal(case(flash_decode), case(paged_decode))
+    assert module.split_rows(case.q, case.keys, case.seq_lens, window=None, query_len=1) is None
 
 
 @pytest.mark.gpu

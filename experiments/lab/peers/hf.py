@@ -18,7 +18,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
-from experiments.lab import hardware
 from experiments.lab.traces import RequestTrace, Served
 from experiments.lab.workloads import Item
 from mini_infer.assets import shipped_path
@@ -111,7 +110,7 @@ def load_checkpoint(config: ModelConfig, kind: str, attention: str) -> Any:
     transformers_logging.disable_progress_bar()  # it would stand between our own lines
     load = _with_dummy_weights if config.load_format is LoadFormat.dummy else _load
     model = load(config, attention)
-    model.to(hardware.resolve(config.device)).eval()
+    model.to(resolve_device(config)).eval()
     # `generate` fills what is left out from here: a checkpoint's end-of-sequence, its penalties, its temperature.
     model.generation_config = GenerationConfig()
     return model
@@ -119,7 +118,7 @@ def load_checkpoint(config: ModelConfig, kind: str, attention: str) -> Any:
 
 def _load(config: ModelConfig, attention: str) -> Any:
     dtype: Any = config.dtype.value
-    if config.dtype is DType.auto and hardware.resolve(config.device) == "cpu":
+    if config.dtype is DType.auto and resolve_device(config).type == "cpu":
         dtype = "float32"
     path = shipped_path(config.path) or config.path
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)

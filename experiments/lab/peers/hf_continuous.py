@@ -23,7 +23,7 @@ from experiments.lab.workloads import Item
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
-from mini_infer.modeling.loader import load_spec
+from mini_infer.modeling.loader import load_spec, resolve_device
 from mini_infer.runtime.memory import CPU_KV_GIB
 
 CPU_BATCH_TOKENS = 1024  # of one step: its mask has so many rows over the whole pool; 512 to 4096 were equally fast
@@ -38,7 +38,7 @@ class HFContinuous:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        on_gpu = torch.cuda.is_available() and config.model.device.value != "cpu"
+        on_gpu = resolve_device(config.model).type == "cuda"
         if not on_gpu and not is_psutil_available():
             raise ConfigError(
                 "the variant kind `hf_continuous` needs the package psutil on a CPU, where transformers asks it for "

@@ -26,12 +26,12 @@ from experiments.lab.kinds import Kind
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import PeerSettings, ProcessSettings
-from experiments.lab.roofline import layer_weights
 from experiments.lab.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig, LoadFormat, replace
 from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
+from mini_infer.runtime.memory import weight_bytes
 
 MODULES = {
     Kind.hf: "experiments.lab.peers.hf",
@@ -178,6 +178,5 @@ def gpu_memory(config: EngineConfig) -> float:
     if cache.memory_gib is None:
         return cache.gpu_memory_utilization * torch.cuda.mem_get_info()[1]
     spec = load_spec(model)
-    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
-    size = resolve_dtype(model, spec, resolve_device(model)).itemsize
-    return (layer_weights(spec) + embeddings) * size + (cache.memory_gib + BESIDE_GIB) * 2**30
+    dtype = resolve_dtype(model, spec, resolve_device(model))
+    return weight_bytes(spec, dtype) + (cache.memory_gib + BESIDE_GIB) * 2**30
