@@ -246,7 +246,8 @@ class EventTemplate:
         self._later_heads = [self._common + before(choice, False) for choice in range(num_choices)]
         self._between = between
         self._close = b"]%s}\n\n" % (b',"usage":null' if with_usage else b"")
-        self._tail = between + b',"logprobs":null,"finish_reason":null}' + self._close
+        self._tail_alone = b',"logprobs":null,"finish_reason":null}' + self._close
+        self._tail = between + self._tail_alone
         self._with_usage = with_usage
 
     def text(self, choice: int, text: str) -> bytes:
@@ -254,9 +255,27 @@ class EventTemplate:
         self._heads[choice] = self._later_heads[choice]
         return head + encode(text) + self._tail
 
-    def full(self, choice: int, text: str, logprobs: dict[str, Any] | None, delta: Delta) -> bytes:
+    def tokens(self, choice: int, text: str, token_ids: list[int]) -> bytes:
+        head = self._heads[choice]
+        self._heads[choice] = self._later_heads[choice]
+        return b"".join((head, encode(text), self._between, b',"token_ids":', encode(token_ids), self._tail_alone))
+
+    def full(
+        self,
+        choice: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        delta: Delta,
+        token_ids: list[int] | None = None,
+    ) -> bytes:
         """With logprobs, or a finish reason."""
-        rest = {"logprobs": logprobs, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        rest: dict[str, Any] = {
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if token_ids is not None:
+            rest["token_ids"] = token_ids
         head = self._heads[choice]
         self._heads[choice] = self._later_heads[choice]
         return head + encode(text) + self._between + b"," + encode(rest)[1:] + self._close
