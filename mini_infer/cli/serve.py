@@ -51,7 +51,10 @@ async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
     def on_ready() -> None:
         host, port = sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        print(f"mini-infer serves {settings.model_name} at http://{shown}:{port}", flush=True)
+        try:
+            print(f"mini-infer serves {settings.model_name} at http://{shown}:{port}", flush=True)
+        except OSError:  # a full disk, say: a server whose log takes nothing still serves
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Python would end with an error if it could not flush
 
     # What takes a second to import, and no help text needs.
     if settings.api_processes > 1:
