@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from experiments.lab.cells import Cell, Pass
 from experiments.lab.clocks import Watch
 from experiments.lab.ledger import Key, Ledger, Terms
 from experiments.lab.lending import Lending
-from experiments.lab.peers.base import PeerAbsent
+from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.peers.pool import Peers
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
@@ -52,17 +53,22 @@ class Session:
         self._watch = Watch(hardware.resolve(device))
 
     def round(self, repeat: int, point: Point, inputs: Inputs) -> None:
-        """All variants at one point, once. The rows of a peer that is not there say why."""
+        """All variants at one point, once. The rows of a peer that is not there, or has failed in this round or one
+        before it, say why."""
         passes = []
         for cell in self._at(point, repeat):
             try:
                 self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
                 passes.append((cell, self._steady(cell, inputs, self._scored and repeat == 0)))
-            except PeerAbsent as absent:
+            except (PeerAbsent, PeerError) as lost:
                 if len(self._absent) + 1 == len(self._labels):
                     raise  # there is nothing else to measure
-                self._absent[cell.variant] = str(absent)
-                self.notes.append(f"{self._labels[cell.variant]} is absent: {absent}.")
+                why, _, log = str(lost).partition("\n")
+                if isinstance(lost, PeerError):
+                    print(log, file=sys.stderr)
+                    why = f"it has failed, and is not asked again: {why}"
+                self._absent[cell.variant] = why
+                self.notes.append(f"{self._labels[cell.variant]} is absent: {why}.")
         absent_cells = [(self._cells[variant, point.name], why) for variant, why in self._absent.items()]
         self.ledger.enter(repeat, passes, absent_cells)
 

@@ -1,14 +1,16 @@
 """Answers: a stream of server-sent events, or one JSON object. Both watch the client and end with its connection.
 
 A streamed token is the hot path of the API process: the constant parts of its event are made once a request, only the
-text is encoded, and the bytes go straight to ASGI's `send`. When the client or the event loop is slow, the engine's
-streams merge what nobody has fetched yet, so that later events carry more text.
+text is encoded, and the bytes go straight to ASGI's `send`, in the pass that takes in the engine's message. When the
+client or the event loop is slow, the engine's streams merge what nobody has fetched yet, so that later events carry
+more text.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -154,16 +156,28 @@ class EventStream(_Answer):
         await send({"type": "http.response.body", "body": body})
 
     async def _forward(self, prompt: int, stream: Stream, send: Send, server_send: Send) -> None:
-        event = self._render.event
-        async for delta in stream:
-            if delta.finish_reason is not None:
-                _require_good_end(delta)
-            body = event(prompt, delta)
+        def write(deltas: list[Delta]) -> Awaitable[None] | None:
+            body = self._events(prompt, deltas)
+            return (
+                _begun(server_send({"type": "http.response.body", "body": body, "more_body": True})) if body else None
+            )
+
+        async for delta in stream:  # the first one: what is wrong with the request itself is known now
+            body = self._events(prompt, [delta])
             if not self._started:
                 await self._start(send)
             if body:
                 await server_send({"type": "http.response.body", "body": body, "more_body": True})
+            break
+        await stream.forward(write)
         self._require_end()
+
+    def _events(self, prompt: int, deltas: list[Delta]) -> bytes:
+        event = self._render.event
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                _require_good_end(delta)
+        return event(prompt, deltas[0]) if len(deltas) == 1 else b"".join([event(prompt, delta) for delta in deltas])
 
     async def _start(self, send: Send) -> None:
         async with self._starting:  # several prompts' streams share one answer
@@ -177,6 +191,22 @@ class EventStream(_Answer):
             raise error
         # No [DONE] behind it: the answer is not complete.
         await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n"})
+
+
+def _begun(work: Awaitable[None]) -> Awaitable[None] | None:
+    """Does what can be done of it without waiting; the rest, if there is any, is for the caller to await."""
+    steps = work.__await__()
+    try:
+        waits_for = next(steps)
+    except StopIteration:
+        return None
+    return _rest(steps, waits_for)
+
+
+@types.coroutine
+def _rest(steps: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    yield waits_for
+    yield from steps
 
 
 def _start(headers: list[tuple[bytes, bytes]]) -> Message:

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.slow  # together they take half a minute
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted(catalog.experiments(ROOT / "conf"))
 
+# A short run is too small for a percentile, and a busy machine may be late or change its speed meanwhile.
+FORGIVEN = ("sample is too small", "samples", "fell behind its schedule", "the machine's speed changed")
 FEW = {
     "fixed": ["workload.count=4", "workload.prompt_tokens=40", "workload.output_tokens=12"],
     "uniform": ["workload.count=4", "workload.warmup=2"],
@@ -91,7 +93,7 @@ def test_it_runs(compose_config, tmp_path: Path, name: str) -> None:
     assert {row["variant"] for row in rows}
     if name not in OWN:
         wrong = {row["reason"] for row in rows if row["valid"] == "false"}
-        assert all("sample is too small" in reason or "samples" in reason for reason in wrong), wrong
+        assert all(any(word in reason for word in FORGIVEN) for reason in wrong), wrong
     assert str(config.experiment.question)[:30] in report.read_text()
 
 

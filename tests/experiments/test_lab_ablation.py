@@ -66,25 +66,28 @@ def test_a_lagging_client_is_invalid(build, monkeypatch):
     real = driver.drive
 
     def drive(engine, items, concurrency, **more):
-        return real(engine, items, concurrency, sleep=lambda s: time.sleep(s + 0.01), **more)
+        return real(engine, items, concurrency, sleep=lambda s: time.sleep(s + 0.03), **more)
 
     monkeypatch.setattr("experiments.lab.subjects.drive", drive)
-    open_loop = ["workload.arrivals=poisson", "workload.rate_per_s=200"]
+    open_loop = [
+        "workload.arrivals=poisson",
+        "workload.rate_per_s=20",
+    ]  # slow enough to wait for, on a busy machine too
     (reason,) = reasons(measure(build(*FIXED, *open_loop, "measure.repeats=1")))
     assert "the client fell behind its schedule" in reason
 
 
 def test_logits_of_nan_are_invalid(build, monkeypatch):
-    real = DryModel._logits
-    monkeypatch.setattr(DryModel, "_logits", lambda self, states: torch.full_like(real(self, states), torch.nan))
+    real = DryModel.compute_logits
+    monkeypatch.setattr(DryModel, "compute_logits", lambda self, hidden: torch.full_like(real(self, hidden), torch.nan))
     found = measure(build(*FIXED))
     assert all("every token of every request is" in reason for reason in reasons(found))
     assert all(gate.passed for gate in found.gates)  # both are alike, and wrong
 
 
 def test_a_sampler_that_is_not_steady_is_invalid_from_the_second_repeat_on(build, monkeypatch):
-    real, calls = DryModel._logits, itertools.count()
-    monkeypatch.setattr(DryModel, "_logits", lambda self, states: real(self, states + states.dtype.type(next(calls))))
+    real, calls = DryModel.compute_logits, itertools.count()
+    monkeypatch.setattr(DryModel, "compute_logits", lambda self, hidden: real(self, hidden + next(calls)))
     found = measure(build(*FIXED))
     assert {row.valid for row in found.rows if row.repeat == 0} == {True}
     assert reasons(found, "transformers") - {""} == {"4 of 4 requests got other greedy tokens than in the first repeat"}

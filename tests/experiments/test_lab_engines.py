@@ -1,13 +1,16 @@
 """Peers in a run: `engine=<peer>` measures it alone, and one that is not there is absent and no error."""
 
+from dataclasses import replace
+
 import pytest
 
 from experiments.ablation import Ablation
-from experiments.lab import report, schema, store
+from experiments.lab import cells, report, schema, store
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.answer import answer, judgements
 from experiments.lab.execute import execute
 from experiments.lab.kinds import Kind
+from experiments.lab.peers.base import PeerError
 from mini_infer.core.errors import ConfigError
 
 DRY = [
@@ -112,3 +115,28 @@ def test_settings_of_peers_are_typed(compose_config):
         compose_config("peers.vllm.pythonpth=/site")
     with pytest.raises(ConfigError, match=r"timeout_s must be above 0"):
         schema.build(schema.PeerSettings, compose_config("peers.hf.timeout_s=0").peers, "peers")
+
+
+def test_a_peer_that_fails_costs_no_other_variants_rows(with_vllm, tmp_path, monkeypatch, capsys):
+    """In the second repeat: what it gave before stays, and the engine is measured to the end."""
+    serve, passes = cells.serve, []
+
+    def served(cell, *arguments):
+        if cell.kind is Kind.vllm:
+            passes.append(cell)
+            if len(passes) > 2:
+                raise PeerError("vLLM could not serve: out of memory.\nIts log:\n| the last words")
+        return serve(replace(cell, kind=Kind.engine), *arguments)
+
+    monkeypatch.setattr(cells, "serve", served)
+    page = execute(with_vllm, "probe", [], tmp_path).read_text()
+    result = store.read(tmp_path / "results/probe/cpu/default.json")
+    assert all(row.valid for row in result.rows if row.variant == "engine" or row.repeat == 0)
+    lost = [row for row in result.rows if not row.valid]
+    assert {(row.variant, row.repeat) for row in lost} == {("transformers", 1)}
+    assert {row.reason for row in lost} == {
+        "absent: it has failed, and is not asked again: vLLM could not serve: out of memory."
+    }
+    assert len(passes) == 3
+    assert "vLLM is absent: it has failed" in page
+    assert "the last words" in capsys.readouterr().err
