@@ -21,6 +21,7 @@ from experiments.lab.ledger import Terms
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.progress import Steps
+from experiments.lab.rate_search import Searches
 from experiments.lab.session import Session
 from experiments.lab.store import Sample
 from experiments.lab.subjects import Kind, require_servable
@@ -54,7 +55,10 @@ class Ablation:
         self.spec = spec
         self.baseline: str | None = spec.baseline
         self.device = measured[0].engine.model.device
-        self.points = list({cell.point.name: cell.point for cell in measured}.values())
+        searched = {point.name for point in spec.search.points}
+        every = list({cell.point.name: cell.point for cell in measured}.values())
+        self._grid = [point for point in every if point.name not in searched]
+        self.points = [*every, *spec.search.result]  # of those that a search may visit it knows in the end which
         self.variants = {
             name: (changes or {}).get("label") or name.replace("_", " ") for name, changes in spec.variants.items()
         }
@@ -64,17 +68,19 @@ class Ablation:
             variants=list(self.variants),
             baseline=spec.baseline,
             metrics=spec.metrics,
-            points=self.points,
+            points=[*self._grid, *spec.search.result],
         )
         self._timeline: str | None = None
         if spec.timeline is not None:
-            self._timeline = points.find_point(self.points, spec.timeline, "experiment.timeline").name
+            self._timeline = points.find_point(self._grid, spec.timeline, "experiment.timeline").name
         self._profiled = [
-            points.find_point(self.points, at, f"experiment.profile[{index}]") for index, at in enumerate(spec.profile)
+            points.find_point(self._grid, at, f"experiment.profile[{index}]") for index, at in enumerate(spec.profile)
         ]
         self._cells = {(cell.variant, cell.point.name): cell for cell in measured}
         if spec.keep_engines:
             _require_keepable(measured)
+        if any(cell.kind is Kind.http for cell in measured) and peers.http.url is None:
+            raise ConfigError("the variant kind `http` needs peers.http.url, such as http://localhost:8000")
         self._repeats = repeats
         self._seed = seed
         self._threads = threads
@@ -88,7 +94,7 @@ class Ablation:
         if measure.engine is not None:
             spec = spec.served_by(measure.engine)
         measured = []
-        for point in points.grid(spec.points):
+        for point in [*points.grid(spec.points), *spec.search.points]:
             at_point = schema.with_values(config, point.values)
             load = schema.workload(at_point)
             for variant, changes in spec.variants.items():
@@ -109,11 +115,12 @@ class Ablation:
     def _measure(self, steps: Steps) -> Findings:
         spec, device = self.spec, hardware.resolve(self.device)
         profiles = self._profile_repeats if _can_profile(device) else 0
-        cells_each = len(self.points) * len(self.variants)
-        steps.plan(self._repeats * cells_each + profiles * len(self._profiled) * len(self.variants))
+        each = (len(self._grid) + (spec.search.steps if spec.search.rates else 0)) * len(self.variants)
+        steps.plan(self._repeats * each + profiles * len(self._profiled) * len(self.variants))
         known = ceilings.find(ceilings.FOLDER, self._chosen, device, self._threads)
-        vocabulary = ModelVocabulary(self._cell(spec.baseline, self.points[0]).engine.model)
-        inputs = {point.name: self._inputs(point, vocabulary) for point in self.points}
+        vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
+        inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
+        searches = Searches(spec.search, self._cells, self.variants, partial(self._inputs, vocabulary=vocabulary))
         error_gates = self._error_gates()
         terms = self._terms(vocabulary.size, known)
         with closing(Session(terms, self._cells, self._repeats, steps, spec, self._peers)) as session:
@@ -123,8 +130,13 @@ class Ablation:
                     partial(session.round, repeat, point, inputs[point.name]),
                 )
                 for repeat in range(self._repeats)
-                for point in self.points
+                for point in self._grid
             ]
+            if spec.search.rates:
+                work += [
+                    (f"search {repeat + 1} of {self._repeats}", partial(searches.round, session, repeat))
+                    for repeat in range(self._repeats)
+                ]
             work += [
                 (f"profile {repeat + 1} at {point.name}", partial(session.profile, repeat, point, inputs[point.name]))
                 for repeat in range(profiles)
@@ -132,10 +144,12 @@ class Ablation:
             ]
             outcome = rounds.run(work)
         ledger = session.ledger
+        not_visited = {point.name for point in spec.search.points} - searches.visited
+        self.points = [point for point in self.points if point.name not in not_visited]
         return Findings(
-            rows=[*(row for found in ledger.rounds for row in found.rows), *session.profile_rows],
+            rows=[*(row for found in ledger.rounds for row in found.rows), *searches.rows, *session.profile_rows],
             gates=ledger.gates(
-                [(v, p.name) for p in self.points for v in self.variants if v != spec.baseline],
+                [(v, p.name) for p in self._grid for v in self.variants if v != spec.baseline],
                 spec.gate_share,
                 spec.gate_logprob_error,
             ),
@@ -146,7 +160,7 @@ class Ablation:
             requests=[row for found in ledger.rounds for row in found.requests],
             workload=self._workload(inputs),
             ceilings=known.ceilings,
-            notes=self._notes(session, device),
+            notes=[*self._notes(session, device), *searches.notes],
             error_gates=error_gates,
             profiles=session.profiles,
             kernels=session.kernels,
@@ -161,7 +175,7 @@ class Ablation:
     def _terms(self, vocab_size: int, known: Found) -> Terms:
         spec = self.spec
         return Terms(
-            metrics=[name for name in spec.metrics if name not in metrics.OF_PROFILES],
+            metrics=[name for name in spec.metrics if name not in (*metrics.OF_PROFILES, *metrics.OF_SEARCHES)],
             baseline=spec.baseline,
             labels=self.variants,
             contexts={
@@ -176,7 +190,7 @@ class Ablation:
         """Of all engines, the baseline's too; what points change of them is nothing that logits depend on."""
         if self.spec.gate_logit_error is None:
             return []
-        at = [self._cell(variant, self.points[0]) for variant in self.variants]
+        at = [self._cell(variant, self._grid[0]) for variant in self.variants]
         engines = {c.variant: c.engine for c in at if c.kind is Kind.engine and logit_gate.applies(c.engine)}
         return logit_gate.gates(engines, self.spec.gate_logit_error)
 
@@ -194,7 +208,7 @@ class Ablation:
 
     def _workload(self, inputs: Mapping[str, Inputs]) -> dict[str, Any]:
         """How the requests were made; a list, point by point, where that differs between points."""
-        described = [self._cell(self.spec.baseline, p).workload.describe(inputs[p.name]) for p in self.points]
+        described = [self._cell(self.spec.baseline, p).workload.describe(inputs[p.name]) for p in self._grid]
         keys = dict.fromkeys(key for one in described for key in one)
         values = {key: [one.get(key) for one in described] for key in keys}
         return {key: of[0] if all(value == of[0] for value in of) else of for key, of in values.items()}
@@ -208,7 +222,9 @@ class Ablation:
     def _samples(self, inputs: Mapping[str, Inputs], session: Session, vocabulary: ModelVocabulary) -> list[Sample]:
         """From the last point that was measured: the prompts with the longest outputs, and what became of them."""
         tokens_of = session.ledger.tokens
-        measured = [p.name for p in self.points if any(tokens_of((v, p.name)) is not None for v in self.variants)]
+        measured = [p.name for p in self._grid if any(tokens_of((v, p.name)) is not None for v in self.variants)]
+        if not measured:
+            return []  # nobody told token ids
         point = measured[-1]
         items = inputs[point].measured
         longest = sorted(range(len(items)), key=lambda index: -items[index].output_tokens)

@@ -8,6 +8,7 @@ from typing import Any
 from experiments.lab import metrics
 from experiments.lab.kinds import Kind
 from experiments.lab.metrics import SLO
+from experiments.lab.rate_search import FOUND, KEPT, RateSearch
 from experiments.lab.spec import ExperimentSpec
 from mini_infer.core.errors import ConfigError
 
@@ -22,6 +23,7 @@ class AblationSpec(ExperimentSpec):
             is measured at every combination.
         metrics: see docs/metrics.md; `metric@name` looks at the requests of that name alone.
         slo: bounds that a request must keep to count in goodput_rps.
+        search: the highest rate of arrivals at which requests keep `slo`; takes the metrics slo_share and slo_rate_rps.
         keep_engines: one engine a variant serves all its passes, which saves starting it again for each. Points may
             then change the workload alone, and every variant's KV memory must be given, since all live side by side.
         gate_share: share of greedy tokens that must equal the baseline's; 1.0 in fp32, less where rounding differs; at
@@ -39,6 +41,7 @@ class AblationSpec(ExperimentSpec):
     points: dict[str, Any] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
     slo: SLO = field(default_factory=SLO)
+    search: RateSearch = field(default_factory=RateSearch)
     keep_engines: bool = False
     gate_share: float = 1.0
     gate_logprob_error: float | None = None
@@ -70,6 +73,12 @@ class AblationSpec(ExperimentSpec):
             raise ConfigError(
                 f"the metric {profiled[0]} is taken of profiled decode steps: name their points in experiment.profile"
             )
+        searched = bool(self.search.rates)
+        for name in (FOUND, KEPT):
+            if searched and name not in self.metrics:
+                raise ConfigError(f"experiment.search needs the metric {name}: add it to experiment.metrics")
+        if FOUND in self.metrics and not searched:
+            raise ConfigError(f"the metric {FOUND} is what a search finds: give experiment.search its range of rates")
         if self.keep_engines and "peak_memory_mib" in self.metrics:
             raise ConfigError(
                 "the metric peak_memory_mib counts all engines that live: with experiment.keep_engines=true it is "

@@ -105,9 +105,14 @@ def absent_rows(cell: Cell, repeat: int, names: Sequence[str], why: str) -> list
 
 
 def left_out(names: Sequence[str], measured: Context, served: Served) -> list[str]:
-    """Why metrics have no meaning for this pass, a line each."""
+    """Why metrics have no meaning for this pass, a line a reason."""
+    why: dict[str, list[str]] = {}
+    for name, value in metrics.measure(served, names, measured).items():
+        if isinstance(value, Missing) and not value.applies:
+            why.setdefault(value.reason, []).append(metrics.describe(name).label)
     return [
-        f"{metrics.describe(name).label} is left out, because {value.reason}"
-        for name, value in metrics.measure(served, names, measured).items()
-        if isinstance(value, Missing) and not value.applies
+        f"{'; '.join(labels)}: left out, because {reason}"
+        if len(labels) > 1
+        else f"{labels[0]} is left out, because {reason}"
+        for reason, labels in why.items()
     ]

@@ -18,7 +18,7 @@ from enum import Enum
 from experiments.lab import stats
 from experiments.lab.roofline import Utilization
 from experiments.lab.slo import SLO
-from experiments.lab.traces import Served
+from experiments.lab.traces import HostUse, Served
 from mini_infer.core.plan import StepRecord
 
 PERCENTILES = (50, 90, 95, 99)
@@ -57,6 +57,9 @@ class Missing:
 
 NOT_A_PEERS = Missing("a peer has no engine steps to look at", applies=False)
 NOT_PROFILED = Missing("it is taken of profiled decode steps, and these were not", applies=False)
+NOT_SEARCHED = Missing("it is what a search finds, and this was none", applies=False)
+NOT_OVER_HTTP = Missing("there is no client and no server beside the engine", applies=False)
+NOT_TOLD = Missing("only the processes of our own server can be asked", applies=False)
 UNKNOWN_MEMORY = Missing("its memory is not known", applies=False)
 NOTHING = Missing("no request gave a sample of it")
 Compute = Callable[[Served, Context], "float | Missing"]
@@ -125,11 +128,17 @@ def _good(served: Served, context: Context) -> float:
     return sum(1 for request in served.requests if context.slo.met_by(request))
 
 
+def _kept_share(served: Served, context: Context) -> float | Missing:
+    return _good(served, context) / len(served.requests) if served.requests else NOTHING
+
+
 def _of_engine(compute: Callable[[Served], float | Missing]) -> Compute:
     return lambda served, context: compute(served) if served.records else NOT_A_PEERS
 
 
-def _hit_rate(served: Served) -> float | Missing:
+def _hit_rate(served: Served, context: Context) -> float | Missing:
+    if not served.records and not (served.host is not None and served.host.tells_cached):
+        return NOT_A_PEERS
     asked = sum(request.prompt_tokens for request in served.requests)
     return sum(request.cached_tokens for request in served.requests) / asked if asked else NOTHING
 
@@ -157,6 +166,28 @@ def _mean(value: Callable[[StepRecord], float]) -> Compute:
 def _batch_size(served: Served) -> float | Missing:
     decoding = [record.decode_tokens for record in served.records if record.decode_tokens]
     return sum(decoding) / len(decoding) if decoding else NOTHING
+
+
+def _cpu_us(seconds: Callable[[HostUse], float | None]) -> Compute:
+    """A streamed token."""
+
+    def compute(served: Served, context: Context) -> float | Missing:
+        if served.host is None:
+            return NOT_OVER_HTTP
+        used = seconds(served.host)
+        if used is None:
+            return NOT_TOLD
+        tokens = _output_tokens(served, context)
+        return 1e6 * used / tokens if tokens else NOTHING
+
+    return compute
+
+
+def _tokens_per_read(served: Served, context: Context) -> float | Missing:
+    if served.host is None:
+        return NOT_OVER_HTTP
+    reads = sum(len(set(request.token_times)) for request in served.requests)
+    return sum(len(request.token_times) for request in served.requests) / reads if reads else NOTHING
 
 
 def _roofline(part: Callable[[Utilization], float]) -> Compute:
@@ -191,8 +222,12 @@ SERVING: dict[str, Formula] = {
     "input_tokens_per_s": _request("prompt tokens per second", "tokens/s", _HIGH, _rate(_input_tokens)),
     "requests_per_s": _request("requests per second", "requests/s", _HIGH, _rate(_completed)),
     "goodput_rps": _request("requests per second that met every SLO", "requests/s", _HIGH, _rate(_good)),
+    "slo_share": _request("share of the requests that met every SLO", "", _HIGH, _kept_share),
+    "slo_rate_rps": _pass(
+        "highest rate of arrivals at which requests met the SLO", "requests/s", _HIGH, lambda s, c: NOT_SEARCHED
+    ),
     "total_s": _pass("time for the whole workload", "s", _LOW, lambda s, c: s.seconds),
-    "prefix_hit_rate": _request("share of prompt tokens found in the prefix cache", "", _HIGH, _of_engine(_hit_rate)),
+    "prefix_hit_rate": _request("share of prompt tokens found in the prefix cache", "", _HIGH, _hit_rate),
     "preemptions": _request(
         "preemptions", "", _LOW, _of_engine(lambda s: float(sum(r.preemptions for r in s.requests)))
     ),
@@ -231,6 +266,16 @@ SERVING: dict[str, Formula] = {
     "peak_memory_mib": _pass(
         "peak memory", "MiB", _LOW, lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20
     ),
+    "api_cpu_us": _pass("CPU of the API process, a token", "us", _LOW, _cpu_us(lambda host: host.api_s)),
+    "engine_cpu_us": _pass("CPU of the engine process, a token", "us", _LOW, _cpu_us(lambda host: host.engine_s)),
+    "client_cpu_us": _pass("CPU of the load client, a token", "us", _LOW, _cpu_us(lambda host: host.client_s)),
+    "client_busy": _pass(
+        "share of the time that the busiest process of the load client computes",
+        "",
+        _LOW,
+        lambda s, c: NOT_OVER_HTTP if s.host is None else s.host.client_busy,
+    ),
+    "tokens_per_read": _pass("tokens that a client reads at once, mean", "tokens", _LOW, _tokens_per_read),
     "mbu": _pass("memory bandwidth utilization", "", _HIGH, _roofline(lambda u: u.mbu)),
     "mfu": _pass("compute utilization", "", _HIGH, _roofline(lambda u: u.mfu)),
     "floor_ms": _pass(
@@ -241,4 +286,5 @@ SERVING: dict[str, Formula] = {
     ),
 }
 
+OF_SEARCHES = ("slo_rate_rps",)  # of several passes: see rate_search.py
 OF_PROFILES = ("gpu_idle_share",)  # and of no timed pass: see profile.py

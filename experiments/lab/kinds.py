@@ -10,6 +10,8 @@ class Kind(str, Enum):
     hf = "hf"  # transformers.generate over static, left-padded batches
     hf_continuous = "hf_continuous"  # transformers' continuous batching
     vllm = "vllm"
+    served = "served"  # mini-infer behind its own HTTP server
+    http = "http"  # any server that speaks the OpenAI API, at peers.http.url
 
     @property
     def label(self) -> str:
@@ -21,4 +23,6 @@ LABELS = {
     Kind.hf: "transformers.generate",
     Kind.hf_continuous: "transformers continuous batching",
     Kind.vllm: "vLLM",
+    Kind.served: "mini-infer over HTTP",
+    Kind.http: "an OpenAI server",
 }

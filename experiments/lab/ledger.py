@@ -71,8 +71,13 @@ class Ledger:
         for cell, attempts in passes:
             for measured in attempts:
                 self._judge(found, repeat, cell, measured)
-            found.tokens[cell.variant, cell.point.name] = [r.token_ids for r in attempts[-1].served.requests]
-            if baseline is None:
+            requests = attempts[-1].served.requests
+            if not all(request.tells_tokens for request in requests):
+                label = self._terms.labels[cell.variant]
+                found.notes.append(f"{label}: its tokens are not compared, because it does not tell their ids.")
+                continue
+            found.tokens[cell.variant, cell.point.name] = [r.token_ids for r in requests]
+            if baseline is None or not all(r.tells_tokens for r in baseline[1].served.requests):
                 continue
             if _weights(cell) == _weights(baseline[0]):
                 self._compare(found, cell, attempts[-1], baseline[1])
@@ -111,7 +116,7 @@ class Ledger:
         evidence = Evidence(served, terms.vocab_size, measured.drift, first)
         found.rows.extend(cells.rows(cell, repeat, terms.metrics, against, evidence))
         found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
-        caches = cell.kind in (Kind.engine, Kind.vllm) and cell.engine.cache.prefix_caching
+        caches = cell.kind in (Kind.engine, Kind.vllm, Kind.served) and cell.engine.cache.prefix_caching
         few = validity.few_hits(served, caches)
         if few:
             at = f" at {cell.point.name}" if cell.point.name else ""
@@ -126,6 +131,7 @@ class Ledger:
 
 
 def _weights(cell: Cell) -> str:
-    """Whose weights it has: of random ones vLLM makes its own, and transformers gets the engine's."""
-    own = cell.kind is Kind.vllm and cell.engine.model.load_format is LoadFormat.dummy
+    """Whose weights it has: of random ones vLLM makes its own, and transformers gets the engine's. A server elsewhere
+    is asked for the same model, but who knows what random weights it has."""
+    own = cell.kind in (Kind.vllm, Kind.http) and cell.engine.model.load_format is LoadFormat.dummy
     return "its own" if own else "the engine's"

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from experiments.lab.explain import suggest
-from experiments.lab.formulas import OF_PROFILES, SERVING, Better, Context, Metric, Missing
+from experiments.lab.formulas import OF_PROFILES, OF_SEARCHES, SERVING, Better, Context, Metric, Missing
 from experiments.lab.slo import SLO
 from experiments.lab.traces import RequestTrace, Served
 from mini_infer.core.errors import ConfigError
 
 __all__ = [
     "OF_PROFILES",
+    "OF_SEARCHES",
     "SERVING",
     "SLO",
     "Better",
@@ -48,8 +49,8 @@ def require_known(names: Sequence[str], slo: SLO) -> None:
             raise ConfigError(f"metric {name!r}: {base} is taken of the whole pass. Of one class of requests: {known}")
         if at and not group:
             raise ConfigError(f"metric {name!r} names no class of requests: write {base}@<name>, or {base} for all")
-        if base == "goodput_rps" and not slo.bounds:
-            raise ConfigError("the metric goodput_rps needs experiment.slo, such as {ttft_ms: 500, tpot_ms: 50}")
+        if base in ("goodput_rps", "slo_share", "slo_rate_rps") and not slo.bounds:
+            raise ConfigError(f"the metric {base} needs experiment.slo, such as {{ttft_ms: 500, tpot_ms: 50}}")
 
 
 def require_classes(names: Sequence[str], classes: Iterable[str], where: str) -> None:

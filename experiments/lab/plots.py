@@ -288,14 +288,16 @@ def _lines(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
     at_x = {name: settings for name, settings in info.points.items() if panel.x in settings}
     measured = [n for n in at_x if any(table.values(v, n, panel.metric) for v in info.variants)]
     place_of, names = _places([at_x[name][panel.x] for name in measured])
-    others = list(dict.fromkeys(_rest(at_x[name], panel.x) for name in measured))
+    alone = len(place_of) == len(measured)  # whatever else changes does so with x
+    rests = {name: "" if alone else _rest(at_x[name], panel.x) for name in measured}
+    others = list(dict.fromkeys(rests.values()))
     for row, (variant, label) in enumerate(info.variants.items()):
         for kind, rest in enumerate(others):
             places: list[float] = []
             values = []
             for name in measured:
                 found = table.values(variant, name, panel.metric)
-                if found and _rest(at_x[name], panel.x) == rest:
+                if found and rests[name] == rest:
                     places.append(place_of[at_x[name][panel.x]])
                     values.append(list(found.values()))
             if not places:

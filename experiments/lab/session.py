@@ -94,6 +94,20 @@ class Session:
                     Row(cell.variant, point.name, repeat, "gpu_idle_share", found.idle_share, "")
                 )  # fmt: skip
 
+    def order(self, repeat: int) -> list[str]:
+        """The variants that are there, in the order of this repeat."""
+        return [v for v in stats.abba(list(self._labels), repeat) if v not in self._absent]
+
+    def alone(self, cell: Cell, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:
+        """One variant at one point, once; returns its rows, those of repeated attempts first. `again` says why it is
+        measured once more."""
+        if again:
+            self._steps.again(again)
+        else:
+            self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
+        self.ledger.enter(repeat, [(cell, self._steady(cell, inputs, False))])
+        return self.ledger.rounds[-1].rows
+
     @property
     def peers(self) -> dict[str, tuple[dict[str, Any], ...]]:
         """Variant -> version and settings of its peer."""
@@ -106,8 +120,7 @@ class Session:
             self._peers.close()
 
     def _at(self, point: Point, repeat: int) -> list[Cell]:
-        order = stats.abba(list(self._labels), repeat)
-        return [self._cells[variant, point.name] for variant in order if variant not in self._absent]
+        return [self._cells[variant, point.name] for variant in self.order(repeat)]
 
     def _next(self, cell: Cell, what: str) -> None:
         self._steps.next(f"{self._labels[cell.variant]} {cell.point.name}".strip() + f", {what}")

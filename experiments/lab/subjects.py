@@ -106,7 +106,7 @@ def open_subject(kind: Kind, config: EngineConfig) -> Subject:
 
 def require_servable(kind: Kind, items: Sequence[Item], variant: str) -> None:
     """Raises ConfigError where a peer cannot do what the workload asks."""
-    if kind in (Kind.engine, Kind.vllm):
+    if kind in (Kind.engine, Kind.vllm, Kind.served, Kind.http):
         return
     asks = {
         "requests that follow others": any(item.follows is not None for item in items),

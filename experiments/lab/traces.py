@@ -28,6 +28,7 @@ class RequestTrace:
     shared_tokens: int = 0  # leading prompt tokens that the workload means to be found in a prefix cache
     error: str = ""  # why it has no complete answer
     logprobs: tuple[float, ...] = ()  # of its tokens, where the pass asked for them
+    tells_tokens: bool = True  # false of a server that streams text alone: token_ids is empty then
 
     @property
     def ttft(self) -> float | None:
@@ -65,6 +66,24 @@ class RequestTrace:
 
 
 @dataclass(frozen=True)
+class HostUse:
+    """What a pass over HTTP cost the host, in seconds of CPU.
+
+    Attributes:
+        client_s: of all processes of the load client.
+        client_busy: of the busiest of them, over the time from the start to its last answer.
+        tells_cached: whether the server said how much of each prompt was in its prefix cache.
+        api_s, engine_s: of the server's two processes; None of a server that is not ours.
+    """
+
+    client_s: float
+    client_busy: float
+    tells_cached: bool
+    api_s: float | None = None
+    engine_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Served:
     """One timed pass over a workload.
 
@@ -74,6 +93,7 @@ class Served:
         records: the engine's steps between them; none of a peer.
         peak_memory: bytes; see docs/metrics.md for what it holds on a CPU and on a GPU. None where nobody knows.
         memory_growth: bytes of device memory that the pass itself reserved anew.
+        host: of a pass over HTTP.
     """
 
     requests: tuple[RequestTrace, ...]
@@ -82,6 +102,7 @@ class Served:
     records: tuple[StepRecord, ...] = ()
     peak_memory: int | None = None
     memory_growth: int = 0
+    host: HostUse | None = None
 
     @property
     def seconds(self) -> float:

@@ -13,6 +13,7 @@ LAG_S = 0.005  # a request may be sent so much late,
 LAG_SHARE = 0.1  # or so much of the mean gap between arrivals, if that is more;
 LATE_SHARE = 0.01  # and this share of the requests may be later
 STUCK_TOKENS = 16  # so many alike, of several requests, are no text of any model
+MAX_BUSY = 0.8  # of the time, a process of the load client
 FAR_BELOW = 0.5  # of the intended prefix hits
 
 
@@ -42,8 +43,11 @@ def failures(e: Evidence) -> str:
 
 def wrong_lengths(e: Evidence) -> str:
     wrong = [
-        r for r in e.requests if not r.error and not len(r.token_ids) == len(r.token_times) == r.asked_tokens
-    ]  # fmt: skip
+        r
+        for r in e.requests
+        if not r.error
+        and not (len(r.token_times) == r.asked_tokens and (len(r.token_ids) == r.asked_tokens or not r.tells_tokens))
+    ]
     if not wrong:
         return ""
     return f"{len(wrong)} of {len(e.requests)} requests did not get the output length they asked for"
@@ -67,6 +71,8 @@ def stuck_sampler(e: Evidence) -> str:
 
 def unsteady_tokens(e: Evidence) -> str:
     if e.first_tokens is None:
+        return ""
+    if not all(r.tells_tokens for r in e.requests):
         return ""
     pairs = zip(e.requests, e.first_tokens, strict=True)
     changed = sum(1 for r, first in pairs if not r.error and tuple(r.token_ids) != tuple(first))
@@ -102,6 +108,16 @@ def client_fell_behind(e: Evidence) -> str:
     )
 
 
+def client_was_busy(e: Evidence) -> str:
+    host = e.served.host
+    if host is None or host.client_busy <= MAX_BUSY:
+        return ""
+    return (
+        f"a process of the load client was busy {100 * host.client_busy:.0f} % of the time, so that the client may be "
+        f"the limit ({100 * MAX_BUSY:.0f} % are allowed; peers.client.processes gives it more processes)"
+    )
+
+
 def clocks_drifted(e: Evidence) -> str:
     if e.drift <= MAX_DRIFT:
         return ""
@@ -121,6 +137,7 @@ RULES: tuple[Callable[[Evidence], str], ...] = (
     unsteady_tokens,
     unintended_hits,
     client_fell_behind,
+    client_was_busy,
     clocks_drifted,
     memory_grew,
 )

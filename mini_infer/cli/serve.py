@@ -6,20 +6,15 @@ import argparse
 import asyncio
 import contextlib
 import difflib
-import gc
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 from mini_infer.core.errors import ConfigError, MiniInferError
 from mini_infer.serving.settings import PREFIX, ServerSettings, Setting, from_environment, table
 
-KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that it is not closed as they use it again
-BACKSTOP_S = 5  # beyond shutdown_timeout, for answers to be sent
 USAGE = "mini-infer-serve [--model NAME] [--dry-run] [--port PORT] [--SETTING VALUE ...]"
 DESCRIPTION = """\
 Serves a model over HTTP with the OpenAI API.
@@ -50,6 +45,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MiniInferError as error:
         print(f"mini-infer-serve: error: {error}", file=sys.stderr)
         return 2
+
+
+async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
+    def on_ready() -> None:
+        host, port = sock.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            print(f"mini-infer serves {settings.model_name} at http://{shown}:{port}", flush=True)
+        except OSError:  # a full disk, say: a server whose log takes nothing still serves
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Python would end with an error if it could not flush
+
+    # What takes a second to import, and no help text needs.
+    if settings.api_processes > 1:
+        from mini_infer.serving.supervisor import Supervisor
+
+        return await Supervisor(settings, sock, on_ready).run()
+    from mini_infer.serving.web import serve
+
+    return await serve(settings, sock, on_ready)
 
 
 def parse(argv: Sequence[str], environ: dict[str, str] | None = None) -> ServerSettings:
@@ -125,77 +139,6 @@ def _bound(settings: ServerSettings) -> Any:
             reason = f"{error.strerror}. Choose another --port (0: any free one) or --host"
             raise ConfigError(f"cannot listen on {where}: {reason}") from error
         yield sock
-
-
-async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
-    # What takes a second to import, and no help text needs.
-    import uvicorn
-
-    from mini_infer.serving.app import create_app
-
-    class Server(uvicorn.Server):
-        """Tells the app when it is asked to stop, and the user where it listens."""
-
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            super().handle_exit(sig, frame)
-            loop.call_soon_threadsafe(self._stop_app)
-
-        def _stop_app(self) -> None:
-            service = app.state.service
-            if not service.stopping:
-                service.stop()
-                loop.call_later(settings.shutdown_timeout, service.end_running)
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            host, port = sock.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            print(f"mini-infer serves {app.state.service.model_name} at http://{shown}:{port}", flush=True)
-
-    def stop() -> None:
-        server.should_exit = True
-
-    loop = asyncio.get_running_loop()
-    app = create_app(settings, on_engine_death=stop)
-    server = Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="off",  # here, so that an engine that cannot start is a message and no traceback
-            log_level=settings.log_level.value,
-            access_log=settings.access_log,
-            server_header=False,
-            proxy_headers=False,  # nothing here asks for the client's address
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(settings.shutdown_timeout) + BACKSTOP_S,
-        )
-    )
-    with _stoppable_start(loop):
-        starting = app.router.lifespan_context(app)
-        await starting.__aenter__()
-    gc.collect()
-    gc.freeze()  # what lives as long as the process need not be looked at again and again
-    try:
-        await server.serve([sock])
-        return 1 if app.state.service.engine.failure else 0
-    finally:
-        await starting.__aexit__(None, None, None)
-
-
-@contextlib.contextmanager
-def _stoppable_start(loop: asyncio.AbstractEventLoop) -> Any:
-    """SIGTERM cancels this task. Behind it, signals are the HTTP server's, which raises them again when it has ended:
-    then they have been dealt with."""
-    task = asyncio.current_task()
-    assert task is not None
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-        for done in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(done, lambda number, frame: None)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from typing import Any
 from mini_infer.core.errors import RequestError
 from mini_infer.core.grammar import Grammar
 
+MAX_STOP_LENGTH = 1024
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -88,6 +90,10 @@ class SamplingParams:
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop must hold non-empty strings, got {text!r}", "stop")
+            if len(text) > MAX_STOP_LENGTH:  # each token's text is held against all of it
+                raise RequestError(
+                    f"a stop string has {len(text)} characters; at most {MAX_STOP_LENGTH} are allowed", "stop"
+                )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))

@@ -82,7 +82,6 @@ class StopChecker:
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         self._stops = stops
         self._include = include
-        self._beginnings = frozenset(stop[:n] for stop in stops for n in range(1, len(stop)))
         self._longest = max(map(len, stops))
         self._held = ""
         self.matched: str | None = None
@@ -107,7 +106,7 @@ class StopChecker:
     def _safe_length(self, text: str) -> int:
         """Where the longest end of the text that begins a stop string starts."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[start:] in self._beginnings:
+            if any(stop.startswith(text[start:]) for stop in self._stops):
                 return start
         return len(text)
 

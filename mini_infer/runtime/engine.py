@@ -20,7 +20,7 @@ from mini_infer.runtime.detokenizer import Detokenizer
 from mini_infer.runtime.grammar import CompiledGrammar, GrammarCompiler
 from mini_infer.runtime.output import OutputProcessor
 from mini_infer.runtime.probe import probe
-from mini_infer.runtime.prompt import Prompt, encode_prompt, is_single_prompt
+from mini_infer.runtime.prompt import Prompt, encode_prompt, is_single_prompt, require_fit
 from mini_infer.runtime.runner import LaunchedStep
 from mini_infer.runtime.tokenizer import checked_text
 
@@ -222,12 +222,7 @@ class LLMEngine:
     def _check(self, prompt: Prompt, params: SamplingParams) -> _Checked:
         """Whatever can be wrong with a request is found here, before it touches anything that others share."""
         text, token_ids = encode_prompt(prompt, self.tokenizer, self.vocab_size)
-        if len(token_ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; at most {self.max_model_len - 1} are allowed, so that one "
-                f"can be generated ({self._parts.limit_reason})",
-                "prompt",
-            )
+        require_fit(len(token_ids), self.max_model_len, self._parts.limit_reason)
         self._check_ids("stop token", params.stop_token_ids, "stop_token_ids")
         self._check_ids("biased token", [token for token, _ in params.biases], "logit_bias")
         grammar = None if params.grammar is None else self._grammars.compile(params.grammar)

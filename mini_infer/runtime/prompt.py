@@ -37,6 +37,17 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tupl
     return None, _checked(list(prompt), vocab_size)  # type: ignore[arg-type]
 
 
+def require_fit(num_tokens: int, max_model_len: int, why: str = "") -> None:
+    """Raises RequestError where a prompt leaves no room for an output token; `why`: what makes max_model_len."""
+    if num_tokens >= max_model_len:
+        reason = f" ({why})" if why else ""
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens; at most {max_model_len - 1} are allowed, so that one can be "
+            f"generated{reason}",
+            "prompt",
+        )
+
+
 def _checked(token_ids: list[int], vocab_size: int) -> list[int]:
     if not token_ids:
         raise RequestError("the prompt is empty: at least one token is needed", "prompt")

@@ -17,6 +17,7 @@ from fastapi.security import HTTPBearer
 from starlette.types import Receive, Scope, Send
 
 import mini_infer
+from mini_infer.core.errors import ConfigError
 from mini_infer.serving import errors, schema
 from mini_infer.serving.chat import chat, conversation
 from mini_infer.serving.completions import complete
@@ -39,17 +40,22 @@ api = APIRouter(
 )
 
 
-def create_app(settings: ServerSettings | None = None, on_engine_death: Callable[[], None] | None = None) -> FastAPI:
-    """The app; its engine starts and ends with it (ASGI lifespan).
+def create_app(
+    settings: ServerSettings | None = None,
+    on_engine_death: Callable[[], None] | None = None,
+    engine_path: str | None = None,
+) -> FastAPI:
+    """The app; its engine, or its connection to one, starts and ends with it (ASGI lifespan).
 
     Args:
         settings: if not given, read from the environment when the app starts.
         on_engine_death: called when the engine process has been dead for LINGER_S.
+        engine_path: as with Service.start.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = await Service.start(settings or from_environment(os.environ))
+        service = await Service.start(settings or _alone(from_environment(os.environ)), engine_path)
         app.state.service = service
         if on_engine_death is not None:
             service.engine.on_death(functools.partial(_linger, asyncio.get_running_loop(), on_engine_death))
@@ -68,6 +74,12 @@ def create_app(settings: ServerSettings | None = None, on_engine_death: Callable
     app.include_router(api)
     errors.install(app)
     return app
+
+
+def _alone(settings: ServerSettings) -> ServerSettings:
+    if settings.api_processes > 1:
+        raise ConfigError("api_processes above 1 needs mini-infer-serve, which makes them; an app is one process")
+    return settings
 
 
 class _App(FastAPI):
@@ -100,6 +112,8 @@ async def healthz(request: Request) -> Response:
         "model": service.model_name,
         "max_model_len": info.max_model_len,
         "engine_pid": info.pid,
+        "api_pid": os.getpid(),
+        "api_processes": service.settings.api_processes,
         "settings": info.settings,
         "startup": info.startup,
     }

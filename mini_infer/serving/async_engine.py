@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import MiniInferError, RequestError
 from mini_infer.core.request import SamplingParams
-from mini_infer.runtime.prompt import Prompt, encode_prompt
+from mini_infer.runtime.prompt import Prompt, encode_prompt, require_fit
 from mini_infer.runtime.tokenizer import Tokenizer, load_tokenizer
-from mini_infer.serving.launch import EngineProcess
+from mini_infer.serving.launch import MAX_QUEUED, EngineProcess
 from mini_infer.serving.link import EngineDead, Link
 from mini_infer.serving.stream import Stream
 from mini_infer.serving.wire import Abort, Add, Outputs, Ready, Refused, Stats, non_default_params
@@ -23,10 +21,7 @@ from mini_infer.serving.wire import Abort, Add, Outputs, Ready, Refused, Stats, 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_QUEUED = 1024
 STARTUP_TIMEOUT_S = 1800.0
-RATE_WINDOW_S = 30.0
-LONGEST_RETRY_S = 60.0
 
 
 class EngineError(MiniInferError, RuntimeError):
@@ -34,7 +29,7 @@ class EngineError(MiniInferError, RuntimeError):
 
 
 class QueueFull(MiniInferError, RuntimeError):
-    """Too many requests wait. `retry_after`: seconds in which about as many as wait now will have been served."""
+    """Too many requests wait; `retry_after`: for how many seconds, about."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -51,19 +46,16 @@ class AsyncEngine:
         failure: why the engine is gone; None while it is there.
     """
 
-    def __init__(self, link: Link, info: Ready, tokenizer: Tokenizer, process: EngineProcess | None, max_queued: int):
+    def __init__(self, link: Link, info: Ready, tokenizer: Tokenizer, process: EngineProcess | None) -> None:
         self.info = info
         self.tokenizer = tokenizer
-        self.stats = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, [])
+        self.stats = Stats()
         self.failure: str | None = None
         self._link = link
         self._process = process
-        self._max_queued = max_queued
-        self._max_running: int = info.settings["scheduler"]["max_num_seqs"]
         self._streams: dict[int, Stream] = {}
+        self._to_wake: list[Stream] = []
         self._num_submitted = 0
-        self._num_unfinished = 0  # completions
-        self._finish_times: deque[float] = deque(maxlen=256)
         self._idle = asyncio.Event()
         self._idle.set()
         self._closing = False
@@ -78,28 +70,26 @@ class AsyncEngine:
         """Starts an engine process, which ends with this one.
 
         Args:
-            max_queued: completions that may wait beyond those that the engine runs at once.
+            max_queued: completions that may wait beyond those that the engine runs at once, whoever has sent them.
             startup_timeout: seconds.
 
         Raises:
             ConfigError, ModelError: as LLMEngine raises them.
             EngineDead: the process ended, or took too long.
         """
-        process = EngineProcess(config)
+        process = EngineProcess(config, max_queued)
         # Beside the engine's own start: importing and reading a tokenizer takes seconds.
         tokenizer = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, config.model))
         try:
             link, info = await Link.open(process.socket_path, process, startup_timeout)
-            return cls(link, info, await tokenizer, process, max_queued)
+            return cls(link, info, await tokenizer, process)
         except BaseException:
             tokenizer.cancel()
             process.stop()
             raise
 
     @classmethod
-    async def connect(
-        cls, socket_path: str, *, max_queued: int = MAX_QUEUED, startup_timeout: float = STARTUP_TIMEOUT_S
-    ) -> AsyncEngine:
+    async def connect(cls, socket_path: str, *, startup_timeout: float = STARTUP_TIMEOUT_S) -> AsyncEngine:
         """Uses an engine process that another process has started. Arguments and errors: as with `start`."""
         link, info = await Link.open(socket_path, None, startup_timeout)
         try:
@@ -107,7 +97,7 @@ class AsyncEngine:
         except BaseException:
             link.close()
             raise
-        return cls(link, info, tokenizer, None, max_queued)
+        return cls(link, info, tokenizer, None)
 
     @property
     def alive(self) -> bool:
@@ -148,21 +138,14 @@ class AsyncEngine:
             deadline_s: seconds from now; a request that takes longer ends with the finish reason "deadline".
 
         Raises:
-            QueueFull: try again later.
             EngineDead: never.
-            RequestError: the prompt is too long, or holds what cannot be sent. Whatever else the engine refuses is
-                raised by the stream.
+            RequestError: the prompt is too long, or holds what cannot be sent. Whatever else the engine refuses, and
+                QueueFull, is raised by the stream.
         """
         if not self.alive:
             raise EngineDead(self.failure or "the engine has been closed")
         token_ids = list(token_ids)
-        if len(token_ids) >= self.info.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; at most {self.info.max_model_len - 1} are allowed, so that "
-                "one can be generated",
-                "prompt",
-            )
-        self._require_room(params.n)
+        require_fit(len(token_ids), self.info.max_model_len)
         now = time.perf_counter()
         number = self._num_submitted
         self._num_submitted += 1
@@ -180,9 +163,8 @@ class AsyncEngine:
             self._link.send(add)
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestError(f"the request holds what cannot be sent to the engine: {error}") from error
-        stream = Stream(params.n, len(token_ids), lambda stream: self._abort(number, stream))
+        stream = Stream(params.n, len(token_ids), lambda: self._abort(number))
         self._streams[number] = stream
-        self._num_unfinished += params.n
         self._idle.clear()
         return stream
 
@@ -205,36 +187,13 @@ class AsyncEngine:
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
 
-    # --- the queue ------------------------------------------------------------------------------------------------
-
-    def _require_room(self, num_completions: int) -> None:
-        # The first counts this process's requests up to the moment; the second knows the other processes', and that
-        # the KV memory may hold fewer requests than the batch.
-        told = self.stats.waiting + self.stats.swapped
-        waiting = max(self._num_unfinished - self._max_running, told, 0)
-        # A request for more completions than may ever wait is served when nobody else is there.
-        starts_now = not self._num_unfinished or self._num_unfinished + num_completions <= self._max_running
-        if waiting + num_completions > self._max_queued and (told or not starts_now):
-            raise QueueFull(
-                f"{waiting} requests wait, and {self._max_queued} may: try again later", self._retry_after(waiting)
-            )
-
-    def _retry_after(self, waiting: int) -> float:
-        now = time.perf_counter()
-        recent = [moment for moment in self._finish_times if now - moment < RATE_WINDOW_S]
-        if not recent:
-            return 1.0
-        per_second = len(recent) / max(now - recent[0], 0.001)
-        return float(min(max(1, math.ceil(waiting / per_second)), LONGEST_RETRY_S))
-
-    def _ended(self, number: int, num_completions: int) -> None:
-        self._num_unfinished -= num_completions
+    def _ended(self, number: int) -> None:
         if self._streams.pop(number, None) is not None and not self._streams:
             self._idle.set()
 
-    def _abort(self, number: int, stream: Stream) -> None:
+    def _abort(self, number: int) -> None:
         self._link.send(Abort(number))
-        self._ended(number, stream.num_unfinished)
+        self._ended(number)
 
     # --- what the engine says -------------------------------------------------------------------------------------
 
@@ -244,20 +203,22 @@ class AsyncEngine:
             stream = streams.get(delta.number)
             if stream is None:  # aborted meanwhile
                 continue
-            stream.put(delta)
-            if delta.finish_reason is not None:
-                self._finish_times.append(time.perf_counter())
-                self._num_unfinished -= 1
-                if not stream.num_unfinished:
-                    self._ended(delta.number, 0)
+            if stream.put(delta):
+                self._to_wake.append(stream)
+            if not stream.num_unfinished:
+                self._ended(delta.number)
+
+    def take_pause(self) -> None:
+        # Not before: behind a loop that is late there are several steps' outputs, which go out as one.
+        woken, self._to_wake = self._to_wake, []
+        for stream in woken:
+            stream.wake()
 
     def take_refusal(self, refused: Refused) -> None:
         stream = self._streams.get(refused.number)
         if stream is not None:
-            self._ended(refused.number, stream.num_unfinished)
-            stream.fail(
-                EngineError(refused.message) if refused.internal else RequestError(refused.message, refused.param)
-            )
+            self._ended(refused.number)
+            stream.fail(_error(refused))
 
     def take_stats(self, stats: Stats) -> None:
         self.stats = stats
@@ -271,10 +232,15 @@ class AsyncEngine:
         for stream in self._streams.values():
             stream.fail(EngineDead(reason))
         self._streams.clear()
-        self._num_unfinished = 0
         self._idle.set()
         for callback in self._death_callbacks:
             _call(callback, reason)
+
+
+def _error(refused: Refused) -> Exception:
+    if refused.retry_after is not None:
+        return QueueFull(refused.message, refused.retry_after)
+    return EngineError(refused.message) if refused.internal else RequestError(refused.message, refused.param)
 
 
 def _call(callback: Callable[[T], None], news: T) -> None:

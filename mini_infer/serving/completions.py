@@ -91,6 +91,7 @@ class CompletionRenderer:
         self._echo = echo
         self._scoring = scoring
         self._plain = body.logprobs is None and not scoring
+        self._with_token_ids = bool(body.return_token_ids)
         self._unsaid = set(range(len(prompts) * num_choices)) if echo else set()  # choices that lack their echo
         self._offsets = [0] * (len(prompts) * num_choices)  # characters that each choice has got
         self._prompt_logprobs: dict[int, list] = {}
@@ -109,9 +110,11 @@ class CompletionRenderer:
         assert self._template is not None
         choice = prompt * self._num_choices + delta.index
         if self._plain and delta.finish_reason is None and choice not in self._unsaid:
+            if self._with_token_ids:
+                return self._template.tokens(choice, delta.text, delta.token_ids)
             return self._template.text(choice, delta.text) if delta.text else b""
         text, logprobs = self._said(prompt, choice, delta)
-        return self._template.full(choice, text, logprobs, delta)
+        return self._template.full(choice, text, logprobs, delta, delta.token_ids if self._with_token_ids else None)
 
     def last_event(self, usage: dict[str, Any]) -> bytes:
         assert self._template is not None
@@ -130,6 +133,7 @@ class CompletionRenderer:
                         "logprobs": logprobs,
                         "finish_reason": delta.finish_reason,
                         "stop_reason": delta.stop_reason,
+                        **({"token_ids": delta.token_ids} if self._with_token_ids else {}),
                     }
                 )
         return {**self._common, "choices": choices, "usage": self._usage(usage)}

@@ -9,7 +9,6 @@ import msgspec
 from mini_infer.serving.wire import Command, Delta, Event, FrameReader, FrameWriter, Outputs, Stats, command_decoder
 
 RECEIVED_AT_ONCE = 2**18  # bytes between two steps: at most about a millisecond of decoding
-FINISHED_KEPT = 10_000  # news for a reader who does not come
 
 
 class Connection:
@@ -23,7 +22,7 @@ class Connection:
         self.closed = False
         self.deltas: list[Delta] = []
         self.notices: list[Event] = []
-        self.stats: Stats | None = None
+        self.stats: Stats | None = None  # the latest, if not sent yet
         self._reader = FrameReader()
         self._writer = FrameWriter()
         self._unsent = memoryview(b"")
@@ -40,12 +39,6 @@ class Connection:
             return [command_decoder.decode(frame) for frame in self._reader.feed(data)]
         except msgspec.MsgspecError as error:
             raise ConnectionAbortedError(f"it sent what is no command: {error}") from error
-
-    def tell_stats(self, stats: Stats) -> None:
-        if self.stats is not None:
-            missed = (self.stats.finished + stats.finished)[-FINISHED_KEPT:]
-            stats = msgspec.structs.replace(stats, finished=missed)
-        self.stats = stats
 
     def flush(self) -> bool:
         """Sends what can be sent at once; whether that is all. Raises ConnectionError when nobody is there."""

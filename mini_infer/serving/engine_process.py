@@ -3,7 +3,8 @@
     while requests are unfinished:   read what has come -> add, abort, deadlines -> step -> send
     else:                            wait in `select`
 
-Nobody whom it serves can slow it: it never waits for a connection, and adds newcomers for a bounded time a step.
+Nobody whom it serves can slow it: it never waits for a connection, adds newcomers for a bounded time a step, and has
+grammars compiled by threads.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import logging
 import os
 import selectors
 import socket
+import sys
 import time
-from typing import NamedTuple
 
 import torch
 
 from mini_infer.core.config import EngineConfig, LoadFormat
-from mini_infer.core.errors import RequestError
+from mini_infer.core.errors import MiniInferError, RequestError
 from mini_infer.core.request import FinishReason, RequestOutput, SamplingParams
 from mini_infer.runtime.engine import LLMEngine
 from mini_infer.serving.connection import Connection
 from mini_infer.serving.engine_stats import EngineStats
+from mini_infer.serving.launch import MAX_QUEUED
+from mini_infer.serving.newcomers import Newcomer, Newcomers, Owner, num_completions
+from mini_infer.serving.queue_bound import QueueBound
 from mini_infer.serving.wire import DEADLINE, Abort, Add, Delta, Failed, FrameWriter, Ready, Refused
 
 logger = logging.getLogger(__name__)
@@ -36,9 +40,7 @@ YOUNG_OBJECTS = 50_000  # before the garbage collector looks at them
 FAILURES_IN_A_ROW = 3  # steps; then it is not the requests' fault
 
 
-class _Owner(NamedTuple):
-    connection: Connection
-    number: int
+CANNOT_START = 2  # exit code
 
 
 class EngineServer:
@@ -47,9 +49,10 @@ class EngineServer:
     Args:
         engine: with time.perf_counter as its clock.
         listener: a listening Unix socket.
+        max_queued: completions that may wait, over all connections, beyond those that the engine runs at once.
     """
 
-    def __init__(self, engine: LLMEngine, listener: socket.socket) -> None:
+    def __init__(self, engine: LLMEngine, listener: socket.socket, max_queued: int = MAX_QUEUED) -> None:
         self._engine = engine
         self._listener = listener
         self._selector = selectors.DefaultSelector()
@@ -57,13 +60,15 @@ class EngineServer:
         self._stats_due = 0.0
         self._connections: list[Connection] = []
         self._num_connections = 0
-        self._adds: dict[_Owner, Add] = {}  # not in the engine yet, oldest first
-        self._owners: dict[str, _Owner] = {}  # of the engine's requests, but those that their owner has aborted
+        self._newcomers = Newcomers(engine.prepare)
+        self._bound = QueueBound(max_queued, engine.config.scheduler.max_num_seqs)
+        self._owners: dict[str, Owner] = {}  # of the engine's requests, but those that their owner has aborted
         self._deadlines: list[tuple[float, str]] = []  # a heap
         self._expired: set[str] = set()
         self._failures = 0
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._newcomers.wakes, selectors.EVENT_READ)
 
     def serve(self) -> None:
         """Does not return. Raises what a step raised that leaves no hope for the next one."""
@@ -76,17 +81,18 @@ class EngineServer:
 
     def turn(self) -> None:
         """One step, or the wait for something to do."""
-        self._communicate(wait=not (self._adds or self._engine.has_unfinished_requests()))
+        self._communicate(wait=not (self._newcomers or self._engine.has_unfinished_requests()))
         self._take_in()
         self._enforce_deadlines()
         if self._engine.has_unfinished_requests():
             self._hand_out(self._step())
+            self._bound.stepped(self._engine.scheduler)
             now = time.perf_counter()
             if now >= self._stats_due or not self._engine.has_unfinished_requests():
                 self._stats_due = now + STATS_INTERVAL_S
-                stats = self._stats.take()
+                stats = self._stats.snapshot()
                 for connection in self._connections:
-                    connection.tell_stats(stats)
+                    connection.stats = stats
         for connection in list(self._connections):
             self._flush(connection)
 
@@ -94,6 +100,7 @@ class EngineServer:
         for connection in self._connections:
             connection.close()
         self._selector.close()
+        self._newcomers.close()
 
     # --- connections ----------------------------------------------------------------------------------------------
 
@@ -101,6 +108,8 @@ class EngineServer:
         for key, events in self._selector.select(None if wait else 0):
             if key.fileobj is self._listener:
                 self._accept()
+            elif key.fileobj is self._newcomers.wakes:
+                self._newcomers.fetch_prepared()
             elif events & selectors.EVENT_READ:
                 self._receive(key.data)
 
@@ -120,7 +129,7 @@ class EngineServer:
                 pid=os.getpid(),
             )
         )
-        connection.tell_stats(self._stats.snapshot([]))
+        connection.stats = self._stats.snapshot()
         self._connections.append(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
@@ -131,11 +140,20 @@ class EngineServer:
             self._disconnect(connection, error)
             return
         for command in commands:
-            owner = _Owner(connection, command.number)
+            owner = Owner(connection, command.number)
             if isinstance(command, Add):
-                self._adds[owner] = command
-            elif isinstance(command, Abort) and self._adds.pop(owner, None) is None:
+                self._receive_add(owner, command)
+            elif isinstance(command, Abort) and not self._newcomers.discard(owner):
                 self._abort(owner)
+
+    def _receive_add(self, owner: Owner, add: Add) -> None:
+        refusal = self._bound.refusal(
+            add.number, num_completions(add), self._engine.scheduler, self._newcomers.num_completions
+        )
+        if refusal is None:
+            self._newcomers.put(owner, add)
+        else:
+            owner.connection.notices.append(refusal)
 
     def _flush(self, connection: Connection) -> None:
         try:
@@ -152,7 +170,7 @@ class EngineServer:
         self._selector.unregister(connection.sock)
         connection.close()
         self._connections.remove(connection)
-        self._adds = {owner: add for owner, add in self._adds.items() if owner.connection is not connection}
+        self._newcomers.discard_all(connection)
         for owner in [o for o in self._owners.values() if o.connection is connection]:
             self._abort(owner)
 
@@ -160,15 +178,17 @@ class EngineServer:
 
     def _take_in(self) -> None:
         until = time.perf_counter() + INTAKE_S
-        while self._adds:
-            owner = next(iter(self._adds))
-            self._add(owner, self._adds.pop(owner))
+        while self._newcomers:
+            self._add(self._newcomers.pop())
             if time.perf_counter() > until:
                 break
 
-    def _add(self, owner: _Owner, add: Add) -> None:
+    def _add(self, newcomer: Newcomer) -> None:
+        owner, add, failure = newcomer
         request_id = _request_id(owner)
         try:
+            if failure is not None:
+                raise failure
             self._engine.add_request(
                 add.prompt,
                 SamplingParams(**add.params),
@@ -190,7 +210,7 @@ class EngineServer:
         if add.deadline_time is not None:
             heapq.heappush(self._deadlines, (add.deadline_time, request_id))
 
-    def _abort(self, owner: _Owner) -> None:
+    def _abort(self, owner: Owner) -> None:
         request_id = _request_id(owner)
         if self._owners.pop(request_id, None) is not None:
             self._engine.abort(request_id)
@@ -233,7 +253,9 @@ class EngineServer:
                     expired = new.finish_reason is FinishReason.abort and request_id in self._expired
                     reason = DEADLINE if expired else new.finish_reason.value
                     cached = new.metrics.num_cached_tokens
-                    self._stats.finish(new, reason, len(output.prompt_token_ids), time.perf_counter())
+                    now = time.perf_counter()
+                    self._stats.finish(new, reason, len(output.prompt_token_ids), now)
+                    self._bound.finished(now)
                 if owner is not None:
                     owner.connection.deltas.append(
                         Delta(
@@ -254,7 +276,7 @@ class EngineServer:
                 self._expired.discard(request_id)
 
 
-def _request_id(owner: _Owner) -> str:
+def _request_id(owner: Owner) -> str:
     return f"{owner.connection.name}-{owner.number}"
 
 
@@ -265,18 +287,21 @@ def _tell_all(sockets: list[socket.socket], error: BaseException) -> None:
             sock.send(frame)
 
 
-def run(config: EngineConfig, listener: socket.socket) -> None:
+def run(config: EngineConfig, listener: socket.socket, max_queued: int) -> None:
     """Makes the engine and serves it. Who is connected already learns why that failed."""
     try:
         engine = LLMEngine(config)
     except BaseException as error:
-        _tell_all(_waiting_at(listener), error)
+        listeners = _waiting_at(listener)
+        _tell_all(listeners, error)
+        if isinstance(error, MiniInferError):  # says all there is to say, and whoever listens prints it
+            sys.exit(CANNOT_START if listeners else f"the engine cannot start: {error}")
         raise
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at again and again
     # A step makes thousands of objects that die without the collector's help; by default it looks twice a step.
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
-    EngineServer(engine, listener).serve()
+    EngineServer(engine, listener, max_queued).serve()
 
 
 def _waiting_at(listener: socket.socket) -> list[socket.socket]:

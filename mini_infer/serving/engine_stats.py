@@ -7,11 +7,12 @@ import numpy as np
 from mini_infer.core.plan import StepRecord
 from mini_infer.core.request import CompletionOutput
 from mini_infer.runtime.engine import LLMEngine
-from mini_infer.serving.wire import Finished, Stats
+from mini_infer.serving.histograms import BOUNDS, Histogram
+from mini_infer.serving.wire import DEADLINE, Stats
 
 
 class EngineStats:
-    """Counts since the engine started, and the completions that ended since the last `take`."""
+    """Counts since the engine started."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
@@ -23,7 +24,8 @@ class EngineStats:
         self._prefix_hit_tokens = 0
         self._preemptions = 0
         self._evictions = 0
-        self._finished: list[Finished] = []
+        self._ended = {"stop": 0, "length": 0, "abort": 0, "error": 0, DEADLINE: 0}
+        self._histograms = {name: Histogram.of(name) for name in BOUNDS}
         engine.observers.append(self._observe)
 
     def _observe(self, record: StepRecord) -> None:
@@ -37,31 +39,30 @@ class EngineStats:
         self._evictions += record.evictions
 
     def finish(self, completion: CompletionOutput, reason: str, prompt_tokens: int, now: float) -> None:
-        """Takes in a finished completion; `now` is on the engine's clock."""
+        """Takes in a completion that ended at `now`, on the engine's clock; it may not have got far."""
         metrics = completion.metrics
         assert metrics is not None
-        times, start = metrics.token_times, metrics.arrival_time
-        scheduled = metrics.first_scheduled_time
-        self._finished.append(
-            Finished(
-                finish_reason=reason,
-                prompt_tokens=prompt_tokens,
-                cached_tokens=metrics.num_cached_tokens,
-                output_tokens=len(times),
-                queue_s=None if scheduled is None else scheduled - start,
-                ttft_s=times[0] - start if times else None,
-                tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
-                e2e_s=now - start,
-                itl_s=np.diff(times).tolist(),
-            )
-        )
+        times, start, scheduled = metrics.token_times, metrics.arrival_time, metrics.first_scheduled_time
+        self._ended[reason] += 1
+        seen: dict[str, float] = {
+            "e2e_request_latency_seconds": now - start,
+            "request_prompt_tokens": prompt_tokens,
+            "request_generation_tokens": len(times),
+        }
+        if scheduled is not None:
+            seen["request_queue_time_seconds"] = scheduled - start
+        if times:
+            seen["time_to_first_token_seconds"] = times[0] - start
+            seen["request_prefill_time_seconds"] = times[0] - (start if scheduled is None else scheduled)
+            seen["request_decode_time_seconds"] = now - times[0]
+        if len(times) > 1:
+            seen["request_time_per_output_token_seconds"] = (times[-1] - times[0]) / (len(times) - 1)
+            gaps = "inter_token_latency_seconds"
+            self._histograms[gaps].observe_all(BOUNDS[gaps], np.diff(times))
+        for name, value in seen.items():
+            self._histograms[name].observe(BOUNDS[name], value)
 
-    def take(self) -> Stats:
-        """With the news, which are told once."""
-        finished, self._finished = self._finished, []
-        return self.snapshot(finished)
-
-    def snapshot(self, finished: list[Finished]) -> Stats:
+    def snapshot(self) -> Stats:
         scheduler = self._engine.scheduler
         # The last StepRecord holds the KV memory as the step was planned, and so the blocks of who ended in it.
         kv = scheduler.usage()
@@ -80,5 +81,6 @@ class EngineStats:
             prefix_hit_tokens=self._prefix_hit_tokens,
             preemptions=self._preemptions,
             evictions=self._evictions,
-            finished=finished,
+            ended=self._ended,
+            histograms=self._histograms,
         )

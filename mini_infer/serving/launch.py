@@ -17,6 +17,27 @@ import mini_infer
 from mini_infer.core.config import EngineConfig
 
 BACKLOG = 128
+MAX_QUEUED = 1024
+
+
+def child_environment() -> dict[str, str]:
+    """For a child that shall run this very package, wherever it was imported from."""
+    package_root = str(Path(mini_infer.__file__).parents[1])
+    path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def ending_of(process: subprocess.Popen[bytes]) -> str | None:
+    """How it ended, such as "was killed by SIGKILL"; None while it runs."""
+    code = process.poll()
+    if code is None:
+        return None
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 class EngineProcess:
@@ -25,12 +46,9 @@ class EngineProcess:
     It ends with `stop`, or with the process that made this object, however that one ends.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, max_queued: int = MAX_QUEUED) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="mini-infer-")  # nobody else may enter it
         self.socket_path = os.path.join(self._folder.name, "engine")
-        # The child shall run this very package, wherever it was imported from.
-        package_root = str(Path(mini_infer.__file__).parents[1])
-        path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.socket_path)
             listener.listen(BACKLOG)
@@ -38,12 +56,13 @@ class EngineProcess:
                 [sys.executable, "-m", "mini_infer.serving.launch", str(listener.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
+                env=child_environment(),
             )
         assert self._process.stdin is not None
         self._stdin = self._process.stdin  # its end tells the child that this process is gone
         with contextlib.suppress(BrokenPipeError):  # it has died already; the socket says so too
-            self._stdin.write(json.dumps(config.to_dict()).encode() + b"\n")
+            line = json.dumps({"config": config.to_dict(), "max_queued": max_queued})
+            self._stdin.write(line.encode() + b"\n")
             self._stdin.flush()
 
     @property
@@ -51,16 +70,8 @@ class EngineProcess:
         return self._process.pid
 
     def ending(self) -> str | None:
-        """How it ended, such as "was killed by SIGKILL"; None while it runs."""
-        code = self._process.poll()
-        if code is None:
-            return None
-        if code >= 0:
-            return f"exited with code {code}"
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
+        """How it ended; None while it runs."""
+        return ending_of(self._process)
 
     def stop(self, timeout: float = 5.0) -> None:
         """Waits until it is gone. What it still computes is lost."""
@@ -78,12 +89,15 @@ def main() -> None:
     """The child. Its argument is the listening socket's descriptor; stdin holds a line of settings and no end."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for the parent, which decides
         signal.signal(ignored, signal.SIG_IGN)
-    settings = json.loads(sys.stdin.buffer.readline() or "{}")
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return  # the parent has ended meanwhile
+    settings = json.loads(line)
     listener = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_exit_with_parent, args=[listener.getsockname()], daemon=True).start()
     from mini_infer.serving.engine_process import run  # takes seconds, in which the parent may end
 
-    run(EngineConfig.from_dict(settings), listener)
+    run(EngineConfig.from_dict(settings["config"]), listener, settings["max_queued"])
 
 
 def _exit_with_parent(socket_path: str) -> None:

@@ -31,6 +31,9 @@ class EngineDead(MiniInferError, RuntimeError):
 class Listener(Protocol):
     def take_outputs(self, outputs: Outputs) -> None: ...
 
+    def take_pause(self) -> None:
+        """All that has come has been told."""
+
     def take_refusal(self, refused: Refused) -> None: ...
 
     def take_stats(self, stats: Stats) -> None: ...
@@ -82,6 +85,7 @@ class Link(asyncio.Protocol):
         for event in self._early:
             self._take(event)
         self._early.clear()
+        listener.take_pause()
         if self._death is not None:
             listener.take_death(self._death)
 
@@ -103,6 +107,8 @@ class Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for frame in self._reader.feed(data):
             self._take(event_decoder.decode(frame))
+        if self._listener is not None:
+            self._listener.take_pause()
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self._closing:

@@ -122,6 +122,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: Integer | None = None
     best_of: Integer | None = Field(None, description="Only as many as n.")
+    return_token_ids: bool | None = Field(None, description="Choices also say their token_ids; beyond OpenAI's API.")
     suffix: Unsupported = None
 
 
@@ -224,6 +225,7 @@ class CompletionChoice(ApiModel):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None
+    token_ids: list[int] | None = Field(None, description="Where return_token_ids asks for them.")
 
 
 class Completion(ApiModel):

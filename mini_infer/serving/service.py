@@ -9,7 +9,7 @@ from typing import Any
 
 from mini_infer.core.errors import RequestError
 from mini_infer.core.sampling_params import SamplingParams
-from mini_infer.runtime.prompt import Prompt
+from mini_infer.runtime.prompt import Prompt, require_fit
 from mini_infer.serving.async_engine import AsyncEngine
 from mini_infer.serving.errors import ApiError
 from mini_infer.serving.logprobs import TokenTexts
@@ -35,17 +35,26 @@ class Service:
         self.running = Running()
         self.started = int(time.time())
         self.stopping = False
-        self.model_name = settings.served_model_name or settings.model
-        self.metrics = Metrics(self.model_name, engine.info)
-        engine.on_stats(self.metrics.take)
+        self.model_name = settings.model_name
+        alone = settings.api_processes == 1
+        self.metrics = Metrics(self.model_name, engine.info, latest=lambda: engine.stats, own_process=alone)
 
     @classmethod
-    async def start(cls, settings: ServerSettings) -> Service:
-        """Raises ConfigError or ModelError where the engine cannot start."""
-        engine = await AsyncEngine.start(
-            settings.engine, max_queued=settings.max_queued, startup_timeout=settings.startup_timeout
+    async def start(cls, settings: ServerSettings, engine_path: str | None = None) -> Service:
+        """
+        Args:
+            engine_path: of an engine process that serves several API processes; without it, one is started.
+
+        Raises:
+            ConfigError, ModelError, EngineDead: the engine cannot start.
+        """
+        patience = settings.startup_timeout
+        if engine_path is not None:
+            return cls(settings, await AsyncEngine.connect(engine_path, startup_timeout=patience))
+        return cls(
+            settings,
+            await AsyncEngine.start(settings.engine, max_queued=settings.max_queued, startup_timeout=patience),
         )
-        return cls(settings, engine)
 
     async def close(self) -> None:
         self.stop()
@@ -84,15 +93,10 @@ class Service:
             ApiError: it is too long.
         """
         token_ids = await self.tokens(prompt, param)
-        limit = self.engine.info.max_model_len
-        if len(token_ids) >= limit:
-            raise ApiError(
-                400,
-                f"the prompt has {len(token_ids)} tokens; at most {limit - 1} are allowed, so that one can be "
-                f"generated",
-                param=param,
-                code="context_length_exceeded",
-            )
+        try:
+            require_fit(len(token_ids), self.engine.info.max_model_len)
+        except RequestError as error:
+            raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
         return token_ids
 
     async def tokens(self, prompt: Prompt, param: str) -> list[int]:

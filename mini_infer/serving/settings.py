@@ -58,6 +58,7 @@ class ServerSettings:
     served_model_name: str | None = None  # the name that clients use beside the model's own
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 is every network of this machine
     port: int = 8000  # 0 takes a free one, which is printed
+    api_processes: int = 1  # that share the work of HTTP; one writes some 50,000 events a second
     api_key: str | None = None  # clients must send it as "Authorization: Bearer KEY"; a process list shows flags
     max_queued: int = 1024  # requests that may wait beyond those that run; further ones get 429
     request_timeout: float | None = None  # seconds a request may take; its own `timeout` field can only shorten it
@@ -76,7 +77,7 @@ class ServerSettings:
             raise ConfigError(f"log_level must be one of {allowed}; got {self.log_level!r}") from None
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 (any free one) to 65535, got {self.port}")
-        for name in ("max_queued", "max_body_bytes", "startup_timeout"):
+        for name in ("api_processes", "max_queued", "max_body_bytes", "startup_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:
@@ -92,6 +93,11 @@ class ServerSettings:
     def model(self) -> str:
         """The model's own name."""
         return self.engine.model.path
+
+    @property
+    def model_name(self) -> str:
+        """What clients are told."""
+        return self.served_model_name or self.model
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
 """Answers: a stream of server-sent events, or one JSON object. Both watch the client and end with its connection.
 
 A streamed token is the hot path of the API process: the constant parts of its event are made once a request, only the
-text is encoded, and the bytes go straight to ASGI's `send`. When the client or the event loop is slow, the engine's
-streams merge what nobody has fetched yet, so that later events carry more text.
+text is encoded, and the bytes go straight to ASGI's `send`, in the pass that takes in the engine's message. When the
+client or the event loop is slow, the engine's streams merge what nobody has fetched yet, so that later events carry
+more text.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -154,16 +156,28 @@ class EventStream(_Answer):
         await send({"type": "http.response.body", "body": body})
 
     async def _forward(self, prompt: int, stream: Stream, send: Send, server_send: Send) -> None:
-        event = self._render.event
-        async for delta in stream:
-            if delta.finish_reason is not None:
-                _require_good_end(delta)
-            body = event(prompt, delta)
+        def write(deltas: list[Delta]) -> Awaitable[None] | None:
+            body = self._events(prompt, deltas)
+            return (
+                _begun(server_send({"type": "http.response.body", "body": body, "more_body": True})) if body else None
+            )
+
+        async for delta in stream:  # the first one: what is wrong with the request itself is known now
+            body = self._events(prompt, [delta])
             if not self._started:
                 await self._start(send)
             if body:
                 await server_send({"type": "http.response.body", "body": body, "more_body": True})
+            break
+        await stream.forward(write)
         self._require_end()
+
+    def _events(self, prompt: int, deltas: list[Delta]) -> bytes:
+        event = self._render.event
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                _require_good_end(delta)
+        return event(prompt, deltas[0]) if len(deltas) == 1 else b"".join([event(prompt, delta) for delta in deltas])
 
     async def _start(self, send: Send) -> None:
         async with self._starting:  # several prompts' streams share one answer
@@ -177,6 +191,22 @@ class EventStream(_Answer):
             raise error
         # No [DONE] behind it: the answer is not complete.
         await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n"})
+
+
+def _begun(work: Awaitable[None]) -> Awaitable[None] | None:
+    """Does what can be done of it without waiting; the rest, if there is any, is for the caller to await."""
+    steps = work.__await__()
+    try:
+        waits_for = next(steps)
+    except StopIteration:
+        return None
+    return _rest(steps, waits_for)
+
+
+@types.coroutine
+def _rest(steps: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    yield waits_for
+    yield from steps
 
 
 def _start(headers: list[tuple[bytes, bytes]]) -> Message:
@@ -246,7 +276,8 @@ class EventTemplate:
         self._later_heads = [self._common + before(choice, False) for choice in range(num_choices)]
         self._between = between
         self._close = b"]%s}\n\n" % (b',"usage":null' if with_usage else b"")
-        self._tail = between + b',"logprobs":null,"finish_reason":null}' + self._close
+        self._tail_alone = b',"logprobs":null,"finish_reason":null}' + self._close
+        self._tail = between + self._tail_alone
         self._with_usage = with_usage
 
     def text(self, choice: int, text: str) -> bytes:
@@ -254,9 +285,27 @@ class EventTemplate:
         self._heads[choice] = self._later_heads[choice]
         return head + encode(text) + self._tail
 
-    def full(self, choice: int, text: str, logprobs: dict[str, Any] | None, delta: Delta) -> bytes:
+    def tokens(self, choice: int, text: str, token_ids: list[int]) -> bytes:
+        head = self._heads[choice]
+        self._heads[choice] = self._later_heads[choice]
+        return b"".join((head, encode(text), self._between, b',"token_ids":', encode(token_ids), self._tail_alone))
+
+    def full(
+        self,
+        choice: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        delta: Delta,
+        token_ids: list[int] | None = None,
+    ) -> bytes:
         """With logprobs, or a finish reason."""
-        rest = {"logprobs": logprobs, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        rest: dict[str, Any] = {
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if token_ids is not None:
+            rest["token_ids"] = token_ids
         head = self._heads[choice]
         self._heads[choice] = self._later_heads[choice]
         return head + encode(text) + self._between + b"," + encode(rest)[1:] + self._close

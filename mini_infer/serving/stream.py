@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mini_infer.serving.wire import Delta
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -23,16 +26,18 @@ class Stream:
 
         async for delta in stream: ...
 
-    Whoever leaves the loop early calls `abort` (or uses `async with`); a task that is cancelled in it has done so.
-    Deltas that nobody has fetched are merged: at most one a completion is kept, however slow the reader.
+    or, at less cost a delta, `await stream.forward(write)`. Whoever leaves the loop early calls `abort` (or uses
+    `async with`); a task that is cancelled in it has done so. Deltas that nobody has fetched are merged: at most one a
+    completion is kept, however slow the reader.
 
     Raises (while it is read):
         RequestError: the engine refuses the request.
         EngineDead: the engine process is gone.
         EngineError: the engine could not take the request.
+        QueueFull: too many requests wait.
     """
 
-    def __init__(self, num_completions: int, num_prompt_tokens: int, on_abort: Callable[[Stream], None]) -> None:
+    def __init__(self, num_completions: int, num_prompt_tokens: int, on_abort: Callable[[], None]) -> None:
         self.num_unfinished = num_completions
         self._num_prompt_tokens = num_prompt_tokens
         self._num_cached_tokens = 0
@@ -40,7 +45,7 @@ class Stream:
         self._on_abort = on_abort
         self._pending: dict[int, Delta] = {}  # by completion
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._on_news: Callable[[], None] | None = None  # called once, from `wake`
 
     @property
     def usage(self) -> Usage:
@@ -64,19 +69,70 @@ class Stream:
                 raise self._error
             if not self.num_unfinished:
                 return
-            self._waiter = asyncio.get_running_loop().create_future()
+            await self._news()
+
+    async def forward(self, write: Callable[[list[Delta]], Awaitable[None] | None]) -> None:
+        """Calls `write` with what has come, until the stream has ended. Most calls are made in the very pass that takes
+        in the engine's message: no task is woken for them.
+
+        Args:
+            write: gets one delta a completion. It returns None, or what to wait for before it is called again.
+        """
+        while True:
+            blocked = self._write_pending(write)
+            while blocked is None and self.num_unfinished:
+                blocked = await self._forward_news(write)
+            if blocked is not None:
+                await self._or_abort(blocked)
+            elif not self._pending:
+                await self.ready()  # raises what ended it
+                return
+
+    async def _forward_news(self, write: Callable[[list[Delta]], Awaitable[None] | None]) -> Awaitable[None] | None:
+        """As `write` returns it; None when the stream has ended."""
+        future: asyncio.Future[Awaitable[None] | None] = asyncio.get_running_loop().create_future()
+
+        def on_news() -> None:
+            if future.done():
+                return
             try:
-                await self._waiter
-            except asyncio.CancelledError:
-                self.abort()
-                raise
+                blocked = self._write_pending(write)
+            except Exception as error:
+                future.set_exception(error)
+                return
+            if blocked is not None or not self.num_unfinished:
+                future.set_result(blocked)
+            else:
+                self._on_news = on_news
+
+        self._on_news = on_news
+        return await self._or_abort(future)
+
+    def _write_pending(self, write: Callable[[list[Delta]], Awaitable[None] | None]) -> Awaitable[None] | None:
+        if not self._pending:
+            return None
+        deltas = list(self._pending.values())
+        self._pending.clear()
+        return write(deltas)
+
+    async def _news(self) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_news = lambda: None if future.done() else future.set_result(None)
+        await self._or_abort(future)
+
+    async def _or_abort(self, awaited: Awaitable[T]) -> T:
+        try:
+            return await awaited
+        except asyncio.CancelledError:
+            self.abort()
+            raise
 
     def abort(self) -> None:
         """Frees what the request holds within a step. Nothing more comes; one that has ended stays as it is."""
         if self.num_unfinished:
-            self._on_abort(self)
+            self._on_abort()
             self.num_unfinished = 0
-            self._wake()
+            self.wake()
 
     async def aclose(self) -> None:
         self.abort()
@@ -89,27 +145,28 @@ class Stream:
 
     # --- the engine's side ----------------------------------------------------------------------------------------
 
-    def put(self, delta: Delta) -> None:
+    def put(self, delta: Delta) -> bool:
+        """Whether the reader has to be told, by `wake`; else he has not fetched what came before."""
         self._num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self.num_unfinished -= 1
             self._num_cached_tokens = max(self._num_cached_tokens, delta.cached_tokens)
-        earlier = self._pending.setdefault(delta.index, delta)
+        pending = self._pending
+        if not pending:
+            pending[delta.index] = delta
+            return True
+        earlier = pending.setdefault(delta.index, delta)
         if earlier is not delta:
             earlier.extend(delta)
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
+        return False
 
     def fail(self, error: Exception) -> None:
         """Raised to the reader once he has fetched what has come."""
         self._error = error
         self.num_unfinished = 0
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-        self._waiter = None
+    def wake(self) -> None:
+        on_news, self._on_news = self._on_news, None
+        if on_news is not None:
+            on_news()

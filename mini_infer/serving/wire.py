@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from mini_infer.core.request import SamplingParams, TokenLogprob
+from mini_infer.serving.histograms import Histogram
 
 DEADLINE = "deadline"  # a finish reason beside those of FinishReason
 _LENGTH = struct.Struct("<I")
@@ -93,12 +94,14 @@ class Outputs(Message):
 
 
 class Refused(Message):
-    """The request was never in the engine: a RequestError, or a fault of the engine's own where `internal`."""
+    """The request was never in the engine: because of a RequestError; because of a fault of the engine's own, where
+    `internal`; or because too many wait, where `retry_after` says in how many seconds to come again."""
 
     number: int
     message: str
-    param: str | None
+    param: str | None = None
     internal: bool = False
+    retry_after: float | None = None
 
 
 class Failed(Message):
@@ -108,41 +111,28 @@ class Failed(Message):
     message: str
 
 
-class Finished(msgspec.Struct, array_like=True, gc=False):
-    """One ended completion, in tokens and seconds. None where it ended before that moment."""
-
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    queue_s: float | None  # arrival to first scheduled
-    ttft_s: float | None  # arrival to first token
-    tpot_s: float | None  # mean time of the tokens after the first
-    e2e_s: float
-    itl_s: list[float]  # between consecutive tokens
-
-
 class Stats(Message):
     """How the whole engine stands, whoever's requests they are; every connection gets it.
 
-    Tokens, hits and preemptions are counted since the engine started. `finished` is news: each is told once.
+    Tokens, hits, preemptions and completions are counted since the engine started, so that any Stats tells all.
     """
 
-    running: int
-    prefilling: int
-    waiting: int
-    swapped: int
-    kv_used_blocks: int
-    kv_cached_blocks: int  # free, but still holding a prefix
-    kv_total_blocks: int
-    steps: int
-    prompt_tokens: int  # computed or found in the prefix cache; one computed again after a preemption counts again
-    generation_tokens: int
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
-    preemptions: int
-    evictions: int
-    finished: list[Finished]
+    running: int = 0
+    prefilling: int = 0
+    waiting: int = 0
+    swapped: int = 0
+    kv_used_blocks: int = 0
+    kv_cached_blocks: int = 0  # free, but still holding a prefix
+    kv_total_blocks: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0  # computed or found in the prefix cache; one computed again after a preemption counts again
+    generation_tokens: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    ended: dict[str, int] = {}  # completions by finish reason
+    histograms: dict[str, Histogram] = {}  # of ended completions, by the names of BOUNDS
 
 
 Command = Add | Abort

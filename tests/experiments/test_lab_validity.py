@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.lab import clocks, validity
-from experiments.lab.traces import RequestTrace, Served
+from experiments.lab.traces import HostUse, RequestTrace, Served
 from experiments.lab.validity import Evidence
 
 
@@ -26,8 +26,8 @@ def evidence(count=10, changed=(), **more):
     """`changed`: index -> what is different about that request."""
     changed = dict(changed)
     requests = tuple(request(i, **changed.get(i, {})) for i in range(count))
-    growth = more.pop("memory_growth", 0)
-    return Evidence(Served(requests, 0.0, 100.0, memory_growth=growth), vocab_size=100, **more)
+    of_pass = {name: more.pop(name) for name in ("memory_growth", "host") if name in more}
+    return Evidence(Served(requests, 0.0, 100.0, **of_pass), vocab_size=100, **more)
 
 
 def test_a_sound_pass_breaks_no_rule():
@@ -86,6 +86,12 @@ PLANTED = {
         (
             evidence(changed={3: {"sent": 3.2505}}),  # arrivals are 1 s apart: 100 ms are allowed
             "1 of 10 requests were sent up to 250 ms late (100 ms are allowed)",
+        )
+    ],
+    "client_was_busy": [
+        (
+            evidence(host=HostUse(client_s=9.0, client_busy=0.9, tells_cached=True)),
+            "a process of the load client was busy 90 % of the time",
         )
     ],
     "clocks_drifted": [(evidence(drift=0.08), "the machine's speed changed by 8 % during the pass (5 % are allowed)")],
@@ -157,3 +163,10 @@ def test_a_watch_wants_the_best_speed_so_far_before_and_the_passes_own_after(mon
     assert watch.drift_since(watch.before()) == pytest.approx(0.1)
     assert watch.drift_since(watch.before()) == pytest.approx(1.2 / 0.9 - 1)
     assert wanted == [None, 1.0, 1.0, 0.9]
+
+
+def test_a_server_that_tells_no_token_ids_is_judged_by_its_counts():
+    silent = {i: {"token_ids": (), "tells_tokens": False} for i in range(10)}
+    assert validity.problem(evidence(changed=silent, first_tokens=[(1,)] * 10)) == ""
+    short = {**silent, 3: {**silent[3], "token_times": (3.1, 3.2)}}
+    assert "1 of 10 requests did not get" in validity.problem(evidence(changed=short))

@@ -33,8 +33,8 @@ def engine_process() -> Iterator[EngineProcess]:
 def hand_driven(tmp_path: Path) -> Iterator[Callable[..., HandDrivenServer]]:
     servers: list[HandDrivenServer] = []
 
-    def make(config: EngineConfig | None = None) -> HandDrivenServer:
-        servers.append(HandDrivenServer(tmp_path, config))
+    def make(config: EngineConfig | None = None, **options: int) -> HandDrivenServer:
+        servers.append(HandDrivenServer(tmp_path, config, **options))
         return servers[-1]
 
     yield make

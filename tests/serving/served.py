@@ -14,6 +14,7 @@ from typing import TypeVar
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.serving.async_engine import AsyncEngine
 from mini_infer.serving.engine_process import EngineServer
+from mini_infer.serving.launch import MAX_QUEUED
 from mini_infer.serving.stream import Stream
 from mini_infer.serving.wire import (
     Add,
@@ -38,11 +39,11 @@ def dry_config(max_num_seqs: int = 64, max_model_len: int = 4096, **dry: float) 
     return EngineConfig.from_dict({"model": model, "scheduler": {"max_num_seqs": max_num_seqs}})
 
 
-def with_engine(path: str, use: Callable[[AsyncEngine], Awaitable[T]], **options: int) -> T:
+def with_engine(path: str, use: Callable[[AsyncEngine], Awaitable[T]]) -> T:
     """Connects, runs the coroutine function, and closes."""
 
     async def main() -> T:
-        engine = await AsyncEngine.connect(path, **options)
+        engine = await AsyncEngine.connect(path)
         try:
             return await use(engine)
         finally:
@@ -74,14 +75,14 @@ async def whole(stream: Stream) -> list[Delta]:
 class HandDrivenServer:
     """An EngineServer whose turns the test takes. A turn with nothing to do would wait for ever."""
 
-    def __init__(self, folder: Path, config: EngineConfig | None = None) -> None:
+    def __init__(self, folder: Path, config: EngineConfig | None = None, max_queued: int = MAX_QUEUED) -> None:
         self.engine = LLMEngine(config or dry_config())
         self.path = str(folder / "engine")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen()
         self._clients: list[HandDrivenClient] = []
-        self.server = EngineServer(self.engine, self._listener)
+        self.server = EngineServer(self.engine, self._listener, max_queued)
 
     def connect(self) -> HandDrivenClient:
         self._clients.append(HandDrivenClient(self.path))

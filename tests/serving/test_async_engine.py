@@ -6,7 +6,7 @@ import asyncio
 
 import psutil
 import pytest
-from served import ENDLESS, PROMPT, SHORT, dry_config, until, whole, with_engine
+from served import ENDLESS, PROMPT, SHORT, TIMEOUT_S, dry_config, until, whole, with_engine
 
 from mini_infer import LLMEngine, RequestError, SamplingParams
 from mini_infer.serving.async_engine import AsyncEngine, EngineDead, QueueFull
@@ -139,20 +139,28 @@ def test_a_cancelled_task_aborts(engine_process: EngineProcess) -> None:
     with_engine(engine_process.socket_path, use)
 
 
-def test_the_queue_has_an_end(engine_process: EngineProcess) -> None:
-    async def use(engine: AsyncEngine) -> None:
-        running = [engine.submit(PROMPT, ENDLESS) for _ in range(64)]
-        waiting = [engine.submit(PROMPT, SHORT), engine.submit(PROMPT, SHORT)]
-        with pytest.raises(QueueFull, match="2 requests wait, and 2 may") as full:
-            engine.submit(PROMPT, SHORT)
-        assert full.value.retry_after >= 1
+def test_the_queue_has_an_end_for_all_connections_together() -> None:
+    async def main() -> None:
+        engine = await AsyncEngine.start(dry_config(max_num_seqs=8), max_queued=2)
+        other = await AsyncEngine.connect(engine.socket_path)
+        running = [each.submit(PROMPT, ENDLESS) for each in (engine, other) for _ in range(4)]
+        await asyncio.gather(*(stream.ready() for stream in running))
+        waiting = [engine.submit(PROMPT, SHORT), other.submit(PROMPT, SHORT)]
+        await until(lambda: engine.stats.waiting == other.stats.waiting == 2)
+        for each in (engine, other):
+            refused = each.submit(PROMPT, SHORT)
+            with pytest.raises(QueueFull, match="2 requests wait, and 2 may") as full:
+                await refused.ready()
+            assert full.value.retry_after >= 1
         for stream in running:
             stream.abort()
         assert [len(d.token_ids) for stream in waiting for d in await whole(stream)] == [8, 8]
-        await until(lambda: engine.stats.waiting == 0)
-        assert len(await whole(engine.submit(PROMPT, SHORT))) == 1
+        # Nothing here waits for Stats: who may come is counted where the requests are.
+        assert len(await whole(engine.submit(PROMPT, SamplingParams(n=11, max_tokens=2)))) == 11
+        await other.close()
+        await engine.close()
 
-    with_engine(engine_process.socket_path, use, max_queued=2)
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
 
 
 def test_two_processes_at_once_and_what_one_does_the_other_sees(engine_process: EngineProcess) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -162,24 +162,26 @@ def test_whatever_comes_everybody_is_answered_and_nothing_is_left(hand_driven: M
     assert {left for open_requests in asked for left in open_requests.values()} == {0}
     assert server.used_blocks() == 0
     assert not server.server._owners
-    assert not server.server._adds
+    assert not server.server._newcomers.num_completions
     assert not server.server._expired
 
 
 # --- what is observed ---------------------------------------------------------------------------------------------
 
 
-def test_a_newcomer_takes_no_news_from_the_others(hand_driven: MakeServer) -> None:
+def test_every_connection_is_told_everything(hand_driven: MakeServer) -> None:
     server = hand_driven()
-    client = server.connect()
-    client.say(add(0, SHORT), add(1, ENDLESS))
-    server.server._stats_due = math.inf
-    server.turn(10)
-    server.connect()
-    client.say(Abort(1))
+    first, deaf = server.connect(), server.connect()
+    first.say(add(0, SHORT))
     server.turn_until_idle()
-    stats = [event for event in client.hear() if isinstance(event, Stats)]
-    assert [one.finish_reason for each in stats for one in each.finished] == ["length", "abort"]
+    first.say(add(1))
+    server.turn(3)
+    first.say(Abort(1))
+    server.turn_until_idle()
+    late = server.connect()
+    last = [[event for event in client.hear() if isinstance(event, Stats)][-1] for client in (first, deaf, late)]
+    assert last[0] == last[1] == last[2]
+    assert {reason: count for reason, count in last[0].ended.items() if count} == {"length": 1, "abort": 1}
 
 
 def test_stats_add_up(hand_driven: MakeServer) -> None:
@@ -192,23 +194,84 @@ def test_stats_add_up(hand_driven: MakeServer) -> None:
     server.turn(3)
     client.say(Abort(3))
     server.turn_until_idle()
-    stats = [event for event in client.hear() if isinstance(event, Stats)]
-    finished = [one for each in stats for one in each.finished]
-    assert [one.finish_reason for one in finished] == ["length"] * 3 + ["abort"]
-    assert [one.cached_tokens for one in finished[:3]] == [0, 48, 48]
-    last = stats[-1]
+    last = [event for event in client.hear() if isinstance(event, Stats)][-1]
+    assert last.ended == {"stop": 0, "length": 3, "abort": 1, "error": 0, "deadline": 0}
     assert last.prompt_tokens == 3 * 64 + len(PROMPT)
-    assert last.generation_tokens == sum(one.output_tokens for one in finished)
     assert (last.prefix_queried_tokens, last.prefix_hit_tokens) == (3 * 64 + len(PROMPT), 96)
     assert last.steps == len(server.engine.records)
-    for one in finished[:3]:
-        assert one.queue_s is not None
-        assert one.ttft_s is not None
-        assert one.tpot_s is not None
-        assert 0 <= one.queue_s <= one.ttft_s <= one.e2e_s
-        assert len(one.itl_s) == one.output_tokens - 1 == 7
-        assert one.ttft_s + sum(one.itl_s) <= one.e2e_s + 1e-9
-        assert one.tpot_s == pytest.approx(sum(one.itl_s) / 7)
+    counts = {name: sum(histogram.counts) for name, histogram in last.histograms.items()}
+    total = {name: histogram.sum for name, histogram in last.histograms.items()}
+    aborted = last.generation_tokens - 3 * 8
+    assert counts.pop("inter_token_latency_seconds") == 3 * 7 + aborted - 1
+    assert set(counts.values()) == {4}
+    assert total["request_prompt_tokens"] == last.prompt_tokens
+    assert total["request_generation_tokens"] == last.generation_tokens
+    parts = ["request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"]
+    assert sum(total[part] for part in parts) == pytest.approx(total["e2e_request_latency_seconds"])
+    assert total["time_to_first_token_seconds"] == pytest.approx(total[parts[0]] + total[parts[1]])
+    assert 0 < total["inter_token_latency_seconds"] <= total["request_decode_time_seconds"]
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+def test_who_comes_when_too_many_wait_is_refused(hand_driven: MakeServer) -> None:
+    server = hand_driven(dry_config(max_num_seqs=2), max_queued=3)
+    one, other = server.connect(), server.connect()
+    one.say(add(0), add(1))  # these run
+    one.say(add(2), add(3, SamplingParams(n=3)))  # the second one is more than may wait
+    server.turn(2)
+    other.say(add(0), add(1), add(2))
+    server.turn(2)
+    refused = [event for client in (one, other) for event in client.hear() if isinstance(event, Refused)]
+    assert [(event.number, event.message) for event in refused] == [
+        (3, "1 requests wait, and 3 may: try again later"),
+        (2, "3 requests wait, and 3 may: try again later"),
+    ]
+    assert all(event.retry_after == 1.0 for event in refused)
+    one.say(Abort(2), add(4))
+    server.turn(2)
+    assert not [event for event in one.hear() if isinstance(event, Refused)]
+    one.sock.close()
+    other.sock.close()
+    server.turn()
+    assert server.connect().hear()
+    assert not server.server._newcomers.num_completions
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_grammar_is_compiled_while_the_others_go_on(hand_driven: MakeServer) -> None:
+    server = hand_driven()
+    prepare, may_go_on = server.server._newcomers._prepare, threading.Event()
+
+    def slow(params: SamplingParams) -> None:
+        assert may_go_on.wait(10)
+        prepare(params)
+
+    server.server._newcomers._prepare = slow
+    client = server.connect()
+    with_grammar = {"grammar": ["regex", "[0-9]{5}"], "max_tokens": 20}
+    client.say(add(0), add(1, with_grammar), add(2, with_grammar), add(3, {"grammar": ["regex", "["]}))
+    server.turn(3)
+    client.say(Abort(2))
+    server.turn(3)
+    assert len(server.server._owners) == 1
+    assert server.server._newcomers.num_completions == 2
+    may_go_on.set()
+    events: list[object] = []
+    while not any(isinstance(e, Outputs) and any(d.number == 1 and d.finish_reason for d in e.deltas) for e in events):
+        server.turn()
+        events += client.hear()
+    texts = [d.text for e in events if isinstance(e, Outputs) for d in e.deltas if d.number == 1]
+    assert len("".join(texts)) == 5
+    assert "".join(texts).isdigit()
+    while server.server._newcomers.num_completions:
+        server.turn()
+    events += client.hear()
+    assert [e.number for e in events if isinstance(e, Refused)] == [3]
+    assert 2 not in {d.number for e in events if isinstance(e, Outputs) for d in e.deltas}
 
 
 # --- beginnings and ends ------------------------------------------------------------------------------------------
@@ -230,10 +293,11 @@ def test_start_says_what_the_engine_is_and_close_ends_it() -> None:
     assert not psutil.pid_exists(asyncio.run(main()))
 
 
-def test_an_engine_that_cannot_start_says_why() -> None:
+def test_an_engine_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     bad = EngineConfig.from_dict({"model": {"load_format": "dry", "max_model_len": 10_000}})
     with pytest.raises(ConfigError, match=r"model\.max_model_len=10000 is beyond the model's own limit"):
         asyncio.run(AsyncEngine.start(bad))
+    assert capfd.readouterr().err == "", "the message is for the caller"
     with pytest.raises(EngineDead, match="not ready within"):
         asyncio.run(AsyncEngine.start(dry_config(), startup_timeout=0.01))
     with pytest.raises(EngineDead, match="no engine process listens at /nowhere"):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from http_server import Server, running, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
+from mini_infer.serving.histograms import BOUNDS, Histogram
 from mini_infer.serving.metrics import HISTOGRAMS, Metrics
-from mini_infer.serving.wire import Finished, Ready, Stats
+from mini_infer.serving.wire import Ready, Stats
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +68,17 @@ def test_types_and_labels(server: Server) -> None:
 
 
 def test_values_on_a_bound_count_below_it() -> None:
+    name = "inter_token_latency_seconds"
+    gaps = Histogram.of(name)
+    gaps.observe_all(BOUNDS[name], np.array([0.005, 0.0051, 1000.0]))
+    gaps.observe(BOUNDS[name], 0.005)
+    stats = Stats(running=1, prefilling=1, kv_used_blocks=1, kv_total_blocks=4, histograms={name: gaps})
     info = Ready("dry", 64, 512, {"cache": {}}, {"num_kv_blocks": 4}, 1)
-    metrics = Metrics("dry", info)
-    ended = Finished("length", 5, 0, 3, 0.0, 0.25, 0.005, 0.26, [0.005, 0.0051, 1000.0])
-    metrics.take(Stats(0, 0, 0, 0, 1, 0, 4, 3, 5, 3, 0, 0, 0, 0, [ended]))
-    never_began = Finished("abort", 5, 0, 0, None, None, None, 0.1, [])
-    metrics.take(Stats(1, 1, 2, 0, 1, 0, 4, 3, 5, 3, 0, 0, 0, 0, [never_began]))
+    metrics = Metrics("dry", info, lambda: stats, own_process=False)
     families = {f.name: f for f in text_string_to_metric_families(metrics.render().decode())}
-    gaps = families["mini_infer:inter_token_latency_seconds"].samples
-    below = {sample.labels["le"]: sample.value for sample in gaps if "le" in sample.labels}
-    assert (below["0.0025"], below["0.005"], below["0.01"], below["10.0"], below["+Inf"]) == (0, 1, 2, 2, 3)
-    counts = {name: families[f"mini_infer:{name}"].samples for name in HISTOGRAMS}
-    assert [s.value for s in counts["e2e_request_latency_seconds"] if s.name.endswith("_count")] == [2]
-    assert [s.value for s in counts["time_to_first_token_seconds"] if s.name.endswith("_count")] == [1]
+    below = {s.labels["le"]: s.value for s in families[f"mini_infer:{name}"].samples if "le" in s.labels}
+    assert (below["0.0025"], below["0.005"], below["0.01"], below["10.0"], below["+Inf"]) == (0, 2, 3, 3, 4)
     assert families["mini_infer:num_requests_running"].samples[0].value == 2
     assert families["mini_infer:kv_cache_usage_perc"].samples[0].value == 0.25
+    assert "process_cpu_seconds" not in families
+    assert set(HISTOGRAMS) == set(BOUNDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from http_server import DRY, ROOT
 from mini_infer.cli.serve import main, parse
 from mini_infer.core.config import LoadFormat, When
 from mini_infer.core.errors import ConfigError
+from mini_infer.serving.app import create_app
 from mini_infer.serving.settings import ServerSettings, from_environment, table
 
 
@@ -79,6 +81,7 @@ def test_a_flag_wins_over_its_variable() -> None:
         (["--port", "99999"], {}, "port must be from 0"),
         (["--log-level", "loud"], {}, "--log-level must be one of"),
         (["--max-queued", "0"], {}, "max_queued must be above 0"),
+        (["--api-processes", "0"], {}, "api_processes must be above 0"),
         (["--request-timeout", "-1"], {}, "request_timeout must be above 0"),
         (["--shutdown-timeout", "nan"], {}, "shutdown_timeout must be"),
         (["--api-key", ""], {}, "api_key must be"),
@@ -94,6 +97,18 @@ def test_mistakes_are_named(flags: list[str], environ: dict[str, str], said: str
     with pytest.raises(ConfigError) as error:
         parse(flags, environ)
     assert said in str(error.value)
+
+
+def test_an_app_alone_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINI_INFER_API_PROCESSES", "2")
+    app = create_app()
+
+    async def start() -> None:
+        async with app.router.lifespan_context(app):
+            pytest.fail("it started")
+
+    with pytest.raises(ConfigError, match="api_processes above 1 needs mini-infer-serve"):
+        asyncio.run(start())
 
 
 def test_help_tells_all_and_loads_little() -> None:
@@ -122,3 +137,4 @@ def test_an_engine_that_cannot_start_is_a_message() -> None:
     assert done.returncode == 2
     assert "mini-infer-serve: error:" in done.stderr
     assert "/nowhere" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -33,3 +33,12 @@ class Peer(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class LivingPeer(Peer, Protocol):
+    """One that has processes of its own, and stays for later passes."""
+
+    name: str  # for people
+
+    @property
+    def alive(self) -> bool: ...

@@ -23,7 +23,8 @@ import torch
 
 from experiments.lab import hardware
 from experiments.lab.kinds import Kind
-from experiments.lab.peers.base import PeerAbsent
+from experiments.lab.load import subject as over_http
+from experiments.lab.peers.base import LivingPeer, PeerAbsent
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import PeerSettings, ProcessSettings
 from experiments.lab.traces import Served
@@ -48,7 +49,7 @@ BESIDE_GIB = 8.0  # of a process, beside its weights and its KV: activations, gr
 class Lease:
     """The turn of a process that outlives it."""
 
-    process: PeerProcess
+    process: LivingPeer
     end: Callable[[], None]
 
     @property
@@ -68,7 +69,7 @@ class Lease:
 class Peers:
     def __init__(self, settings: PeerSettings) -> None:
         self._settings = settings
-        self._processes: dict[str, PeerProcess] = {}
+        self._processes: dict[str, LivingPeer] = {}
         self._held: dict[str, int] = {}  # bytes of the GPU that they took when they started
         self._leased: set[str] = set()  # keys of those whose turn it is
         self._absent: dict[Kind, str] = {}
@@ -103,7 +104,8 @@ class Peers:
         if process is not None and process.alive:
             process.forget()
         else:
-            self._make_room(config, device)
+            if kind is not Kind.http:  # whose memory is not ours to count
+                self._make_room(config, device)
             free = _free(device)
             self._processes[key] = process = self._start(kind, config)
             self._held[key] = free - _free(device)
@@ -114,11 +116,13 @@ class Peers:
         if kind in (Kind.hf, Kind.hf_continuous):
             wanted = self._settings.hf.own_process
             return device == CUDA if wanted is None else wanted
-        return kind is Kind.vllm
+        return kind in (Kind.vllm, Kind.served, Kind.http)
 
-    def _start(self, kind: Kind, config: EngineConfig) -> PeerProcess:
+    def _start(self, kind: Kind, config: EngineConfig) -> LivingPeer:
         settings: ProcessSettings = self._settings.vllm if kind is Kind.vllm else self._settings.hf
         try:
+            if kind in (Kind.served, Kind.http):
+                return over_http.open_subject(kind, config, self._settings, torch.get_num_threads())
             return PeerProcess(kind.label, MODULES[kind], config, settings, threads=torch.get_num_threads())
         except PeerAbsent as error:
             self._absent[kind] = str(error)

@@ -75,6 +75,14 @@ class PeerProcess:
     def forget(self) -> None:
         self._ask("forget its prefix cache", op="forget")
 
+    def call(self, what: str, method: str, **arguments: Any) -> Any:
+        """What a method of the peer returns, for those that can more than serve. Arguments and result are plain.
+
+        Args:
+            what: it does, for errors.
+        """
+        return self._ask(what, op="call", method=method, arguments=arguments)["result"]
+
     @property
     def alive(self) -> bool:
         return not self._closed

@@ -51,6 +51,36 @@ class VLLMSettings(ProcessSettings):
 
 
 @dataclass(frozen=True)
+class HTTPSettings:
+    """
+    Attributes:
+        url: of any server with the completions API, such as http://localhost:8000; a final /v1 may be left out.
+        model: the name that requests give; default: the first that the server lists.
+    """
+
+    url: str | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True)
+class ClientSettings(ProcessSettings):
+    """
+    Attributes:
+        processes: of the load client; default: one for every 64 requests in flight, on at most half of the CPUs.
+    """
+
+    processes: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.processes is not None and self.processes < 1:
+            raise ConfigError(f"peers.client.processes must be at least 1, got {self.processes}")
+
+
+@dataclass(frozen=True)
 class PeerSettings:
     hf: HFSettings = field(default_factory=HFSettings)  # of hf and hf_continuous
     vllm: VLLMSettings = field(default_factory=VLLMSettings)
+    served: ProcessSettings = field(default_factory=ProcessSettings)  # mini-infer's own server
+    http: HTTPSettings = field(default_factory=HTTPSettings)
+    client: ClientSettings = field(default_factory=ClientSettings)  # the load on served and http

@@ -5,6 +5,7 @@ One JSON document a line comes in on stdin, and an answer to each goes out on st
     {"op": "open", "config": ..., "settings": ...}       -> {"about": ...}, or {"absent": why}
     {"op": "serve", "items": ..., "concurrency": ...}    -> {"served": ...}
     {"op": "forget"}                                     -> {}
+    {"op": "call", "method": ..., "arguments": ...}      -> {"result": ...}
     whatever fails                                       -> {"error": why, "config": whether a setting is to blame}
 
 Both pipes are taken away from everybody else first: what a library prints goes to stderr. The end of stdin, whatever
@@ -59,6 +60,8 @@ class Worker:
         if request["op"] == "forget":
             self._peer.forget()
             return {}
+        if request["op"] == "call":
+            return {"result": getattr(self._peer, request["method"])(**request["arguments"])}
         items = wire.unpack_items(request["items"])
         gc.collect()
         return {"served": wire.pack_served(self._peer.serve(items, request["concurrency"]))}

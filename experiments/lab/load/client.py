@@ -1,0 +1,229 @@
+"""One process of the load client: its share of a pass's requests, each sent when it is due and noted as it streams in.
+
+Times are time.perf_counter's, which on Linux is CLOCK_MONOTONIC, one clock for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.lab.load.connection import Connection, Exchange
+from experiments.lab.load.events import read_answer
+from experiments.lab.load.target import Target
+from experiments.lab.peers import wire
+from experiments.lab.schedule import Schedule
+from experiments.lab.traces import RequestTrace, Served
+from experiments.lab.workloads import Item
+from mini_infer.core.config import EngineConfig
+
+OPEN_LOOP_CONNECTIONS = 64  # opened before the clock starts; an open loop opens more as it needs them
+CONNECTING = 32  # at once, so that a server's backlog holds them
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """
+    Attributes:
+        end: when the last request had ended.
+        cpu_s: that this process took from the start to the end.
+        tells_cached: whether the server said of every request how much of it was in a prefix cache.
+    """
+
+    traces: tuple[RequestTrace, ...]
+    end: float
+    cpu_s: float
+    tells_cached: bool
+
+
+class Drive:
+    """One pass. Requests are made, and connections opened, before the clock starts."""
+
+    def __init__(self, items: Sequence[Item], target: Target, salt: str) -> None:
+        self._items = items
+        self._target = target
+        self._salt = salt
+        self._prompts = [list(item.prompt) for item in items]
+        self._requests = [
+            b"" if item.follows is not None else target.request(prompt, item, salt)
+            for item, prompt in zip(items, self._prompts, strict=True)
+        ]
+        self._followed = {item.follows for item in items if item.follows is not None}
+        self._exchanges: dict[int, tuple[float, Exchange]] = {}  # arrival, and what came of it
+        self._lost: dict[int, float] = {}  # followers that had nothing to follow, and when that was known
+        self._unfinished = len(items)
+        self._idle: list[Connection] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def connect(self, places: int) -> None:
+        """Raises OSError where nobody listens."""
+        closed = all(item.arrival_s is None for item in self._items)
+        wanted = min(places if closed else OPEN_LOOP_CONNECTIONS, len(self._items))
+        for first in range(0, wanted, CONNECTING):
+            new = [self._connection() for _ in range(min(CONNECTING, wanted - first))]
+            self._idle += await asyncio.gather(*new)
+
+    async def run(self, start: float, places: int) -> Outcome:
+        """Begins at `start`; at most `places` requests of the closed loop are in flight."""
+        self._loop = asyncio.get_running_loop()
+        self._done = self._loop.create_future()
+        self._schedule = Schedule(self._items, start, places)
+        gc.collect()
+        gc.disable()  # a collection would look at all that has been read so far
+        try:
+            await asyncio.sleep(start - time.perf_counter())
+            cpu = time.process_time()
+            self._pump()
+            await self._done
+            end, cpu_s = time.perf_counter(), time.process_time() - cpu
+        finally:
+            gc.enable()
+            for connection in self._idle:
+                connection.close()
+        cached: list[bool] = []
+        traces = tuple(self._trace(index, cached) for index in range(len(self._items)))
+        return Outcome(traces, end, cpu_s, all(cached))
+
+    def _pump(self) -> None:
+        """Sends what is due, and comes back when something else is."""
+        for index, arrival in self._schedule.due(time.perf_counter()):
+            self._send(index, arrival)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self._schedule.next_due()
+        if due is not None:  # the loop's clock is CLOCK_MONOTONIC, too, but need not be elsewhere
+            self._timer = self._loop.call_later(max(0.0, due - time.perf_counter()), self._pump)
+
+    def _send(self, index: int, arrival: float) -> None:
+        exchange = Exchange()
+        self._exchanges[index] = (arrival, exchange)
+        if not self._requests[index]:
+            self._requests[index] = self._target.request(self._prompts[index], self._items[index], self._salt)
+        if self._idle:
+            self._send_on(self._idle.pop(), index, exchange)
+        else:
+            self._open_and_send(index, exchange)
+
+    def _send_on(self, connection: Connection, index: int, exchange: Exchange) -> None:
+        connection.send(self._requests[index], exchange, lambda: self._ended(connection, index, exchange))
+
+    def _open_and_send(self, index: int, exchange: Exchange) -> None:
+        task = asyncio.ensure_future(self._open(index, exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _open(self, index: int, exchange: Exchange) -> None:
+        try:
+            connection = await self._connection()
+        except OSError as error:
+            exchange.error = f"the server cannot be reached: {error}"
+            self._finish(index, exchange)
+            return
+        self._send_on(connection, index, exchange)
+
+    async def _connection(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: Connection(self._forget), self._target.host, self._target.port
+        )
+        return connection
+
+    def _forget(self, connection: Connection) -> None:
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def _ended(self, connection: Connection, index: int, exchange: Exchange) -> None:
+        if connection.stale:  # as servers do with connections that were idle for long
+            exchange.error = ""
+            self._open_and_send(index, exchange)
+            return
+        if not connection.is_closing:
+            self._idle.append(connection)
+        self._finish(index, exchange)
+
+    def _finish(self, index: int, exchange: Exchange) -> None:
+        self._unfinished -= 1
+        now = time.perf_counter()
+        if index not in self._followed:
+            self._schedule.ended(index, now)
+        else:
+            self._let_follow(index, exchange, now)
+        if self._unfinished:
+            self._pump()
+        elif not self._done.done():
+            self._done.set_result(None)
+
+    def _let_follow(self, index: int, exchange: Exchange, now: float) -> None:
+        answer = read_answer(exchange.reads)
+        asked = self._items[index].output_tokens
+        if exchange.error or answer.error or len(answer.token_ids) != asked:
+            for lost in self._schedule.lose(index):
+                self._lost[lost] = now
+                self._unfinished -= 1
+            return
+        for follower in self._schedule.ended(index, answer.token_times[-1]):
+            self._prompts[follower] = [*self._prompts[index], *answer.token_ids, *self._prompts[follower]]
+
+    def _trace(self, index: int, cached: list[bool]) -> RequestTrace:
+        item = self._items[index]
+        common: dict[str, Any] = {
+            "prompt_tokens": len(self._prompts[index]),
+            "asked_tokens": item.output_tokens,
+            "name": item.name,
+            "shared_tokens": item.shared_tokens,
+        }
+        if index in self._lost:
+            error = "the request that it follows has no answer, or none with token ids"
+            return RequestTrace(**common, arrival=self._lost[index], token_times=(), token_ids=(), error=error)
+        arrival, exchange = self._exchanges[index]
+        answer = read_answer(exchange.reads)
+        cached.append(answer.cached_tokens is not None)
+        error = answer.error
+        if exchange.error or exchange.status != 200:
+            error = exchange.error or f"HTTP status {exchange.status}: {_begin(exchange)}"
+        return RequestTrace(
+            **common,
+            arrival=arrival,
+            token_times=tuple(answer.token_times),
+            token_ids=tuple(answer.token_ids),
+            cached_tokens=answer.cached_tokens or 0,
+            sent=None if self._schedule.is_closed(index) else exchange.sent,
+            error=error,
+            tells_tokens=bool(answer.token_ids) or not answer.token_times,
+        )
+
+
+def _begin(exchange: Exchange) -> str:
+    """Of an answer that is no stream."""
+    return b"".join(piece for _, piece in exchange.reads)[:300].decode(errors="replace")
+
+
+class Client:
+    """What the process that measures calls."""
+
+    about: Mapping[str, Any] = {}
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._loop = asyncio.new_event_loop()
+
+    def prepare(self, items: list[dict[str, Any]], salt: str, places: int) -> None:
+        self._places = places
+        self._drive = Drive(wire.unpack_items(items), self._target, salt)
+        self._loop.run_until_complete(self._drive.connect(places))
+
+    def go(self, start: float) -> dict[str, Any]:
+        outcome = self._loop.run_until_complete(self._drive.run(start, self._places))
+        served = wire.pack_served(Served(outcome.traces, start, outcome.end))
+        return {"served": served, "cpu_s": outcome.cpu_s, "tells_cached": outcome.tells_cached}
+
+
+def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Client:
+    """For a process of its own. `config` is nothing for it."""
+    return Client(Target(**settings["target"]))

@@ -1,0 +1,135 @@
+"""All processes of the load client, as the process that measures sees them."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from experiments.lab.load.target import Target
+from experiments.lab.peers import wire
+from experiments.lab.peers.process import PeerProcess
+from experiments.lab.peers.settings import ClientSettings
+from experiments.lab.traces import HostUse, RequestTrace, Served
+from experiments.lab.workloads import Item
+from mini_infer.core.config import EngineConfig
+
+MODULE = "experiments.lab.load.client"
+STREAMS_EACH = 64  # of a process, before there is another one
+LEAD_S = 0.05  # from the word to go to the start, which all processes share
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process sends: indices of the pass's items, those items, and its places of the closed loop."""
+
+    indices: tuple[int, ...]
+    items: tuple[Item, ...]
+    places: int
+
+
+class Clients:
+    def __init__(self, target: Target, settings: ClientSettings) -> None:
+        self._target = target
+        self._settings = settings
+        self._processes: list[PeerProcess] = []
+
+    def serve(self, items: Sequence[Item], concurrency: int, salt: str) -> Served:
+        """Raises PeerError where a process fails. A request that fails is in its trace."""
+        shares = split(items, concurrency, self._count(min(concurrency, len(items))))
+        while len(self._processes) < len(shares):
+            self._processes.append(self._start())
+        processes = self._processes[: len(shares)]
+        self._together(
+            [
+                lambda process=process, share=share: process.call(  # type: ignore[misc]
+                    "connect",
+                    "prepare",
+                    items=wire.pack_items(share.items),
+                    salt=salt,
+                    places=share.places,
+                )
+                for process, share in zip(processes, shares, strict=True)
+            ]
+        )
+        start = time.perf_counter() + LEAD_S
+        replies = self._together(
+            [lambda process=process: process.call("serve", "go", start=start) for process in processes]  # type: ignore[misc]
+        )
+        return _joined(shares, replies, start)
+
+    def close(self) -> None:
+        while self._processes:
+            self._processes.pop().close()
+
+    def _count(self, in_flight: int) -> int:
+        """Processes for so many streams; without a setting never more than half of the CPUs, which others need."""
+        wanted = self._settings.processes
+        if wanted is None:
+            wanted = min(math.ceil(in_flight / STREAMS_EACH), max(1, usable_cpus() // 2))
+        return min(wanted, in_flight)
+
+    def _start(self) -> PeerProcess:
+        return PeerProcess("the load client", MODULE, EngineConfig(), self._settings, target=asdict(self._target))
+
+    def _together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """All at once. What ends it early, Ctrl-C included, ends the processes, which their threads notice."""
+        with ThreadPoolExecutor(len(calls)) as pool:
+            waiting = [pool.submit(call) for call in calls]
+            try:
+                return [future.result() for future in waiting]
+            except BaseException:
+                self.close()
+                raise
+
+
+def usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def split(items: Sequence[Item], concurrency: int, processes: int) -> list[Share]:
+    """Deals requests out in turns, those of one conversation together, and the places evenly. A process keeps its own
+    places filled: at the end of a closed loop one may have none left to send while another still has."""
+    owner: list[int] = []
+    first = 0
+    for item in items:
+        if item.follows is None:
+            owner.append(first % processes)
+            first += 1
+        else:
+            owner.append(owner[item.follows])
+    shares = []
+    for process in range(processes):
+        indices = tuple(index for index, its in enumerate(owner) if its == process)
+        new = {index: position for position, index in enumerate(indices)}
+        own = tuple(
+            replace(items[i], follows=None if (before := items[i].follows) is None else new[before]) for i in indices
+        )
+        places = concurrency // processes + (process < concurrency % processes)
+        shares.append(Share(indices, own, places))
+    return [share for share in shares if share.items]
+
+
+def _joined(shares: Sequence[Share], replies: Sequence[dict[str, Any]], start: float) -> Served:
+    traces: dict[int, RequestTrace] = {}
+    parts = [wire.unpack_served(reply["served"]) for reply in replies]
+    for share, part in zip(shares, parts, strict=True):
+        traces |= {
+            index: replace(trace, request_id=f"{trace.name or 'request'}-{index}")
+            for index, trace in zip(share.indices, part.requests, strict=True)
+        }
+    cpu = [float(reply["cpu_s"]) for reply in replies]
+    return Served(
+        tuple(traces[index] for index in sorted(traces)),
+        min((trace.arrival for trace in traces.values()), default=start),
+        max(part.end for part in parts),
+        host=HostUse(
+            client_s=sum(cpu),
+            client_busy=max(used / part.seconds for used, part in zip(cpu, parts, strict=True)),
+            tells_cached=all(reply["tells_cached"] for reply in replies),
+        ),
+    )

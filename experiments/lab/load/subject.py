@@ -1,0 +1,130 @@
+"""A server and the clients that load it, as a peer that takes its turn beside others."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from experiments.lab.kinds import Kind
+from experiments.lab.load.clients import Clients
+from experiments.lab.load.target import Target
+from experiments.lab.peers.base import PeerAbsent
+from experiments.lab.peers.process import PeerProcess
+from experiments.lab.peers.settings import ClientSettings, HTTPSettings, PeerSettings
+from experiments.lab.traces import Served
+from experiments.lab.workloads import Item
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import ConfigError
+
+NEEDS = ("httptools", "msgspec")
+SERVER = "experiments.lab.load.server"
+ANSWERS_S = 10.0  # a server that takes longer to name its model is not there
+
+
+class OverHTTP:
+    """
+    Args:
+        server: the process that holds it, where it is one of ours.
+    """
+
+    def __init__(
+        self, name: str, target: Target, about: Mapping[str, Any], clients: ClientSettings, server: PeerProcess | None
+    ) -> None:
+        self.name = name
+        self.about = about
+        self._clients = Clients(target, clients)
+        self._server = server
+        self._closed = False
+        self._run = uuid.uuid4().hex[:8]  # a server may have lived before, and live on
+        self._forgot = 0  # times
+
+    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
+        try:
+            before = self._cpu()
+            served = self._clients.serve(items, concurrency, f"{self._run}-{self._forgot}")
+            if self._server is None:
+                return served
+            self._server.call("serve", "check")
+            api_s, engine_s = (after - first for after, first in zip(self._cpu(), before, strict=True))
+        except BaseException:
+            self.close()
+            raise
+        assert served.host is not None
+        return replace(served, host=replace(served.host, api_s=api_s, engine_s=engine_s))
+
+    def forget(self) -> None:
+        """Another salt: prefixes that were cached under the last one cannot be hit."""
+        self._forgot += 1
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed and (self._server is None or self._server.alive)
+
+    def close(self) -> None:
+        self._closed = True
+        self._clients.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _cpu(self) -> tuple[float, ...]:
+        """Seconds that the API process and the engine process have used so far."""
+        if self._server is None:
+            return ()
+        try:
+            used = [psutil.Process(self._server.about[pid]).cpu_times() for pid in ("api_pid", "engine_pid")]
+        except psutil.NoSuchProcess:
+            return (0.0, 0.0)  # `check` tells how it ended
+        return tuple(times.user + times.system for times in used)
+
+
+def open_subject(kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int) -> OverHTTP:
+    """
+    Raises:
+        PeerAbsent: no server answers at peers.http.url.
+        ConfigError: settings that cannot work.
+        PeerError: the server could not start.
+    """
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"load over HTTP needs {' and '.join(missing)}: pip install 'mini-infer[serve]'")
+    if kind is Kind.http:
+        target = find(settings.http)
+        found = {"url": settings.http.url, "model": target.model}
+        return OverHTTP(kind.label, target, found, settings.client, None)
+    server = PeerProcess(kind.label, SERVER, config, settings.served, threads=threads)
+    target = _target(server.about["url"], server.about["model"])
+    startup = server.about["startup"]
+    about: dict[str, Any] = {"server": "mini-infer-serve: an API process and an engine process", "cpu_threads": threads}
+    if startup["device"] != "cpu":
+        about |= {"started in": f"{startup['seconds']:.1f} s"}
+    return OverHTTP(kind.label, target, about, settings.client, server)
+
+
+def find(settings: HTTPSettings) -> Target:
+    """The server at peers.http.url, and the model that it names first."""
+    if settings.url is None:
+        raise ConfigError("the variant kind `http` needs peers.http.url, such as http://localhost:8000")
+    if settings.model is not None:
+        return _target(settings.url, settings.model)
+    base = settings.url.rstrip("/").removesuffix("/v1")
+    try:
+        with urllib.request.urlopen(f"{base}/v1/models", timeout=ANSWERS_S) as answer:
+            return _target(settings.url, json.load(answer)["data"][0]["id"])
+    except (OSError, ValueError, LookupError) as error:
+        raise PeerAbsent(f"no OpenAI server answers at peers.http.url={settings.url}: {error}") from error
+
+
+def _target(url: str, model: str) -> Target:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ConfigError(f"peers.http.url must begin with http:// and name a host, got {url!r}")
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return Target(parts.hostname, parts.port or 80, f"{path}/v1/completions", model)

@@ -1,0 +1,155 @@
+"""The search for the highest rate that keeps the SLO: where it ends, what it stores, and what it refuses."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from experiments import ablation
+from experiments.lab import metrics, validity
+from experiments.lab.kinds import Kind
+from experiments.lab.progress import Steps
+from experiments.lab.rate_search import RateSearch, bisect
+from experiments.lab.session import Session
+from experiments.lab.traces import HostUse, RequestTrace, Served
+from mini_infer.core.errors import ConfigError
+
+SEARCH = {"low_per_s": 100, "high_per_s": 1600, "steps": 2, "at": {"workload.arrivals": "poisson"}}
+LOAD = ["workload=fixed", "workload.count=4", "workload.prompt_tokens=40", "workload.output_tokens=3"]
+
+
+@pytest.fixture
+def build(compose_config):
+    def make(**experiment):
+        config = compose_config(
+            "experiment=probe", "model=dry", "measure.repeats=2", "engine.cache.num_blocks=128", *LOAD
+        )
+        OmegaConf.set_struct(config, False)
+        values = {
+            "variants": {"engine": {}},
+            "baseline": "engine",
+            "claims": [],
+            "plots": [],
+            "samples": 0,
+            "points": {},
+            "metrics": ["slo_share", "slo_rate_rps"],
+            "slo": {"ttft_ms": 60_000},
+            "search": SEARCH,
+            **experiment,
+        }
+        config.experiment.update(values)
+        OmegaConf.set_struct(config, True)
+        return ablation.Ablation.from_config(config)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """The machine that runs the tests is busy, and a client that falls behind is nothing that they are about."""
+    monkeypatch.setattr(validity, "LAG_S", 10.0)
+
+
+def measure(experiment):
+    with Steps("test") as steps:
+        return experiment.measure(steps)
+
+
+def found(findings):
+    return [(row.value, row.reason) for row in findings.rows if row.metric == "slo_rate_rps"]
+
+
+@pytest.mark.parametrize("last", range(-1, 7))
+def test_bisection_finds_every_boundary_in_as_many_tries_as_steps(last):
+    tries = []
+    assert bisect(7, lambda index: (tries.append(index), index <= last)[1]) == last
+    assert len(tries) == 3
+
+
+def test_rates_rise_by_one_factor():
+    assert RateSearch(2, 32, steps=2).rates == [2, 8, 32]
+    assert RateSearch(1, 64, steps=3).rates == [1, 2, 4, 8, 16, 32, 64]
+    assert RateSearch().rates == RateSearch().points == []
+
+
+def test_where_all_is_kept_the_search_ends_at_the_end_of_its_range(build):
+    experiment = build()
+    findings = measure(experiment)
+    assert found(findings) == [(1600.0, "")] * 2
+    assert "engine, search 1: 100 % of the requests kept the SLO at 1600/s, the end of the range." in findings.notes
+    assert [point.name for point in experiment.points] == ["", "search at 400/s", "search at 1600/s", "search"]
+    assert {row.point for row in findings.rows if row.metric == "slo_share"} == {
+        "", "search at 400/s", "search at 1600/s"
+    }  # fmt: skip
+
+
+def test_where_nothing_is_kept_there_is_no_rate(build):
+    findings = measure(build(slo={"ttft_ms": 1e-6}))
+    assert found(findings) == [(0.0, "not even 100/s met the SLO (0 % of the requests did)")] * 2
+
+
+def test_two_rates_enclose_the_answer(build, monkeypatch):
+    real = Session.alone
+
+    def alone(self, cell, inputs, repeat, again):
+        rows = real(self, cell, inputs, repeat, again)
+        kept = 0.95 if cell.workload.rate_per_s < 1000 else 0.5
+        return [type(row)(**{**vars(row), "value": kept}) for row in rows]
+
+    monkeypatch.setattr(Session, "alone", alone)
+    findings = measure(build())
+    assert found(findings) == [(400.0, "")] * 2
+    told = (
+        "engine, search 2: 95 % of the requests kept the SLO at 400/s and 50 % of the requests kept the SLO at 1600/s."
+    )
+    assert told in findings.notes
+
+
+def test_a_pass_that_does_not_count_ends_the_search(build, monkeypatch):
+    real = Session.alone
+
+    def alone(self, cell, inputs, repeat, again):
+        rows = real(self, cell, inputs, repeat, again)
+        return [type(row)(**{**vars(row), "valid": False, "reason": "planted"}) for row in rows]
+
+    monkeypatch.setattr(Session, "alone", alone)
+    assert found(measure(build())) == [(0.0, "the pass at 400/s does not count: planted")] * 2
+
+
+def test_it_can_be_claimed(build):
+    claim = {"metric": "slo_rate_rps", "variant": "engine", "at": {"search": "result"}, "at_least": 10}
+    (resolved,) = build(claims=[claim]).claims
+    assert resolved.point == "search"
+
+
+@pytest.mark.parametrize(
+    ("experiment", "message"),
+    [
+        ({"search": {**SEARCH, "high_per_s": 50}}, "low_per_s=100 must be above 0 and below high_per_s=50"),
+        ({"search": {"low_per_s": 5}}, "needs both low_per_s and high_per_s"),
+        ({"search": {**SEARCH, "steps": 1}}, "steps must be from 2 to 8, got 1"),
+        ({"search": {**SEARCH, "share": 0}}, "share must be above 0 and at most 1, got 0"),
+        ({"search": {**SEARCH, "at": {"workload.rate_per_s": 3}}}, "must not give workload.rate_per_s"),
+        ({"metrics": ["slo_share"]}, "experiment.search needs the metric slo_rate_rps"),
+        ({"search": {}}, "slo_rate_rps is what a search finds"),
+        ({"slo": {}}, "the metric slo_share needs experiment.slo"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(build, experiment, message):
+    with pytest.raises(ConfigError, match=message):
+        build(**experiment)
+
+
+def test_a_server_elsewhere_needs_its_url(build):
+    with pytest.raises(ConfigError, match=r"the variant kind `http` needs peers\.http\.url"):
+        build(variants={"engine": {"kind": Kind.http.value}})
+
+
+def test_what_the_host_spends_a_token_worked_out_by_hand():
+    request = RequestTrace(4, 4, 0.0, (1.0, 2.0, 2.0, 3.0), (1, 2, 3, 4), cached_tokens=2)
+    host = HostUse(client_s=4e-5, client_busy=0.25, tells_cached=True, api_s=8e-5)
+    names = ["client_cpu_us", "api_cpu_us", "engine_cpu_us", "client_busy", "tokens_per_read", "prefix_hit_rate"]
+    values = metrics.measure(Served((request,), 0.0, 4.0, host=host), names)
+    assert values["client_cpu_us"] == pytest.approx(10)
+    assert values["api_cpu_us"] == pytest.approx(20)
+    assert not values["engine_cpu_us"].applies  # of a server that is not ours
+    assert (values["client_busy"], values["tokens_per_read"], values["prefix_hit_rate"]) == (0.25, 4 / 3, 0.5)
+    assert not any(value.applies for value in metrics.measure(Served((request,), 0.0, 4.0), names).values())

@@ -1,0 +1,185 @@
+"""Several API processes behind one port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from http_server import DRY, ROOT, Server, running, wait_for
+
+TEXT = "/v1/completions"
+LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 8000, "ignore_eos": True}
+SLOW = ("--api-processes", "2", "--model.dry.step_ms", "10", "--model.dry.max_model_len", "20000")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(*SLOW, "--scheduler.max_num_seqs", "2", "--max-queued", "2") as server:
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in "".join(server.log)
+
+
+def clients(server: Server, stack: ExitStack, count: int) -> list[httpx.Client]:
+    """Each with a connection of its own."""
+    return [stack.enter_context(httpx.Client(base_url=server.url, timeout=30)) for _ in range(count)]
+
+
+def api_pid(client: httpx.Client) -> int:
+    return client.get("/healthz").json()["api_pid"]
+
+
+def one_on_each(server: Server, stack: ExitStack) -> list[httpx.Client]:
+    """A client on each of the two processes."""
+    pair = clients(server, stack, 2)
+    while api_pid(pair[0]) == api_pid(pair[1]):  # where an earlier connection has just ended
+        pair[1] = clients(server, stack, 1)[0]
+    return pair
+
+
+def stream(client: httpx.Client, stack: ExitStack, **body: Any) -> Iterator[str]:
+    """The lines of a stream that has begun."""
+    response = stack.enter_context(client.stream("POST", TEXT, json={**LONG, "stream": True, **body}))
+    assert response.status_code == 200, response.read()
+    lines = (line for line in response.iter_lines() if line)
+    next(lines)
+    return lines
+
+
+def test_connections_are_dealt_evenly(server: Server) -> None:
+    with ExitStack() as stack:
+        dealt = clients(server, stack, 12)
+        pids = [api_pid(client) for client in dealt]
+        counts = Counter(pids)
+        assert sorted(counts.values()) in ([6, 6], [5, 7])  # an earlier connection may still be open
+        assert server.http.get("/healthz").json()["api_processes"] == 2
+        gone = pids[0]
+        for client, pid in zip(dealt, pids, strict=True):
+            if pid == gone:
+                client.close()
+        time.sleep(0.2)
+        # Who has fewest open gets the next ones, though it has had its turn.
+        assert {api_pid(client) for client in clients(server, stack, 4)} == {gone}
+
+
+def test_any_process_answers_for_the_whole_engine(server: Server) -> None:
+    with ExitStack() as stack:
+        pair = one_on_each(server, stack)
+        for client in (*pair, pair[1]):
+            assert client.post(TEXT, json={**LONG, "max_tokens": 8}).status_code == 200
+
+        def told(client: httpx.Client) -> list[str]:
+            return [line for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
+
+        wait_for(lambda: told(pair[0]) == told(pair[1]))
+        lines = told(pair[0])
+        ended = [float(line.split()[-1]) for line in lines if line.startswith("mini_infer:request_success_total{")]
+        (count,) = (float(x.split()[-1]) for x in lines if x.startswith("mini_infer:e2e_request_latency_seconds_count"))
+        assert sum(ended) == count >= 3
+        assert not any(line.startswith("process_") for line in lines), "these would be one process's"
+
+
+def test_the_queue_has_one_end_for_all(server: Server) -> None:
+    held = []  # a response is closed with its lines
+    with ExitStack() as stack:
+        for client in one_on_each(server, stack):
+            held.append(stream(client, stack))
+        threads = stack.enter_context(ThreadPoolExecutor())
+        waiting = [
+            threads.submit(client.post, TEXT, json={**LONG, "timeout": 2}) for client in one_on_each(server, stack)
+        ]
+        wait_for(lambda: server.metrics()["num_requests_waiting"] == 2)
+        for client in one_on_each(server, stack):
+            response = client.post(TEXT, json=LONG)
+            assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+        assert [each.result().status_code for each in waiting] == [504, 504]
+    server.wait_until_idle()
+
+
+def test_sigterm_lets_all_finish_and_a_process_that_dies_is_replaced() -> None:
+    with running(*SLOW, "--shutdown-timeout", "2") as server, ExitStack() as stack:
+        pair = one_on_each(server, stack)
+        pids = [api_pid(client) for client in pair]
+        lost, kept = stream(pair[0], stack), stream(pair[1], stack)
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lost)
+        wait_for(lambda: server.metrics()["num_requests_running"] == 1)
+        next(kept)
+
+        def pids_now() -> set[int]:
+            with ExitStack() as short:
+                return {api_pid(client) for client in clients(server, short, 4)}
+
+        wait_for(lambda: len(pids_now()) == 2 and pids[0] not in pids_now(), timeout=30)
+        ending = [stream(client, stack, max_tokens=60) for client in one_on_each(server, stack)]
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.send_signal(signal.SIGINT)
+        for process in processes:  # a terminal's Ctrl-C reaches all of them
+            process.send_signal(signal.SIGINT)
+        assert [list(lines)[-1] for lines in ending] == ["data: [DONE]"] * 2
+        assert "shutting_down" in list(kept)[-1]
+        assert server.wait() == 0
+        assert not psutil.wait_procs(processes, timeout=3)[1]
+        log = "".join(server.log)
+        assert "an API process was killed by SIGKILL: its streams are lost, and another takes its place" in log
+        assert "Traceback" not in log
+
+
+def test_a_dead_engine() -> None:
+    with running(*SLOW) as server, ExitStack() as stack:
+        pair = one_on_each(server, stack)
+        lines = [stream(client, stack) for client in pair]
+        os.kill(server.http.get("/healthz").json()["engine_pid"], signal.SIGKILL)
+        for each in lines:
+            assert "engine_dead" in list(each)[-1]
+        for client in one_on_each(server, stack):
+            health = client.get("/healthz")
+            assert (health.status_code, health.json()["status"]) == (503, "dead")
+            assert client.post(TEXT, json=LONG).status_code == 503
+        assert server.wait() == 1
+        assert "the engine process was killed by SIGKILL" in "".join(server.log)
+
+
+def test_a_supervisor_that_is_killed_leaves_nobody() -> None:
+    with running(*SLOW) as server:
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(processes) == 3
+        server.process.kill()
+        assert not psutil.wait_procs(processes, timeout=10)[1]
+
+
+def test_a_process_that_dies_before_it_served_ends_all() -> None:
+    command = [sys.executable, "-m", "mini_infer.cli.serve", *DRY, "--api-processes", "2"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+    children: list[psutil.Process] = []
+
+    def started() -> bool:
+        children[:] = psutil.Process(process.pid).children()
+        return len(children) == 3
+
+    wait_for(started)
+    children[1].kill()
+    _, said = process.communicate(timeout=15)
+    assert process.returncode == 1
+    assert b"an API process was killed by SIGKILL before it served" in said
+    assert not psutil.wait_procs(children, timeout=1)[1]
+
+
+def test_settings_that_the_engine_refuses_are_one_message() -> None:
+    command = [sys.executable, "-m", "mini_infer.cli.serve", *DRY, "--api-processes", "2"]
+    done = subprocess.run([*command, "--model.max_model_len", "9999999"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("mini-infer-serve: error: model.max_model_len=9999999 is beyond")
+    assert done.stderr.count("\n") == 1
