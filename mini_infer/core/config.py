@@ -188,11 +188,11 @@ PREFILL_GRAPH_STEP = 64  # tokens from one size of graphs.max_prefill_tokens to 
 @dataclass(frozen=True)
 class GraphsConfig:
     """CUDA graphs of whole decode steps, one launch instead of hundreds, and of other steps piece by piece: everything
-    between two attention calls. The second is off until it has been measured on a GPU. `capture: never` means both."""
+    between two attention calls. `capture: never` means both."""
 
     capture: When = When.auto
     max_batch: int | None = None  # rows of the largest graph, larger batches run eagerly; default: max_num_seqs
-    max_prefill_tokens: int = 0  # tokens of the largest step captured in pieces, a multiple of 64; 0: none
+    max_prefill_tokens: int = 2048  # tokens of the largest step captured in pieces, a multiple of 64; 0: none
 
     def __post_init__(self) -> None:
         _coerce(self)
