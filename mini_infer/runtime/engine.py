@@ -19,7 +19,7 @@ from mini_infer.runtime.build import build_parts
 from mini_infer.runtime.detokenizer import Detokenizer
 from mini_infer.runtime.grammar import CompiledGrammar, GrammarCompiler
 from mini_infer.runtime.output import OutputProcessor
-from mini_infer.runtime.probe import probe
+from mini_infer.runtime.probe import blocks_of, probe
 from mini_infer.runtime.prompt import Prompt, encode_prompt, is_single_prompt, require_fit
 from mini_infer.runtime.runner import LaunchedStep
 from mini_infer.runtime.tokenizer import checked_text
@@ -193,22 +193,36 @@ class LLMEngine:
         self._parts.reserve_memory()
 
     def probe_logits(self, token_ids: Sequence[int], split: int) -> Tensor:
-        """The logits that this engine's own steps give: a prompt of token_ids[:split], and then each further token in
-        a decode step of its own, through whatever kernels, attention and CUDA graphs it runs.
+        """`probe_batch` of one row."""
+        return self.probe_batch([(token_ids, split)])[0]
+
+    def probe_batch(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[Tensor]:
+        """The logits that this engine's own steps give, through whatever kernels, attention and CUDA graphs it runs:
+        of each (token_ids, split) the prompt token_ids[:split], alone; and then each further token in a decode step
+        together with those of the other rows.
 
         Returns:
-            [len(token_ids) - split + 1, vocab_size] float32 on the CPU: of the token behind token_ids[:split], behind
-            token_ids[: split + 1], and so on.
+            Of each row [len(token_ids) - split + 1, vocab_size] float32 on the CPU: of the token behind
+            token_ids[:split], behind token_ids[: split + 1], and so on.
 
         Raises:
             RuntimeError: requests are unfinished; a probe uses their slots and blocks.
-            RequestError: the tokens are too many.
+            RequestError: there are too many rows, or too many tokens.
         """
         self._require_idle("logits can be probed")
-        if not 0 < split <= len(token_ids) < self.max_model_len:
-            raise RequestError(f"a probe takes from 1 to {self.max_model_len - 1} tokens, of which {split} come first")
+        most = self.config.scheduler.max_num_seqs
+        if not 0 < len(rows) <= most:
+            raise RequestError(f"a probe takes from 1 to {most} rows (scheduler.max_num_seqs), not {len(rows)}")
+        for token_ids, split in rows:
+            if not 0 < split <= len(token_ids) < self.max_model_len:
+                raise RequestError(
+                    f"a probe takes from 1 to {self.max_model_len - 1} tokens, of which {split} come first"
+                )
+        needed, there = sum(blocks_of(ids, self.config) for ids, _ in rows), self.startup.num_kv_blocks
+        if needed > there:
+            raise RequestError(f"the rows of a probe take {needed} KV blocks, and there are {there}")
         try:
-            return probe(self._parts.runner, list(token_ids), split, self.config)
+            return probe(self._parts.runner, rows, self.config)
         finally:
             self.scheduler = self._parts.make_scheduler()  # it overwrote blocks that the prefix cache may hold
 
