@@ -22,6 +22,7 @@ from mini_infer.runtime.output import OutputProcessor
 from mini_infer.runtime.probe import blocks_of, probe
 from mini_infer.runtime.prompt import Prompt, encode_prompt, is_single_prompt, require_fit
 from mini_infer.runtime.runner import LaunchedStep
+from mini_infer.runtime.scheduler import TokenUpdate
 from mini_infer.runtime.tokenizer import checked_text
 
 RECORDS_KEPT = 100_000
@@ -38,13 +39,20 @@ class LLMEngine:
     Args:
         config: every setting; a string is taken as the model's name or path.
         clock: seconds, monotonic; all timestamps are read from it.
+        records_kept: how many of the latest StepRecords `records` holds; observers are told all of them.
 
     Raises:
         ConfigError: settings that cannot work together, or with this model or machine.
         ModelError: a model that cannot be loaded.
     """
 
-    def __init__(self, config: EngineConfig | str, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | str,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        records_kept: int = RECORDS_KEPT,
+    ) -> None:
         self.config = EngineConfig(model=config) if isinstance(config, str) else config
         parts = build_parts(self.config)
         self.tokenizer = parts.tokenizer
@@ -53,13 +61,14 @@ class LLMEngine:
         self.startup = parts.startup
         self.vocab_size = parts.vocab_size
         self.clock = clock
-        self.records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
+        self.records: deque[StepRecord] = deque(maxlen=records_kept)
         self.observers: list[Callable[[StepRecord], None]] = []  # each is called with every StepRecord
         self._parts = parts
         self._outputs = OutputProcessor()
         self._grammars = GrammarCompiler(parts.tokenizer, parts.vocab_size, parts.eos_token_ids)
-        self._mailbox: dict[str, list[RequestOutput]] = {}  # outputs not handed over yet, by request
         self._claimed: set[str] = set()  # requests of `generate` and `stream`, which `step` does not hand out
+        self._mailbox: dict[str, list[RequestOutput]] = {}  # their outputs that are not handed over yet, by request
+        self._outbox: list[RequestOutput] = []  # for the next `step` to hand out
         self._ended: list[Request] = []  # aborted or failed since the last StepRecord
         self._num_requests = 0
         self._flights: deque[_Flight] = deque()  # oldest first; with overlap one stays between two calls of `step`
@@ -163,7 +172,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Runs one step, and returns what it brought for requests of `add_request`."""
         self._advance()
-        return [output for request_id in self._unclaimed() for output in self._mailbox.pop(request_id)]
+        outputs, self._outbox = self._outbox, []
+        return outputs
 
     def abort(self, request_id: str) -> None:
         """Ends a request at any moment; its last output comes with the next step. Unknown ids are ignored: the
@@ -176,7 +186,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute, or to hand over."""
-        return self.scheduler.num_unfinished > 0 or bool(self._unclaimed())
+        return self.scheduler.num_unfinished > 0 or bool(self._outbox)
 
     def close(self) -> None:
         """Aborts what is left."""
@@ -310,8 +320,7 @@ class LLMEngine:
             self._grammars.update_masks()
             for request, reason, stop in self._outputs.process(updates, result):
                 self.scheduler.finish(request, reason, stop)
-            changed = [update.request for update in updates]
-            self._post(changed)
+            self._post([request for request, _, _ in updates])
         except BaseException:
             self._start_over()
             raise
@@ -320,8 +329,7 @@ class LLMEngine:
         end = self.clock()
         self._laps.add(start, planned - start, executed - planned, end - executed)
         if flight or self._ended:
-            num_sampled = sum(len(update.token_ids) for update in updates)
-            self._observe(flight or _Flight(plan, None, kv, evictions), changed, num_sampled, end)
+            self._observe(flight or _Flight(plan, None, kv, evictions), updates, end)
 
     def _drop_flights(self) -> None:
         """What is still under way computes tokens for requests that have ended meanwhile. Nobody waits for them."""
@@ -367,11 +375,12 @@ class LLMEngine:
         self._flights.clear()
         self._post_ended(lost)
 
-    def _observe(self, flight: _Flight, changed: list[Request], num_sampled: int, end: float) -> None:
+    def _observe(self, flight: _Flight, updates: Sequence[TokenUpdate], end: float) -> None:
         plan, scheduler = flight.plan, self.scheduler
         laps, self._laps = self._laps, _Laps()
+        in_step = [request for request, _, _ in updates if request.finish_reason is not None]
+        by_text = [r for r in in_step if r.finish_reason is FinishReason.error]
         ended, self._ended = self._ended, []
-        by_text = [r for r in changed if r.finish_reason is FinishReason.error]
         record = StepRecord(
             step=plan.step,
             start_time=laps.start,
@@ -381,7 +390,7 @@ class LLMEngine:
             update_s=laps.update_s,
             prefill_tokens=plan.num_prefill_tokens,
             decode_tokens=plan.num_decode_rows,
-            sampled_tokens=num_sampled,
+            sampled_tokens=sum([len(token_ids) for _, token_ids, _ in updates]),
             num_running=scheduler.num_running,
             num_prefilling=scheduler.num_prefilling,
             num_waiting=scheduler.num_waiting,
@@ -393,7 +402,7 @@ class LLMEngine:
             preempted=tuple(plan.preempted),
             swapped_out_blocks=len(plan.swap_out),
             swapped_in_blocks=len(plan.swap_in),
-            finished=_names(r for r in changed if r.finished and r.finish_reason is not FinishReason.error),
+            finished=_names(r for r in in_step if r.finish_reason is not FinishReason.error),
             aborted=_names(r for r in ended if r.finish_reason is FinishReason.abort),
             failed=_names(r for r in [*ended, *by_text] if r.finish_reason is FinishReason.error),
         )
@@ -404,15 +413,19 @@ class LLMEngine:
     # --- a request's way out --------------------------------------------------------------------------------------
 
     def _post(self, requests: Sequence[Request]) -> None:
-        for output in self._outputs.collect(requests):
-            self._mailbox.setdefault(output.request_id, []).append(output)
+        outputs = self._outputs.collect(requests)
+        if not self._claimed:
+            self._outbox += outputs
+            return
+        for output in outputs:
+            if output.request_id in self._claimed:
+                self._mailbox.setdefault(output.request_id, []).append(output)
+            else:
+                self._outbox.append(output)
 
     def _post_ended(self, requests: Sequence[Request]) -> None:
         self._ended += requests
         self._post(requests)
-
-    def _unclaimed(self) -> list[str]:
-        return [request_id for request_id in self._mailbox if request_id not in self._claimed]
 
     def _follow(self, request_ids: Sequence[str]) -> Iterator[RequestOutput]:
         """The outputs of claimed requests as they come, until all have finished."""
