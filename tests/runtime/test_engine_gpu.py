@@ -111,7 +111,8 @@ def test_overlap_changes_no_token(shape: str) -> None:
 
 @pytest.mark.parametrize("split", [1, 77, 300])
 def test_captured_steps_give_the_logits_of_eager_steps(shape: str, split: int) -> None:
-    captured, eager = make(shape), make(shape, graphs=GraphsConfig(When.never))
+    captured = make(shape, graphs=GraphsConfig(max_prefill_tokens=0))  # pieces are padded, which rounds otherwise
+    eager = make(shape, graphs=GraphsConfig(When.never))
     assert captured.startup.graphs.batch_sizes == (1, 2, 4, 8, 16, 24)
     assert not eager.startup.graphs.batch_sizes
     ids = torch.randint(0, 5003, (split + 20,), generator=torch.Generator().manual_seed(1)).tolist()

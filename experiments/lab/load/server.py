@@ -20,7 +20,7 @@ OWN = ("--host=127.0.0.1", "--port=0", "--max-queued=1000000", "--log-level=warn
 
 
 class Server:
-    def __init__(self, config: EngineConfig, threads: int) -> None:
+    def __init__(self, config: EngineConfig, threads: int, api_processes: int = 1) -> None:
         """
         Args:
             threads: of torch in the engine process.
@@ -30,7 +30,8 @@ class Server:
             RuntimeError: it has ended otherwise; its log says why.
         """
         environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
-        self._process = start_server([*OWN, *flags(config)], {**environment, "OMP_NUM_THREADS": str(threads)})
+        arguments = [*OWN, f"--api-processes={api_processes}", *flags(config)]
+        self._process = start_server(arguments, {**environment, "OMP_NUM_THREADS": str(threads)})
         assert self._process.stdout is not None
         url = read_address(self._process.stdout)
         if url is None:
@@ -98,4 +99,4 @@ def _text(value: Any) -> str:
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Server:
-    return Server(config, settings["threads"])
+    return Server(config, settings["threads"], settings["api_processes"])

@@ -95,7 +95,9 @@ def open_subject(kind: Kind, config: EngineConfig, settings: PeerSettings, threa
     server = PeerProcess(kind.label, SERVER, config, settings.served, threads=threads)
     target = _target(server.about["url"], server.about["model"])
     startup = server.about["startup"]
-    about: dict[str, Any] = {"server": "mini-infer-serve: an API process and an engine process", "cpu_threads": threads}
+    number = settings.served.api_processes
+    processes = "an API process" if number == 1 else f"{number} API processes"
+    about: dict[str, Any] = {"server": f"mini-infer-serve: {processes} and an engine process", "cpu_threads": threads}
     if startup["device"] != "cpu":
         about |= {"started in": f"{startup['seconds']:.1f} s"}
     return OverHTTP(kind.label, target, about, settings.client, server)
