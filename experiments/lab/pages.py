@@ -106,6 +106,7 @@ def _run(result: Result) -> str:
         f"On {wording.device(info)}; {repeats}.{_ceilings(info)}",
         _workload(info),
         _verdicts(result),
+        f"### Remarks\n\n{result.remarks}" if result.remarks else "",
         "\n".join(f"- {note}" for note in info.notes),
         *(_picture(plot.title, info, plot.name) for plot in info.plots),
         *(grid.markdown() for grid in sheet.grids(list(info.metrics))),

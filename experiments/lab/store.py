@@ -37,6 +37,7 @@ from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
 COMPLETE = "complete"
+REMARKS = ".remarks.md"  # ends the name of a file beside a run's, which no run writes
 INCOMPLETE = "-incomplete"  # ends the name of a run that may not replace a complete one
 AGAIN = "run the experiment again, or restore all its files"
 ROW_TYPES: dict[str, type] = {  # by the ending of the file's name
@@ -122,6 +123,7 @@ class Result:
     steps: tuple[StepRow, ...] = ()
     requests: tuple[RequestRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()  # of the profiled decode steps
+    remarks: str = ""  # written by hand in <run>.remarks.md: what stands behind these rows, as markdown
 
 
 def run_name(overrides: Sequence[str]) -> str:
@@ -157,7 +159,9 @@ def _is_complete(path: Path) -> bool:
 
 
 def write(root: Path, result: Result) -> Path:
-    """Replaces the run's files and returns the JSON's path. Raises StoreError; the earlier files are whole then."""
+    """Replaces the run's files and returns the JSON's path. Raises StoreError; the earlier files are whole then.
+
+    Remarks go: they were about the rows that went."""
     info = result.info
     folder = root / info.experiment / info.hardware
     path = folder / f"{info.run}.json"
@@ -175,6 +179,7 @@ def write(root: Path, result: Result) -> Path:
         _replace(files)
         for ending in ROW_TYPES.keys() - texts.keys():
             _table_path(path, ending).unlink(missing_ok=True)  # of an earlier run that stored more
+        _table_path(path, REMARKS).unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(f"the results of {info.experiment} cannot be written to {folder}: {error}") from error
     return path
@@ -215,7 +220,9 @@ def read(path: Path) -> Result:
         del document["format"]
         rows = {ending: _read_table(path, ending, stated[ending]) for ending in ROW_TYPES if ending in stated}
         info: RunInfo = _from_json(RunInfo, document)
-        return Result(info, rows[".csv"], *(rows.get(ending, ()) for ending in ROW_TYPES if ending != ".csv"))
+        others: list[Any] = [rows.get(ending, ()) for ending in ROW_TYPES if ending != ".csv"]
+        result, written = Result(info, rows[".csv"], *others), _table_path(path, REMARKS)
+        return replace(result, remarks=written.read_text(encoding="utf-8").strip()) if written.exists() else result
     except StoreError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -11,6 +11,7 @@ from experiments.lab import store
 from experiments.lab.claims import Bound, Claim
 from experiments.lab.gate import ErrorGate, compare, gate
 from experiments.lab.metrics import Better, Metric
+from experiments.lab.pages import report_page
 from experiments.lab.rows import Row
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.steps import RequestRow, StepRow
@@ -187,6 +188,16 @@ def test_a_run_without_steps_removes_those_of_the_run_before(tmp_path):
     store.write(tmp_path, with_steps())
     assert store.read(store.write(tmp_path, result())).steps == ()
     assert set(contents(tmp_path)) == {"demo/cpu/default.csv", "demo/cpu/default.json"}
+
+
+def test_remarks_belong_to_the_rows_that_they_were_written_about(tmp_path):
+    path = store.write(tmp_path, result())
+    path.with_name("default.remarks.md").write_text("A cache was cold.\n")
+    found = store.read(path)
+    assert found.remarks == "A cache was cold."
+    assert "### Remarks\n\nA cache was cold." in report_page([found], [])
+    store.write(tmp_path, found)
+    assert store.read(path).remarks == ""
 
 
 def test_everything_that_is_known_of_a_run_comes_back(tmp_path):
