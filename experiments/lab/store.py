@@ -146,7 +146,7 @@ def write_run(root: Path, result: Result) -> Path:
     if info.status != COMPLETE and _is_complete(folder / f"{info.run}.json"):
         return write(root, beside)
     path = write(root, result)
-    for ending in (".json", *ROW_TYPES):
+    for ending in (".json", REMARKS, *ROW_TYPES):
         (folder / f"{beside.info.run}{ending}").unlink(missing_ok=True)
     return path
 

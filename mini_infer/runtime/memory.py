@@ -17,7 +17,7 @@ from mini_infer.modeling.spec import ModelSpec
 
 CPU_KV_GIB = 0.5
 _SMALL_TENSOR, _SMALL_MEMORY = 2**19, 32 * 2**20  # torch's allocator keeps tensors up to 1 MiB apart
-_GRAPHS_RESERVE = 512 * 2**20  # the driver's share of captured decode steps; their tensors fit in what a step took
+_GRAPHS_RESERVE = 512 * 2**20  # captured decode steps: the driver's share and their tensors
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -1,7 +1,8 @@
-"""Large bodies: parsed in a thread, and a piece at a time, so that streams go on meanwhile.
+"""Large bodies: parsed in a thread, so that streams go on meanwhile.
 
-Python runs one thread at a time, and a parser lets no other one run before it returns. So it is given little at once,
-and nothing that the request has no use for.
+Python runs one thread at a time, and a parser lets no other one run before it returns. So it is given nothing that the
+request has no use for, and token ids a piece at a time. Texts and messages go in one piece: ten million characters take
+a few milliseconds, and only a body made for it, of millions of empty messages, makes streams wait half a second.
 """
 
 from __future__ import annotations

@@ -153,6 +153,8 @@ class Service:
 
     def submit(self, prompts: Sequence[list[int]], params: SamplingParams, body: GenerationRequest) -> list[Stream]:
         """One stream for each prompt, or an error and none."""
+        if self._over is not None:  # the time was over while a thread parsed or encoded it
+            raise self._over
         options: dict[str, Any] = {
             "priority": body.priority or 0,
             "cache_salt": body.cache_salt or "",

@@ -74,7 +74,7 @@ class ServerSettings:
     served_model_name: str | None = None  # name under which clients see the model; its own is still taken
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 is every network of this machine
     port: int = 8000  # to listen on; 0 takes a free one, which is printed
-    api_processes: int = 1  # processes that share the work of HTTP; one writes some 50,000 events a second
+    api_processes: int = 1  # processes that share the work of HTTP; give it one for every 20,000 tokens a second
     api_key: str | None = None  # clients must send it as "Authorization: Bearer KEY"; a process list shows flags
     max_queued: int = 1024  # requests that may wait beyond those that run; further ones get 429
     request_timeout: float | None = None  # seconds a request may take; its `timeout` field can only shorten it

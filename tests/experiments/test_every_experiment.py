@@ -84,7 +84,7 @@ def test_it_runs(compose_config, tmp_path: Path, name: str) -> None:
             if "search" in config.experiment:
                 config.experiment.search.update({"low_per_s": 200, "high_per_s": 800, "steps": 2})
         if config.experiment.get("keep_engines"):
-            config.engine.model.max_model_len = min(config.engine.model.max_model_len, 2048)
+            config.engine.model.max_model_len = min(config.engine.model.max_model_len or 2048, 2048)
             _leave_out_the_gpu(config.experiment)
     report = execute(config, name, overrides, ROOT)
 

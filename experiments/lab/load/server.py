@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import urllib.request
@@ -63,11 +64,12 @@ def cpu_seconds(about: Mapping[str, Any]) -> tuple[float, float]:
     Args:
         about: a Server's.
     """
-    try:
+    seconds = {}
+    with contextlib.suppress(psutil.NoSuchProcess):  # `check` tells how it ended
         server = psutil.Process(about["api_pid"])
-        seconds = {process.pid: _used(process) for process in (server, *server.children())}
-    except psutil.NoSuchProcess:
-        return (0.0, 0.0)  # `check` tells how it ended
+        for process in (server, *server.children()):
+            with contextlib.suppress(psutil.NoSuchProcess):  # an API process that another one replaces
+                seconds[process.pid] = _used(process)
     engine_s = seconds.pop(about["engine_pid"], 0.0)
     return sum(seconds.values()), engine_s
 

@@ -54,7 +54,7 @@ class VLLMSettings(ProcessSettings):
 class ServedSettings(ProcessSettings):
     """
     Attributes:
-        api_processes: of mini-infer's server; one carries about 20,000 tokens a second.
+        api_processes: of mini-infer's server.
     """
 
     api_processes: int = 1
