@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_infer.attention.backend import AttentionBackend
 from mini_infer.attention.context import AttentionBatch, AttentionContext
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import PREFILL_GRAPH_STEP
@@ -88,9 +87,7 @@ class _Pieces:
 class _CutContext(AttentionContext):
     """Tokens and no rows: K and V are stored, and where a layer attends, the capture is cut."""
 
-    def __init__(
-        self, size: int, static: _Static, store: KVStore, backend: AttentionBackend, cut: Callable[[int], None]
-    ) -> None:
+    def __init__(self, size: int, static: _Static, store: KVStore, cut: Callable[[int], None]) -> None:
         none = torch.empty(0, dtype=torch.int32, device=store.device)
         batch = AttentionBatch(
             positions=static.positions[:size],
@@ -106,7 +103,7 @@ class _CutContext(AttentionContext):
             host_query_starts=None,
             host_seq_lens=None,
         )
-        super().__init__(batch, store, backend, backend, (), 1.0)
+        self.batch, self._kv_store = batch, store  # and no backend: nobody attends here
         self._static, self._cut = static, cut
 
     def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -119,7 +116,6 @@ class _CutContext(AttentionContext):
 class PiecewiseGraphs:
     """
     Args:
-        backend: any; it is not called.
         sizes: token counts to capture.
         spare_slot: the slot of the KV store that padding tokens write to.
         new_graph: makes a graph that captures on the current stream.
@@ -129,14 +125,12 @@ class PiecewiseGraphs:
         self,
         model: Decoder,
         store: KVStore,
-        backend: AttentionBackend,
         sizes: Sequence[int],
         spare_slot: int,
         new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
     ) -> None:
         self._model = model
         self._store = store
-        self._backend = backend
         self._sizes = sorted(sizes)
         self._spare_slot = spare_slot
         self._new_graph = new_graph
@@ -176,7 +170,7 @@ class PiecewiseGraphs:
         return _Pieces(list(zip(before, layers, strict=True)), last)
 
     def _context(self, size: int, cut: Callable[[int], None]) -> _CutContext:
-        return _CutContext(size, self._static, self._store, self._backend, cut)
+        return _CutContext(size, self._static, self._store, cut)
 
     def _run(self, context: _CutContext) -> None:
         """A forward between static tensors."""

@@ -67,7 +67,7 @@ class TorchModel:
         """Captures steps of these numbers of tokens, which `forward` then replays. The last block of the store must be
         nobody's: padding tokens write to it."""
         spare_slot = (self._store.num_blocks - 1) * self._store.block_size
-        pieces = PiecewiseGraphs(self._model, self._store, self._backends.prefill.backend, sizes, spare_slot)
+        pieces = PiecewiseGraphs(self._model, self._store, sizes, spare_slot)
         report = pieces.capture(memory, progress)
         self._pieces = pieces
         return report

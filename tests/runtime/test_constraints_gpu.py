@@ -8,22 +8,13 @@ import re
 from typing import Any
 
 import pytest
+from schemas import PERSON
 
 from mini_infer import EngineConfig, LLMEngine, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("llguidance")
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
-}
 DATE = r"(19|20)[0-9]{2}-[01][0-9]-[0-3][0-9]"
 PROMPTS = ["def fibonacci(n):\n    if n < 2:\n", "Answer: ", "import ", "class Tree:\n    def __init__(self"] * 6
 
@@ -31,7 +22,7 @@ PROMPTS = ["def fibonacci(n):\n    if n < 2:\n", "Answer: ", "import ", "class T
 def params() -> list[SamplingParams]:
     kinds: list[dict[str, Any]] = [
         {},
-        {"grammar": ("json_schema", SCHEMA)},
+        {"grammar": ("json_schema", PERSON)},
         {"grammar": ("regex", DATE)},
         {"logit_bias": {65: 100.0}},
         {"prompt_logprobs": 2, "logprobs": 2},

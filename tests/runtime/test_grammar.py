@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import small_tokenizers
 import torch
+from schemas import PERSON
 
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
 from mini_infer.core.grammar import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind
@@ -25,16 +26,6 @@ from mini_infer.runtime.grammar import GrammarCompiler
 from mini_infer.runtime.sampler import Sampler
 from mini_infer.runtime.tokenizer import NoTokenizer
 
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
-}
 PLAIN = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 

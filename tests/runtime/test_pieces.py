@@ -98,8 +98,7 @@ def with_pieces(engine: LLMEngine, sizes: list[int]) -> PiecewiseGraphs:
     model = engine._parts.runner._model
     store = model._store
     spare_slot = (store.num_blocks - 1) * store.block_size
-    backend = model._backends.prefill.backend
-    pieces = PiecewiseGraphs(model._model, store, backend, sizes, spare_slot, RecordingGraph)
+    pieces = PiecewiseGraphs(model._model, store, sizes, spare_slot, RecordingGraph)
     with torch.inference_mode():
         for size in sizes[::-1]:
             pieces._pieces[size] = pieces.capture_size(size)
