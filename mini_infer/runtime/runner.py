@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.plan import StepPlan, StepResult
+from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.prompt_logprobs import RowLogprobs, prompt_logprobs
 from mini_infer.runtime.sampler import Logprobs, Sampler
-from mini_infer.runtime.slots import SlotState, StepInput
+from mini_infer.runtime.slots import SampledTokens, SlotState, StepInput
 
 
 class StepModel(Protocol):
@@ -50,6 +51,7 @@ class LaunchedStep:
     """A step under way."""
 
     plan: StepPlan
+    sampled: SampledTokens | None = None
     logits: Tensor | None = None  # [S, vocab_size] until the next launch; None where no row samples
     tokens: HostTokens | None = None
     logprobs: Logprobs | None = None  # can be read when the tokens can, as can those of prompts
@@ -73,10 +75,9 @@ class Runner:
             self._model.swap_in(plan.swap_in)
         if not plan.slots:
             return LaunchedStep(plan)
-        rows = np.flatnonzero(plan.samples)
-        masks = {int(np.searchsorted(rows, row)): mask for row, mask in plan.masks.items()}
-        slots = np.array(plan.slots)[rows]
-        positions = np.add(plan.starts, plan.counts)[rows]
+        sampled = SampledTokens.of(plan)
+        slots, positions = sampled.slots, sampled.positions
+        masks = {int(np.searchsorted(sampled.rows, row)): mask for row, mask in plan.masks.items()}
         history = self._slots.history
         of_prompts: list[RowLogprobs] = []
         replayed = self._graphs.replay(plan)
@@ -88,17 +89,19 @@ class Runner:
                 self._slots.overwrite(slots, positions, token_ids)
         else:
             self._slots.apply(plan, params)
-            step = self._slots.build(plan)
+            step = self._slots.build(plan, sampled)
             hidden, compute_logits = self._model.forward(step), self._model.compute_logits
             if plan.prompt_logprobs:
                 of_prompts = prompt_logprobs(plan, hidden, history, self._sampler.vocab_size, compute_logits)
-            if not len(rows):
+            if not len(slots):
                 tokens = HostTokens(step.places) if of_prompts else None  # none of them, but they say when to read
                 return LaunchedStep(plan, tokens=tokens, prompt_logprobs=of_prompts)
             logits = compute_logits(step.sampled(hidden))
             token_ids, logprobs = self._sampler.sample(logits, step, slots, positions, history, masks)
             self._slots.append(step, token_ids)
-        return LaunchedStep(plan, logits, HostTokens(token_ids), logprobs, of_prompts)
+            if plan.num_drafts:  # who reads the tokens must know what they are to be compared with
+                token_ids = torch.stack((token_ids, step.sampled(step.token_ids)))
+        return LaunchedStep(plan, sampled, logits, HostTokens(token_ids), logprobs, of_prompts)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Waits for a step's tokens. Row i of the result belongs to row i of the plan."""
@@ -106,15 +109,18 @@ class Runner:
         tokens: list[list[int]] = [[] for _ in plan.slots]
         if launched.tokens is None:
             return StepResult(tokens)
-        rows = np.flatnonzero(plan.samples).tolist()
-        for row, token in zip(rows, launched.tokens.read(), strict=True):
-            tokens[row] = [token]
-        logprobs = {} if launched.logprobs is None else launched.logprobs.finish()
-        return StepResult(
-            tokens,
-            {rows[index]: [entry] for index, entry in logprobs.items()},
-            {part.row: part.finish() for part in launched.prompt_logprobs},
-        )
+        rows = [] if launched.sampled is None else launched.sampled.rows.tolist()
+        if plan.num_drafts:
+            keep_accepted(tokens, rows, *launched.tokens.read())
+        else:
+            for row, token in zip(rows, launched.tokens.read(), strict=True):
+                tokens[row].append(token)
+        logprobs: dict[int, list[TokenLogprob]] = {}
+        for index, entry in ({} if launched.logprobs is None else launched.logprobs.finish()).items():
+            own = logprobs.setdefault(rows[index], [])
+            if len(own) < len(tokens[rows[index]]):
+                own.append(entry)
+        return StepResult(tokens, logprobs, {part.row: part.finish() for part in launched.prompt_logprobs})
 
     def force_token(self, slot: int, position: int, token_id: int) -> None:
         """Puts another token where the next step reads it."""
@@ -122,11 +128,28 @@ class Runner:
         self._slots.overwrite(np.array([slot]), np.array([position]), token)
 
 
+def keep_accepted(tokens: list[list[int]], rows: Sequence[int], picked: Sequence[int], before: Sequence[int]) -> None:
+    """Puts into `tokens` what each row keeps: it goes on as long as the token that was picked is the draft that stands
+    there.
+
+    Args:
+        rows: of each picked token; those of a row are neighbours.
+        picked: what the target says comes next.
+        before: the token, or draft, behind which each was picked.
+    """
+    last = -1
+    for row, token, input_token in zip(rows, picked, before, strict=True):
+        kept = tokens[row]
+        if row != last or (kept and kept[-1] == input_token):
+            kept.append(token)
+        last = row
+
+
 class HostTokens:
     """A step's tokens on their way to the host."""
 
     def __init__(self, token_ids: Tensor) -> None:
-        """token_ids [S] of integers; a copy is queued behind what computes them."""
+        """token_ids of integers; a copy is queued behind what computes them."""
         self._token_ids = token_ids
         self._arrived: torch.cuda.Event | None = None
         if token_ids.is_cuda:
@@ -134,7 +157,7 @@ class HostTokens:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def read(self) -> list[int]:
+    def read(self) -> list:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._token_ids.tolist()

@@ -12,6 +12,7 @@ it by then.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,18 +28,40 @@ IntArray = NDArray[np.integer]
 
 
 @dataclass(frozen=True, eq=False)
+class SampledTokens:
+    """The S tokens that a step samples: one a row that samples at all, and one more for each draft that it verifies."""
+
+    rows: IntArray  # [S] of the plan, ascending
+    slots: IntArray  # [S]
+    positions: IntArray  # [S]: the place in its sequence of the token that is sampled
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> SampledTokens:
+        rows = np.flatnonzero(plan.samples)
+        ends = np.add(plan.starts, plan.counts)
+        if not plan.num_drafts:
+            return cls(rows, np.array(plan.slots)[rows], ends[rows])
+        num_samples = np.ones(plan.num_rows, dtype=np.int64)
+        num_samples[: plan.num_decode_rows] = plan.counts[: plan.num_decode_rows]
+        counts = num_samples[rows]
+        rows = np.repeat(rows, counts)
+        until_last = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(rows))
+        return cls(rows, np.array(plan.slots)[rows], ends[rows] - until_last)
+
+
+@dataclass(frozen=True, eq=False)
 class StepInput:
-    """One step's batch on the device: R rows with T tokens in all, S of the rows sample. Complete when constructed."""
+    """One step's batch on the device: R rows with T tokens in all, S tokens to sample. Complete when constructed."""
 
     batch: AttentionBatch
     token_ids: Tensor  # [T] int64
-    sampled_tokens: Tensor | None  # [S] int64: index in T of the sampling rows' last tokens; None: all T, in order
+    sampled_tokens: Tensor | None  # [S] int64: index in T of the token before each; None: all T, in order
     param_rows: Tensor  # [S, num_params] int32, as the sampler encoded them
     sampled_positions: Tensor  # [S] int64: the place in its sequence of the token that is sampled
     places: Tensor  # [S] int64: where in the flat state the sampled token goes
 
     def sampled(self, tokens: Tensor) -> Tensor:
-        """Of something that each token has, [T, ...], what the sampling rows' last tokens have: [S, ...]."""
+        """Of something that each token has, [T, ...], what those before the sampled ones have: [S, ...]."""
         return tokens if self.sampled_tokens is None else tokens.index_select(0, self.sampled_tokens)
 
 
@@ -76,7 +99,7 @@ class SlotState:
     # --- what changed ---------------------------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan, param_rows: Sequence[IntArray]) -> None:
-        """Takes in the plan's admissions, with a row of sampling parameters each, and grown block tables."""
+        """Takes in the plan's admissions, with a row of sampling parameters each, drafts and grown block tables."""
         places: list[IntArray] = []
         values: list[IntArray | Sequence[int]] = []
         for admission, params in zip(plan.admissions, param_rows, strict=True):
@@ -88,6 +111,10 @@ class SlotState:
                 first = admission.slot * self.width + column
                 places.append(np.arange(first, first + len(numbers)))
                 values.append(numbers)
+        for row, drafts in plan.drafts.items():
+            first = plan.slots[row] * self.width + plan.starts[row] + 1
+            places.append(np.arange(first, first + len(drafts)))
+            values.append(drafts)
         if plan.growths:
             grown = self._grown(plan)
             places.append(grown[:, 0])
@@ -108,7 +135,7 @@ class SlotState:
 
     # --- a step's input -------------------------------------------------------------------------------------------
 
-    def build(self, plan: StepPlan) -> StepInput:
+    def build(self, plan: StepPlan, sampled: SampledTokens) -> StepInput:
         """The input of any step, its shapes being those of the plan."""
         slots = np.array(plan.slots)
         starts = np.array(plan.starts)
@@ -117,11 +144,15 @@ class SlotState:
         query_starts = np.concatenate(([0], np.cumsum(counts)))
         row = np.repeat(np.arange(len(slots)), counts)  # [T]: the row each token belongs to
         positions = np.arange(len(row)) - query_starts[row] + starts[row]
-        sampled = np.flatnonzero(plan.samples)
-        own = (query_starts[sampled + 1] - 1, slots[sampled], seq_lens[sampled])
+        own = (
+            query_starts[sampled.rows] + sampled.positions - 1 - starts[sampled.rows],
+            sampled.slots,
+            sampled.positions,
+        )
         sent = self.mail.send(slots, seq_lens, query_starts, slots[row], positions, *own)
         slots32, lens32, starts32 = sent[:3]
-        token_slots, places, tokens, sampled_slots, sampled_lens = (part.long() for part in sent[3:])
+        token_slots, places, tokens, sampled_slots, sampled_places = (part.long() for part in sent[3:])
+        num_decode_rows, decode_query_len = _alike(plan)
         width = -(-int(seq_lens.max(initial=1)) // self.block_size)
         batch = AttentionBatch(
             positions=places,
@@ -129,11 +160,11 @@ class SlotState:
             block_tables=self.rows[:, self._table : self._table + width].index_select(0, slots32),
             query_starts=starts32,
             seq_lens=lens32,
-            num_decode_rows=plan.num_decode_rows,
-            decode_query_len=1,
-            max_decode_seq_len=int(seq_lens[: plan.num_decode_rows].max(initial=0)),
-            max_prefill_query_len=int(counts[plan.num_decode_rows :].max(initial=0)),
-            max_prefill_seq_len=int(seq_lens[plan.num_decode_rows :].max(initial=0)),
+            num_decode_rows=num_decode_rows,
+            decode_query_len=decode_query_len,
+            max_decode_seq_len=int(seq_lens[:num_decode_rows].max(initial=0)),
+            max_prefill_query_len=int(counts[num_decode_rows:].max(initial=0)),
+            max_prefill_seq_len=int(seq_lens[num_decode_rows:].max(initial=0)),
             host_query_starts=query_starts,
             host_seq_lens=seq_lens,
         )
@@ -142,8 +173,8 @@ class SlotState:
             token_ids=self._flat.index_select(0, token_slots * self.width + places).long(),
             sampled_tokens=tokens,
             param_rows=self.rows[:, self._params :].index_select(0, sampled_slots),
-            sampled_positions=sampled_lens,
-            places=sampled_slots * self.width + sampled_lens,
+            sampled_positions=sampled_places,
+            places=sampled_slots * self.width + sampled_places,
         )
 
     def pack_decode(self, plan: StepPlan, num_rows: int) -> IntArray | None:
@@ -213,6 +244,17 @@ class SlotState:
         tokens of slots [S]."""
         places = self.mail.send(slots * self.width + positions)[0].long()
         self._flat.index_copy_(0, places, token_ids.int())
+
+
+def _alike(plan: StepPlan) -> tuple[int, int]:
+    """How many leading rows attention takes as decode rows, and the tokens of each. Where rows differ in their drafts,
+    those with drafts go with the prompts, which may have any number of tokens."""
+    n = plan.num_decode_rows
+    if not plan.num_drafts:
+        return n, 1
+    if plan.counts[0] == plan.counts[n - 1]:
+        return n, plan.counts[0]
+    return bisect_right(plan.counts, 1, hi=n), 1
 
 
 class Mail:
