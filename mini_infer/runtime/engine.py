@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import RequestError
-from mini_infer.core.plan import KVUsage, StepPlan, StepRecord, StepResult
+from mini_infer.core.plan import KVUsage, StepPlan, StepRecord, StepResult, count_drafts
 from mini_infer.core.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams
 from mini_infer.runtime.build import build_parts
 from mini_infer.runtime.detokenizer import Detokenizer
@@ -294,7 +294,8 @@ class LLMEngine:
         try:
             updates = self.scheduler.update(flight.plan, result, executed) if flight else []
             self._grammars.update_masks()
-            for request, reason, stop in self._outputs.process(updates, result):
+            endings = self._outputs.process(updates, result)
+            for request, reason, stop, _ in endings:
                 self.scheduler.finish(request, reason, stop)
             changed = [update.request for update in updates]
             self._post(changed)
@@ -306,8 +307,8 @@ class LLMEngine:
         end = self.clock()
         self._laps.add(start, planned - start, executed - planned, end - executed)
         if flight or self._ended:
-            num_sampled = sum(len(update.token_ids) for update in updates)
-            self._observe(flight or _Flight(plan, None, kv, evictions), changed, num_sampled, end)
+            num_sampled = sum(len(update.token_ids) for update in updates) - sum(e.num_dropped for e in endings)
+            self._observe(flight or _Flight(plan, None, kv, evictions), result, changed, num_sampled, end)
 
     def _drop_flights(self) -> None:
         """What is still under way computes tokens for requests that have ended meanwhile. Nobody waits for them."""
@@ -353,8 +354,11 @@ class LLMEngine:
         self._flights.clear()
         self._post_ended(lost)
 
-    def _observe(self, flight: _Flight, changed: list[Request], num_sampled: int, end: float) -> None:
+    def _observe(
+        self, flight: _Flight, result: StepResult, changed: list[Request], num_sampled: int, end: float
+    ) -> None:
         plan, scheduler = flight.plan, self.scheduler
+        drafted, accepted = ((), ()) if flight.step is None else count_drafts(plan, result)
         laps, self._laps = self._laps, _Laps()
         ended, self._ended = self._ended, []
         by_text = [r for r in changed if r.finish_reason is FinishReason.error]
@@ -382,6 +386,9 @@ class LLMEngine:
             finished=_names(r for r in changed if r.finished and r.finish_reason is not FinishReason.error),
             aborted=_names(r for r in ended if r.finish_reason is FinishReason.abort),
             failed=_names(r for r in [*ended, *by_text] if r.finish_reason is FinishReason.error),
+            drafted=drafted,
+            accepted=accepted,
+            draft_s=result.draft_s,
         )
         self.records.append(record)
         for observer in self.observers:

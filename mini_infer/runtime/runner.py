@@ -137,11 +137,11 @@ def keep_accepted(tokens: list[list[int]], rows: Sequence[int], picked: Sequence
         picked: what the target says comes next.
         before: the token, or draft, behind which each was picked.
     """
-    last = -1
+    last, goes_on = -1, True
     for row, token, input_token in zip(rows, picked, before, strict=True):
-        kept = tokens[row]
-        if row != last or (kept and kept[-1] == input_token):
-            kept.append(token)
+        goes_on = row != last or (goes_on and tokens[row][-1] == input_token)
+        if goes_on:
+            tokens[row].append(token)
         last = row
 
 

@@ -502,7 +502,7 @@ class Scheduler:
         for request in self._requests:
             assert request.num_tokens == len(request.token_ids)
             assert request.num_computed_tokens <= request.num_tokens + request.num_in_flight
-            assert 0 <= request.num_in_flight <= len(self._planned)
+            assert 0 <= request.num_in_flight <= sum(1 + step.num_drafts for step in self._planned.values())
             if request not in active:
                 assert not request.block_table, f"{request} holds blocks outside the batch"
         self.kv.check_integrity(active)
