@@ -40,6 +40,7 @@ from mini_infer.runtime.runner import Graphs, Runner
 from mini_infer.runtime.sampler import Sampler, make_sampler
 from mini_infer.runtime.scheduler import Scheduler
 from mini_infer.runtime.slots import SlotState, StepInput
+from mini_infer.runtime.speculation import ProposerMaker, make_proposer, require_room_for_drafts
 from mini_infer.runtime.startup import CaptureReport, StartupReport
 from mini_infer.runtime.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.torch_model import AttentionBackends, TorchModel
@@ -115,7 +116,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
         tokenizer=tokenizer,
         runner=runner,
         reserve_memory=reserve_memory,
-        make_scheduler=_scheduler_maker(config, limits),
+        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, spec.vocab_size)),
         overlap=_overlaps(config, device),
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids or tuple(tokenizer.eos_token_ids),
@@ -151,7 +152,7 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
         tokenizer=tokenizer,
         runner=Runner(model, _make_slots(config, limits, sampler, device), sampler, NoGraphs()),
         reserve_memory=lambda: None,
-        make_scheduler=_scheduler_maker(config, limits),
+        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, dry.vocab_size)),
         overlap=_overlaps(config, device),
         vocab_size=dry.vocab_size,
         eos_token_ids=tuple(tokenizer.eos_token_ids),
@@ -222,7 +223,7 @@ def _make_slots(config: EngineConfig, limits: Limits, sampler: Sampler, device: 
     )
 
 
-def _scheduler_maker(config: EngineConfig, limits: Limits) -> Callable[[], Scheduler]:
+def _scheduler_maker(config: EngineConfig, limits: Limits, make_proposer: ProposerMaker) -> Callable[[], Scheduler]:
     def make_scheduler() -> Scheduler:
         kv = KVManager(
             limits.num_blocks,
@@ -232,7 +233,7 @@ def _scheduler_maker(config: EngineConfig, limits: Limits) -> Callable[[], Sched
             prefix_caching=config.cache.prefix_caching,
             num_host_blocks=limits.num_host_blocks,
         )
-        return Scheduler(config.scheduler, kv, config.cache.watermark)
+        return Scheduler(config.scheduler, kv, config.cache.watermark, make_proposer())
 
     return make_scheduler
 
@@ -359,6 +360,7 @@ def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int
             f"scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens} is less than the longest prompt "
             f"({length} tokens, {reason}): raise it to {length}, or lower model.max_model_len"
         )
+    require_room_for_drafts(config.speculation, length)
     swaps = scheduler.preemption is Preemption.swap
     num_host_blocks = (cache.num_host_blocks or num_blocks) if swaps else 0
     return Limits(length, reason, num_blocks, num_host_blocks)

@@ -22,7 +22,7 @@ from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.prompt_logprobs import RowLogprobs, prompt_logprobs
 from mini_infer.runtime.sampler import Logprobs, Sampler
-from mini_infer.runtime.slots import SampledTokens, SlotState, StepInput
+from mini_infer.runtime.slots import Samples, SlotState, StepInput
 
 
 class StepModel(Protocol):
@@ -51,7 +51,7 @@ class LaunchedStep:
     """A step under way."""
 
     plan: StepPlan
-    sampled: SampledTokens | None = None
+    sampled: Samples | None = None
     logits: Tensor | None = None  # [S, vocab_size] until the next launch; None where no row samples
     tokens: HostTokens | None = None
     logprobs: Logprobs | None = None  # can be read when the tokens can, as can those of prompts
@@ -75,7 +75,7 @@ class Runner:
             self._model.swap_in(plan.swap_in)
         if not plan.slots:
             return LaunchedStep(plan)
-        sampled = SampledTokens.of(plan)
+        sampled = Samples.of(plan)
         slots, positions = sampled.slots, sampled.positions
         masks = {int(np.searchsorted(sampled.rows, row)): mask for row, mask in plan.masks.items()}
         history = self._slots.history

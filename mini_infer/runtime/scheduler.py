@@ -55,7 +55,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVManager, watermark: float = 0.01, proposer: Proposer | None = None
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        watermark: float = 0.01,
+        proposer: Proposer | NoProposer | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -139,7 +143,7 @@ class Scheduler:
         self._step += 1
         step = _Step(now, self.config)
         under_way = self._planned.values()
-        if under_way and (any(s.num_drafts for s in under_way) or self._proposer.waits(self._running)):
+        if under_way and (any(s.num_drafts for s in under_way) or self._proposer.waits):
             return step.plan(self._step)
         batch_is_open = self.config.batching is Batching.continuous or not (self._running or self._prefilling)
 
@@ -394,6 +398,7 @@ class Scheduler:
         commit = self.kv.commit
         num_finished = 0
         planned = self._planned.pop(plan.step).rows
+        self._proposer.book(planned, plan, result)
         for row, entries in result.prompt_logprobs.items():
             request = planned[row][0]
             assert request.prompt_logprobs is not None
@@ -404,9 +409,7 @@ class Scheduler:
             if request.finished:  # while the step ran
                 continue
             num_drafts = plan.drafts_of(row) if plan.num_drafts else 0
-            if num_drafts:
-                self._proposer.book(request, num_drafts, len(token_ids) - 1)
-            elif request.num_preemptions == num_preemptions:  # else its blocks are somebody else's by now
+            if not num_drafts and request.num_preemptions == num_preemptions:  # else its blocks are somebody else's
                 commit(request, start + count)
             if not token_ids:
                 continue

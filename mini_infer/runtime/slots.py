@@ -28,7 +28,7 @@ IntArray = NDArray[np.integer]
 
 
 @dataclass(frozen=True, eq=False)
-class SampledTokens:
+class Samples:
     """The S tokens that a step samples: one a row that samples at all, and one more for each draft that it verifies."""
 
     rows: IntArray  # [S] of the plan, ascending
@@ -36,7 +36,7 @@ class SampledTokens:
     positions: IntArray  # [S]: the place in its sequence of the token that is sampled
 
     @classmethod
-    def of(cls, plan: StepPlan) -> SampledTokens:
+    def of(cls, plan: StepPlan) -> Samples:
         rows = np.flatnonzero(plan.samples)
         ends = np.add(plan.starts, plan.counts)
         if not plan.num_drafts:
@@ -135,7 +135,7 @@ class SlotState:
 
     # --- a step's input -------------------------------------------------------------------------------------------
 
-    def build(self, plan: StepPlan, sampled: SampledTokens) -> StepInput:
+    def build(self, plan: StepPlan, sampled: Samples) -> StepInput:
         """The input of any step, its shapes being those of the plan."""
         slots = np.array(plan.slots)
         starts = np.array(plan.starts)

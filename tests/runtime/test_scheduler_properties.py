@@ -18,10 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
-from mini_infer.core.plan import Draft
+from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import CompletionOutput, FinishReason, Request, RequestOutput, TokenLogprob
 from mini_infer.runtime.scheduler import Scheduler
-from mini_infer.speculative.proposer import may_have_drafts
 
 MAX_LEN = 48
 PREFIXES = [[65 + i % 20 for i in range(40)], [65 + i % 20 for i in range(18)] + [50] * 22, [97] * 40]
@@ -143,16 +142,17 @@ class Oracle:
     def __init__(self, traffic: list[Arrival], most: int, right: float) -> None:
         self._traffic, self._most, self._right = traffic, most, right
         self._random = random.Random(most)
-        self.booked: list[tuple[int, int]] = []
+        self.num_booked = 0
 
-    def waits(self, running: Sequence[Request]) -> bool:
+    @property
+    def waits(self) -> bool:
         return self._random.random() < 0.7
 
     def propose(self, requests: Iterable[Request]) -> dict[int, Draft]:
         drafts = {}
         for index, request in enumerate(requests):
             length = self._random.randint(0, self._most)
-            if may_have_drafts(request) and length:
+            if length and request.constraint is None and request.num_in_flight == 1:
                 drafts[index] = Draft(length, self._next(request, length))
         return drafts
 
@@ -165,9 +165,10 @@ class Oracle:
                 return [t if self._random.random() < self._right else 65 for t in tokens + [66] * (length - len(tokens))]
         raise AssertionError(f"{request} is off its way")
 
-    def book(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        assert 0 <= num_accepted <= num_drafts <= self._most
-        self.booked.append((num_drafts, num_accepted))
+    def book(self, rows: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult) -> None:
+        self.num_booked += plan.num_drafts
+        for count, tokens in zip(plan.counts[: plan.num_decode_rows], result.tokens, strict=False):
+            assert 1 <= len(tokens) <= count <= self._most + 1
 
     def forget(self, request: Request) -> None:
         pass
@@ -294,5 +295,5 @@ def test_traffic_changes_no_token_and_loses_no_block(
     assert engine.scheduler.num_unfinished == 0
     assert sum(sum(r.accepted) for r in engine.records) <= sum(sum(r.drafted) for r in engine.records)
     if failing_step is None and not any(a.abort_after is not None for a in traffic):
-        assert sum(sum(r.drafted) for r in engine.records) == sum(drafts for drafts, _ in oracle.booked)
+        assert sum(sum(r.drafted) for r in engine.records) == oracle.num_booked
     assert not engine._outputs.unfinished()
