@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mini_infer.attention.context import AttentionBatch
 from mini_infer.core.config import DryConfig
-from mini_infer.runtime.draw import splitmix64
+from mini_infer.core.uniforms import splitmix64
 from mini_infer.runtime.slots import StepInput
 from mini_infer.runtime.tokenizer import ByteTokenizer
 
