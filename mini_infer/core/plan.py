@@ -76,6 +76,7 @@ class StepPlan:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     drafts: dict[int, Sequence[int]] = field(default_factory=dict)  # row -> its drafts, where the host proposed them
     num_drafts: int = 0  # of all rows
+    keeps_up: bool = False  # drafts are worth making these days: a draft model computes prompts beside the target
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block), copied first
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block), copied second
     preempted: list[str] = field(default_factory=list)  # request ids

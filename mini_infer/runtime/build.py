@@ -23,10 +23,12 @@ from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.loader import load_model, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
+from mini_infer.runtime.drafter import Drafter, NoDrafter
 from mini_infer.runtime.dry import DryModel
 from mini_infer.runtime.graphs import DecodeGraphs, NoGraphs, batch_ladder
 from mini_infer.runtime.memory import (
     KVShape,
+    Limits,
     allocate_kv,
     hold_small_memory,
     kv_memory,
@@ -40,7 +42,15 @@ from mini_infer.runtime.runner import Graphs, Runner
 from mini_infer.runtime.sampler import Sampler, make_sampler
 from mini_infer.runtime.scheduler import Scheduler
 from mini_infer.runtime.slots import SlotState, StepInput
-from mini_infer.runtime.speculation import ProposerMaker, make_proposer, require_room_for_drafts
+from mini_infer.runtime.speculation import (
+    ProposerMaker,
+    check_draft,
+    load_draft,
+    make_acceptance,
+    make_drafter,
+    make_proposer,
+    require_room_for_drafts,
+)
 from mini_infer.runtime.startup import CaptureReport, StartupReport
 from mini_infer.runtime.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.torch_model import AttentionBackends, TorchModel
@@ -62,16 +72,6 @@ class EngineParts:
     startup: StartupReport
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The longest request and the size of the pool, settled."""
-
-    max_model_len: int
-    reason: str
-    num_blocks: int
-    num_host_blocks: int
-
-
 def build_parts(config: EngineConfig) -> EngineParts:
     """Raises ConfigError or ModelError where the settings cannot work; what needs no weights is found out first."""
     started = time.perf_counter()
@@ -91,14 +91,16 @@ def build_parts(config: EngineConfig) -> EngineParts:
         "block_size": config.cache.block_size,
         "dtype": dtype,
     }
-    block_bytes = KVStore.bytes_per_block(**kv_shape)
+    tokenizer = load_tokenizer(model_config)
+    draft = check_draft(config, spec, dtype, tokenizer, device)
+    block_bytes = KVStore.bytes_per_block(**kv_shape) + (draft.block_bytes if draft else 0)
     limits = settle_limits(config, spec.max_model_len, kv_memory(config.cache, device) // block_bytes)
     kernels = select_kernels(config.model.kernels, device)
     sampler = make_sampler(config.scheduler.max_num_seqs, spec.vocab_size, device, kernels)
     backends, no_graphs = _select_attention(config, spec, dtype, device, sampler)
-    tokenizer = load_tokenizer(model_config)
     require_room_for_weights(weight_bytes(spec, dtype), model_config.path, dtype, device)
     model = load_model(model_config, spec, dtype, device, limits.max_model_len, kernels)
+    draft_model = load_draft(draft, limits.max_model_len, device, kernels) if draft else None
     if device.type == "cuda":  # the weights have taken their share, and steps will take theirs
         step_bytes = _try_largest_step(config, limits, model, kv_shape, backends, sampler)
         step_bytes += graph_bytes(spec, dtype, _prefill_sizes(config))
@@ -109,7 +111,13 @@ def build_parts(config: EngineConfig) -> EngineParts:
     slots = _make_slots(config, limits, sampler, device)
     graphs, captured = _capture(config, torch_model, slots, sampler, no_graphs)
     captured_pieces = _capture_pieces(config, torch_model, device)
-    runner = Runner(torch_model, slots, sampler, graphs)
+    drafter: Drafter = NoDrafter()
+    if draft and draft_model:
+        draft_backends, _ = _select_attention(config, draft.spec, draft.dtype, device, sampler)
+        drafter = make_drafter(config, draft, draft_model, draft_backends, limits, slots, sampler, device)
+    runner = Runner(
+        torch_model, slots, sampler, graphs, drafter, make_acceptance(config.speculation, sampler, slots)
+    )
     reserve_memory = partial(_reserve_memory, config, limits, runner, device)
     reserve_memory()
     return EngineParts(
@@ -148,9 +156,11 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
     limits = settle_limits(config, dry.max_model_len, affordable_blocks=plenty)
     model = DryModel(dry, limits.num_blocks, config.cache.block_size, limits.num_host_blocks)
     sampler = make_sampler(config.scheduler.max_num_seqs, dry.vocab_size, device, TorchKernels())
+    slots = _make_slots(config, limits, sampler, device)
+    acceptance = make_acceptance(config.speculation, sampler, slots)
     return EngineParts(
         tokenizer=tokenizer,
-        runner=Runner(model, _make_slots(config, limits, sampler, device), sampler, NoGraphs()),
+        runner=Runner(model, slots, sampler, NoGraphs(), acceptance=acceptance),
         reserve_memory=lambda: None,
         make_scheduler=_scheduler_maker(config, limits, make_proposer(config, dry.vocab_size)),
         overlap=_overlaps(config, device),

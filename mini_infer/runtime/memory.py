@@ -3,6 +3,7 @@ been tried."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
@@ -18,6 +19,16 @@ from mini_infer.modeling.spec import ModelSpec
 CPU_KV_GIB = 0.5
 _SMALL_TENSOR, _SMALL_MEMORY = 2**19, 32 * 2**20  # torch's allocator keeps tensors up to 1 MiB apart
 _GRAPHS_RESERVE = 512 * 2**20  # the driver's share of captured decode steps; their tensors fit in what a step took
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The longest request and the size of the pool, settled."""
+
+    max_model_len: int
+    reason: str
+    num_blocks: int
+    num_host_blocks: int
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -153,6 +153,7 @@ class Scheduler:
         drafts = self._proposer.propose(request for request, _ in step.rows)
         if drafts:
             self._add_drafts(drafts, step)
+        step.keeps_up = self._proposer.waits
         # Whoever was just thrown out must not come straight back.
         self._schedule_prompts(step, admit=batch_is_open and everybody_grew)
 
@@ -536,6 +537,7 @@ class _Step:
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.drafts: dict[int, Sequence[int]] = {}  # row -> tokens
         self.num_drafts = 0
+        self.keeps_up = False
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.preempted: list[str] = []
@@ -566,6 +568,7 @@ class _Step:
             prompt_logprobs=self.prompt_logprobs,
             drafts=self.drafts,
             num_drafts=self.num_drafts,
+            keeps_up=self.keeps_up,
             swap_out=self.swap_out,
             swap_in=self.swap_in,
             preempted=self.preempted,

@@ -48,6 +48,14 @@ class Samples:
         until_last = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(rows))
         return cls(rows, np.array(plan.slots)[rows], ends[rows] - until_last)
 
+    def places(self) -> IntArray:
+        """[S]: of each among its row's."""
+        return np.arange(len(self.rows)) - np.searchsorted(self.rows, self.rows)
+
+    def have_drafts(self) -> NDArray[np.bool_]:
+        """[S]: whether a draft stands at its place, which another of its row is sampled behind."""
+        return np.append(self.rows[1:] == self.rows[:-1], False)
+
 
 @dataclass(frozen=True, eq=False)
 class StepInput:
