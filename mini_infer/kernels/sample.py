@@ -131,7 +131,8 @@ def _weigh(logits, stride, own_params, own_stride, maxima, cuts, masses, scale, 
         return
     top = load_highest(maxima, VOCAB)
     for tile in range(tl.program_id(1), triton.cdiv(VOCAB, TILE), tl.num_programs(1)):
-        weight = kept_weights(logits, tile * TILE + tl.arange(0, TILE), top, rule, cuts + row * 2, scale, VOCAB)
+        index = tile * TILE + tl.arange(0, TILE)
+        weight = kept_weights(logits, index, top, rule, cuts + row * 2, scale, VOCAB)
         tl.store(masses + row * triton.cdiv(VOCAB, TILE) + tile, tl.sum(weight))
 
 
@@ -147,16 +148,22 @@ def _pick(logits, stride, own_params, own_stride, maxima, cuts, masses, position
 def pick(logits, own_params, maxima, cuts, masses, position, scale, VOCAB: tl.constexpr):
     """A row's token, int64. All pointers are to the row's own."""
     rule = read(own_params)
-    group, highest = load_maxima(maxima, VOCAB)
-    top = tl.max(highest)
     if rule[0] == 0:
-        index = tl.min(tl.where(highest == top, group, VOCAB)) * GROUP + tl.arange(0, GROUP)
-        token = tl.min(tl.where(in_order(load_logits(logits, index, VOCAB)) == top, index, VOCAB - 1))
+        token = _first_highest(logits, maxima, VOCAB)
     else:
         chosen, target = find_tile(masses, uniform(own_params, position), VOCAB)
         index = chosen * TILE + tl.arange(0, TILE)
-        token = find_token(chosen, target, kept_weights(logits, index, top, rule, cuts, scale, VOCAB))
+        weight = kept_weights(logits, index, load_highest(maxima, VOCAB), rule, cuts, scale, VOCAB)
+        token = find_token(chosen, target, weight)
     return tl.minimum(token, VOCAB - 1).to(tl.int64)
+
+
+@triton.jit
+def _first_highest(logits, maxima, VOCAB: tl.constexpr):
+    group, highest = load_maxima(maxima, VOCAB)
+    top = tl.max(highest)
+    index = tl.min(tl.where(highest == top, group, VOCAB)) * GROUP + tl.arange(0, GROUP)
+    return tl.min(tl.where(in_order(load_logits(logits, index, VOCAB)) == top, index, VOCAB - 1))
 
 
 @triton.jit

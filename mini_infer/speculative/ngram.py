@@ -29,8 +29,10 @@ class NgramIndex:
         tokens.extend(token_ids)
         for n, places in self._places.items():
             first = max(before, n)  # the first new token that an n-gram stands before
+            if first >= len(tokens):
+                continue
             grams = zip(*(tokens[first - n + i : len(tokens) - n + i] for i in range(n)), strict=True)
-            places.update(zip(grams, range(first, len(tokens)), strict=False))
+            places.update(zip(grams, range(first, len(tokens)), strict=True))
 
     def propose(self, k: int) -> list[int]:
         """The k tokens behind the latest earlier occurrence of the longest suffix that has one; none where no suffix of

@@ -133,13 +133,13 @@ def accept_drafts(
     where = query_starts[:-1, None] + place  # [R, width], running on into the next row
     within = where < query_starts[1:, None]
     where = where.clamp(max=len(token_ids) - 1)
-    draft = drafts[where].where(within, NO_DRAFT)
+    draft, token = drafts[where].where(within, NO_DRAFT), token_ids[where].where(within, NO_DRAFT)
     stands = draft != NO_DRAFT
     if forced is None:
-        stands &= draft == token_ids[where]
+        stands &= draft == token
     num_accepted = stands.long().cumprod(dim=1).sum(dim=1)
     if forced is not None:
         num_accepted = torch.minimum(num_accepted, forced)
     last = num_accepted[:, None]
-    chosen = torch.where(place < last, draft, token_ids[where]).where(place <= last, NO_DRAFT)
+    chosen = torch.where(place < last, draft, token).where(place <= last, NO_DRAFT)
     return num_accepted, chosen
