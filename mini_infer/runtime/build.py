@@ -115,9 +115,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     if draft and draft_model:
         draft_backends, _ = _select_attention(config, draft.spec, draft.dtype, device, sampler)
         drafter = make_drafter(config, draft, draft_model, draft_backends, limits, slots, sampler, device)
-    runner = Runner(
-        torch_model, slots, sampler, graphs, drafter, make_acceptance(config.speculation, sampler, slots)
-    )
+    runner = Runner(torch_model, slots, sampler, graphs, drafter, make_acceptance(config.speculation, sampler, slots))
     reserve_memory = partial(_reserve_memory, config, limits, runner, device)
     reserve_memory()
     return EngineParts(

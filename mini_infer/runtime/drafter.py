@@ -7,8 +7,8 @@ request's last token, where the target then reads them.
     target                  t d d d           verifies all of them in one pass
 
 Its KV lies in blocks of its own store with the target's block numbers: one block table serves both models, a shared
-prefix is shared by both, and a block that is freed, swapped or evicted is so for both. What it has computed of a request
-is known by slot; of blocks that it finds computed when a request is admitted, it takes its own part to be there. Where
+prefix is shared by both, and a block that is freed, swapped or evicted is so for both. What it has computed of a slot
+is known; of blocks that are found computed when a request is admitted, it takes its own part to be there. Where
 it is not, because drafts were not worth making at the time, drafts are bad and the tokens are right all the same.
 """
 
@@ -27,7 +27,6 @@ from mini_infer.runtime.sampler import DraftLogits, Sampler
 from mini_infer.runtime.slots import IntArray, Samples, SlotState
 from mini_infer.runtime.torch_model import TorchModel
 from mini_infer.speculative.verify import NO_DRAFT
-
 
 _ALL = np.iinfo(np.int64).max
 

@@ -47,6 +47,7 @@ class Drawn(NamedTuple):
     logits: Tensor
     sources: Tensor
 
+
 _COLUMNS = np.dtype(
     [
         ("penalised", np.bool_),

@@ -547,8 +547,9 @@ class _Step:
     def sort_decode_rows(self) -> None:
         """Brings rows with fewer drafts before those with more."""
         order = sorted(range(self.num_decode_rows), key=self.counts.__getitem__)
-        self.rows, self.slots, self.starts, self.counts = (
-            [column[row] for row in order] for column in (self.rows, self.slots, self.starts, self.counts)
+        self.rows = [self.rows[row] for row in order]
+        self.slots, self.starts, self.counts = (
+            [column[row] for row in order] for column in (self.slots, self.starts, self.counts)
         )
         place = {row: index for index, row in enumerate(order)}
         self.masks = {place[row]: mask for row, mask in self.masks.items()}

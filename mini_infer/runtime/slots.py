@@ -271,7 +271,7 @@ class Mail:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def send(self, *arrays: IntArray) -> list[Tensor]:
+    def send(self, *arrays: IntArray | NDArray[np.bool_]) -> list[Tensor]:
         """The arrays as int32 tensors on the device."""
         lengths = [len(array) for array in arrays]
         joined = torch.from_numpy(np.concatenate(arrays).astype(np.int32, copy=False))

@@ -162,7 +162,9 @@ class Oracle:
         for completion in output_alone(arrival.prompt, arrival.params).outputs:
             if completion.token_ids[: len(known)] == known:
                 tokens = completion.token_ids[len(known) : len(known) + length]
-                return [t if self._random.random() < self._right else 65 for t in tokens + [66] * (length - len(tokens))]
+                return [
+                    t if self._random.random() < self._right else 65 for t in tokens + [66] * (length - len(tokens))
+                ]
         raise AssertionError(f"{request} is off its way")
 
     def book(self, rows: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult) -> None:

@@ -117,7 +117,9 @@ def test_synthetic_drafts_are_accepted_at_their_rate() -> None:
     first = [r for r in engine.records if r.drafted]
     rate = sum(r.accepted[0] for r in first) / sum(r.drafted[0] for r in first)
     assert rate == pytest.approx(0.7, abs=0.02)
-    both = sum(r.accepted[1] for r in first if len(r.drafted) > 1) / sum(r.drafted[1] for r in first if len(r.drafted) > 1)
+    both = sum(r.accepted[1] for r in first if len(r.drafted) > 1) / sum(
+        r.drafted[1] for r in first if len(r.drafted) > 1
+    )
     assert both == pytest.approx(0.49, abs=0.02)
 
 
