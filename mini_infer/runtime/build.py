@@ -45,6 +45,7 @@ from mini_infer.runtime.slots import SlotState, StepInput
 from mini_infer.runtime.speculation import (
     ProposerMaker,
     check_draft,
+    describe_speculation,
     load_draft,
     make_acceptance,
     make_drafter,
@@ -52,8 +53,10 @@ from mini_infer.runtime.speculation import (
     require_room_for_drafts,
 )
 from mini_infer.runtime.startup import CaptureReport, StartupReport
+from mini_infer.runtime.step_costs import measure_costs
 from mini_infer.runtime.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.torch_model import AttentionBackends, TorchModel
+from mini_infer.speculative.costs import StepCosts
 
 _DRY_HAS_NO_GRAPHS = "the dry model runs on the CPU"
 
@@ -116,13 +119,14 @@ def build_parts(config: EngineConfig) -> EngineParts:
         draft_backends, _ = _select_attention(config, draft.spec, draft.dtype, device, sampler)
         drafter = make_drafter(config, draft, draft_model, draft_backends, limits, slots, sampler, device)
     runner = Runner(torch_model, slots, sampler, graphs, drafter, make_acceptance(config.speculation, sampler, slots))
+    costs = _measure_costs(config, runner, limits, device)
     reserve_memory = partial(_reserve_memory, config, limits, runner, device)
     reserve_memory()
     return EngineParts(
         tokenizer=tokenizer,
         runner=runner,
         reserve_memory=reserve_memory,
-        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, spec.vocab_size)),
+        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, spec.vocab_size, costs)),
         overlap=_overlaps(config, device),
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids or tuple(tokenizer.eos_token_ids),
@@ -138,11 +142,14 @@ def build_parts(config: EngineConfig) -> EngineParts:
             overlap=_overlaps(config, device),
             max_model_len=limits.max_model_len,
             num_kv_blocks=limits.num_blocks,
-            kv_bytes=limits.num_blocks * block_bytes,
+            kv_bytes=limits.num_blocks * KVStore.bytes_per_block(**kv_shape),
             weight_bytes=weight_bytes(spec, dtype),
             seconds=time.perf_counter() - started,
             graphs=captured,
             prefill_graphs=captured_pieces,
+            speculation=describe_speculation(config.speculation),
+            draft_weight_bytes=draft.weight_bytes if draft else 0,
+            draft_kv_bytes=limits.num_blocks * draft.block_bytes if draft else 0,
         ),
     )
 
@@ -156,11 +163,13 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
     sampler = make_sampler(config.scheduler.max_num_seqs, dry.vocab_size, device, TorchKernels())
     slots = _make_slots(config, limits, sampler, device)
     acceptance = make_acceptance(config.speculation, sampler, slots)
+    runner = Runner(model, slots, sampler, NoGraphs(), acceptance=acceptance)
+    costs = _measure_costs(config, runner, limits, device)
     return EngineParts(
         tokenizer=tokenizer,
-        runner=Runner(model, slots, sampler, NoGraphs(), acceptance=acceptance),
+        runner=runner,
         reserve_memory=lambda: None,
-        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, dry.vocab_size)),
+        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, dry.vocab_size, costs)),
         overlap=_overlaps(config, device),
         vocab_size=dry.vocab_size,
         eos_token_ids=tuple(tokenizer.eos_token_ids),
@@ -181,8 +190,16 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
             seconds=time.perf_counter() - started,
             graphs=CaptureReport(limits=(_DRY_HAS_NO_GRAPHS,)),
             prefill_graphs=CaptureReport(limits=(_DRY_HAS_NO_GRAPHS,)),
+            speculation=describe_speculation(config.speculation),
         ),
     )
+
+
+def _measure_costs(config: EngineConfig, runner: Runner, limits: Limits, device: torch.device) -> StepCosts | None:
+    speculation = config.speculation
+    if not (speculation.most and speculation.adaptive):
+        return None
+    return measure_costs(runner, config, limits, _overlaps(config, device), padded=False)
 
 
 def _overlaps(config: EngineConfig, device: torch.device) -> bool:

@@ -24,6 +24,8 @@ from mini_infer.runtime.sampler import Sampler
 from mini_infer.runtime.slots import SlotState
 from mini_infer.runtime.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.torch_model import AttentionBackends, TorchModel
+from mini_infer.speculative.adapt import DraftLengths
+from mini_infer.speculative.costs import StepCosts
 from mini_infer.speculative.proposer import AsManyAsThereAre, Lengths, NoProposer, Proposer, Source
 from mini_infer.speculative.sources import MadeUp, OnDevice, ngram_source, suffix_source
 
@@ -42,19 +44,30 @@ def require_room_for_drafts(speculation: SpeculationConfig, max_model_len: int) 
         )
 
 
-def make_proposer(config: EngineConfig, vocab_size: int, lengths: Callable[[], Lengths] | None = None) -> ProposerMaker:
+def make_proposer(config: EngineConfig, vocab_size: int, costs: StepCosts | None) -> ProposerMaker:
     """
     Args:
-        lengths: makes what chooses how many drafts a request gets; None: as many as there are.
+        costs: by which it is chosen how many drafts a request gets; None: as many as there are.
     """
     speculation = config.speculation
     if speculation.method is SpeculationMethod.none:
         return NoProposer
 
     def make() -> Proposer:
-        return Proposer(_source(speculation, vocab_size), (lengths or AsManyAsThereAre)(), speculation.num_tokens)
+        most = speculation.num_tokens
+        lengths: Lengths = AsManyAsThereAre() if costs is None else DraftLengths(costs, most)
+        return Proposer(_source(speculation, vocab_size), lengths, most)
 
     return make
+
+
+def describe_speculation(speculation: SpeculationConfig) -> str:
+    """For a run's record: "draft, up to 4 tokens, as many as pay". What is synthetic says so."""
+    if not speculation.most:
+        return speculation.method.value
+    many = "as many as pay" if speculation.adaptive else "always"
+    rate = "" if speculation.acceptance is None else f" at a rate of {speculation.acceptance}"
+    return f"{speculation.method.value}{rate}, up to {speculation.num_tokens} tokens, {many}"
 
 
 def _source(speculation: SpeculationConfig, vocab_size: int) -> Source:

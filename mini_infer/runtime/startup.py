@@ -35,6 +35,9 @@ class StartupReport:
     seconds: float
     graphs: CaptureReport
     prefill_graphs: CaptureReport
+    speculation: str = "none"
+    draft_weight_bytes: int = 0
+    draft_kv_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
