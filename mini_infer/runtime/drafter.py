@@ -14,7 +14,6 @@ it is not, because drafts were not worth making at the time, drafts are bad and 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.plan import StepPlan
+from mini_infer.runtime.row_graphs import NoRowGraphs, RowGraphs
 from mini_infer.runtime.sampler import DraftLogits, Sampler
 from mini_infer.runtime.slots import IntArray, Samples, SlotState
 from mini_infer.runtime.torch_model import TorchModel
@@ -60,9 +60,9 @@ class DraftModel:
     """
     Args:
         model: with a KV store that has the target's number of blocks.
-        vocab_size: tokens that it knows; the target may know more.
-        shared_vocab_size: tokens that it may propose.
+        vocab_size: tokens that both models know, and it may propose.
         max_tokens: that it computes in one pass.
+        graphs: captured forwards of rows of one and of two tokens.
     """
 
     def __init__(
@@ -72,11 +72,12 @@ class DraftModel:
         sampler: Sampler,
         *,
         vocab_size: int,
-        shared_vocab_size: int,
         max_tokens: int,
+        graphs: RowGraphs | NoRowGraphs | None = None,
     ) -> None:
+        self._graphs = graphs or NoRowGraphs()
         self._model, self._slots, self._sampler = model, slots, sampler
-        self._vocab_size, self._shared = vocab_size, shared_vocab_size
+        self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._computed = np.zeros(slots.spare_slot, dtype=np.int64)  # by slot: tokens whose KV is there
         self.swap_out, self.swap_in = model.swap_out, model.swap_in
@@ -111,8 +112,10 @@ class DraftModel:
         plan = _rows(slots, starts, positions + 1, samples=True)
         samples = Samples.of(plan)
         step = self._slots.build(plan, samples)
-        step = dataclasses.replace(step, token_ids=self._known(step.token_ids))
-        logits = self._model.compute_logits(step.sampled(self._model.forward(step)))[:, : self._shared]
+        hidden = self._graphs.forward(plan)
+        if hidden is None:
+            hidden = self._model.forward(step)
+        logits = self._model.compute_logits(step.sampled(hidden))[:, : self._vocab_size]
         self._slots.append(step, self._sampler.propose(logits, step, samples.slots, samples.positions))
         self._computed[slots] = positions + 1
         return logits
@@ -129,12 +132,8 @@ class DraftModel:
             own, starts = slots[rows], self._computed[slots[rows]]
             plan = _rows(own, starts, starts + take[rows], samples=False)
             step = self._slots.build(plan, Samples.of(plan))
-            self._model.forward(dataclasses.replace(step, token_ids=self._known(step.token_ids)))
+            self._model.forward(step)
             self._computed[own] = starts + take[rows]
-
-    def _known(self, token_ids: Tensor) -> Tensor:
-        """A token that only the target knows stands for nothing here, but must not be looked up."""
-        return token_ids.clamp(max=self._vocab_size - 1)
 
 
 def _rows(slots: IntArray, starts: IntArray, ends: IntArray, samples: bool) -> StepPlan:

@@ -80,6 +80,7 @@ class SlotState:
         max_model_len: the longest request, in tokens.
         block_size: tokens a KV block.
         num_params: int32 columns of sampling parameters.
+        lookahead: tokens of padding that may stand behind the longest request's last one.
         spare_block: the KV block that padding rows write to.
     """
 
@@ -91,12 +92,14 @@ class SlotState:
         num_params: int,
         device: torch.device,
         spare_block: int = 0,
+        lookahead: int = 0,
     ) -> None:
         self.block_size = block_size
-        self.max_model_len = max_model_len
+        self.max_model_len = max_model_len + lookahead
         self.spare_slot = max_num_seqs
-        self._table = max_model_len + 1  # first column of the block table
-        self._params = self._table + -(-max_model_len // block_size)
+        self._spare_block = spare_block
+        self._table = self.max_model_len + 1  # first column of the block table
+        self._params = self._table + -(-self.max_model_len // block_size)
         self.width = self._params + num_params
         self.rows = torch.zeros((max_num_seqs + 1, self.width), dtype=torch.int32, device=device)
         self.rows[self.spare_slot, self._table : self._params] = spare_block
@@ -235,6 +238,40 @@ class SlotState:
             param_rows=rows.param_rows,
             sampled_positions=rows.positions + 1,
             places=rows.places,
+        )
+
+    def build_rows(self, packed: Tensor, query_len: int) -> StepInput:
+        """The input of a step of R rows of up to `query_len` tokens, made on the device: shapes depend on R and
+        query_len only. packed [3, R] int32: slots, first positions, numbers of tokens. What a row has too few of is
+        padding, which writes to the spare block. Growths must have been applied."""
+        slots, starts, counts = packed.long()
+        place = torch.arange(query_len, device=packed.device)
+        places = starts[:, None] + place  # [R, query_len]
+        rows = self.rows.index_select(0, slots)
+        table = rows[:, self._table : self._params]
+        blocks = table.gather(1, places // self.block_size).where(place < counts[:, None], self._spare_block)
+        positions = places.flatten()
+        batch = AttentionBatch(
+            positions=positions,
+            slot_mapping=(blocks.long() * self.block_size + places % self.block_size).flatten(),
+            block_tables=table,
+            query_starts=torch.arange(len(slots) + 1, dtype=torch.int32, device=packed.device) * query_len,
+            seq_lens=packed[1] + query_len,
+            num_decode_rows=len(slots),
+            decode_query_len=query_len,
+            max_decode_seq_len=self.max_model_len,
+            max_prefill_query_len=0,
+            max_prefill_seq_len=0,
+            host_query_starts=None,
+            host_seq_lens=None,
+        )
+        return StepInput(
+            batch=batch,
+            token_ids=rows.gather(1, places).long().flatten(),
+            sampled_tokens=None,
+            param_rows=rows[:, self._params :].repeat_interleave(query_len, dim=0),
+            sampled_positions=positions + 1,
+            places=(slots[:, None] * self.width + places + 1).flatten(),
         )
 
     def _slot_mapping(self, token_slots: Tensor, positions: Tensor) -> Tensor:

@@ -171,11 +171,12 @@ def make_drafter(
     """Takes the draft's KV memory: as many blocks as the target's, each with the same number."""
     store = allocate_kv(draft.kv_shape, limits.num_blocks, device)
     host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
+    fewer = draft.spec.vocab_size < sampler.vocab_size
+    torch_model = TorchModel(model, store, host, backends, known_tokens=draft.spec.vocab_size if fewer else None)
     return DraftModel(
-        TorchModel(model, store, host, backends),
+        torch_model,
         slots,
         sampler,
-        vocab_size=draft.spec.vocab_size,
-        shared_vocab_size=min(draft.spec.vocab_size, sampler.vocab_size),
+        vocab_size=min(draft.spec.vocab_size, sampler.vocab_size),
         max_tokens=config.scheduler.max_num_batched_tokens,
     )
