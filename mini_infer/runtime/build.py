@@ -33,17 +33,20 @@ from mini_infer.runtime.memory import (
     hold_small_memory,
     kv_memory,
     largest_step,
+    largest_verification,
     require_room_for_weights,
     weight_bytes,
 )
 from mini_infer.runtime.pieces import graph_bytes, token_ladder
 from mini_infer.runtime.progress import progress_bar
+from mini_infer.runtime.row_graphs import query_ladder
 from mini_infer.runtime.runner import Graphs, Runner
 from mini_infer.runtime.sampler import Sampler, make_sampler
 from mini_infer.runtime.scheduler import Scheduler
 from mini_infer.runtime.slots import SlotState, StepInput
 from mini_infer.runtime.speculation import (
     ProposerMaker,
+    capture_rows,
     check_draft,
     describe_speculation,
     load_draft,
@@ -102,8 +105,9 @@ def build_parts(config: EngineConfig) -> EngineParts:
     sampler = make_sampler(config.scheduler.max_num_seqs, spec.vocab_size, device, kernels)
     backends, no_graphs = _select_attention(config, spec, dtype, device, sampler)
     require_room_for_weights(weight_bytes(spec, dtype), model_config.path, dtype, device)
-    model = load_model(model_config, spec, dtype, device, limits.max_model_len, kernels)
-    draft_model = load_draft(draft, limits.max_model_len, device, kernels) if draft else None
+    lookahead = config.speculation.most
+    model = load_model(model_config, spec, dtype, device, limits.max_model_len + lookahead, kernels)
+    draft_model = load_draft(draft, limits.max_model_len, lookahead, device, kernels) if draft else None
     if device.type == "cuda":  # the weights have taken their share, and steps will take theirs
         step_bytes = _try_largest_step(config, limits, model, kv_shape, backends, sampler)
         step_bytes += graph_bytes(spec, dtype, _prefill_sizes(config))
@@ -116,10 +120,15 @@ def build_parts(config: EngineConfig) -> EngineParts:
     captured_pieces = _capture_pieces(config, torch_model, device)
     drafter: Drafter = NoDrafter()
     if draft and draft_model:
-        draft_backends, _ = _select_attention(config, draft.spec, draft.dtype, device, sampler)
-        drafter = make_drafter(config, draft, draft_model, draft_backends, limits, slots, sampler, device)
-    runner = Runner(torch_model, slots, sampler, graphs, drafter, make_acceptance(config.speculation, sampler, slots))
-    costs = _measure_costs(config, runner, limits, device)
+        draft_backends, draft_no_graphs = _select_attention(config, draft.spec, draft.dtype, device, sampler)
+        drafter = make_drafter(
+            config, draft, draft_model, draft_backends, draft_no_graphs, limits, slots, sampler, device
+        )
+    query_lens = query_ladder(1 + config.speculation.most)
+    row_graphs, captured_rows = capture_rows(config, slots, torch_model, query_lens, no_graphs)
+    acceptance = make_acceptance(config.speculation, sampler, slots)
+    runner = Runner(torch_model, slots, sampler, graphs, row_graphs, drafter, acceptance)
+    costs = _measure_costs(config, runner, limits, device, padded=bool(captured_rows.batch_sizes))
     reserve_memory = partial(_reserve_memory, config, limits, runner, device)
     reserve_memory()
     return EngineParts(
@@ -147,6 +156,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
             seconds=time.perf_counter() - started,
             graphs=captured,
             prefill_graphs=captured_pieces,
+            draft_graphs=captured_rows,
             speculation=describe_speculation(config.speculation),
             draft_weight_bytes=draft.weight_bytes if draft else 0,
             draft_kv_bytes=limits.num_blocks * draft.block_bytes if draft else 0,
@@ -164,7 +174,7 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
     slots = _make_slots(config, limits, sampler, device)
     acceptance = make_acceptance(config.speculation, sampler, slots)
     runner = Runner(model, slots, sampler, NoGraphs(), acceptance=acceptance)
-    costs = _measure_costs(config, runner, limits, device)
+    costs = _measure_costs(config, runner, limits, device, padded=False)
     return EngineParts(
         tokenizer=tokenizer,
         runner=runner,
@@ -195,11 +205,13 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
     )
 
 
-def _measure_costs(config: EngineConfig, runner: Runner, limits: Limits, device: torch.device) -> StepCosts | None:
+def _measure_costs(
+    config: EngineConfig, runner: Runner, limits: Limits, device: torch.device, padded: bool
+) -> StepCosts | None:
     speculation = config.speculation
     if not (speculation.most and speculation.adaptive):
         return None
-    return measure_costs(runner, config, limits, _overlaps(config, device), padded=False)
+    return measure_costs(runner, config, limits, _overlaps(config, device), padded)
 
 
 def _overlaps(config: EngineConfig, device: torch.device) -> bool:
@@ -245,6 +257,7 @@ def _make_slots(config: EngineConfig, limits: Limits, sampler: Sampler, device: 
         sampler.num_params,
         device,
         spare_block=limits.num_blocks,  # the one behind those that the scheduler knows
+        lookahead=config.speculation.most,
     )
 
 
@@ -283,7 +296,8 @@ def _try_largest_step(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     try:
-        runner.collect(runner.launch(_largest_step(config, limits, block=0)))
+        for plan in _largest_steps(config, limits, block=0):
+            runner.collect(runner.launch(plan))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of scheduler.max_num_batched_tokens={config.scheduler.max_num_batched_tokens} tokens does not fit "
@@ -299,18 +313,14 @@ def _reserve_memory(config: EngineConfig, limits: Limits, runner: Runner, device
     """Leaves in torch's allocator what the largest step takes, so that no step waits for the driver to find it."""
     if device.type == "cuda":
         hold_small_memory(device)
-        runner.collect(runner.launch(_largest_step(config, limits, block=limits.num_blocks)))  # the spare block
+        for plan in _largest_steps(config, limits, block=limits.num_blocks):  # the spare block
+            runner.collect(runner.launch(plan))
 
 
-def _largest_step(config: EngineConfig, limits: Limits, block: int) -> StepPlan:
-    scheduler = config.scheduler
-    return largest_step(
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
-        limits.max_model_len,
-        config.cache.block_size,
-        block,
-    )
+def _largest_steps(config: EngineConfig, limits: Limits, block: int) -> list[StepPlan]:
+    rows, tokens, most = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, config.speculation.most
+    step = largest_step(rows, tokens, limits.max_model_len, config.cache.block_size, block)
+    return [step, largest_verification(rows, tokens, most, step)] if most else [step]
 
 
 def _capture(

@@ -97,6 +97,27 @@ def largest_step(max_num_seqs: int, max_num_tokens: int, max_model_len: int, blo
     )
 
 
+def largest_verification(max_num_seqs: int, max_num_tokens: int, num_drafts: int, step: StepPlan) -> StepPlan:
+    """Likewise of a step with drafts: more tokens are sampled there than in any other.
+
+    Args:
+        num_drafts: of a request, at most.
+        step: the plan of `largest_step`, whose admissions it has.
+    """
+    rows = min(max_num_seqs, len(step.slots))
+    drafts = min(num_drafts, max(1, (max_num_tokens - rows) // 2 // rows))
+    return StepPlan(
+        step=0,
+        slots=step.slots[:rows],
+        starts=[0] * rows,
+        counts=[1 + drafts] * rows,
+        samples=[True] * rows,
+        num_decode_rows=rows,
+        drafts={row: [0] * drafts for row in range(rows)},
+        num_drafts=rows * drafts,
+    )
+
+
 def hold_small_memory(device: torch.device) -> None:
     """Gives torch's allocator room for small tensors, which come and go by the hundred and never in equal numbers."""
     held = [torch.empty(_SMALL_TENSOR, dtype=torch.uint8, device=device) for _ in range(_SMALL_MEMORY // _SMALL_TENSOR)]

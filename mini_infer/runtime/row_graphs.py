@@ -104,8 +104,10 @@ class RowGraphs:
 
 def fits(descriptor: BatchDescriptor, num_rows: int, query_len: int) -> bool:
     """Whether it takes so many rows of so many tokens at most. One token a row is another graph's business."""
-    return descriptor.num_rows >= num_rows and descriptor.query_len >= query_len and (
-        query_len > 1 or descriptor.query_len == 1
+    return (
+        descriptor.num_rows >= num_rows
+        and descriptor.query_len >= query_len
+        and (query_len > 1 or descriptor.query_len == 1)
     )
 
 

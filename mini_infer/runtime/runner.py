@@ -24,6 +24,7 @@ from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.acceptance import Acceptance, AsVerified
 from mini_infer.runtime.drafter import Drafter, NoDrafter
 from mini_infer.runtime.prompt_logprobs import RowLogprobs, prompt_logprobs
+from mini_infer.runtime.row_graphs import NoRowGraphs, RowGraphs
 from mini_infer.runtime.sampler import DraftLogits, Drawn, Logprobs, Sampler
 from mini_infer.runtime.slots import Samples, SlotState, StepInput
 from mini_infer.speculative.verify import NO_DRAFT
@@ -66,6 +67,7 @@ class LaunchedStep:
 class Runner:
     """
     Args:
+        row_graphs: of steps with drafts.
         drafter: writes drafts that the plan does not bring.
         acceptance: what becomes of drafts.
     """
@@ -76,6 +78,7 @@ class Runner:
         slots: SlotState,
         sampler: Sampler,
         graphs: Graphs,
+        row_graphs: RowGraphs | NoRowGraphs | None = None,
         drafter: Drafter | None = None,
         acceptance: Acceptance | None = None,
     ) -> None:
@@ -83,6 +86,7 @@ class Runner:
         self._slots = slots
         self._sampler = sampler
         self._graphs = graphs
+        self._row_graphs = row_graphs or NoRowGraphs()
         self._drafter = drafter or NoDrafter()
         self._acceptance = acceptance or AsVerified()
 
@@ -115,7 +119,9 @@ class Runner:
             self._slots.apply(plan, params)
             draft_logits, drafting = self._draft(plan, sampled)
             step = self._slots.build(plan, sampled)
-            hidden, compute_logits = self._model.forward(step), self._model.compute_logits
+            captured = self._row_graphs.forward(plan) if plan.num_drafts else None
+            hidden = self._model.forward(step) if captured is None else captured
+            compute_logits = self._model.compute_logits
             if plan.prompt_logprobs:
                 of_prompts = prompt_logprobs(plan, hidden, history, self._sampler.vocab_size, compute_logits)
             if not len(slots):

@@ -319,6 +319,7 @@ class Mail:
         return list(joined.split(lengths))
 
     def send_into(self, target: Tensor, numbers: Tensor) -> None:
-        """Fills `target`, on a GPU, with numbers of its shape and dtype."""
-        # torch keeps page-locked memory for its next user until this copy is done.
-        target.copy_(torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers), non_blocking=True)
+        """Fills `target` with numbers of its shape and dtype."""
+        if target.is_cuda:  # torch keeps page-locked memory for its next user until this copy is done
+            numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers)
+        target.copy_(numbers, non_blocking=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,11 @@ from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.acceptance import Acceptance, AsVerified, AtARate
 from mini_infer.runtime.drafter import DraftModel
 from mini_infer.runtime.memory import KVShape, Limits, allocate_kv, require_room_for_weights, weight_bytes
+from mini_infer.runtime.progress import progress_bar
+from mini_infer.runtime.row_graphs import NoRowGraphs, RowGraphs, descriptors
 from mini_infer.runtime.sampler import Sampler
 from mini_infer.runtime.slots import SlotState
+from mini_infer.runtime.startup import CaptureReport
 from mini_infer.runtime.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.torch_model import AttentionBackends, TorchModel
 from mini_infer.speculative.adapt import DraftLengths
@@ -149,13 +152,30 @@ def _same_tokenizer(draft: ModelConfig, target: Tokenizer) -> bool:
     return own.token_bytes is not None and own.token_bytes == target.token_bytes
 
 
-def load_draft(draft: DraftSpec, max_len: int, device: torch.device, kernels: Kernels) -> Decoder:
+def load_draft(draft: DraftSpec, max_model_len: int, lookahead: int, device: torch.device, kernels: Kernels) -> Decoder:
+    """The model with its weights, for requests of `max_model_len` tokens and `lookahead` tokens of padding behind."""
     require_room_for_weights(draft.weight_bytes, draft.config.path, draft.dtype, device)
-    if draft.spec.max_model_len < max_len:
+    if draft.spec.max_model_len < max_model_len:
         logger.warning(
             "the draft's own limit is %d tokens: beyond, drafts for longer requests get worse", draft.spec.max_model_len
         )
-    return load_model(draft.config, draft.spec, draft.dtype, device, max_len, kernels)
+    return load_model(draft.config, draft.spec, draft.dtype, device, max_model_len + lookahead, kernels)
+
+
+def capture_rows(
+    config: EngineConfig, slots: SlotState, model: TorchModel, query_lens: Sequence[int], no_graphs: str | None
+) -> tuple[RowGraphs | NoRowGraphs, CaptureReport]:
+    """
+    Args:
+        query_lens: tokens a row.
+        no_graphs: why nothing is to be captured.
+    """
+    if no_graphs is not None or not query_lens:
+        return NoRowGraphs(), CaptureReport(limits=() if no_graphs is None else (no_graphs,))
+    most = min(config.graphs.max_batch or config.scheduler.max_num_seqs, config.scheduler.max_num_seqs)
+    rows = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
+    graphs = RowGraphs(slots, model.forward_eagerly, descriptors(rows, query_lens))
+    return graphs, graphs.capture(progress_bar("capturing CUDA graphs of drafts"))
 
 
 def make_drafter(
@@ -163,6 +183,7 @@ def make_drafter(
     draft: DraftSpec,
     model: Decoder,
     backends: AttentionBackends,
+    no_graphs: str | None,
     limits: Limits,
     slots: SlotState,
     sampler: Sampler,
@@ -179,4 +200,5 @@ def make_drafter(
         sampler,
         vocab_size=min(draft.spec.vocab_size, sampler.vocab_size),
         max_tokens=config.scheduler.max_num_batched_tokens,
+        graphs=capture_rows(config, slots, torch_model, (1, 2), no_graphs)[0],
     )

@@ -16,7 +16,7 @@ from mini_infer.speculative.costs import StepCosts
 CONTEXT_TOKENS = 256  # of each row, where requests may be as long
 REPEATS = 3
 PIPELINED = 4  # steps without drafts that are launched before the first is read, where steps overlap
-BUDGET_S = 5.0  # that measuring may take, give or take a number of rows; what is larger is extrapolated
+BUDGET_S = 2.0  # that measuring may take, give or take a number of rows; what is larger is extrapolated
 
 
 def measure_costs(runner: Runner, config: EngineConfig, limits: Limits, overlap: bool, padded: bool) -> StepCosts:
