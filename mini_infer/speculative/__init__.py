@@ -1,7 +1,7 @@
 """Speculative decoding: what proposes tokens, what verifies them, and how many are worth proposing.
 
     propose   ngram.py      what followed the last tokens where they came before in prompt and output
-              suffix.py     likewise by counts, over the outputs of finished requests as well
+              suffix.py     likewise by counts (automaton.py), over the outputs of finished requests as well
               synthetic.py  anything: accepted at a stated rate, for speed studies with random weights
     verify    verify.py     which drafts stand, and the token after them: greedy, or exact in distribution
               (kernels/verify.py does the same on a GPU)

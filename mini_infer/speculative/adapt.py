@@ -83,7 +83,11 @@ class DraftLengths:
         return lengths.tolist()
 
     def book(self, requests: Sequence[Hashable], drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """What became of a step: called for every one, also of those without drafts."""
+        """What became of a step: called for every one, also of those without drafts.
+
+        Where numbers are chosen before it is known what there is to propose, `drafted` is what was chosen: a draft that
+        was hoped for in vain counts as a rejected one, so that a step that waited for it is paid for.
+        """
         self.account = min(RESERVE, self.account + self.exploring)
         if not any(drafted):
             return

@@ -33,8 +33,9 @@ class SuffixCorpus:
     """Outputs of finished requests, within bounded memory.
 
     They are kept in automata of max_tokens / 4 tokens each, and the oldest of them goes, with all that is in it, when a
-    fifth would begin: an automaton cannot forget a part of what it has read. So between three and four quarters of
-    max_tokens are kept, the latest ones. Nothing is ever built anew.
+    fifth would begin: an automaton cannot forget a part of what it has read. So the latest outputs are kept, up to
+    max_tokens and, unless they are nearly as long as a part, no fewer than about three quarters of it. Nothing is ever
+    built anew.
 
     Args:
         max_tokens: kept at most. A token takes about 500 bytes.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from mini_infer.core.uniforms import SYNTHETIC, Array, hash_seeds, splitmix64, uniforms
+from mini_infer.core.uniforms import SYNTHETIC, Array, hash_seeds, uniforms
+
+_PRIME = 2**61 - 1
 
 
 def synthetic_drafts(seed: int, position: int, k: int, vocab_size: int) -> list[int]:
     """k arbitrary tokens for `position` and those after it: a function of (seed, place) alone."""
-    places = (position + np.arange(k) + SYNTHETIC).astype(np.uint64)
-    noise = splitmix64(hash_seeds(np.array([seed], np.uint64)) ^ splitmix64(places))
-    return (noise % np.uint64(vocab_size)).astype(int).tolist()
+    mixed = seed * 0x9E3779B97F4A7C15
+    return [((mixed ^ place * 0xBF58476D1CE4E5B9) % _PRIME) % vocab_size for place in range(position, position + k)]
 
 
 def synthetic_accepts(seeds: Array, positions: Array, num_drafts: Array, rate: float) -> Array:
