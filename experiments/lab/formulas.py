@@ -12,7 +12,7 @@ arrival      first token            last token
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from experiments.lab import stats
@@ -20,6 +20,7 @@ from experiments.lab.roofline import Utilization
 from experiments.lab.slo import SLO
 from experiments.lab.traces import HostUse, Served
 from mini_infer.core.plan import StepRecord
+from mini_infer.speculative.costs import expected_tokens
 
 PLACES = 8  # behind a request's last token, of which acceptance is told one by one
 PERCENTILES = (50, 90, 95, 99)
@@ -213,6 +214,27 @@ def _verified_rows(served: Served) -> int:
     return sum(map(_at(0, lambda r: r.drafted), served.records))
 
 
+def _by_formula(served: Served) -> float | Missing:
+    """Tokens a second of a batch that decodes: Leviathan et al. 2023, from what the pass's own steps say."""
+    steps = [r for r in served.records if r.decode_tokens and not r.prefill_tokens]
+    rows, seconds = sum(r.decode_tokens for r in steps), sum(r.end_time - r.start_time for r in steps)
+    if not seconds:
+        return NOTHING
+    decoding = replace(served, records=tuple(steps))
+    tried = _tried(decoding)
+    whole, part = divmod(_drafted(decoding) / rows, 1)
+    acceptance = _accepted(decoding) / tried if tried else 0.0
+    tokens = expected_tokens(acceptance, int(whole)) + part * acceptance ** (whole + 1)
+    return rows * tokens / seconds
+
+
+def _share_of_formula(served: Served, context: Context) -> float | Missing:
+    if not served.records:
+        return NOT_A_PEERS
+    formula = _by_formula(served)
+    return formula if isinstance(formula, Missing) else _rate(_output_tokens)(served, context) / formula  # type: ignore[operator]
+
+
 def _draft_time_share(served: Served) -> tuple[float, float]:
     drafting = [record for record in served.records if record.draft_s or record.drafted]
     return sum(r.draft_s for r in drafting), sum(r.end_time - r.start_time for r in drafting)
@@ -340,6 +362,10 @@ SERVING: dict[str, Formula] = {
         _LOW,
         _of_engine(lambda s: _drafted(s) / max(1, sum(r.decode_tokens for r in s.records))),
     ),
+    "formula_tokens_per_s": _pass(
+        "output tokens per second by Leviathan's formula", "tokens/s", _HIGH, _of_engine(_by_formula)
+    ),
+    "formula_share": _pass("output tokens per second, measured / by Leviathan's formula", "", _HIGH, _share_of_formula),
     "draft_time_share": _pass(
         "share of the time of steps with drafts that the draft model takes", "", _LOW, _of_drafts(_draft_time_share)
     ),

@@ -290,6 +290,10 @@ class SpeculationConfig:
                 "speculation.method=draft needs speculation.draft.path: a model with the target's tokenizer, such as "
                 "tiny-draft for tiny-target"
             )
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise ConfigError(f"speculation.acceptance must be from 0 to 1, got {self.acceptance}")
+        if method is SpeculationMethod.none:  # whatever else is set waits until there is a method again
+            return
         if self.draft.given and method not in (SpeculationMethod.draft, SpeculationMethod.synthetic):
             raise ConfigError(
                 f"speculation.draft goes with speculation.method=draft or synthetic, not {method.value}: no model "
@@ -299,8 +303,15 @@ class SpeculationConfig:
             raise ConfigError(
                 "speculation.acceptance is the rate of speculation.method=synthetic, which needs one, and of no other"
             )
-        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
-            raise ConfigError(f"speculation.acceptance must be from 0 to 1, got {self.acceptance}")
+
+    @property
+    def has_draft_model(self) -> bool:
+        return self.most > 0 and self.draft.given
+
+    @property
+    def rate(self) -> float | None:
+        """Of synthetic acceptance."""
+        return self.acceptance if self.method is SpeculationMethod.synthetic else None
 
     @property
     def most(self) -> int:
@@ -348,7 +359,7 @@ class EngineConfig:
                 "scheduler.preemption=swap needs host memory: leave cache.num_host_blocks unset (as many as on the "
                 "device), or give at least 1"
             )
-        if self.speculation.draft.given and self.model.load_format is LoadFormat.dry:
+        if self.speculation.has_draft_model and self.model.load_format is LoadFormat.dry:
             raise ConfigError(
                 "speculation.draft.path: a dry model has no weights, and no draft either. Set speculation.method to "
                 "ngram, suffix or synthetic, which need none"

@@ -69,12 +69,12 @@ def describe_speculation(speculation: SpeculationConfig) -> str:
     if not speculation.most:
         return speculation.method.value
     many = "as many as pay" if speculation.adaptive else "always"
-    rate = "" if speculation.acceptance is None else f" at a rate of {speculation.acceptance}"
+    rate = "" if speculation.rate is None else f" at a rate of {speculation.rate}"
     return f"{speculation.method.value}{rate}, up to {speculation.num_tokens} tokens, {many}"
 
 
 def _source(speculation: SpeculationConfig, vocab_size: int) -> Source:
-    if speculation.draft.given:
+    if speculation.has_draft_model:
         return OnDevice()
     if speculation.method is SpeculationMethod.ngram:
         return ngram_source(speculation.ngram_min, speculation.ngram_max)
@@ -84,9 +84,9 @@ def _source(speculation: SpeculationConfig, vocab_size: int) -> Source:
 
 
 def make_acceptance(speculation: SpeculationConfig, sampler: Sampler, slots: SlotState) -> Acceptance:
-    if speculation.acceptance is None:
+    if speculation.rate is None:
         return AsVerified()
-    return AtARate(speculation.acceptance, sampler, slots.mail)
+    return AtARate(speculation.rate, sampler, slots.mail)
 
 
 # ---------------------------------------------------------------------------------------------- the draft model
@@ -114,7 +114,7 @@ def check_draft(
     config: EngineConfig, target: ModelSpec, target_dtype: torch.dtype, tokenizer: Tokenizer, device: torch.device
 ) -> DraftSpec | None:
     """The draft model, None where there is none. Raises ConfigError where it cannot propose for the target."""
-    if not config.speculation.draft.given:
+    if not config.speculation.has_draft_model:
         return None
     own = config.speculation.draft.model(config.model)
     name = f"speculation.draft.path={config.speculation.draft.path}"

@@ -90,7 +90,7 @@ def _admit(rows: int, config: EngineConfig, limits: Limits) -> StepPlan:
 def _decode(rows: int, count: int, config: EngineConfig, limits: Limits) -> StepPlan:
     """A step of `count` tokens a row."""
     drafts: dict[int, Sequence[int]] = {}
-    if not config.speculation.draft.given:
+    if not config.speculation.has_draft_model:
         drafts = {row: [0] * (count - 1) for row in range(rows)}
     return StepPlan(
         0,
