@@ -58,7 +58,7 @@ def speculate(
         guess: [V] what is proposed behind each token, without any randomness; instead of `draft`.
         same_uniform: drafts are drawn with the uniforms of the tokens themselves, and not judged by their distribution.
     """
-    seeds = np.arange(12_000) if seeds is None else seeds
+    seeds = np.arange(20_000) if seeds is None else seeds
     rows, vocab = len(seeds), len(target)
     by_row = parameters(params, seeds, vocab)
     last = torch.full((rows,), FIRST_TOKEN)
@@ -117,12 +117,15 @@ def z_of_pairs(tokens: Tensor, exact: np.ndarray) -> float:
 
 
 def chi_square_z(counts: np.ndarray, exact: np.ndarray) -> float:
-    """Standard deviations between the chi-square statistic and its mean under `exact`; infinite where there is
-    something that cannot be."""
+    """The chi-square statistic as standard deviations of a normal distribution (Wilson and Hilferty 1931); infinite
+    where there is something that cannot be."""
     if counts[exact == 0].any():
         return math.inf
     expected = exact * counts.sum()
     likely = expected > 5
-    statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
-    degrees = likely.sum() - 1
-    return float((statistic - degrees) / math.sqrt(2 * degrees)) if degrees else 0.0
+    degrees = int(likely.sum()) - 1
+    if degrees < 1:
+        return 0.0
+    statistic = float(((counts - expected)[likely] ** 2 / expected[likely]).sum())
+    variance = 2 / (9 * degrees)
+    return ((statistic / degrees) ** (1 / 3) - (1 - variance)) / math.sqrt(variance)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -28,6 +28,15 @@ PARAMS = {
     "min_p": SamplingParams(min_p=0.15),
     "all": SamplingParams(temperature=1.5, top_k=6, top_p=0.9, min_p=0.05),
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small tensors: on a busy machine threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
@@ -66,9 +75,9 @@ def test_no_sampler_accepts_more() -> None:
     """The first draft with probability sum(min(p, q)), as much as any exact sampler can."""
     run = speculate(TARGET, PLAIN, verify_tokens, draft=DRAFTER)
     p, q = (probabilities(logits, PLAIN)[FIRST_TOKEN] for logits in (TARGET, DRAFTER))
-    assert run.first_accepted == pytest.approx(np.minimum(p, q).sum(), abs=0.018)  # 4 standard deviations
+    assert run.first_accepted == pytest.approx(np.minimum(p, q).sum(), abs=0.014)  # 4 standard deviations
     certain = speculate(TARGET, PLAIN, verify_tokens, guess=GUESS)
-    assert certain.first_accepted == pytest.approx(p[GUESS[FIRST_TOKEN]], abs=0.018)
+    assert certain.first_accepted == pytest.approx(p[GUESS[FIRST_TOKEN]], abs=0.014)
 
 
 # --------------------------------------------------------------------------------------------------- wrong samplers
@@ -133,8 +142,8 @@ def test_chi_square_notices_a_wrong_sampler(wrong: Judge, monkeypatch: pytest.Mo
     monkeypatch.setattr(verify, "_judge", wrong)
     tokens = speculate(TARGET, PLAIN, verify_tokens, draft=DRAFTER).tokens
     exact = probabilities(TARGET, PLAIN)
-    assert z_of_next(tokens, exact) > 10
-    assert z_of_pairs(tokens, exact) > 10
+    assert z_of_next(tokens, exact) > 6
+    assert z_of_pairs(tokens, exact) > 6
 
 
 def test_pairs_notice_what_the_next_token_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,13 +156,13 @@ def test_pairs_notice_what_the_next_token_does_not(monkeypatch: pytest.MonkeyPat
     tokens = speculate(TARGET, PLAIN, verify_tokens, draft=DRAFTER).tokens
     exact = probabilities(TARGET, PLAIN)
     assert abs(z_of_next(tokens, exact)) < 4
-    assert z_of_pairs(tokens, exact) > 10
+    assert z_of_pairs(tokens, exact) > 6
 
 
 def test_chi_square_notices_a_shared_stream() -> None:
     """Drafts drawn by the tokens' own uniforms must not be judged by their distribution."""
     shifted = speculate(TARGET, PLAIN, without_offset, draft=DRAFTER).tokens
-    assert z_of_next(shifted, probabilities(TARGET, PLAIN)) > 10
+    assert z_of_next(shifted, probabilities(TARGET, PLAIN)) > 6
 
 
 def without_offset(logits: Tensor, params: Tensor, positions: Tensor, *drafts: Tensor) -> Tensor:
