@@ -207,7 +207,7 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
 
 def _measure_costs(
     config: EngineConfig, runner: Runner, limits: Limits, device: torch.device, padded: bool
-) -> StepCosts | None:
+) -> tuple[StepCosts, float] | None:
     speculation = config.speculation
     if not (speculation.most and speculation.adaptive):
         return None

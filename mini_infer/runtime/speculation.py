@@ -29,7 +29,7 @@ from mini_infer.runtime.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.torch_model import AttentionBackends, TorchModel
 from mini_infer.speculative.adapt import DraftLengths
 from mini_infer.speculative.costs import StepCosts
-from mini_infer.speculative.proposer import AsManyAsThereAre, Lengths, NoProposer, Proposer, Source
+from mini_infer.speculative.proposer import AsManyAsThereAre, NoProposer, Proposer, Source
 from mini_infer.speculative.sources import MadeUp, OnDevice, ngram_source, suffix_source
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,11 @@ def require_room_for_drafts(speculation: SpeculationConfig, max_model_len: int) 
         )
 
 
-def make_proposer(config: EngineConfig, vocab_size: int, costs: StepCosts | None) -> ProposerMaker:
+def make_proposer(config: EngineConfig, vocab_size: int, costs: tuple[StepCosts, float] | None) -> ProposerMaker:
     """
     Args:
-        costs: by which it is chosen how many drafts a request gets; None: as many as there are.
+        costs: of steps, and of waiting for the one before, by which it is chosen how many drafts a request gets; None:
+            as many as there are.
     """
     speculation = config.speculation
     if speculation.method is SpeculationMethod.none:
@@ -58,8 +59,10 @@ def make_proposer(config: EngineConfig, vocab_size: int, costs: StepCosts | None
 
     def make() -> Proposer:
         most = speculation.num_tokens
-        lengths: Lengths = AsManyAsThereAre() if costs is None else DraftLengths(costs, most)
-        return Proposer(_source(speculation, vocab_size), lengths, most)
+        source = _source(speculation, vocab_size)
+        if costs is None:
+            return Proposer(source, AsManyAsThereAre(), most)
+        return Proposer(source, DraftLengths(costs[0], most), most, waiting_cost=costs[1])
 
     return make
 

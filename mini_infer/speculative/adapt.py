@@ -63,7 +63,7 @@ class DraftLengths:
         self.most = most
         self.exploring = exploring
         self.account = RESERVE
-        self._engine = AcceptanceRate(fade=0.999, accepted=5, trials=10)
+        self._engine = AcceptanceRate(fade=0.999, accepted=8, trials=10)  # hope: what it may cost is bounded
         self._requests: dict[Hashable, AcceptanceRate] = {}
 
     def choose(self, requests: Sequence[Hashable], limits: Sequence[int]) -> list[int]:
@@ -83,11 +83,7 @@ class DraftLengths:
         return lengths.tolist()
 
     def book(self, requests: Sequence[Hashable], drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """What became of a step: called for every one, also of those without drafts.
-
-        Where numbers are chosen before it is known what there is to propose, `drafted` is what was chosen: a draft that
-        was hoped for in vain counts as a rejected one, so that a step that waited for it is paid for.
-        """
+        """What became of a step: called for every one, also of those without drafts."""
         self.account = min(RESERVE, self.account + self.exploring)
         if not any(drafted):
             return
@@ -97,6 +93,10 @@ class DraftLengths:
             if tried:
                 self._engine.book(tried, stood)
                 self._requests.setdefault(request, AcceptanceRate(fade=0.97)).book(tried, stood)
+
+    def pay(self, steps: float) -> None:
+        """What it cost to find out that there was nothing to propose."""
+        self.account -= steps
 
     def rate(self, request: Hashable) -> float:
         """The estimated chance that a draft of the request is accepted if those before it are."""

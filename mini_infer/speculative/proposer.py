@@ -14,6 +14,8 @@ from typing import Protocol
 from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import Request
 
+_NOTHING = Draft(0)
+
 
 class Source(Protocol):
     """Of a request's drafts."""
@@ -34,6 +36,9 @@ class Lengths(Protocol):
     def book(self, requests: Sequence[Hashable], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """What became of a step, also of one without drafts."""
 
+    def pay(self, steps: float) -> None:
+        """What it cost, in steps, to find out that there was nothing to propose."""
+
     def forget(self, request: Hashable) -> None:
         """The request has ended."""
 
@@ -45,6 +50,9 @@ class AsManyAsThereAre:
         return list(limits)
 
     def book(self, requests: Sequence[Hashable], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        pass
+
+    def pay(self, steps: float) -> None:
         pass
 
     def forget(self, request: Hashable) -> None:
@@ -70,10 +78,12 @@ class Proposer:
     """
     Args:
         most: drafts of a request in a step.
+        waiting_cost: of a step that waits for the one before it, as a share of a step.
     """
 
-    def __init__(self, source: Source, lengths: Lengths, most: int) -> None:
+    def __init__(self, source: Source, lengths: Lengths, most: int, waiting_cost: float = 0.0) -> None:
         self._source, self._lengths, self._most = source, lengths, most
+        self._waiting_cost = waiting_cost
         self.waits = False  # the next step, until the step under way is booked, because there will be drafts in it
 
     def propose(self, requests: Iterable[Request]) -> dict[int, Draft]:
@@ -85,17 +95,19 @@ class Proposer:
         requests = list(requests)
         if not requests:
             return {}
-        lengths = self._lengths.choose(requests, [0 if r.constraint is not None else self._most for r in requests])
-        self.waits = any(lengths)
+        hoped = self._lengths.choose(requests, [0 if r.constraint is not None else self._most for r in requests])
+        self.waits = any(hoped)
         if not self.waits or any(r.num_in_flight > 1 for r in requests):
             return {}
-        drafts = {}
-        for place, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-            if length:
-                draft = self._source.propose(request, length)
-                if draft.length:
-                    drafts[place] = draft
-        return drafts
+        found = [self._source.propose(r, self._most) if n else _NOTHING for r, n in zip(requests, hoped, strict=True)]
+        lengths = self._lengths.choose(requests, [draft.length for draft in found])
+        if not any(lengths):
+            self._lengths.pay(self._waiting_cost)
+        return {
+            place: Draft(length, draft.token_ids[:length])
+            for place, (draft, length) in enumerate(zip(found, lengths, strict=True))
+            if length
+        }
 
     def book(self, rows: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult) -> None:
         """A step is over. `rows` are the requests of the plan's rows, each with its number of preemptions."""

@@ -70,7 +70,7 @@ class TestAcceptanceRate:
 
     def test_a_new_request_is_taken_for_an_average_one(self) -> None:
         adaptive = DraftLengths(costs(0.01), most=4)
-        assert adaptive.rate("new") == 0.5
+        assert adaptive.rate("new") == 0.8
         for _ in range(100):
             adaptive.book(["good", "bad"], [4, 4], [4, 0])
         assert adaptive.rate("bad") < 0.2 < adaptive.rate("new") < 0.9 < adaptive.rate("good")
