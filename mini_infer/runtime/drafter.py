@@ -7,9 +7,8 @@ request's last token, where the target then reads them.
     target                  t d d d           verifies all of them in one pass
 
 Its KV lies in blocks of its own store with the target's block numbers: one block table serves both models, a shared
-prefix is shared by both, and a block that is freed, swapped or evicted is so for both. What it has computed of a slot
-is known; of blocks that are found computed when a request is admitted, it takes its own part to be there. Where
-it is not, because drafts were not worth making at the time, drafts are bad and the tokens are right all the same.
+prefix is shared by both, and a block that is freed, swapped or evicted is so for both. What it has computed of them is
+known to DraftKV: it does nothing while drafts are not worth making, and catches up when they are.
 """
 
 from __future__ import annotations
@@ -22,17 +21,19 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.plan import StepPlan
+from mini_infer.runtime.draft_kv import DraftKV
 from mini_infer.runtime.row_graphs import NoRowGraphs, RowGraphs
 from mini_infer.runtime.sampler import DraftLogits, Sampler
 from mini_infer.runtime.slots import IntArray, Samples, SlotState
 from mini_infer.runtime.torch_model import TorchModel
 from mini_infer.speculative.verify import NO_DRAFT
 
-_ALL = np.iinfo(np.int64).max
-
 
 class Drafter(Protocol):
     """Who proposes on the device."""
+
+    def follow(self, plan: StepPlan) -> None:
+        """Takes in a plan without drafts or prompts, which it has no part in."""
 
     def draft(self, plan: StepPlan, samples: Samples) -> DraftLogits | None:
         """Writes the plan's drafts into the history, and keeps up with its prompts. Returns what the drafts were drawn
@@ -45,6 +46,9 @@ class Drafter(Protocol):
 
 class NoDrafter:
     """There are no drafts, or the plan brings them."""
+
+    def follow(self, plan: StepPlan) -> None:
+        pass
 
     def draft(self, plan: StepPlan, samples: Samples) -> None:
         return None
@@ -60,6 +64,7 @@ class DraftModel:
     """
     Args:
         model: with a KV store that has the target's number of blocks.
+        kv: what it has computed, which is nothing.
         vocab_size: tokens that both models know, and it may propose.
         max_tokens: that it computes in one pass.
         graphs: captured forwards of rows of one and of two tokens.
@@ -68,6 +73,7 @@ class DraftModel:
     def __init__(
         self,
         model: TorchModel,
+        kv: DraftKV,
         slots: SlotState,
         sampler: Sampler,
         *,
@@ -79,13 +85,20 @@ class DraftModel:
         self._model, self._slots, self._sampler = model, slots, sampler
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
-        self._computed = np.zeros(slots.spare_slot, dtype=np.int64)  # by slot: tokens whose KV is there
-        self.swap_out, self.swap_in = model.swap_out, model.swap_in
+        self._kv = kv
+        self.follow = kv.follow
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._kv.swap_out(pairs)
+        self._model.swap_out(pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._kv.swap_in(pairs)
+        self._model.swap_in(pairs)
 
     def draft(self, plan: StepPlan, samples: Samples) -> DraftLogits | None:
+        self._kv.follow(plan)
         slots, starts = np.array(plan.slots, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
-        self._computed[[admission.slot for admission in plan.admissions]] = _ALL  # of what its blocks bring with them
-        self._computed[slots] = np.minimum(self._computed[slots], starts)  # what rejected drafts wrote does not count
         n = plan.num_decode_rows
         if plan.keeps_up and n < plan.num_rows:
             self._catch_up(slots[n:], np.add(starts, plan.counts)[n:])
@@ -98,6 +111,7 @@ class DraftModel:
         for place in range(int(counts[-1]) - 1):
             first = int(np.searchsorted(counts, place + 2))
             logits.append(self._round(slots[first:n], starts[first:n] + place))
+            (self._kv.hope if place else self._kv.advance)(slots[first:n], starts[first:n] + place + 1)
         if self._sampler.all_greedy(slots[:n]):
             return None
         # Round by round: [drafts of place 0 | drafts of place 1 | ...], and in each the rows in order.
@@ -108,8 +122,7 @@ class DraftModel:
 
     def _round(self, slots: IntArray, positions: IntArray) -> Tensor:
         """Drafts a token behind those at `positions`. Returns the logits that it was drawn from."""
-        starts = self._computed[slots]
-        plan = _rows(slots, starts, positions + 1, samples=True)
+        plan = _rows(slots, self._kv.computed(slots), positions + 1, samples=True)
         samples = Samples.of(plan)
         step = self._slots.build(plan, samples)
         hidden = self._graphs.forward(plan)
@@ -117,23 +130,22 @@ class DraftModel:
             hidden = self._model.forward(step)
         logits = self._model.compute_logits(step.sampled(hidden))[:, : self._vocab_size]
         self._slots.append(step, self._sampler.propose(logits, step, samples.slots, samples.positions))
-        self._computed[slots] = positions + 1
         return logits
 
     def _catch_up(self, slots: IntArray, ends: IntArray) -> None:
         """Computes the KV of the slots' tokens up to `ends`, as many in a pass as one may have."""
         while True:
-            missing = np.maximum(ends - self._computed[slots], 0)
+            missing = np.maximum(ends - self._kv.computed(slots), 0)
             before = np.cumsum(missing) - missing
             take = np.clip(self._max_tokens - before, 0, missing)
             rows = np.flatnonzero(take)
             if not rows.size:
                 return
-            own, starts = slots[rows], self._computed[slots[rows]]
+            own, starts = slots[rows], self._kv.computed(slots[rows])
             plan = _rows(own, starts, starts + take[rows], samples=False)
             step = self._slots.build(plan, Samples.of(plan))
             self._model.forward(step)
-            self._computed[own] = starts + take[rows]
+            self._kv.advance(own, starts + take[rows])
 
 
 def _rows(slots: IntArray, starts: IntArray, ends: IntArray, samples: bool) -> StepPlan:

@@ -110,6 +110,7 @@ class Runner:
         drafting = None
         replayed = None if plan.num_drafts else self._graphs.replay(plan)
         if replayed is not None:
+            self._drafter.follow(plan)
             logits, token_ids = replayed
             rare, logprobs = self._sampler.rare(slots, positions, masks), None
             if rare is not None:

@@ -18,6 +18,7 @@ from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.loader import load_model, load_spec, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.acceptance import Acceptance, AsVerified, AtARate
+from mini_infer.runtime.draft_kv import DraftKV
 from mini_infer.runtime.drafter import DraftModel
 from mini_infer.runtime.memory import KVShape, Limits, allocate_kv, require_room_for_weights, weight_bytes
 from mini_infer.runtime.progress import progress_bar
@@ -199,6 +200,7 @@ def make_drafter(
     torch_model = TorchModel(model, store, host, backends, known_tokens=draft.spec.vocab_size if fewer else None)
     return DraftModel(
         torch_model,
+        DraftKV(slots.spare_slot, slots.max_model_len, store.block_size, store.num_blocks, limits.num_host_blocks),
         slots,
         sampler,
         vocab_size=min(draft.spec.vocab_size, sampler.vocab_size),
