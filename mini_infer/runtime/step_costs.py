@@ -43,7 +43,7 @@ def measure_costs(
             target[rows, count] = seconds - drafting
             if overlap and count == 1:
                 waiting.append(_time(runner, plan, 1)[0] / seconds - 1)
-            if drafting:
+            if count > 1 and config.speculation.has_draft_model:
                 draft[rows] = drafting / (count - 1)
         if time.perf_counter() - started > BUDGET_S:
             break

@@ -11,7 +11,7 @@ from mini_infer.speculative.ngram import NgramIndex
 from mini_infer.speculative.suffix import SuffixCorpus, SuffixProposer
 from mini_infer.speculative.synthetic import synthetic_drafts
 
-CORPUS_TOKENS = 1_000_000  # of finished outputs, kept for the suffix proposer
+CORPUS_TOKENS = 200_000  # of finished outputs, kept for the suffix proposer: about 100 MB
 
 
 class Index(Protocol):
