@@ -47,7 +47,7 @@ def measure_costs(
                 draft[rows] = drafting / (count - 1)
         if time.perf_counter() - started > BUDGET_S:
             break
-    return StepCosts(target, draft, padded), max(waiting)
+    return StepCosts(target, draft or None, padded), max(waiting)
 
 
 def _time(runner: Runner, plan: StepPlan, steps: int) -> tuple[float, float]:
