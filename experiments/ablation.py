@@ -152,7 +152,6 @@ class Ablation:
             gates=ledger.gates(
                 [(v, p.name) for p in self._grid for v in self.variants if v != spec.baseline],
                 spec.gate_share,
-                spec.gate_logprob_error,
             ),
             samples=self._samples(inputs, session, vocabulary),
             status=outcome.status,

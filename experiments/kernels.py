@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,10 +24,10 @@ from experiments.lab.kernel_timer import Timer, copies_needed, prepare
 from experiments.lab.metrics import Better, Metric
 from experiments.lab.points import Point
 from experiments.lab.progress import Steps
-from experiments.lab.rows import Row
+from experiments.lab.rows import ABSENT, Row
 from experiments.lab.spec import ExperimentSpec
 from mini_infer.core.config import DType
-from mini_infer.core.errors import ConfigError
+from mini_infer.core.errors import ConfigError, MiniInferError
 from mini_infer.modeling.loader import resolve_device
 
 CASES: dict[str, type[Case]] = {
@@ -138,6 +139,9 @@ class KernelSweep:
                 for point in self.points
             ]
             outcome = rounds.run(work)
+        if outcome.error is None and not any(row.valid for row in found.rows):
+            failures = "; ".join(self._absence(*absent, at) for absent, at in found.absent.items())
+            raise MiniInferError(f"nothing was measured. {failures}")
         notes = [self._absence(*absent, at) for absent, at in found.absent.items()]
         notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in found.called]
         if known.ceilings is None and any(name in self.metrics for name in OF_CEILINGS):
@@ -153,44 +157,55 @@ class KernelSweep:
         )
 
     def _point(self, point: Point, device: torch.device, limits: Ceilings | None, found: _Found, steps: Steps) -> None:
-        """All repeats of all implementations, with the same inputs, in ABBA order."""
+        """All repeats of all implementations, with the same inputs, in ABBA order. An implementation that raises an
+        error is absent at this point alone."""
         steps.next(point.name)
         gc.collect()  # of the point before
         torch.manual_seed(self._seed)
         case = self._case(point, device)
+        variants = [variant for variant in self.variants if variant in case.variants]
         copies = copies_needed(case.work.bytes, device)
-        case.allocate(copies)
         timers: dict[str, Timer] = {}
-        gates = []
+        gates, rows = [], []
         absent: dict[str, str] = {}
-        for variant in self.variants:
-            if variant not in case.variants:
-                continue
-            try:
-                implementation = case.implementation(variant)
-            except VariantAbsent as why:
-                absent[variant] = str(why)
-                continue
-            error = case.error(implementation.run(0))
-            gates.append(ErrorGate(variant, point.name, error, self.spec.allowed_error, REFERENCE))
-            timers[variant] = prepare(implementation, copies, device)
-            if device.type == "cuda" and not timers[variant].captured and variant not in found.called:
-                found.called.append(variant)
-        if not timers:
+        failed: dict[str, str] = {}
+        with _costing_only(variants, failed, point, device):
+            case.allocate(copies)
+        for variant in [variant for variant in variants if variant not in failed]:
+            with _costing_only([variant], failed, point, device):
+                try:
+                    implementation = case.implementation(variant)
+                except VariantAbsent as why:
+                    absent[variant] = str(why)
+                    continue
+                error = case.error(implementation.run(0))
+                timers[variant] = prepare(implementation, copies, device)
+                gates.append(ErrorGate(variant, point.name, error, self.spec.allowed_error, REFERENCE))
+        if not timers and not failed:
             reasons = "; ".join(f"{variant}: {why}" for variant, why in absent.items())
             raise ConfigError(f"nothing can be measured at {point.name}. {reasons or 'No variant is one of its case'}")
-        rows = []
         for repeat in range(self._repeats):
             for variant in stats.abba(list(timers), repeat):
-                values = _values(timers[variant].sample_us(), case.work, self.spec.dtype, limits)
-                rows += [
-                    Row(variant, point.name, repeat, name, values[name], self.metrics[name].unit)
-                    for name in self.metrics
-                    if name in values
-                ]
-        found.rows += rows
-        found.gates += gates
-        for missing in absent.items():
+                if variant in failed:
+                    continue
+                with _costing_only([variant], failed, point, device):
+                    values = _values(timers[variant].sample_us(), case.work, self.spec.dtype, limits)
+                    rows += [
+                        Row(variant, point.name, repeat, name, values[name], self.metrics[name].unit)
+                        for name in self.metrics
+                        if name in values
+                    ]
+        found.rows += [row for row in rows if row.variant not in failed]
+        found.rows += [
+            Row(variant, point.name, 0, name, 0.0, metric.unit, False, f"{ABSENT}{why}")
+            for variant, why in failed.items()
+            for name, metric in self.metrics.items()
+        ]
+        found.gates += [gate for gate in gates if gate.variant not in failed]
+        for variant, timer in timers.items():
+            if device.type == "cuda" and not timer.captured and variant not in (*failed, *found.called):
+                found.called.append(variant)
+        for missing in (*absent.items(), *failed.items()):
             found.absent.setdefault(missing, []).append(point.name)
 
     def _absence(self, variant: str, why: str, at: Sequence[str]) -> str:
@@ -202,6 +217,37 @@ class KernelSweep:
     def _case(self, point: Point, device: torch.device) -> Case:
         shape = {key: value for key, value in point.values.items() if key != "case"}
         return CASES[self._sweeps[point.name].case](shape, TORCH[self.spec.dtype], device)
+
+
+class CudaLost(MiniInferError):
+    """What runs on the GPU after an illegal memory access fails too, whatever it is."""
+
+
+@contextmanager
+def _costing_only(
+    variants: Sequence[str], failed: dict[str, str], point: Point, device: torch.device
+) -> Iterator[None]:
+    """An error is the reason why these variants are absent at the point. Raises CudaLost where it is more than that."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if _is_lost(device):
+            raise CudaLost(
+                f"{', '.join(variants)} at {point.name} failed with {reason}. After that the GPU takes no more work "
+                "from this process, so the rest is not measured"
+            ) from error
+        failed |= dict.fromkeys(variants, f"it failed with {reason}")
+
+
+def _is_lost(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 @dataclass

@@ -3,7 +3,7 @@
 python -m experiments.soak --minutes 10        # any further arguments are flags of mini-infer-serve
 
 The server runs the dry model. Clients stream, wait for whole answers, leave in the middle of both, and send what is
-refused. The resident memory of the API process and of the engine process is printed, and stored as CSV.
+refused. The resident memory of the API processes and of the engine process is printed, and stored as CSV.
 """
 
 from __future__ import annotations
@@ -95,15 +95,21 @@ async def _soak(url: str, seconds: float) -> Seen:
 
 async def _watch(url: str, seconds: float, seen: Seen) -> None:
     engine = psutil.Process(json.loads(_open(url, "/healthz"))["engine_pid"])
-    processes = dict(zip(PROCESSES, (psutil.Process(engine.ppid()), engine), strict=True))
     started = time.monotonic()
     while (passed := time.monotonic() - started) < seconds:
         steps = _metrics(await asyncio.to_thread(_open, url, "/metrics"))["engine_steps_total"]
         row = {"seconds": round(passed, 1), "requests": float(sum(seen.outcomes.values())), "steps": steps}
-        row |= {f"{name}_mib": round(process.memory_info().rss / MIB, 2) for name, process in processes.items()}
+        row |= {f"{name}_mib": round(rss / MIB, 2) for name, rss in zip(PROCESSES, _resident(engine), strict=True)}
         seen.rows.append(row)
         print("  ".join(f"{name} {value:g}" for name, value in row.items()), flush=True)
         await asyncio.sleep(seconds / SAMPLES)
+
+
+def _resident(engine: psutil.Process) -> tuple[int, int]:
+    """Bytes of whatever does HTTP, several API processes too, and of the engine process."""
+    server = psutil.Process(engine.ppid())
+    http = [process for process in (server, *server.children()) if process != engine]
+    return sum(process.memory_info().rss for process in http), engine.memory_info().rss
 
 
 # --- clients ------------------------------------------------------------------------------------------------------

@@ -28,8 +28,6 @@ class AblationSpec(ExperimentSpec):
             then change the workload alone, and every variant's KV memory must be given, since all live side by side.
         gate_share: share of greedy tokens that must equal the baseline's; 1.0 in fp32, less where rounding differs; at
             0 it is shown and nothing is asked of it.
-        gate_logprob_error: the most, in nats, by which an equal token's log-probability may differ from the
-            baseline's; takes one more, untimed pass of every variant at every point.
         gate_logit_error: the most by which logits may differ from those of the reference in fp32 (see logit_gate.py).
         samples: so many prompts of the workload are shown in the report with what was generated.
         timeline: the point whose first repeat is kept step by step, {} where there is only one; left out: none is.
@@ -44,7 +42,6 @@ class AblationSpec(ExperimentSpec):
     search: RateSearch = field(default_factory=RateSearch)
     keep_engines: bool = False
     gate_share: float = 1.0
-    gate_logprob_error: float | None = None
     gate_logit_error: float | None = None
     samples: int = 0
     timeline: dict[str, Any] | None = None
@@ -62,10 +59,8 @@ class AblationSpec(ExperimentSpec):
         metrics.require_known(self.metrics, self.slo)
         if not 0 <= self.gate_share <= 1:
             raise ConfigError(f"experiment.gate_share must be from 0 to 1, got {self.gate_share}")
-        for name in ("gate_logprob_error", "gate_logit_error"):
-            bound = getattr(self, name)
-            if bound is not None and bound <= 0:
-                raise ConfigError(f"experiment.{name} must be above 0, got {bound}")
+        if self.gate_logit_error is not None and self.gate_logit_error <= 0:
+            raise ConfigError(f"experiment.gate_logit_error must be above 0, got {self.gate_logit_error}")
         if self.samples < 0:
             raise ConfigError(f"experiment.samples must be 0 or more, got {self.samples}")
         profiled = [name for name in self.metrics if name in metrics.OF_PROFILES]

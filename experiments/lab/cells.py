@@ -13,7 +13,7 @@ from experiments.lab.lending import Lending
 from experiments.lab.metrics import Context, Missing
 from experiments.lab.points import Point
 from experiments.lab.rows import ABSENT, Row
-from experiments.lab.subjects import EngineSubject, Kind
+from experiments.lab.subjects import Kind
 from experiments.lab.traces import Served
 from experiments.lab.validity import Evidence
 from experiments.lab.workloads import Inputs, Workload
@@ -43,15 +43,13 @@ class Pass:
     """
     Attributes:
         drift: of the clocks, while it ran.
-        scored: the same requests once more, untimed, with log-probabilities; where they were asked for.
     """
 
     served: Served
     drift: float
-    scored: Served | None
 
 
-def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending, scored: bool) -> Pass:
+def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
     """An engine that has been warmed up on other prompts at the measured concurrency, priming of the prefix cache where
     the workload wants it, and the timed pass."""
     with lending.lend(cell.variant, cell.kind, cell.engine) as lent:
@@ -66,11 +64,7 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending, scored: bo
         gc.collect()
         before = watch.before()
         served = subject.serve(inputs.measured, cell.workload.in_flight)
-        drift = watch.drift_since(before)
-        again = None
-        if scored and isinstance(subject, EngineSubject):
-            again = subject.serve_with_logprobs(inputs.measured, cell.workload.in_flight)
-        return Pass(served, drift, again)
+        return Pass(served, watch.drift_since(before))
 
 
 def context(cell: Cell, slo: metrics.SLO, ceilings: Ceilings | None, problem: str) -> Context:

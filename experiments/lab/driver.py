@@ -29,18 +29,13 @@ Sleep = Callable[[float], None]
 class Drive:
     """One pass. Prompts and parameters are made before the clock starts."""
 
-    def __init__(self, engine: LLMEngine, items: Sequence[Item], salt: str, logprobs: bool, sleep: Sleep) -> None:
+    def __init__(self, engine: LLMEngine, items: Sequence[Item], salt: str, sleep: Sleep) -> None:
         self._engine = engine
         self._items = items
         self._salt = salt
         self._sleep = sleep
         self._prompts = [list(item.prompt) for item in items]
-        self._params = [
-            SamplingParams(
-                temperature=0, max_tokens=item.output_tokens, ignore_eos=True, logprobs=0 if logprobs else None
-            )
-            for item in items
-        ]
+        self._params = [SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True) for item in items]
         self._index_of = {self._name(index): index for index in range(len(items))}
         self._sent: dict[int, tuple[float, float | None, float]] = {}  # arrival, sent, could_send
         self._traces: dict[int, RequestTrace] = {}
@@ -132,7 +127,6 @@ class Drive:
             preemptions=metrics.num_preemptions,
             shared_tokens=item.shared_tokens,
             error=error,
-            logprobs=tuple(entry.logprob for entry in completion.logprobs or ()),
         )
         if error:
             self._drop_followers(schedule, index)
@@ -181,7 +175,6 @@ def drive(
     concurrency: int,
     *,
     salt: str = "",
-    logprobs: bool = False,
     sleep: Sleep = time.sleep,
 ) -> Served:
     """Serves `items` greedily, each with exactly its output length.
@@ -189,6 +182,5 @@ def drive(
     Args:
         concurrency: places of the closed loop; open-loop requests take none.
         salt: passes with different salts share no cached prefixes.
-        logprobs: notes each token's log-probability, which costs time.
     """
-    return Drive(engine, items, salt, logprobs, sleep).run(concurrency)
+    return Drive(engine, items, salt, sleep).run(concurrency)

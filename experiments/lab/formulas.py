@@ -375,7 +375,7 @@ SERVING: dict[str, Formula] = {
     "peak_memory_mib": _pass(
         "peak memory", "MiB", _LOW, lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20
     ),
-    "api_cpu_us": _pass("CPU of the API process, a token", "us", _LOW, _cpu_us(lambda host: host.api_s)),
+    "api_cpu_us": _pass("CPU of the API processes, a token", "us", _LOW, _cpu_us(lambda host: host.api_s)),
     "engine_cpu_us": _pass("CPU of the engine process, a token", "us", _LOW, _cpu_us(lambda host: host.engine_s)),
     "client_cpu_us": _pass("CPU of the load client, a token", "us", _LOW, _cpu_us(lambda host: host.client_s)),
     "client_busy": _pass(

@@ -3,12 +3,9 @@ rounded, they are compared with a reference's in fp32."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-
-from experiments.lab.traces import RequestTrace
 
 
 @dataclass(frozen=True)
@@ -35,13 +32,7 @@ class Comparison:
 @dataclass(frozen=True)
 class Gate:
     """One variant at one point, over all repeats. In fp32 every token must be equal (`needed_share` 1.0); at 0 the
-    share is shown and nothing is asked of it.
-
-    Attributes:
-        logprob_error: largest difference of an equal token's log-probability from the baseline's, in nats; None where
-            it was not asked for, or a peer does not tell.
-        allowed_error: what it may be at most.
-    """
+    share is shown and nothing is asked of it."""
 
     variant: str
     point: str
@@ -49,8 +40,6 @@ class Gate:
     total_tokens: int
     needed_share: float
     first_difference: Difference | None
-    logprob_error: float | None = None
-    allowed_error: float | None = None
 
     @property
     def share(self) -> float:
@@ -58,9 +47,6 @@ class Gate:
 
     @property
     def passed(self) -> bool:
-        known = self.logprob_error is not None and self.allowed_error is not None
-        if known and not self.logprob_error <= self.allowed_error:  # type: ignore[operator]  # NaN is above any bound
-            return False
         exact = self.first_difference is None
         return exact if self.needed_share >= 1 else self.share >= self.needed_share
 
@@ -111,27 +97,7 @@ def compare(baseline: Sequence[Sequence[int]], variant: Sequence[Sequence[int]])
     return Comparison(equal, total, first)
 
 
-def logprob_error(baseline: Sequence[RequestTrace], variant: Sequence[RequestTrace]) -> float:
-    """The largest absolute difference, in nats, over the tokens that both generated in the same context."""
-    worst = 0.0
-    for expected, got in zip(baseline, variant, strict=True):
-        for a, b, p, q in zip(expected.token_ids, got.token_ids, expected.logprobs, got.logprobs, strict=False):
-            if a != b:
-                break
-            if math.isnan(p - q):
-                return math.nan
-            worst = max(worst, abs(p - q))
-    return worst
-
-
-def gate(
-    variant: str,
-    point: str,
-    comparisons: Sequence[Comparison],
-    needed_share: float = 1.0,
-    error: float | None = None,
-    allowed_error: float | None = None,
-) -> Gate:
+def gate(variant: str, point: str, comparisons: Sequence[Comparison], needed_share: float = 1.0) -> Gate:
     return Gate(
         variant=variant,
         point=point,
@@ -139,8 +105,6 @@ def gate(
         total_tokens=sum(c.total_tokens for c in comparisons),
         needed_share=needed_share,
         first_difference=next((c.first_difference for c in comparisons if c.first_difference), None),
-        logprob_error=error,
-        allowed_error=allowed_error,
     )
 
 

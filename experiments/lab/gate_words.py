@@ -72,9 +72,6 @@ def _gate_figure(gate: Gate) -> str:
     figure = f"{gate.equal_tokens:,} of {gate.total_tokens:,} tokens"
     if 0 < gate.needed_share < 1:
         figure += f", {wording.share(gate.needed_share)} needed"
-    if gate.logprob_error is not None:
-        figure += f", logprobs within {wording.number(gate.logprob_error)}"
-        figure += f" (allowed: {wording.number(gate.allowed_error)})" if gate.allowed_error is not None else ""
     if gate.first_difference is not None:
         where = gate.first_difference
         figure += (

@@ -153,9 +153,9 @@ class RopeAndStore(_Fused):
 
     @property
     def work(self) -> Work:
-        """q, k and v come and go; cos, sin and the slot come."""
+        """q, k and v come and go; the slot comes, and one half each of cos and sin, whose other half says the same."""
         tokens, head_dim = self.shape["tokens"], self.shape["head_dim"]
-        a_token = 2 * (self._q_heads + 2 * self._kv_heads) * head_dim + 2 * head_dim
+        a_token = 2 * (self._q_heads + 2 * self._kv_heads) * head_dim + 2 * (head_dim // 2)
         return Work(tokens * (a_token * self.dtype.itemsize + 8))
 
     def allocate(self, copies: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from experiments.lab import cells, validity
 from experiments.lab.cells import Cell, Pass
-from experiments.lab.gate import Comparison, Gate, compare, gate, logprob_error
+from experiments.lab.gate import Comparison, Gate, compare, gate
 from experiments.lab.metrics import Context
 from experiments.lab.rows import Row
 from experiments.lab.steps import RequestRow, StepRow, request_rows, step_rows
@@ -25,7 +25,6 @@ class Round:
 
     rows: list[Row] = field(default_factory=list)
     comparisons: dict[Key, Comparison] = field(default_factory=dict)  # with the baseline
-    errors: dict[Key, float] = field(default_factory=dict)  # of log-probabilities
     tokens: dict[Key, Tokens] = field(default_factory=dict)
     steps: list[StepRow] = field(default_factory=list)
     requests: list[RequestRow] = field(default_factory=list)
@@ -97,15 +96,14 @@ class Ledger:
         """Of the first repeat."""
         return next((r.tokens[key] for r in self.rounds if key in r.tokens), None)
 
-    def gates(self, keys: Sequence[Key], needed_share: float, allowed_error: float | None) -> list[Gate]:
+    def gates(self, keys: Sequence[Key], needed_share: float) -> list[Gate]:
         """Of those that have been measured."""
         gates = []
         for variant, point in keys:
             key = (variant, point)
             comparisons = [r.comparisons[key] for r in self.rounds if key in r.comparisons]
-            error = next((r.errors[key] for r in self.rounds if key in r.errors), None)
             if comparisons:
-                gates.append(gate(variant, point, comparisons, needed_share, error, allowed_error))
+                gates.append(gate(variant, point, comparisons, needed_share))
         return gates
 
     def _judge(self, found: Round, repeat: int, cell: Cell, measured: Pass) -> None:
@@ -126,8 +124,6 @@ class Ledger:
         key = (cell.variant, cell.point.name)
         reference = [request.token_ids for request in expected.served.requests]
         found.comparisons[key] = compare(reference, found.tokens[key])
-        if measured.scored is not None and expected.scored is not None:
-            found.errors[key] = logprob_error(expected.scored.requests, measured.scored.requests)
 
 
 def _weights(cell: Cell) -> str:

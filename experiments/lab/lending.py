@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from experiments.lab.peers.pool import Lease, Peers
-from experiments.lab.subjects import Kind, Subject, open_subject
+from experiments.lab.subjects import EngineSubject, Kind, Subject, open_subject
 from mini_infer.core.config import EngineConfig
 
 
@@ -48,8 +48,11 @@ class Lending:
 
     @contextmanager
     def lend(self, variant: str, kind: Kind, config: EngineConfig) -> Iterator[Lent]:
-        kept = self._kept.get(variant)
-        lent = kept if kept is not None and _lives(kept.subject) else Lent(self._open(kind, config))
+        lent = self._kept.get(variant)
+        if lent is None or not _lives(lent.subject):
+            lent = Lent(self._open(kind, config))
+        elif isinstance(lent.subject, EngineSubject):
+            lent.subject.engine.reserve_memory()  # whatever was opened since its last turn has emptied the allocator
         about = self.about.setdefault(variant, [])
         told = lent.subject.about
         if told and told not in about and not (about and kind is Kind.engine):  # which takes another time to start

@@ -7,12 +7,15 @@ generates greedily are decoded one by one, by both alike:
 
     prompt of n tokens | t1 t2 ... tk        both prefill n tokens, then decode t1 ... tk
                        ^  ^       ^          and are compared after each: ||x - reference|| / ||reference||
+
+The variant does so twice: with one row a decode step, and with the rows of all prompts in each. For the reference a row
+is the same in any company.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,11 +38,10 @@ from mini_infer.core.config import (
 from mini_infer.modeling.checkpoint import read_json, resolve_folder
 
 LAYERS = 2
-PROMPTS = (7, 250, 1100)  # tokens: below a block, within a chunk, over more than one chunk of 512 or 1,024
+PROMPTS = (7, 40, 250, 1100)  # tokens: below a block, some blocks, within a chunk, more than a chunk of 512 or 1,024
 STEPS = 12  # decoded after each prompt: some cross the end of a block
 LENGTH = 2048  # tokens that the model takes, at most
 SEQUENCES = 4  # that the engine could hold at once
-AGAINST = f"sdpa in fp32 ({LAYERS} layers)"
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,13 @@ class LogitError:
     Attributes:
         error: the largest of all rows.
         equal_rows: whose largest logit, the greedy token, is the reference's.
+        against: what was compared, in words.
     """
 
     error: float
     equal_rows: int
     rows: int
+    against: str
 
 
 def gates(variants: Mapping[str, EngineConfig], allowed: float) -> list[ErrorGate]:
@@ -65,7 +69,7 @@ def gates(variants: Mapping[str, EngineConfig], allowed: float) -> list[ErrorGat
         if result is None:
             result = measure(small)
             known.append((small, result))
-        found.append(ErrorGate(variant, None, result.error, allowed, AGAINST, result.equal_rows, result.rows))
+        found.append(ErrorGate(variant, None, result.error, allowed, result.against, result.equal_rows, result.rows))
     return found
 
 
@@ -109,35 +113,38 @@ def measure(config: EngineConfig) -> LogitError:
     engine, exact = LLMEngine(config), LLMEngine(reference(config))
     try:
         rng = np.random.default_rng(config.model.seed)
-        results = []
-        for length in PROMPTS:
-            if length + STEPS < exact.max_model_len:
-                prompt = rng.integers(exact.vocab_size, size=length).tolist()
-                results.append(_one(engine, exact, prompt))
-        return LogitError(
-            error=_largest([result.error for result in results]),
-            equal_rows=sum(result.equal_rows for result in results),
-            rows=sum(result.rows for result in results),
-        )
+        lengths = [length for length in PROMPTS if length + STEPS < exact.max_model_len]
+        prompts = [rng.integers(exact.vocab_size, size=length).tolist() for length in lengths]
+        params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+        rows = [
+            ([*prompt, *output.outputs[0].token_ids], len(prompt))
+            for prompt, output in zip(prompts, exact.generate(prompts, params), strict=True)
+        ]
+        expected = torch.cat([exact.probe_logits(*row) for row in rows])
+        alone = torch.cat([engine.probe_logits(*row) for row in rows])
+        together = torch.cat(engine.probe_batch(rows))
+        return compare(torch.cat((alone, together)), torch.cat((expected, expected)), _against(lengths))
     finally:
         engine.close()
         exact.close()
 
 
-def _one(engine: LLMEngine, exact: LLMEngine, prompt: list[int]) -> LogitError:
-    params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
-    tokens = [*prompt, *exact.generate(prompt, params)[0].outputs[0].token_ids]
-    return compare(engine.probe_logits(tokens, len(prompt)), exact.probe_logits(tokens, len(prompt)))
+def _against(lengths: Sequence[int]) -> str:
+    prompts = ", ".join(f"{length:,}" for length in lengths)
+    return (
+        f"sdpa in fp32 ({LAYERS} layers; prefill of {prompts} tokens, then {STEPS} decode steps of 1 row and of "
+        f"{len(lengths)} rows)"
+    )
 
 
-def compare(found: Tensor, expected: Tensor) -> LogitError:
+def compare(found: Tensor, expected: Tensor, against: str) -> LogitError:
     """Logits [n, vocab_size] of each."""
     if found.shape != expected.shape:
         raise ValueError(f"logits of shape {tuple(found.shape)} cannot be compared with {tuple(expected.shape)}")
     found, expected = found.double(), expected.double()
     errors = torch.linalg.vector_norm(found - expected, dim=-1) / torch.linalg.vector_norm(expected, dim=-1)
     equal = int((found.argmax(-1) == expected.argmax(-1)).sum())
-    return LogitError(_largest(errors.tolist()), equal, len(found))
+    return LogitError(_largest(errors.tolist()), equal, len(found), against)
 
 
 def _largest(errors: list[float]) -> float:

@@ -44,7 +44,6 @@ class Session:
         self._cells = measured
         self._repeats = repeats
         self._steps = steps
-        self._scored = spec.gate_logprob_error is not None
         self._idle_wanted = "gpu_idle_share" in spec.metrics
         self._peers = Peers(peers)
         self._lending = Lending(spec.keep_engines, self._peers)
@@ -59,7 +58,7 @@ class Session:
         for cell in self._at(point, repeat):
             try:
                 self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
-                passes.append((cell, self._steady(cell, inputs, self._scored and repeat == 0)))
+                passes.append((cell, self._steady(cell, inputs)))
             except (PeerAbsent, PeerError) as lost:
                 if len(self._absent) + 1 == len(self._labels):
                     raise  # there is nothing else to measure
@@ -105,7 +104,7 @@ class Session:
             self._steps.again(again)
         else:
             self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
-        self.ledger.enter(repeat, [(cell, self._steady(cell, inputs, False))])
+        self.ledger.enter(repeat, [(cell, self._steady(cell, inputs))])
         return self.ledger.rounds[-1].rows
 
     @property
@@ -125,10 +124,10 @@ class Session:
     def _next(self, cell: Cell, what: str) -> None:
         self._steps.next(f"{self._labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
 
-    def _steady(self, cell: Cell, inputs: Inputs, scored: bool) -> list[Pass]:
+    def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
         """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
-        passes = [cells.serve(cell, inputs, self._watch, self._lending, scored)]
+        passes = [cells.serve(cell, inputs, self._watch, self._lending)]
         while passes[-1].drift > validity.MAX_DRIFT and len(passes) < ATTEMPTS:
             self._steps.again(f"the machine's speed changed by {100 * passes[-1].drift:.3g} %")
-            passes.append(cells.serve(cell, inputs, self._watch, self._lending, scored))
+            passes.append(cells.serve(cell, inputs, self._watch, self._lending))
         return passes

@@ -278,11 +278,16 @@ def _jsonable(value: Any) -> Any:
     return value
 
 
+# Fields that older runs have, and what they say in all of them.
+_RETIRED = (("Gate", "logprob_error", None), ("Gate", "allowed_error", None))
+
+
 def _from_json(hint: Any, value: Any) -> Any:
     """`value` as the type `hint`: dataclasses, enums, tuples and dicts of them, optionals."""
     if is_dataclass(hint):
         cls = typing.cast(type, hint)
         hints = typing.get_type_hints(cls)
+        value = {name: item for name, item in value.items() if (cls.__name__, name, item) not in _RETIRED}
         unknown = sorted(set(value) - set(hints))
         if unknown:
             raise ValueError(f"unknown fields {unknown}")

@@ -48,14 +48,9 @@ class EngineSubject:
         self._forgot = 0  # times
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        self.engine.reserve_memory()  # another engine's start, or a peer's, has emptied the allocator
         self._memory.start()
         served = drive(self.engine, items, concurrency, salt=self._salt)
         return replace(served, peak_memory=self._memory.peak(served.records), memory_growth=self._memory.growth())
-
-    def serve_with_logprobs(self, items: Sequence[Item], concurrency: int) -> Served:
-        """Each token's log-probability too. It shares no cached prefix with earlier passes."""
-        return drive(self.engine, items, concurrency, salt=f"{self._salt} logprobs", logprobs=True)
 
     def forget(self) -> None:
         """The blocks stay until they are needed, as in a server that has run for a while; nobody can hit them."""

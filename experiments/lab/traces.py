@@ -27,7 +27,6 @@ class RequestTrace:
     preemptions: int = 0
     shared_tokens: int = 0  # leading prompt tokens that the workload means to be found in a prefix cache
     error: str = ""  # why it has no complete answer
-    logprobs: tuple[float, ...] = ()  # of its tokens, where the pass asked for them
     tells_tokens: bool = True  # false of a server that streams text alone: token_ids is empty then
 
     @property

@@ -116,15 +116,10 @@ class Capabilities:
         return None
 
 
-class DecodeStep(Protocol):
-    """Decode rows of one step: q [num_decode_tokens, num_heads, head_dim] attends to what is in the cache."""
-
-    def __call__(self, layer: int, q: Tensor) -> Tensor: ...
-
-
-class PrefillStep(Protocol):
-    """Prefill rows of one step: q [Tp, num_heads, head_dim] attends to what is in the cache, where the K and V of
-    these same tokens are already. The result is in `out`, contiguous and of q's shape and dtype, where it is given."""
+class AttentionStep(Protocol):
+    """Decode rows or prefill rows of one step: q [tokens of these rows, num_heads, head_dim] attends to what is in the
+    cache, where the K and V of these same tokens are already. The result is in `out`, contiguous and of q's shape and
+    dtype, where it is given."""
 
     def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor: ...
 
@@ -144,12 +139,12 @@ class AttentionBackend(ABC):
     @abstractmethod
     def decode(
         self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
-    ) -> DecodeStep: ...
+    ) -> AttentionStep: ...
 
     @abstractmethod
     def prefill(
         self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
-    ) -> PrefillStep: ...
+    ) -> AttentionStep: ...
 
     def check(self, device: torch.device) -> None:  # noqa: B027 most have nothing to try
         """Raises whatever error shows that the backend, although it can be imported, does not work on this machine."""

@@ -150,12 +150,10 @@ class AttentionContext:
         if self._decode is None:
             assert self._prefill is not None, "a batch has rows"
             return self._prefill(layer, q, out)
+        if self._prefill is None:
+            return self._decode(layer, q, out)
         n = self.batch.num_decode_tokens
-        decoded = self._decode(layer, q[:n])
-        if self._prefill is None and out is None:
-            return decoded
         out = q.new_empty(q.shape) if out is None else out
-        out[:n].copy_(decoded)
-        if self._prefill is not None:
-            self._prefill(layer, q[n:], out[n:])
+        self._decode(layer, q[:n], out[:n])
+        self._prefill(layer, q[n:], out[n:])
         return out

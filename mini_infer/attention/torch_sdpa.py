@@ -115,12 +115,14 @@ class _Decode:
             part = _DecodePart(positions[index], tables[index], seq_lens[rows], kv_store, windows, scale, scratch)
             self._parts.append(part)
 
-    def __call__(self, layer: int, q: Tensor) -> Tensor:
-        if self._order is None:
-            return self._parts[0](layer, q)
+    def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+        result = self._parts[0](layer, q) if self._order is None else self._by_group(layer, q)
+        return result if out is None else out.copy_(result)
+
+    def _by_group(self, layer: int, q: Tensor) -> Tensor:
         q = q.unflatten(0, (-1, self._n))[self._order].flatten(0, 1)
-        out = [part(layer, own) for part, own in zip(self._parts, q.split(self._tokens), strict=True)]
-        return torch.cat(out).unflatten(0, (-1, self._n))[self._inverse].flatten(0, 1)
+        results = [part(layer, own) for part, own in zip(self._parts, q.split(self._tokens), strict=True)]
+        return torch.cat(results).unflatten(0, (-1, self._n))[self._inverse].flatten(0, 1)
 
 
 def _alike(lens: np.ndarray) -> list[np.ndarray]:

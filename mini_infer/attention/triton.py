@@ -12,11 +12,10 @@ from torch import Tensor
 
 from mini_infer.attention.backend import (
     AttentionBackend,
+    AttentionStep,
     Capabilities,
-    DecodeStep,
     Kind,
     PagedKV,
-    PrefillStep,
     effective_windows,
 )
 from mini_infer.attention.context import AttentionBatch
@@ -50,26 +49,25 @@ class TritonBackend(AttentionBackend):
 
     def decode(
         self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
-    ) -> DecodeStep:
+    ) -> AttentionStep:
         n = batch.num_decode_rows
         windows = effective_windows(windows, batch.max_decode_seq_len)
         block_tables, seq_lens = batch.block_tables[:n], batch.seq_lens[:n]
-        parts: dict[int | None, Tensor | None] = {}  # by window: layers with the same one split their rows alike
+        parts: dict[int | None, Any] = {}  # by window: layers with the same one split their rows alike
 
-        def step(layer: int, q: Tensor) -> Tensor:
+        def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
             q, keys, values = q.contiguous(), kv_store.keys(layer), kv_store.values(layer)
             rows: dict[str, Any] = {"window": windows[layer], "query_len": batch.decode_query_len}
             if windows[layer] not in parts:
                 parts[windows[layer]] = self._split_rows(q, keys, seq_lens, **rows)
-            return self._flash_decode(
-                q, keys, values, block_tables, seq_lens, scale=scale, parts=parts[windows[layer]], **rows
-            )
+            rows |= {"scale": scale, "parts": parts[windows[layer]], "out": out}
+            return self._flash_decode(q, keys, values, block_tables, seq_lens, **rows)
 
         return step
 
     def prefill(
         self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
-    ) -> PrefillStep:
+    ) -> AttentionStep:
         n = batch.num_decode_rows
         windows = effective_windows(windows, batch.max_prefill_seq_len)
         block_tables, seq_lens = batch.block_tables[n:], batch.seq_lens[n:]

@@ -46,7 +46,9 @@ class HostStore:
             self._store.kv.index_copy_(2, blocks, staged.movedim(0, 2))
 
     def _index(self, blocks: list[int]) -> torch.Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, device=self._store.device)
+        # torch keeps page-locked memory for its next user until the copy is done.
+        pinned = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._store.device.type == "cuda")
+        return pinned.to(self._store.device, non_blocking=True)
 
 
 def _parts(pairs: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:

@@ -7,16 +7,18 @@ import contextlib
 import io
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
+from mini_infer.cli.arguments import command_parser, refuse
+from mini_infer.cli.server_process import discard, read_address, start_server
 from mini_infer.core.errors import MiniInferError
 
+NAME = "mini-infer-chat"
 DESCRIPTION = """\
 Talks with a model, keeps the conversation, and shows the answer as it comes.
 
@@ -26,7 +28,6 @@ Talks with a model, keeps the conversation, and shows the answer as it comes.
 
 In the conversation: /reset forgets it, /quit (or Ctrl-D) ends, Ctrl-C stops an answer.
 """
-MARK = "mini-infer serves "  # what mini-infer-serve prints when it can be asked
 
 
 class ChatError(MiniInferError):
@@ -51,18 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 0
     except MiniInferError as error:
-        print(f"mini-infer-chat: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(NAME, error)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mini-infer-chat",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(NAME, DESCRIPTION)
     parser.add_argument("--url", help="of a running server")
     parser.add_argument(
         "--api-key", default=os.environ.get("MINI_INFER_API_KEY"), help="the server's. [MINI_INFER_API_KEY]"
@@ -80,25 +75,21 @@ def own_server(flags: Sequence[str]) -> Iterator[str]:
     Raises:
         ChatError: it does not start; the message holds what it said.
     """
-    command = [sys.executable, "-m", "mini_infer.cli.serve", *flags, "--port", "0"]
     with tempfile.TemporaryFile("w+", prefix="mini-infer-chat-") as said:
         # In a session of its own: Ctrl-C stops an answer, not the server.
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True)
+        process = start_server([*flags, "--port", "0"], stderr=said, start_new_session=True)
+        assert process.stdout is not None
         try:
             print("starting the model ...", file=sys.stderr)
-            yield _address(process.stdout, said)
+            url = read_address(process.stdout)
+            if url is None:
+                said.seek(0)
+                raise ChatError(f"the server did not start:\n{said.read().strip()}")
+            discard(process.stdout)
+            yield url
         finally:
             process.terminate()
             process.wait()
-
-
-def _address(lines: IO[str] | None, said: IO[str]) -> str:
-    assert lines is not None
-    for line in lines:
-        if line.startswith(MARK):
-            return line.split()[-1]
-    said.seek(0)
-    raise ChatError(f"the server did not start:\n{said.read().strip()}")
 
 
 def converse(url: str, args: argparse.Namespace) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
+from mini_infer.cli.arguments import command_parser, refuse
 from mini_infer.cli.demo_lane import Lane
 from mini_infer.cli.demo_scenes import DRY, SCENES, TIME_MODEL, Scene
 from mini_infer.cli.demo_view import view
 from mini_infer.core.config import DryConfig
 from mini_infer.core.errors import MiniInferError
 
+NAME = "mini-infer-demo"
 ALL = "all"
 STOPPED = 130  # as shells report a program that Ctrl-C has ended
 DRAWN_EVERY_S = 1 / 15
@@ -51,18 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(console, "stopped")
         return STOPPED
     except MiniInferError as error:
-        print(f"mini-infer-demo: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(NAME, error)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mini-infer-demo",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(NAME, DESCRIPTION)
     parser.add_argument("--show", choices=[*SCENES, ALL], default=ALL, help="the mechanism. Default: all of them")
     parser.add_argument(
         "--model", default=DRY, metavar="NAME", help="a shipped model, a folder or a hub name. Default: dry"

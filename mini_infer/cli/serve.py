@@ -12,10 +12,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from mini_infer.cli.arguments import command_parser, refuse
+from mini_infer.cli.server_process import address_line
 from mini_infer.core.errors import ConfigError, MiniInferError
 from mini_infer.serving.settings import PREFIX, ServerSettings, Setting, from_environment, table
 
-USAGE = "mini-infer-serve [--model NAME] [--dry-run] [--port PORT] [--SETTING VALUE ...]"
+NAME = "mini-infer-serve"
+USAGE = f"{NAME} [--model NAME] [--dry-run] [--port PORT] [--SETTING VALUE ...]"
 DESCRIPTION = """\
 Serves a model over HTTP with the OpenAI API.
 
@@ -43,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (asyncio.CancelledError, KeyboardInterrupt):  # a signal while the engine was starting
         return 0
     except MiniInferError as error:
-        print(f"mini-infer-serve: error: {error}", file=sys.stderr)
-        return 2
+        return refuse(NAME, error)
 
 
 async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
@@ -52,7 +54,7 @@ async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
         host, port = sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         try:
-            print(f"mini-infer serves {settings.model_name} at http://{shown}:{port}", flush=True)
+            print(address_line(settings.model_name, f"http://{shown}:{port}"), flush=True)
         except OSError:  # a full disk, say: a server whose log takes nothing still serves
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Python would end with an error if it could not flush
 
@@ -83,14 +85,7 @@ def parse(argv: Sequence[str], environ: dict[str, str] | None = None) -> ServerS
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mini-infer-serve",
-        usage=USAGE,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser(NAME, DESCRIPTION, usage=USAGE, epilog=EPILOG)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for row in table():
         if row.section not in groups:
@@ -114,9 +109,9 @@ def _metavar(row: Setting) -> str:
 
 def _help(row: Setting) -> str:
     text = f"{row.help}. " if row.help else ""
-    if row.default is not None:
+    if row.default is not None or "default: " not in row.help:
         plain = getattr(row.default, "value", row.default)
-        text += f"Default: {str(plain).lower() if row.is_switch else plain}. "
+        text += f"Default: {str(plain).lower() if row.is_switch or plain is None else plain}. "
     return f"{text}[{row.variables[0]}]".replace("%", "%%")
 
 

@@ -58,7 +58,7 @@ class Batching(str, Enum):
 
 
 class Policy(str, Enum):
-    fcfs = "fcfs"
+    fcfs = "fcfs"  # in order of arrival
     priority = "priority"  # smaller number first, then arrival
 
 
@@ -68,8 +68,8 @@ class Preemption(str, Enum):
 
 
 class AttentionChoice(str, Enum):
-    auto = "auto"  # the first of those below that can serve the model on this machine
-    flash_attn = "flash_attn"  # FlashAttention-4 from PyPI: prefill on Hopper and Blackwell
+    auto = "auto"  # the first of the others that can serve the model on this machine
+    flash_attn = "flash_attn"  # FlashAttention-4: prefill on Hopper and Blackwell
     triton = "triton"  # our own kernels, Flash Decoding among them
     sdpa = "sdpa"  # torch.nn.functional.scaled_dot_product_attention over gathered blocks
 
@@ -78,11 +78,11 @@ class AttentionChoice(str, Enum):
 class DryConfig:
     """Shape and time model of the dry model (`load_format: dry`). Times of zero do not sleep."""
 
-    vocab_size: int = 512
-    max_model_len: int = 8192
-    step_ms: float = 0.0  # fixed cost of a step
-    prefill_token_us: float = 0.0  # for each prompt token computed
-    decode_token_us: float = 0.0  # for each decode row
+    vocab_size: int = 512  # token ids of the dry model, at least 261
+    max_model_len: int = 8192  # tokens of prompt + output that the dry model takes
+    step_ms: float = 0.0  # milliseconds that every step takes, whatever is in it
+    prefill_token_us: float = 0.0  # microseconds that a step takes longer for each prompt token in it
+    decode_token_us: float = 0.0  # microseconds that a step takes longer for each decoding request in it
 
     def __post_init__(self) -> None:
         _coerce(self)
@@ -95,14 +95,14 @@ class DryConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     path: str = "tiny-target"  # a folder, a hub name, or a shipped model: tiny-target, tiny-draft
-    load_format: LoadFormat = LoadFormat.auto
+    load_format: LoadFormat = LoadFormat.auto  # where the weights come from
     hf_config: dict[str, Any] | None = None  # a config.json given inline, for dummy weights without a folder
-    tokenizer: str | None = None  # defaults to `path`
-    dtype: DType = DType.auto
-    device: Device = Device.auto
+    tokenizer: str | None = None  # a folder or a hub name; default: the model's own
+    dtype: DType = DType.auto  # of weights, activations and KV
+    device: Device = Device.auto  # where the model runs
     kernels: KernelChoice = KernelChoice.auto  # of everything between the matmuls and the attention
-    max_model_len: int | None = None  # tokens of prompt + output; defaults to the model's own limit
-    seed: int = 0  # of dummy weights
+    max_model_len: int | None = None  # tokens of prompt + output; default: the model's own limit
+    seed: int = 0  # of the random weights of load_format=dummy
     dry: DryConfig = field(default_factory=DryConfig)
 
     def __post_init__(self) -> None:
@@ -120,13 +120,13 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    layout: Layout = Layout.paged
+    layout: Layout = Layout.paged  # how KV memory is given to requests
     block_size: int = 16  # tokens a block
-    num_blocks: int | None = None  # default: as many as the memory holds, and the batch can use
-    memory_gib: float | None = None  # KV memory; default: 0.5 on a CPU, what gpu_memory_utilization leaves on a GPU
+    num_blocks: int | None = None  # blocks of KV; default: as many as the memory holds, and the batch can use
+    memory_gib: float | None = None  # GiB for KV; default: 0.5 on a CPU, what gpu_memory_utilization leaves on a GPU
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV together
-    prefix_caching: bool = True
-    num_host_blocks: int | None = None  # swap space; default: num_blocks with preemption=swap, else none
+    prefix_caching: bool = True  # prompts that begin alike share the KV of their beginning, also over time
+    num_host_blocks: int | None = None  # blocks of swap space; default: num_blocks with preemption=swap, else none
     watermark: float = 0.01  # share of the pool that admission leaves free for running requests to grow
 
     def __post_init__(self) -> None:
@@ -151,12 +151,12 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    batching: Batching = Batching.continuous
-    policy: Policy = Policy.fcfs
+    batching: Batching = Batching.continuous  # when requests join the batch
+    policy: Policy = Policy.fcfs  # whose turn it is, and who gives way when KV memory runs out
     max_num_seqs: int = 256  # requests that hold a batch slot at once
     max_num_batched_tokens: int = 8192  # token budget of a step
-    chunked_prefill: bool = True
-    preemption: Preemption = Preemption.recompute
+    chunked_prefill: bool = True  # a prompt may be computed in parts, over several steps, beside those that decode
+    preemption: Preemption = Preemption.recompute  # what becomes of the KV of a request that gives way
     overlap: When = When.auto  # launches a step before the tokens of the step before it are read
 
     def __post_init__(self) -> None:
@@ -175,8 +175,8 @@ class SchedulerConfig:
 class AttentionConfig:
     """Prefill and decode rows of one batch may use different backends."""
 
-    prefill: AttentionChoice = AttentionChoice.auto
-    decode: AttentionChoice = AttentionChoice.auto
+    prefill: AttentionChoice = AttentionChoice.auto  # of prompts
+    decode: AttentionChoice = AttentionChoice.auto  # of requests that decode
 
     def __post_init__(self) -> None:
         _coerce(self)
@@ -188,11 +188,11 @@ PREFILL_GRAPH_STEP = 64  # tokens from one size of graphs.max_prefill_tokens to 
 @dataclass(frozen=True)
 class GraphsConfig:
     """CUDA graphs of whole decode steps, one launch instead of hundreds, and of other steps piece by piece: everything
-    between two attention calls. The second is off until it has been measured on a GPU. `capture: never` means both."""
+    between two attention calls. `capture: never` means both."""
 
-    capture: When = When.auto
+    capture: When = When.auto  # CUDA graphs of decode steps
     max_batch: int | None = None  # rows of the largest graph, larger batches run eagerly; default: max_num_seqs
-    max_prefill_tokens: int = 0  # tokens of the largest step captured in pieces, a multiple of 64; 0: none
+    max_prefill_tokens: int = 2048  # tokens of the largest step captured in pieces, a multiple of 64; 0: none
 
     def __post_init__(self) -> None:
         _coerce(self)
@@ -329,7 +329,7 @@ class EngineConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     graphs: GraphsConfig = field(default_factory=GraphsConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    seed: int = 0  # of requests that bring none
+    seed: int = 0  # what the seeds of requests that bring none are made from
 
     if TYPE_CHECKING:
 

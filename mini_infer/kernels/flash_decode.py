@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -83,16 +85,27 @@ def _num_parts(tiles, all_tiles, target, WHOLE_TILES: tl.constexpr):
     return tl.minimum(tl.where(tiles > WHOLE_TILES, tl.maximum(share, 1), 1), tiles)
 
 
-def split_rows(q: Tensor, keys: Tensor, seq_lens: Tensor, *, window: int | None, query_len: int) -> Tensor | None:
-    """The parts of all rows, for flash_decode with the same arguments: [S, 8] int32, opaque. None beyond MAX_ROWS rows,
-    which flash_decode leaves whole."""
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """How a step's rows are split, and where programs leave what they found: shared by layers, which take turns."""
+
+    fields: Tensor  # [S, _FIELDS] int32
+    found: Tensor  # [S, packs, queries, head_dim] of q's dtype
+    found_lse: Tensor  # [S, packs, queries] fp32
+
+
+def split_rows(q: Tensor, keys: Tensor, seq_lens: Tensor, *, window: int | None, query_len: int) -> Parts | None:
+    """The parts of all rows, for flash_decode with the same arguments. None beyond MAX_ROWS rows, which flash_decode
+    leaves whole."""
     shape, num_rows = decode_shape(q, keys, query_len), seq_lens.shape[0]
     if num_rows > MAX_ROWS:
         return None
-    target = max(1, _num_sms(q.device) // packs(shape))
-    parts = torch.empty((num_rows + 2 * target, _FIELDS.value), dtype=torch.int32, device=q.device)
-    _split_rows_kernel[(parts.shape[0],)](
-        parts,
+    num_packs = packs(shape)
+    target = max(1, _num_sms(q.device) // num_packs)
+    num_parts = num_rows + 2 * target
+    fields = torch.empty((num_parts, _FIELDS.value), dtype=torch.int32, device=q.device)
+    _split_rows_kernel[(num_parts,)](
+        fields,
         seq_lens,
         num_rows,
         target,
@@ -103,7 +116,13 @@ def split_rows(q: Tensor, keys: Tensor, seq_lens: Tensor, *, window: int | None,
         QUERY_LEN=query_len,
         TILE=shape["SLICES"] * shape["SLICE"],
     )
-    return parts
+    found = torch.empty((num_parts, num_packs, _queries(shape), shape["HEAD_DIM"]), dtype=q.dtype, device=q.device)
+    return Parts(fields, found, torch.empty(found.shape[:3], dtype=torch.float32, device=q.device))
+
+
+def _queries(shape: dict[str, Any]) -> int:
+    """Of a pack, without what fills it up."""
+    return min(shape["GROUP"] * shape["QUERY_LEN"], shape["ROWS"])
 
 
 @triton.jit(
@@ -217,7 +236,8 @@ def flash_decode(
     scale: float,
     window: int | None,
     query_len: int,
-    parts: Tensor | None = None,
+    out: Tensor | None = None,
+    parts: Parts | None = None,
 ) -> Tensor:
     """paged_decode, faster: the same arguments, result and errors, and as safe in a CUDA graph.
 
@@ -229,26 +249,28 @@ def flash_decode(
     shape, num_rows = decode_shape(q, keys, query_len), seq_lens.shape[0]
     num_packs = packs(shape)
     if num_rows > MAX_ROWS or num_rows * num_packs > MAX_TICKETS:
-        return paged_decode(q, keys, values, block_tables, seq_lens, scale=scale, window=window, query_len=query_len)
-    out = torch.empty_like(q)
+        return paged_decode(
+            q, keys, values, block_tables, seq_lens, scale=scale, window=window, query_len=query_len, out=out
+        )
+    out = torch.empty_like(q) if out is None else out
     if not q.numel():
         return out
-    queries, head_dim = min(shape["GROUP"] * query_len, shape["ROWS"]), shape["HEAD_DIM"]
+    queries = _queries(shape)
     if parts is None:
         parts = split_rows(q, keys, seq_lens, window=window, query_len=query_len)
     assert parts is not None, "more rows have been left whole above"
     # A deeper pipeline leaves room for two programs an SM instead of three. The GPU hands out programs three to an SM
     # where the grid has enough of them, those that only exit included, and a few hundred long ones end up unevenly.
     deep = num_rows > 32 and num_rows * num_packs <= 4 * _num_sms(q.device)
-    _flash_decode_kernel[(num_packs, parts.shape[0])](
+    _flash_decode_kernel[(num_packs, parts.fields.shape[0])](
         out,
         q,
         keys,
         values,
         block_tables,
-        parts,
-        torch.empty((parts.shape[0], num_packs, queries, head_dim), dtype=q.dtype, device=q.device),
-        torch.empty((parts.shape[0], num_packs, queries), dtype=torch.float32, device=q.device),
+        parts.fields,
+        parts.found,
+        parts.found_lse,
         _tickets(q.device),
         block_tables.stride(0),
         UNBOUNDED if window is None else window,

@@ -155,13 +155,14 @@ def _dot_kernel(
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=some[None, :] & (rows < N)[:, None])
 
 
-def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x W^T + bias -> [T, N] in x's dtype, summed in float32. Can be captured in a CUDA graph; never waits for the GPU.
 
     Args:
         x: [T, K] with T <= MAX_ROWS, bf16, fp16 or fp32, elements of a row adjacent.
         weight: [N, K], contiguous, of x's dtype; not still being written on the GPU (rule 3 of kernels/pdl.py).
         bias: [N], contiguous, or None.
+        out: where the result goes, [T, N], contiguous, of x's dtype; None: new memory.
 
     Raises:
         ValueError: more rows than MAX_ROWS, or other strides, shapes or dtypes.
@@ -173,7 +174,8 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise ValueError(
             f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype} do not fit gemv"
         )
-    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
     if _uses_dot(rows, n, x.dtype):

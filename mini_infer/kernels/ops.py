@@ -52,8 +52,16 @@ class Kernels(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2I] -> silu(gate) * up [T, I]."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, K], weight [N, K] (of any strides), bias [N] -> [T, N]."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x [T, K], weight [N, K] (of any strides), bias [N] -> [T, N], in `out`, of x's dtype, where it is given."""
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    if out is None:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 class TorchKernels:
@@ -101,8 +109,8 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        return _linear(x, weight, bias, out)
 
 
 class TritonKernels:
@@ -120,11 +128,11 @@ class TritonKernels:
         self.silu_mul = silu_mul.silu_mul
         self._gemv, self._gemv_is_faster = gemv.gemv, gemv.worth_it
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         (rows, in_size), out_size = x.shape, weight.shape[0]
         if self._gemv_is_faster(rows, out_size, in_size, x.dtype) and weight.is_contiguous():
-            return self._gemv(x, weight, bias)
-        return F.linear(x, weight, bias)
+            return self._gemv(x, weight, bias, out)
+        return _linear(x, weight, bias, out)
 
     def check(self, device: torch.device) -> None:
         """Compiles and runs one small kernel, whatever error that raises."""

@@ -118,9 +118,9 @@ class Decoder(nn.Module):
             x, residual = layer(x, residual, cos, sin, context)
         return self.norm(x, residual)[0]
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, hidden_size] -> [S, vocab_size], of the model's dtype."""
-        return self.kernels.linear(hidden, self.lm_head)
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden [S, hidden_size] -> [S, vocab_size], of the model's dtype; in `out`, contiguous, where it is given."""
+        return self.kernels.linear(hidden, self.lm_head, out=out)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Checkpoint name -> the part of a parameter that it fills. Together they cover every parameter once."""

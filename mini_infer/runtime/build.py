@@ -23,6 +23,7 @@ from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.loader import load_model, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
+from mini_infer.runtime.capture import GraphMemory
 from mini_infer.runtime.drafter import Drafter, NoDrafter
 from mini_infer.runtime.dry import DryModel
 from mini_infer.runtime.graphs import DecodeGraphs, NoGraphs, batch_ladder
@@ -62,6 +63,7 @@ from mini_infer.runtime.torch_model import AttentionBackends, TorchModel
 from mini_infer.speculative.costs import StepCosts
 
 _DRY_HAS_NO_GRAPHS = "the dry model runs on the CPU"
+_NEEDS_GPU = "CUDA graphs need a GPU, not cpu"
 
 
 @dataclass(frozen=True)
@@ -116,16 +118,17 @@ def build_parts(config: EngineConfig) -> EngineParts:
     host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
     torch_model = TorchModel(model, store, host, backends)
     slots = _make_slots(config, limits, sampler, device)
-    graphs, captured = _capture(config, torch_model, slots, sampler, no_graphs)
-    captured_pieces = _capture_pieces(config, torch_model, device)
+    memory = GraphMemory(device) if device.type == "cuda" else None
+    graphs, captured = _capture(config, torch_model, slots, sampler, memory, no_graphs)
+    captured_pieces = _capture_pieces(config, torch_model, memory)
     drafter: Drafter = NoDrafter()
     if draft and draft_model:
         draft_backends, draft_no_graphs = _select_attention(config, draft.spec, draft.dtype, device, sampler)
-        drafter = make_drafter(
-            config, draft, draft_model, draft_backends, draft_no_graphs, limits, slots, sampler, device
-        )
+        draft_memory = memory if draft_no_graphs is None else None
+        drafter = make_drafter(config, draft, draft_model, draft_backends, draft_memory, limits, slots, sampler, device)
     query_lens = query_ladder(1 + config.speculation.most)
-    row_graphs, captured_rows = capture_rows(config, slots, torch_model, query_lens, no_graphs)
+    verified = memory if no_graphs is None else None
+    row_graphs, captured_rows = capture_rows(config, slots, torch_model, query_lens, verified)
     acceptance = make_acceptance(config.speculation, sampler, slots)
     runner = Runner(torch_model, slots, sampler, graphs, row_graphs, drafter, acceptance)
     costs = _measure_costs(config, runner, limits, device, padded=bool(captured_rows.batch_sizes))
@@ -236,7 +239,7 @@ def _select_attention(
     if capture is When.never:
         reason = "graphs.capture=never"
     elif device.type != "cuda":
-        reason = _needs_gpu(device)
+        reason = _NEEDS_GPU
     elif not sampler.graph_safe:
         reason = f"the {sampler.name} sampler cannot be captured"
     else:
@@ -324,18 +327,24 @@ def _largest_steps(config: EngineConfig, limits: Limits, block: int) -> list[Ste
 
 
 def _capture(
-    config: EngineConfig, model: TorchModel, slots: SlotState, sampler: Sampler, no_graphs: str | None
+    config: EngineConfig,
+    model: TorchModel,
+    slots: SlotState,
+    sampler: Sampler,
+    memory: GraphMemory | None,
+    no_graphs: str | None,
 ) -> tuple[Graphs, CaptureReport]:
-    if no_graphs is not None:
-        return NoGraphs(), CaptureReport(limits=(no_graphs,))
+    if memory is None or no_graphs is not None:
+        return NoGraphs(), CaptureReport(limits=(no_graphs or _NEEDS_GPU,))
 
-    def decode(step: StepInput) -> tuple[Tensor, Tensor]:
-        logits = model.compute_logits(step.sampled(model.forward_eagerly(step)))
-        return logits, sampler.main(logits, step.param_rows, step.sampled_positions)
+    def decode(step: StepInput, logits: Tensor) -> Tensor:
+        model.compute_logits(step.sampled(model.forward_eagerly(step)), out=logits)
+        return sampler.main(logits, step.param_rows, step.sampled_positions)
 
     max_num_seqs = config.scheduler.max_num_seqs
-    graphs = DecodeGraphs(slots, decode, batch_ladder(min(config.graphs.max_batch or max_num_seqs, max_num_seqs)))
-    return graphs, graphs.capture(progress_bar("capturing CUDA graphs"))
+    sizes = batch_ladder(min(config.graphs.max_batch or max_num_seqs, max_num_seqs))
+    graphs = DecodeGraphs(slots, decode, sizes, model.new_logits(max(sizes)))
+    return graphs, graphs.capture(memory, progress_bar("capturing CUDA graphs"))
 
 
 def _prefill_sizes(config: EngineConfig) -> list[int]:
@@ -345,19 +354,15 @@ def _prefill_sizes(config: EngineConfig) -> list[int]:
     return token_ladder(config.graphs.max_prefill_tokens, config.scheduler.max_num_batched_tokens)
 
 
-def _capture_pieces(config: EngineConfig, model: TorchModel, device: torch.device) -> CaptureReport:
+def _capture_pieces(config: EngineConfig, model: TorchModel, memory: GraphMemory | None) -> CaptureReport:
     """Attention is not in the graphs, and neither is the sampler: on a GPU nothing stands in their way."""
-    if device.type != "cuda":
-        return CaptureReport(limits=(_needs_gpu(device),))
+    if memory is None:
+        return CaptureReport(limits=(_NEEDS_GPU,))
     sizes = _prefill_sizes(config)
     if not sizes:
         never = config.graphs.capture is When.never
         return CaptureReport(limits=("graphs.capture=never" if never else "graphs.max_prefill_tokens=0",))
-    return model.capture_pieces(sizes, progress_bar("capturing CUDA graphs of prompts"))
-
-
-def _needs_gpu(device: torch.device) -> str:
-    return f"CUDA graphs need a GPU, not {device.type}"
+    return model.capture_pieces(sizes, memory, progress_bar("capturing CUDA graphs of prompts"))
 
 
 def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int) -> Limits:

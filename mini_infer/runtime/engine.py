@@ -19,9 +19,10 @@ from mini_infer.runtime.build import build_parts
 from mini_infer.runtime.detokenizer import Detokenizer
 from mini_infer.runtime.grammar import CompiledGrammar, GrammarCompiler
 from mini_infer.runtime.output import OutputProcessor
-from mini_infer.runtime.probe import probe
+from mini_infer.runtime.probe import blocks_of, probe
 from mini_infer.runtime.prompt import Prompt, encode_prompt, is_single_prompt, require_fit
 from mini_infer.runtime.runner import LaunchedStep
+from mini_infer.runtime.scheduler import TokenUpdate
 from mini_infer.runtime.tokenizer import checked_text
 
 RECORDS_KEPT = 100_000
@@ -38,13 +39,20 @@ class LLMEngine:
     Args:
         config: every setting; a string is taken as the model's name or path.
         clock: seconds, monotonic; all timestamps are read from it.
+        records_kept: how many of the latest StepRecords `records` holds; observers are told all of them.
 
     Raises:
         ConfigError: settings that cannot work together, or with this model or machine.
         ModelError: a model that cannot be loaded.
     """
 
-    def __init__(self, config: EngineConfig | str, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | str,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        records_kept: int = RECORDS_KEPT,
+    ) -> None:
         self.config = EngineConfig(model=config) if isinstance(config, str) else config
         parts = build_parts(self.config)
         self.tokenizer = parts.tokenizer
@@ -53,13 +61,14 @@ class LLMEngine:
         self.startup = parts.startup
         self.vocab_size = parts.vocab_size
         self.clock = clock
-        self.records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
+        self.records: deque[StepRecord] = deque(maxlen=records_kept)
         self.observers: list[Callable[[StepRecord], None]] = []  # each is called with every StepRecord
         self._parts = parts
         self._outputs = OutputProcessor()
         self._grammars = GrammarCompiler(parts.tokenizer, parts.vocab_size, parts.eos_token_ids)
-        self._mailbox: dict[str, list[RequestOutput]] = {}  # outputs not handed over yet, by request
         self._claimed: set[str] = set()  # requests of `generate` and `stream`, which `step` does not hand out
+        self._mailbox: dict[str, list[RequestOutput]] = {}  # their outputs that are not handed over yet, by request
+        self._outbox: list[RequestOutput] = []  # for the next `step` to hand out
         self._ended: list[Request] = []  # aborted or failed since the last StepRecord
         self._num_requests = 0
         self._flights: deque[_Flight] = deque()  # oldest first; with overlap one stays between two calls of `step`
@@ -163,7 +172,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Runs one step, and returns what it brought for requests of `add_request`."""
         self._advance()
-        return [output for request_id in self._unclaimed() for output in self._mailbox.pop(request_id)]
+        outputs, self._outbox = self._outbox, []
+        return outputs
 
     def abort(self, request_id: str) -> None:
         """Ends a request at any moment; its last output comes with the next step. Unknown ids are ignored: the
@@ -176,7 +186,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute, or to hand over."""
-        return self.scheduler.num_unfinished > 0 or bool(self._unclaimed())
+        return self.scheduler.num_unfinished > 0 or bool(self._outbox)
 
     def close(self) -> None:
         """Aborts what is left."""
@@ -193,22 +203,36 @@ class LLMEngine:
         self._parts.reserve_memory()
 
     def probe_logits(self, token_ids: Sequence[int], split: int) -> Tensor:
-        """The logits that this engine's own steps give: a prompt of token_ids[:split], and then each further token in
-        a decode step of its own, through whatever kernels, attention and CUDA graphs it runs.
+        """`probe_batch` of one row."""
+        return self.probe_batch([(token_ids, split)])[0]
+
+    def probe_batch(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[Tensor]:
+        """The logits that this engine's own steps give, through whatever kernels, attention and CUDA graphs it runs:
+        of each (token_ids, split) the prompt token_ids[:split], alone; and then each further token in a decode step
+        together with those of the other rows.
 
         Returns:
-            [len(token_ids) - split + 1, vocab_size] float32 on the CPU: of the token behind token_ids[:split], behind
-            token_ids[: split + 1], and so on.
+            Of each row [len(token_ids) - split + 1, vocab_size] float32 on the CPU: of the token behind
+            token_ids[:split], behind token_ids[: split + 1], and so on.
 
         Raises:
             RuntimeError: requests are unfinished; a probe uses their slots and blocks.
-            RequestError: the tokens are too many.
+            RequestError: there are too many rows, or too many tokens.
         """
         self._require_idle("logits can be probed")
-        if not 0 < split <= len(token_ids) < self.max_model_len:
-            raise RequestError(f"a probe takes from 1 to {self.max_model_len - 1} tokens, of which {split} come first")
+        most = self.config.scheduler.max_num_seqs
+        if not 0 < len(rows) <= most:
+            raise RequestError(f"a probe takes from 1 to {most} rows (scheduler.max_num_seqs), not {len(rows)}")
+        for token_ids, split in rows:
+            if not 0 < split <= len(token_ids) < self.max_model_len:
+                raise RequestError(
+                    f"a probe takes from 1 to {self.max_model_len - 1} tokens, of which {split} come first"
+                )
+        needed, there = sum(blocks_of(ids, self.config) for ids, _ in rows), self.startup.num_kv_blocks
+        if needed > there:
+            raise RequestError(f"the rows of a probe take {needed} KV blocks, and there are {there}")
         try:
-            return probe(self._parts.runner, list(token_ids), split, self.config)
+            return probe(self._parts.runner, rows, self.config)
         finally:
             self.scheduler = self._parts.make_scheduler()  # it overwrote blocks that the prefix cache may hold
 
@@ -297,8 +321,7 @@ class LLMEngine:
             endings = self._outputs.process(updates, result)
             for request, reason, stop, _ in endings:
                 self.scheduler.finish(request, reason, stop)
-            changed = [update.request for update in updates]
-            self._post(changed)
+            self._post([request for request, _, _ in updates])
         except BaseException:
             self._start_over()
             raise
@@ -307,8 +330,8 @@ class LLMEngine:
         end = self.clock()
         self._laps.add(start, planned - start, executed - planned, end - executed)
         if flight or self._ended:
-            num_sampled = sum(len(update.token_ids) for update in updates) - sum(e.num_dropped for e in endings)
-            self._observe(flight or _Flight(plan, None, kv, evictions), result, changed, num_sampled, end)
+            num_dropped = sum(ending.num_dropped for ending in endings)
+            self._observe(flight or _Flight(plan, None, kv, evictions), result, updates, num_dropped, end)
 
     def _drop_flights(self) -> None:
         """What is still under way computes tokens for requests that have ended meanwhile. Nobody waits for them."""
@@ -355,13 +378,14 @@ class LLMEngine:
         self._post_ended(lost)
 
     def _observe(
-        self, flight: _Flight, result: StepResult, changed: list[Request], num_sampled: int, end: float
+        self, flight: _Flight, result: StepResult, updates: Sequence[TokenUpdate], num_dropped: int, end: float
     ) -> None:
         plan, scheduler = flight.plan, self.scheduler
         drafted, accepted = ((), ()) if flight.step is None else count_drafts(plan, result)
         laps, self._laps = self._laps, _Laps()
+        in_step = [request for request, _, _ in updates if request.finish_reason is not None]
+        by_text = [r for r in in_step if r.finish_reason is FinishReason.error]
         ended, self._ended = self._ended, []
-        by_text = [r for r in changed if r.finish_reason is FinishReason.error]
         record = StepRecord(
             step=plan.step,
             start_time=laps.start,
@@ -371,7 +395,7 @@ class LLMEngine:
             update_s=laps.update_s,
             prefill_tokens=plan.num_prefill_tokens,
             decode_tokens=plan.num_decode_rows,
-            sampled_tokens=num_sampled,
+            sampled_tokens=sum([len(token_ids) for _, token_ids, _ in updates]) - num_dropped,
             num_running=scheduler.num_running,
             num_prefilling=scheduler.num_prefilling,
             num_waiting=scheduler.num_waiting,
@@ -383,7 +407,7 @@ class LLMEngine:
             preempted=tuple(plan.preempted),
             swapped_out_blocks=len(plan.swap_out),
             swapped_in_blocks=len(plan.swap_in),
-            finished=_names(r for r in changed if r.finished and r.finish_reason is not FinishReason.error),
+            finished=_names(r for r in in_step if r.finish_reason is not FinishReason.error),
             aborted=_names(r for r in ended if r.finish_reason is FinishReason.abort),
             failed=_names(r for r in [*ended, *by_text] if r.finish_reason is FinishReason.error),
             drafted=drafted,
@@ -397,15 +421,19 @@ class LLMEngine:
     # --- a request's way out --------------------------------------------------------------------------------------
 
     def _post(self, requests: Sequence[Request]) -> None:
-        for output in self._outputs.collect(requests):
-            self._mailbox.setdefault(output.request_id, []).append(output)
+        outputs = self._outputs.collect(requests)
+        if not self._claimed:
+            self._outbox += outputs
+            return
+        for output in outputs:
+            if output.request_id in self._claimed:
+                self._mailbox.setdefault(output.request_id, []).append(output)
+            else:
+                self._outbox.append(output)
 
     def _post_ended(self, requests: Sequence[Request]) -> None:
         self._ended += requests
         self._post(requests)
-
-    def _unclaimed(self) -> list[str]:
-        return [request_id for request_id in self._mailbox if request_id not in self._claimed]
 
     def _follow(self, request_ids: Sequence[str]) -> Iterator[RequestOutput]:
         """The outputs of claimed requests as they come, until all have finished."""

@@ -1,21 +1,22 @@
 """CUDA graphs: a whole decode step, from the block tables' growth to the sampled tokens, as one launch.
 
 There is a graph for each descriptor of a ladder of batch sizes; a batch takes the next larger one and fills it up with
-padding rows. All graphs share one memory pool, since only one runs at a time: the largest is captured first and the
-others fit into its memory. What changes between replays travels through one small static input (SlotState.pack_decode).
+padding rows. All graphs share one memory pool (runtime/capture.py), and one tensor for their logits, which at a large
+vocabulary take more than all else. What changes between replays travels through one small static input
+(SlotState.pack_decode).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mini_infer.core.plan import StepPlan
+from mini_infer.runtime.capture import Cutter, Graph, GraphMemory, capture_sizes
 from mini_infer.runtime.slots import SlotState, StepInput
 from mini_infer.runtime.startup import CaptureReport
 
@@ -30,11 +31,13 @@ class BatchDescriptor:
 
 @dataclass(frozen=True, eq=False)
 class _Captured:
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     packed: Tensor  # [4, num_rows] int32, the static input
     query_starts: Tensor  # [num_rows + 1] int32: held here, since the graph knows nothing but its address
-    logits: Tensor  # [num_rows, vocab_size]
     token_ids: Tensor  # [num_rows]
+
+    def replay(self) -> None:
+        self.graph.replay()
 
 
 def batch_ladder(largest: int) -> list[int]:
@@ -43,86 +46,58 @@ def batch_ladder(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-def capture_sizes(
-    sizes: Sequence[int],
-    capture: Callable[[int], None],
-    unit: str,
-    device: torch.device,
-    progress: Callable[[list[int]], Iterable[int]],
-) -> CaptureReport:
-    """Captures the sizes, largest first. One that finds no memory is left out, and the report says so.
-
-    Args:
-        capture: captures one size; raises torch.OutOfMemoryError where it finds no memory.
-        unit: of a size, for the report.
-    """
-    start, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-    captured, limits = [], []
-    for size in progress(sorted(sizes, reverse=True)):
-        try:
-            capture(size)
-            captured.append(size)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            limits.append(f"no graph for {size} {unit}: out of GPU memory during capture")
-    torch.cuda.synchronize(device)
-    return CaptureReport(
-        batch_sizes=tuple(sorted(captured)),
-        seconds=time.perf_counter() - start,
-        memory_bytes=free - torch.cuda.mem_get_info(device)[0],
-        limits=tuple(limits),
-    )
-
-
 class DecodeGraphs:
     """
     Args:
-        decode: computes a step of decode rows and returns its logits [R, vocab_size] and tokens [R]; everything in it
-            is safe to capture.
+        decode: computes a step of decode rows, writes its logits into a tensor [R, vocab_size] and returns its tokens
+            [R]; everything in it is safe to capture.
         sizes: batch sizes to capture.
+        logits: [max(sizes), vocab_size], which graphs of all sizes write to.
+        new_graph: makes a graph that captures on the current stream.
     """
 
     def __init__(
-        self, slots: SlotState, decode: Callable[[StepInput], tuple[Tensor, Tensor]], sizes: Sequence[int]
+        self,
+        slots: SlotState,
+        decode: Callable[[StepInput, Tensor], Tensor],
+        sizes: Sequence[int],
+        logits: Tensor,
+        new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
     ) -> None:
         self._slots = slots
         self._decode = decode
         self._sizes = sorted(sizes)
+        self._logits = logits
+        self._new_graph = new_graph
         self._graphs: dict[BatchDescriptor, _Captured] = {}
 
     @torch.inference_mode()
-    def capture(self, progress: Callable[[list[int]], Iterable[int]] = iter) -> CaptureReport:
-        """Captures all sizes."""
-        pool = torch.cuda.graph_pool_handle()
-
-        def capture(size: int) -> None:
-            self._graphs[BatchDescriptor(size)] = self._capture(size, pool)
-
-        report = capture_sizes(self._sizes, capture, "rows", self._slots.rows.device, progress)
+    def capture(self, memory: GraphMemory, progress: Callable[[list[int]], Iterable[int]] = iter) -> CaptureReport:
+        """Captures all sizes, on a GPU."""
+        captured, report = capture_sizes(
+            self._sizes, partial(self.capture_size, memory=memory), "rows", memory, self._logits.nbytes, progress
+        )
+        self._graphs = {BatchDescriptor(size): graphs for size, graphs in captured.items()}
         self._sizes = list(report.batch_sizes)
         return report
 
-    def _capture(self, size: int, pool: Any) -> _Captured:
+    def capture_size(self, size: int, memory: GraphMemory) -> _Captured:
+        """Captures one step on the current stream."""
         device = self._slots.rows.device
         padding = self._slots.pack_decode(NO_ROWS, size)
         packed = torch.from_numpy(padding).to(device)
         query_starts = torch.arange(size + 1, dtype=torch.int32, device=device)
 
-        def step() -> tuple[Tensor, Tensor]:
+        def step() -> Tensor:
             built = self._slots.build_decode(packed, query_starts)
-            logits, token_ids = self._decode(built)
+            token_ids = self._decode(built, self._logits[:size])
             self._slots.append(built, token_ids)
-            return logits, token_ids
+            return token_ids
 
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # compiles kernels and makes library handles, which capture forbids
-            step()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            logits, token_ids = step()
-        return _Captured(graph, packed, query_starts, logits, token_ids)
+        memory.warm_up(step)
+        with Cutter(self._new_graph, memory.pool) as cutter:
+            token_ids = step()
+        return _Captured(cutter.graphs[0], packed, query_starts, token_ids)
 
     def replay(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
         """Runs the plan, and returns its rows' logits and tokens, which stay until the next replay. None where no
@@ -136,8 +111,8 @@ class DecodeGraphs:
             return None
         captured = self._graphs[BatchDescriptor(size)]
         self._slots.mail.send_into(captured.packed, torch.from_numpy(packed))
-        captured.graph.replay()
-        return captured.logits[:n], captured.token_ids[:n]
+        captured.replay()
+        return self._logits[:n], captured.token_ids[:n]
 
 
 class NoGraphs:

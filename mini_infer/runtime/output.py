@@ -99,11 +99,11 @@ class _Group:
         self.prompt_token_ids = leader.token_ids[: leader.prompt_len]
         self.stream = stream
         self.completions = [_Completion(i, request, detok, stream) for i, (request, detok) in enumerate(sequences)]
+        self.several = len(sequences) > 1
         self.num_unfinished = len(sequences)
         self.owes_prompt_logprobs = leader.prompt_logprobs is not None
 
-    def report(self, completions: list[_Completion]) -> RequestOutput:
-        outputs = [completion.output() for completion in completions]
+    def report(self, outputs: list[CompletionOutput]) -> RequestOutput:
         output = RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, not self.num_unfinished, outputs)
         if self.owes_prompt_logprobs:
             logprobs = self.completions[0].request.prompt_logprobs
@@ -147,7 +147,7 @@ class OutputProcessor:
             _, completion = of_request[request]
             if completion.logprobs is not None:
                 completion.logprobs += result.logprobs[row][: len(token_ids)]
-            if not (completion.detokenizes_every_step or request.finished):
+            if not completion.detokenizes_every_step and request.finish_reason is None:
                 continue
             try:
                 completion.detokenize()
@@ -165,7 +165,7 @@ class OutputProcessor:
     def collect(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """The outputs that the caller gets after `requests` have changed."""
         outputs = []
-        changed: dict[_Group, list[_Completion]] = {}
+        several: dict[_Group, list[_Completion]] = {}  # what has changed of requests with n > 1
         of_request = self._of_request
         for request in requests:
             group, completion = of_request[request]
@@ -174,23 +174,20 @@ class OutputProcessor:
                 group.num_unfinished -= 1
                 if not group.num_unfinished:
                     del self._groups[group.request_id]
-            if len(group.completions) > 1:
-                changed.setdefault(group, []).append(completion)
+            if group.several:
+                several.setdefault(group, []).append(completion)
             elif group.stream or not group.num_unfinished:
-                outputs.append(group.report(group.completions))
-        for group, completions in changed.items():
-            if group.stream:
-                outputs.append(group.report(completions))
-            elif not group.num_unfinished:
-                outputs.append(group.report(group.completions))
+                outputs.append(group.report([completion.output()]))
+        for group, changed in several.items():
+            if group.stream or not group.num_unfinished:
+                outputs.append(group.report([c.output() for c in (changed if group.stream else group.completions)]))
         return outputs
 
     def finish_texts(self, requests: Iterable[Request]) -> None:
         """Completes the text of requests that end without a token: held-back characters come out."""
         for request in requests:
-            _, completion = self._of_request[request]
             if request.finish_reason is not FinishReason.error:
-                completion.detokenize()
+                self._of_request[request][1].detokenize()
 
 
 def _metrics(request: Request) -> RequestMetrics:

@@ -4,8 +4,8 @@
 
 Attention depends on the rows of a step and on their lengths, so it is called as ever. All else depends on the number
 of tokens alone: there are graphs for a ladder of token counts, and a step takes the next larger one. It is filled up
-with padding tokens, which write to the spare block and whose results nobody reads. All graphs share one memory pool,
-since only one step runs at a time: the largest is captured first and the others fit into its memory.
+with padding tokens, which write to the spare block and whose results nobody reads. All graphs share one memory pool
+(runtime/capture.py).
 
 A graph knows addresses and nothing else. So what a graph reads is the model's parameters, the KV store, the static
 tensors of `_Static`, or memory of the pool that an earlier graph of the same step has written. The last is safe
@@ -19,12 +19,9 @@ each cut is a barrier, and a `gdc_wait` never has to see beyond one.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,19 +32,9 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import PREFILL_GRAPH_STEP
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.runtime.graphs import capture_sizes
+from mini_infer.runtime.capture import Cutter, Graph, GraphMemory, capture_sizes
 from mini_infer.runtime.slots import StepInput
 from mini_infer.runtime.startup import CaptureReport
-
-
-class Graph(Protocol):
-    """What is used of a torch.cuda.CUDAGraph."""
-
-    def capture_begin(self, pool: Any = None) -> None: ...
-
-    def capture_end(self) -> None: ...
-
-    def replay(self) -> None: ...
 
 
 def token_ladder(max_prefill_tokens: int, max_num_batched_tokens: int) -> list[int]:
@@ -82,53 +69,20 @@ class _Static:
     attended: Tensor  # q's shape
     hidden: Tensor  # [max, hidden_size], what the step gives
 
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in vars(self).values())
+
 
 @dataclass(frozen=True, eq=False)
 class _Pieces:
     before: list[tuple[Graph, int]]  # each with the layer that attends after it
     last: Graph
 
-    def graphs(self) -> list[Graph]:
-        return [*(graph for graph, _ in self.before), self.last]
-
-
-class Cutter:
-    """Captures what runs while it is open, as one graph for each stretch between two cuts. Whatever happens, no capture
-    is left open."""
-
-    def __init__(self, new_graph: Callable[[], Graph], pool: Any) -> None:
-        self._new_graph = new_graph
-        self._pool = pool
-        self._open: Graph | None = None
-        self.graphs: list[Graph] = []
-
-    def __enter__(self) -> Cutter:
-        self._begin()
-        return self
-
-    def cut(self) -> None:
-        self._end()
-        self._begin()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            self._end()
-            return
-        with contextlib.suppress(RuntimeError):  # a capture that was broken says so, and `error` is the reason
-            self._end()
-
-    def _begin(self) -> None:
-        graph = self._new_graph()
-        graph.capture_begin(pool=self._pool)
-        self._open = graph
-
-    def _end(self) -> None:
-        graph, self._open = self._open, None
-        if graph is not None:
-            graph.capture_end()
-            self.graphs.append(graph)
+    def replay(self) -> None:
+        """Without attention."""
+        for graph, _ in self.before:
+            graph.replay()
+        self.last.replay()
 
 
 class _CutContext(AttentionContext):
@@ -196,30 +150,17 @@ class PiecewiseGraphs:
         self._static = _Static(rows[0], rows[1], rows[2], q[0], q[1], hidden)
 
     @torch.inference_mode()
-    def capture(self, progress: Callable[[list[int]], Iterable[int]] = iter) -> CaptureReport:
-        """Captures all sizes, on a GPU, while nothing else runs there."""
-        device = self._store.device
-        gc.collect()  # not during a capture: what it frees might be a graph
-        torch.cuda.empty_cache()  # what others have left is not counted as saved
-        # One stream: memory of a pool is used again only on the stream that it was taken for.
-        current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            pool = torch.cuda.graph_pool_handle()
+    def capture(self, memory: GraphMemory, progress: Callable[[list[int]], Iterable[int]] = iter) -> CaptureReport:
+        """Captures all sizes, on a GPU."""
 
-            def capture(size: int) -> None:
-                self._run(self._context(size, lambda layer: None))  # compiles kernels and makes library handles
-                torch.cuda.synchronize(device)
-                torch.cuda.empty_cache()
-                self.capture_size(size, pool)
-                for graph in self._pieces[size].graphs():  # of padding: the first launch of a graph takes memory
-                    graph.replay()
+        def capture(size: int) -> _Pieces:
+            memory.warm_up(lambda: self._run(self._context(size, lambda layer: None)))
+            return self.capture_size(size, memory.pool)
 
-            report = capture_sizes(self._sizes, capture, "tokens", device, progress)
-        current.wait_stream(stream)
+        self._pieces, report = capture_sizes(self._sizes, capture, "tokens", memory, self._static.num_bytes(), progress)
         return report
 
-    def capture_size(self, size: int, pool: Any = None) -> None:
+    def capture_size(self, size: int, pool: Any = None) -> _Pieces:
         """Captures one forward on the current stream. Whatever it raises, it leaves nothing half captured."""
         layers: list[int] = []
         cutter = Cutter(self._new_graph, pool)
@@ -232,7 +173,7 @@ class PiecewiseGraphs:
         with cutter:
             self._run(context)
         *before, last = cutter.graphs
-        self._pieces[size] = _Pieces(list(zip(before, layers, strict=True)), last)
+        return _Pieces(list(zip(before, layers, strict=True)), last)
 
     def _context(self, size: int, cut: Callable[[int], None]) -> _CutContext:
         return _CutContext(size, self._static, self._store, self._backend, cut)

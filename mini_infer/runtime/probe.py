@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,28 +12,46 @@ from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.core.request import SamplingParams
 from mini_infer.runtime.runner import Runner
 
+Probed = tuple[Sequence[int], int]  # tokens, and how many of them are the prompt
 
-def probe(runner: Runner, token_ids: list[int], split: int, config: EngineConfig) -> Tensor:
-    """[len(token_ids) - split + 1, vocab_size] float32 on the CPU. Takes slot 0 and the first blocks of the cache."""
-    logits = []
-    for plan in _plans(token_ids, split, config):
-        start = plan.starts[0]
-        if start >= split:  # the step before wrote its own choice there
-            runner.force_token(slot=0, position=start, token_id=token_ids[start])
+
+def probe(runner: Runner, rows: Sequence[Probed], config: EngineConfig) -> list[Tensor]:
+    """Of each row [tokens behind the prompt + 1, vocab_size] float32 on the CPU. Prompts are computed one after the
+    other, and then all rows decode together. Takes the first slots and blocks of the cache."""
+    logits: list[list[Tensor]] = [[] for _ in rows]
+    for plan in _plans(rows, config):
+        for slot, start in zip(plan.slots, plan.starts, strict=True):
+            token_ids, split = rows[slot]
+            if start >= split:  # the step before wrote its own choice there
+                runner.force_token(slot, position=start, token_id=token_ids[start])
         step = runner.launch(plan)
         if step.logits is not None:
-            logits.append(step.logits.float().cpu())
+            for slot, row in zip(plan.slots, step.logits.float().cpu(), strict=True):
+                logits[slot].append(row)
         runner.collect(step)
-    return torch.cat(logits)
+    return [torch.stack(own) for own in logits]
 
 
-def _plans(token_ids: list[int], split: int, config: EngineConfig) -> Iterator[StepPlan]:
-    blocks = list(range(len(token_ids) // config.cache.block_size + 1))
-    admission = Admission(0, "probe", token_ids[:split], split, blocks, SamplingParams(temperature=0), 0, frozenset())
-    budget = config.scheduler.max_num_batched_tokens
-    for start in range(0, split, budget):
-        count = min(budget, split - start)
-        samples = [start + count == split]
-        yield StepPlan(0, [0], [start], [count], samples, 0, admissions=[] if start else [admission])
-    for start in range(split, len(token_ids)):
-        yield StepPlan(0, [0], [start], [1], [True], num_decode_rows=1)
+def _plans(rows: Sequence[Probed], config: EngineConfig) -> Iterator[StepPlan]:
+    budget, first_block = config.scheduler.max_num_batched_tokens, 0
+    for slot, (token_ids, split) in enumerate(rows):
+        blocks = range(first_block, first_block + blocks_of(token_ids, config))
+        first_block = blocks.stop
+        prompt = list(token_ids[:split])
+        admission = Admission(slot, f"probe {slot}", prompt, split, list(blocks), _GREEDY, 0, frozenset())
+        for start in range(0, split, budget):
+            count = min(budget, split - start)
+            samples = [start + count == split]
+            yield StepPlan(0, [slot], [start], [count], samples, 0, admissions=[] if start else [admission])
+    for step in range(max(len(token_ids) - split for token_ids, split in rows)):
+        slots = [slot for slot, (token_ids, split) in enumerate(rows) if split + step < len(token_ids)]
+        starts = [rows[slot][1] + step for slot in slots]
+        yield StepPlan(0, slots, starts, [1] * len(slots), [True] * len(slots), num_decode_rows=len(slots))
+
+
+def blocks_of(token_ids: Sequence[int], config: EngineConfig) -> int:
+    """Blocks that a row of these tokens takes."""
+    return len(token_ids) // config.cache.block_size + 1
+
+
+_GREEDY = SamplingParams(temperature=0)

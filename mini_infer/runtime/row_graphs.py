@@ -14,25 +14,40 @@ What follows the forward runs eagerly, on the hidden states of the tokens that a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mini_infer.core.plan import StepPlan
-from mini_infer.runtime.graphs import BatchDescriptor, capture_sizes
+from mini_infer.runtime.capture import Cutter, Graph, GraphMemory, capture_sizes
+from mini_infer.runtime.graphs import BatchDescriptor
 from mini_infer.runtime.slots import SlotState, StepInput
 from mini_infer.runtime.startup import CaptureReport
-
-Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 MAX_TOKENS = 1024  # of a step; larger ones keep a GPU busy while the host launches them
 
 
-class _Captured(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Captured:
+    graph: Graph
     packed: Tensor  # [3, num_rows] int32, the static input
-    replay: Callable[[], Tensor]  # returns hidden states [num_rows * query_len, hidden_size]
+    hidden: Tensor  # [num_rows * query_len, hidden_size]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@dataclass(frozen=True)
+class _SameSize:
+    """Descriptors of one number of tokens."""
+
+    graphs: list[_Captured]
+
+    def replay(self) -> None:
+        for captured in self.graphs:
+            captured.replay()
 
 
 def query_ladder(largest: int) -> list[int]:
@@ -45,7 +60,7 @@ class RowGraphs:
     Args:
         forward: hidden states [T, hidden_size] of a step, by operations that are safe to capture.
         descriptors: what to capture.
-        record: captures a function, on a GPU; the default is a CUDA graph.
+        new_graph: makes a graph that captures on the current stream.
     """
 
     def __init__(
@@ -53,34 +68,40 @@ class RowGraphs:
         slots: SlotState,
         forward: Callable[[StepInput], Tensor],
         descriptors: Iterable[BatchDescriptor],
-        record: Record | None = None,
+        new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
     ) -> None:
         self._slots, self._forward = slots, forward
         self._descriptors = sorted(descriptors, key=lambda d: (d.query_len, d.num_rows))
-        self._record = record or CudaRecorder(slots.rows.device)
+        self._new_graph = new_graph
         self._graphs: dict[BatchDescriptor, _Captured] = {}
 
     @torch.inference_mode()
-    def capture(self, progress: Callable[[list[int]], Iterable[int]] = iter) -> CaptureReport:
+    def capture(self, memory: GraphMemory, progress: Callable[[list[int]], Iterable[int]] = iter) -> CaptureReport:
         """Captures all, on a GPU, those of most tokens first."""
         by_tokens: dict[int, list[BatchDescriptor]] = {}
         for descriptor in self._descriptors:
             by_tokens.setdefault(descriptor.num_rows * descriptor.query_len, []).append(descriptor)
 
-        def capture(tokens: int) -> None:
-            for descriptor in by_tokens[tokens]:
-                self.capture_one(descriptor)
+        def capture(tokens: int) -> _SameSize:
+            return _SameSize([self.capture_one(descriptor, memory) for descriptor in by_tokens[tokens]])
 
-        return capture_sizes(list(by_tokens), capture, "tokens of drafts", self._slots.rows.device, progress)
+        captured, report = capture_sizes(list(by_tokens), capture, "tokens of drafts", memory, 0, progress)
+        for tokens, same in captured.items():
+            self._graphs.update(zip(by_tokens[tokens], same.graphs, strict=True))
+        return report
 
-    def capture_one(self, descriptor: BatchDescriptor) -> None:
+    def capture_one(self, descriptor: BatchDescriptor, memory: GraphMemory) -> _Captured:
+        """Captures one forward on the current stream."""
         packed = torch.zeros((3, descriptor.num_rows), dtype=torch.int32, device=self._slots.rows.device)
         packed[0] = self._slots.spare_slot
 
         def run() -> Tensor:
             return self._forward(self._slots.build_rows(packed, descriptor.query_len))
 
-        self._graphs[descriptor] = _Captured(packed, self._record(run))
+        memory.warm_up(run)
+        with Cutter(self._new_graph, memory.pool) as cutter:
+            hidden = run()
+        return _Captured(cutter.graphs[0], packed, hidden)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Tensor | None:
@@ -89,12 +110,13 @@ class RowGraphs:
         descriptor = next((d for d in self._descriptors if d in self._graphs and fits(d, n, most)), None)
         if descriptor is None:
             return None
-        packed, replay = self._graphs[descriptor]
-        rows = np.zeros(tuple(packed.shape), dtype=np.int32)
+        captured = self._graphs[descriptor]
+        rows = np.zeros((3, descriptor.num_rows), dtype=np.int32)
         rows[0] = self._slots.spare_slot
         rows[:, :n] = plan.slots, plan.starts, plan.counts
-        self._slots.mail.send_into(packed, torch.from_numpy(rows))
-        hidden, length = replay(), descriptor.query_len
+        self._slots.mail.send_into(captured.packed, torch.from_numpy(rows))
+        captured.replay()
+        hidden, length = captured.hidden, descriptor.query_len
         if plan.num_tokens == n * length:
             return hidden[: n * length]
         place = np.arange(length)
@@ -114,32 +136,6 @@ def fits(descriptor: BatchDescriptor, num_rows: int, query_len: int) -> bool:
 def descriptors(rows: Sequence[int], query_lens: Sequence[int]) -> list[BatchDescriptor]:
     """All of them that have no more than MAX_TOKENS tokens."""
     return [BatchDescriptor(r, length) for length in query_lens for r in rows if r * length <= MAX_TOKENS]
-
-
-class CudaRecorder:
-    """Captures functions as CUDA graphs that share one memory pool: only one of them runs at a time, and what one
-    returns stays until the next replay of any."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-
-    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):  # compiles kernels and makes library handles, which capture forbids
-            run()
-        current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            result = run()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return replay
 
 
 class NoRowGraphs:

@@ -18,6 +18,7 @@ from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.loader import load_model, load_spec, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.acceptance import Acceptance, AsVerified, AtARate
+from mini_infer.runtime.capture import GraphMemory
 from mini_infer.runtime.draft_kv import DraftKV
 from mini_infer.runtime.drafter import DraftModel
 from mini_infer.runtime.memory import KVShape, Limits, allocate_kv, require_room_for_weights, weight_bytes
@@ -167,19 +168,23 @@ def load_draft(draft: DraftSpec, max_model_len: int, lookahead: int, device: tor
 
 
 def capture_rows(
-    config: EngineConfig, slots: SlotState, model: TorchModel, query_lens: Sequence[int], no_graphs: str | None
+    config: EngineConfig,
+    slots: SlotState,
+    model: TorchModel,
+    query_lens: Sequence[int],
+    memory: GraphMemory | None,
 ) -> tuple[RowGraphs | NoRowGraphs, CaptureReport]:
     """
     Args:
         query_lens: tokens a row.
-        no_graphs: why nothing is to be captured.
+        memory: of captured graphs; None: nothing is to be captured.
     """
-    if no_graphs is not None or not query_lens:
-        return NoRowGraphs(), CaptureReport(limits=() if no_graphs is None else (no_graphs,))
+    if memory is None or not query_lens:
+        return NoRowGraphs(), CaptureReport()
     most = min(config.graphs.max_batch or config.scheduler.max_num_seqs, config.scheduler.max_num_seqs)
     rows = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
     graphs = RowGraphs(slots, model.forward_eagerly, descriptors(rows, query_lens))
-    return graphs, graphs.capture(progress_bar("capturing CUDA graphs of drafts"))
+    return graphs, graphs.capture(memory, progress_bar("capturing CUDA graphs of drafts"))
 
 
 def make_drafter(
@@ -187,7 +192,7 @@ def make_drafter(
     draft: DraftSpec,
     model: Decoder,
     backends: AttentionBackends,
-    no_graphs: str | None,
+    memory: GraphMemory | None,
     limits: Limits,
     slots: SlotState,
     sampler: Sampler,
@@ -205,5 +210,5 @@ def make_drafter(
         sampler,
         vocab_size=min(draft.spec.vocab_size, sampler.vocab_size),
         max_tokens=config.scheduler.max_num_batched_tokens,
-        graphs=capture_rows(config, slots, torch_model, (1, 2), no_graphs)[0],
+        graphs=capture_rows(config, slots, torch_model, (1, 2), memory)[0],
     )

@@ -13,6 +13,7 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.swap import HostStore
 from mini_infer.core.config import AttentionConfig
 from mini_infer.modeling.decoder import Decoder
+from mini_infer.runtime.capture import GraphMemory
 from mini_infer.runtime.pieces import NoPieces, PiecewiseGraphs
 from mini_infer.runtime.slots import StepInput
 from mini_infer.runtime.startup import CaptureReport
@@ -78,18 +79,25 @@ class TorchModel:
             self._scale,
         )
 
-    def capture_pieces(self, sizes: Sequence[int], progress: Callable[[list[int]], Iterable[int]]) -> CaptureReport:
+    def capture_pieces(
+        self, sizes: Sequence[int], memory: GraphMemory, progress: Callable[[list[int]], Iterable[int]]
+    ) -> CaptureReport:
         """Captures steps of these numbers of tokens, which `forward` then replays. The last block of the store must be
         nobody's: padding tokens write to it."""
         spare_slot = (self._store.num_blocks - 1) * self._store.block_size
         pieces = PiecewiseGraphs(self._model, self._store, self._backends.prefill.backend, sizes, spare_slot)
-        report = pieces.capture(progress)
+        report = pieces.capture(memory, progress)
         self._pieces = pieces
         return report
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [N, hidden_size] -> [N, vocab_size]"""
-        return self._model.compute_logits(hidden)
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [N, hidden_size] -> [N, vocab_size], in `out` where it is given."""
+        return self._model.compute_logits(hidden, out)
+
+    def new_logits(self, num_rows: int) -> torch.Tensor:
+        """Memory for `compute_logits`, [num_rows, vocab_size]."""
+        head = self._model.lm_head
+        return torch.empty((num_rows, head.shape[0]), dtype=head.dtype, device=head.device)
 
     def warm_up(self, max_rows: int) -> None:
         """Compiles what attention will run, so that no step waits for a compiler."""

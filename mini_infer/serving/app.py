@@ -24,6 +24,7 @@ from mini_infer.serving.completions import complete
 from mini_infer.serving.errors import ApiError
 from mini_infer.serving.intake import CheckedRoute
 from mini_infer.serving.metrics import CONTENT_TYPE
+from mini_infer.serving.open_files import allow_many_open_files
 from mini_infer.serving.service import Service
 from mini_infer.serving.settings import ServerSettings, from_environment
 from mini_infer.serving.sse import SERVER_SEND
@@ -55,6 +56,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        allow_many_open_files()
         service = await Service.start(settings or _alone(from_environment(os.environ)), engine_path)
         app.state.service = service
         if on_engine_death is not None:
@@ -133,9 +135,13 @@ async def readyz(request: Request) -> Response:
     return _json({"status": "ready"})
 
 
-@probes.get("/metrics", summary="For Prometheus")
+class _MetricsText(Response):
+    media_type = CONTENT_TYPE
+
+
+@probes.get("/metrics", summary="For Prometheus", response_class=_MetricsText)
 async def metrics(request: Request) -> Response:
-    return Response(_service(request).metrics.render(), media_type=CONTENT_TYPE)
+    return _MetricsText(_service(request).metrics.render())
 
 
 # --- the OpenAI API -----------------------------------------------------------------------------------------------
@@ -193,8 +199,8 @@ async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:
 async def detokenize(request: Request, body: schema.DetokenizeRequest) -> Response:
     service = _service(request)
     service.require_model(body.model)
-    tokens = await service.tokens(body.tokens, "tokens")
-    return _json({"prompt": service.tokenizer.decode(tokens, skip_special_tokens=False)})
+    (text,) = await service.decode([body.tokens], "tokens")
+    return _json({"prompt": text})
 
 
 def _end_this_process() -> None:

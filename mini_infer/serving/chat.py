@@ -17,13 +17,14 @@ from mini_infer.serving.service import Service
 from mini_infer.serving.sse import EventStream, EventTemplate, WholeAnswer
 from mini_infer.serving.wire import Delta
 
+MAX_PARTS = 16_384  # of all messages together
+
 
 async def chat(service: Service, body: ChatRequest) -> Response:
     service.require_model(body.model)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = sampling_params(body, limit, _alternatives(body))
-    token_ids = await service.encode(conversation(body.messages), "messages")
-    streams = service.submit([token_ids], params, body)
+    streams = service.submit(await service.encode([conversation(body.messages)], "messages"), params, body)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     render = ChatRenderer(request_id, service, body, params.n)
     answer = EventStream if body.stream else WholeAnswer
@@ -34,6 +35,9 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
     """As chat templates take it: each content one string."""
     if not messages:
         raise RequestError("messages is empty: at least one is needed", "messages")
+    num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if num_parts > MAX_PARTS:
+        raise RequestError(f"messages holds {num_parts} text parts; at most {MAX_PARTS} are allowed", "messages")
     return [_message(index, message) for index, message in enumerate(messages)]
 
 

@@ -31,31 +31,36 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
         more["prompt_logprobs"] = body.logprobs
     scoring = bool(body.echo) and max_tokens == 0
     params = sampling_params(body, max_tokens + scoring, body.logprobs, **more)
-    prompts = as_prompts(body.prompt)
-    if len(prompts) > service.max_requests:
-        raise RequestError(f"prompt holds {len(prompts)} prompts: at most {service.max_requests} are taken", "prompt")
-    encoded = [await service.encode(prompt, "prompt") for prompt in prompts]
-    streams = service.submit(encoded, params, body)
+    prompts = as_prompts(body.prompt, service.max_requests)
+    encoded = await service.encode(prompts, "prompt")
+    texts = await _echoes(prompts, service) if body.echo else None
+    streams = service.submit(encoded, params, body)  # behind all that waits: nobody would end them if the client left
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    texts = [_text_of(prompt, service) for prompt in prompts] if body.echo else None
     render = CompletionRenderer(request_id, service, body, params.n, encoded, texts, scoring)
     answer = EventStream if body.stream else WholeAnswer
     return answer(streams, render, service.running, request_id)
 
 
-def as_prompts(prompt: Any) -> list[Prompt]:
-    """One prompt or a list of them, as a list."""
+def as_prompts(prompt: Any, limit: int) -> list[Prompt]:
+    """One prompt, or a list of at most `limit` of them, as a list."""
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int)):
         return [prompt]
-    if isinstance(prompt, list) and prompt and all(isinstance(each, (str, list)) for each in prompt):
+    if isinstance(prompt, list) and len(prompt) > limit:
+        raise RequestError(f"prompt holds {len(prompt)} prompts: at most {limit} are taken", "prompt")
+    if isinstance(prompt, list) and prompt and all(isinstance(each, str) or _holds_ids(each) for each in prompt):
         return prompt
     raise RequestError("prompt must be a string, a list of token ids, or a list of those", "prompt")
 
 
-def _text_of(prompt: Prompt, service: Service) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return service.tokenizer.decode(prompt, skip_special_tokens=False)  # type: ignore[arg-type]
+def _holds_ids(prompt: Any) -> bool:
+    """As far as its first entry tells: whoever encodes it looks at all."""
+    return isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), dict)
+
+
+async def _echoes(prompts: Sequence[Prompt], service: Service) -> list[str]:
+    """Each prompt's text: as it was sent, or what its token ids stand for."""
+    decoded = iter(await service.decode([prompt for prompt in prompts if not isinstance(prompt, str)], "prompt"))
+    return [prompt if isinstance(prompt, str) else next(decoded) for prompt in prompts]
 
 
 class CompletionRenderer:

@@ -6,7 +6,17 @@ import socket
 
 import msgspec
 
-from mini_infer.serving.wire import Command, Delta, Event, FrameReader, FrameWriter, Outputs, Stats, command_decoder
+from mini_infer.serving.wire import (
+    Command,
+    Delta,
+    Event,
+    FrameReader,
+    FrameWriter,
+    Outputs,
+    Stats,
+    command_decoder,
+    merge,
+)
 
 RECEIVED_AT_ONCE = 2**18  # bytes between two steps: at most about a millisecond of decoding
 
@@ -69,7 +79,5 @@ class Connection:
         """One delta a completion."""
         merged: dict[tuple[int, int], Delta] = {}
         for delta in self.deltas:
-            earlier = merged.setdefault((delta.number, delta.index), delta)
-            if earlier is not delta:
-                earlier.extend(delta)
+            merge(merged, (delta.number, delta.index), delta)
         self.deltas = list(merged.values())

@@ -290,7 +290,7 @@ def _tell_all(sockets: list[socket.socket], error: BaseException) -> None:
 def run(config: EngineConfig, listener: socket.socket, max_queued: int) -> None:
     """Makes the engine and serves it. Who is connected already learns why that failed."""
     try:
-        engine = LLMEngine(config)
+        engine = LLMEngine(config, records_kept=0)  # nobody reads them; EngineStats counts them as they come
     except BaseException as error:
         listeners = _waiting_at(listener)
         _tell_all(listeners, error)

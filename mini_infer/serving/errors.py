@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 INVALID = "invalid_request_error"
 API_NAMES = {"grammar": "response_format"}  # where a field's name is not that of SamplingParams
+NO_OBJECT = 'the body must be a JSON object, such as {"model": ...}'
 LONGEST_MESSAGE = 2000  # characters: a message may quote what it complains about
 
 
@@ -86,7 +87,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")
     location = first["loc"][1:]
     if not location:
-        return ApiError(400, 'the body must be a JSON object, such as {"model": ...}')
+        return ApiError(400, NO_OBJECT)
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     return ApiError(400, f"{path}: {first['msg'].removeprefix('Value error, ')}", param=str(location[0]))
 

@@ -42,7 +42,6 @@ class Histogram(msgspec.Struct, array_like=True, gc=False):
 
     def observe_all(self, bounds: Sequence[float], values: NDArray[np.float64]) -> None:
         """Many at once: there is one value for every token."""
-        found, counts = np.unique(np.searchsorted(bounds, values), return_counts=True)
-        for bucket, count in zip(found.tolist(), counts.tolist(), strict=True):
-            self.counts[bucket] += count
+        found = np.bincount(np.searchsorted(bounds, values), minlength=len(self.counts))
+        self.counts = (found + self.counts).tolist()
         self.sum += float(values.sum())

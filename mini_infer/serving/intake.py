@@ -6,13 +6,13 @@ import hmac
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from mini_infer.serving.errors import ApiError
-from mini_infer.serving.settings import ServerSettings
+from mini_infer.serving.large_body import LARGE, LargeBodies, parse_json
+from mini_infer.serving.service import Service
 
 
 class CheckedRoute(APIRoute):
@@ -20,14 +20,18 @@ class CheckedRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
+        large_bodies = None if self.body_field is None else LargeBodies(_field_names(self.body_field))
 
         async def handle(request: Request) -> Response:
-            settings: ServerSettings = request.app.state.service.settings
-            _require_key(request, settings.api_key)
-            if self.body_field is None:
+            service: Service = request.app.state.service
+            _require_key(request, service.settings.api_key)
+            if large_bodies is None:
                 return await handler(request)
             _require_json(request)
-            return await handler(_Parsed(request, await _read(request, settings.max_body_bytes)))
+            with service.arriving():
+                body = await _read(request, service.settings.max_body_bytes)
+            content = parse_json(body) if len(body) <= LARGE else await large_bodies.parse(body)
+            return await handler(_Parsed(request, body, content))
 
         return handle
 
@@ -35,10 +39,15 @@ class CheckedRoute(APIRoute):
 class _Parsed(Request):
     """A request whose body is known; FastAPI asks for it by these two."""
 
-    def __init__(self, request: Request, body: bytes) -> None:
+    def __init__(self, request: Request, body: bytes, content: Any) -> None:
         super().__init__(request.scope, request.receive)
         self._body = body
-        self._json = _parse(body)
+        self._json = content
+
+
+def _field_names(body_field: Any) -> list[str]:
+    """Of the request's model, which FastAPI keeps in a field of its own."""
+    return list(body_field.field_info.annotation.model_fields)
 
 
 def _require_key(request: Request, key: str | None) -> None:
@@ -82,11 +91,3 @@ async def _read(request: Request, limit: int) -> bytes:
 def _too_large(limit: int) -> ApiError:
     message = f"the body is larger than {limit} bytes, the server's --max-body-bytes"
     return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
-
-
-def _parse(body: bytes) -> Any:
-    """Strict JSON: no NaN, no half surrogate pairs, no nesting that exhausts the stack."""
-    try:
-        return pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error

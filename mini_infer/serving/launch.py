@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import mini_infer
@@ -20,11 +21,12 @@ BACKLOG = 128
 MAX_QUEUED = 1024
 
 
-def child_environment() -> dict[str, str]:
-    """For a child that shall run this very package, wherever it was imported from."""
+def child_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """For a child that shall run this very package, wherever it was imported from; by default like this process's."""
+    given = os.environ if environment is None else environment
     package_root = str(Path(mini_infer.__file__).parents[1])
-    path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path}
+    path = os.pathsep.join(filter(None, (package_root, given.get("PYTHONPATH"))))
+    return {**given, "PYTHONPATH": path}
 
 
 def ending_of(process: subprocess.Popen[bytes]) -> str | None:

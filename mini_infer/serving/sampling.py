@@ -10,7 +10,6 @@ from mini_infer.core.grammar import GrammarKind
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.serving.schema import GenerationRequest, ResponseFormat
 
-MAX_STOPS = 64
 SAME_NAME = (
     "n",
     "temperature",
@@ -44,8 +43,6 @@ def sampling_params(
         given["top_k"] = 0
     if body.logit_bias:
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
-    _require_few("stop", body.stop)
-    _require_few("stop_token_ids", body.stop_token_ids)
     grammar = _grammar(body.response_format)
     if grammar is not None:
         given["grammar"] = grammar
@@ -58,12 +55,6 @@ def deadline_s(body: GenerationRequest, limit: float | None) -> float | None:
     if wish is not None and not 0 < wish < math.inf:
         raise RequestError(f"timeout must be a number of seconds above 0, got {wish!r}", "timeout")
     return min((seconds for seconds in (wish, limit) if seconds is not None), default=None)
-
-
-def _require_few(name: str, value: Any) -> None:
-    """The engine looks for each of them at every token, and its steps are everybody's."""
-    if isinstance(value, list) and len(value) > MAX_STOPS:
-        raise RequestError(f"{name} has {len(value)} entries; at most {MAX_STOPS} are allowed", name)
 
 
 def _token_id(key: str) -> int:

@@ -1,5 +1,6 @@
-"""The types of the OpenAI API, as far as mini-infer speaks it. Types alone: which values are allowed is checked where
-they are used (SamplingParams, the prompt), so that the HTTP API and the Python API refuse the same things.
+"""The types of the OpenAI API, as far as mini-infer speaks it. Types, and how many there may be: which values are
+allowed is checked where they are used (SamplingParams, the prompt), so that the HTTP API and the Python API refuse the
+same things.
 
 Unknown fields are ignored, as OpenAI's server does. Known ones that cannot be served are refused (`Unsupported`).
 """
@@ -8,13 +9,34 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 
 def _refuse(value: object) -> object:
     if value not in (None, [], {}, "", "none"):
         raise ValueError("this server does not support it: leave it out")
     return value
+
+
+MAX_ENTRIES = {
+    "stop": 64,  # the engine looks for each of them at every token, and its steps are everybody's
+    "stop_token_ids": 64,
+    "logit_bias": 1024,  # added at every token, too; OpenAI's server takes 300
+    "messages": 16_384,
+}
+LONG_FIELDS = ("prompt", "messages", "tokens")  # as long as a body may be
+
+
+def _few(name: str) -> BeforeValidator:
+    """Looked at before the entries are, each of which could be wrong."""
+    limit = MAX_ENTRIES[name]
+
+    def check(value: object) -> object:
+        if isinstance(value, (list, dict)) and len(value) > limit:
+            raise ValueError(f"it has {len(value)} entries; at most {limit} are allowed")
+        return value
+
+    return BeforeValidator(check)
 
 
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what the engine's wire carries
@@ -46,7 +68,16 @@ ContentField = Annotated[
     ),
 ]
 StopField = Annotated[
-    Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
+    Any,
+    _few("stop"),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "maxItems": MAX_ENTRIES["stop"]},
+            ]
+        }
+    ),
 ]
 
 
@@ -83,7 +114,11 @@ class GenerationRequest(ApiModel):
     stop: StopField = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Token id -> what is added to its logit.")
+    logit_bias: Annotated[dict[str, float] | None, _few("logit_bias")] = Field(
+        None,
+        description="Token id -> what is added to its logit.",
+        json_schema_extra={"maxProperties": MAX_ENTRIES["logit_bias"]},
+    )
     response_format: ResponseFormat | None = None
     # Beyond OpenAI's API.
     top_k: Integer | None = Field(None, description="0 or -1: all tokens.")
@@ -91,7 +126,9 @@ class GenerationRequest(ApiModel):
     repetition_penalty: float | None = None
     min_tokens: Integer | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[Integer] | None = None
+    stop_token_ids: Annotated[list[Integer] | None, _few("stop_token_ids")] = Field(
+        None, json_schema_extra={"maxItems": MAX_ENTRIES["stop_token_ids"]}
+    )
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Integer | None = Field(None, description="Smaller goes first, with scheduler.policy=priority.")
@@ -107,8 +144,12 @@ class ChatMessage(ApiModel):
     function_call: Unsupported = None
 
 
+# One wrong entry is enough to refuse all.
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True), _few("messages")]
+
+
 class ChatRequest(GenerationRequest):
-    messages: list[ChatMessage]
+    messages: Messages = Field(json_schema_extra={"maxItems": MAX_ENTRIES["messages"]})
     max_completion_tokens: Integer | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
@@ -131,7 +172,7 @@ class TokenizeRequest(ApiModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = Field(None, json_schema_extra={"maxItems": MAX_ENTRIES["messages"]})
 
 
 class TokenizeResponse(ApiModel):
@@ -142,7 +183,7 @@ class TokenizeResponse(ApiModel):
 
 class DetokenizeRequest(ApiModel):
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 class DetokenizeResponse(ApiModel):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from mini_infer.core.errors import RequestError
 from mini_infer.core.sampling_params import SamplingParams
@@ -20,8 +21,10 @@ from mini_infer.serving.settings import ServerSettings
 from mini_infer.serving.sse import Running
 from mini_infer.serving.stream import Stream
 
-# A longer text is encoded in a thread, so that the streams of the others go on meanwhile.
-LONG_TEXT = 16_384  # characters
+T = TypeVar("T")
+
+LONG = 16_384  # characters to encode, or tokens to decode: some milliseconds
+IDS_PER_CHARACTER = 4  # a token id need only be looked at
 
 
 class Service:
@@ -35,6 +38,8 @@ class Service:
         self.running = Running()
         self.started = int(time.time())
         self.stopping = False
+        self._over: ApiError | None = None  # what ends all that is not ready when the server stops
+        self._arriving: set[asyncio.Task[Any]] = set()
         self.model_name = settings.model_name
         alone = settings.api_processes == 1
         self.metrics = Metrics(self.model_name, engine.info, latest=lambda: engine.stats, own_process=alone)
@@ -67,7 +72,23 @@ class Service:
     def end_running(self) -> None:
         seconds = f"{self.settings.shutdown_timeout:g} s"
         message = f"the server shuts down, and the request did not finish within the {seconds} left to it"
-        self.running.end_all(ApiError(503, message, type="server_error", code="shutting_down"))
+        self._over = ApiError(503, message, type="server_error", code="shutting_down")
+        self.running.end_all(self._over)
+        for task in self._arriving:
+            task.cancel()
+
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Around the wait for the rest of a request, which ends with an error, too, when the time is over."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._arriving.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            raise self._over or asyncio.CancelledError from None
+        finally:
+            self._arriving.discard(task)
 
     @property
     def max_requests(self) -> int:
@@ -85,25 +106,47 @@ class Service:
                 code="model_not_found",
             )  # fmt: skip
 
-    async def encode(self, prompt: Prompt, param: str) -> list[int]:
-        """A prompt's token ids, known to fit into the model.
+    async def encode(self, prompts: Sequence[Prompt], param: str) -> list[list[int]]:
+        """Each prompt's token ids, known to fit into the model. `param` is the field that they came in, for messages.
 
         Raises:
-            RequestError: it is none, or holds what cannot be encoded.
-            ApiError: it is too long.
+            RequestError: one is none, or holds what cannot be encoded.
+            ApiError: one is too long.
         """
-        token_ids = await self.tokens(prompt, param)
-        try:
-            require_fit(len(token_ids), self.engine.info.max_model_len)
-        except RequestError as error:
-            raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
-        return token_ids
+        cost = sum(map(_cost, prompts))
+        return await self.aside(cost, lambda: [self._fitting(prompt, param) for prompt in prompts])
 
     async def tokens(self, prompt: Prompt, param: str) -> list[int]:
-        """A prompt's token ids, however many. `param` is the field that it came in, for the message."""
+        """A prompt's token ids, however many."""
+        return await self.aside(_cost(prompt), lambda: self._tokens(prompt, param))
+
+    async def decode(self, prompts: Sequence[Prompt], param: str) -> list[str]:
+        """What each prompt's token ids stand for, special tokens too. Raises RequestError where one is none."""
+
+        def text(token_ids: Prompt) -> str:
+            return self.tokenizer.decode(self._tokens(token_ids, param), skip_special_tokens=False)
+
+        return await self.aside(sum(map(len, prompts)), lambda: [text(token_ids) for token_ids in prompts])
+
+    async def aside(self, cost: int, work: Callable[[], T]) -> T:
+        """Does it in a thread where it takes long, so that the streams of the others go on meanwhile."""
+        return await asyncio.to_thread(work) if cost > LONG else work()
+
+    def _fitting(self, prompt: Prompt, param: str) -> list[int]:
+        if _is_token_ids(prompt):
+            self._require_fit(len(prompt), param)  # before each of them is looked at
+        token_ids = self._tokens(prompt, param)
+        self._require_fit(len(token_ids), param)
+        return token_ids
+
+    def _require_fit(self, num_tokens: int, param: str) -> None:
         try:
-            if _num_chars(prompt) > LONG_TEXT:
-                return await asyncio.to_thread(self.engine.encode, prompt)
+            require_fit(num_tokens, self.engine.info.max_model_len)
+        except RequestError as error:
+            raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
+
+    def _tokens(self, prompt: Prompt, param: str) -> list[int]:
+        try:
             return self.engine.encode(prompt)
         except RequestError as error:
             raise RequestError(str(error), param) from error
@@ -127,8 +170,14 @@ class Service:
         return streams
 
 
-def _num_chars(prompt: Prompt) -> int:
-    """Of a text, or of a conversation's texts."""
+def _cost(prompt: Prompt) -> int:
+    """Of encoding it, in characters of text."""
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(str(part.get("content"))) for part in prompt if isinstance(part, dict))
+    if prompt and isinstance(prompt[0], Mapping):
+        return sum(len(message["content"]) for message in prompt)  # type: ignore[index,misc]
+    return len(prompt) // IDS_PER_CHARACTER
+
+
+def _is_token_ids(prompt: Prompt) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)

@@ -28,12 +28,28 @@ COMMENT = re.compile(
     r"^    (\w+)(?::| =) [^#\n]*?  # (.+)$", re.MULTILINE
 )  # of a dataclass's field or an Enum's member
 SWITCH = {"true": True, "1": True, "false": False, "0": False}
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
 PARSERS: dict[type, tuple[Callable[[str], Any], str]] = {  # of the types that are no Enum, with what they take
     bool: (lambda text: SWITCH[text.lower()], "true or false"),
     int: (int, "an integer"),
-    float: (float, "a number"),
+    float: (_finite, "a number"),
     str: (str, "a text"),
-    dict: (json.loads, "a JSON object"),
+    dict: (_json_object, "a JSON object"),
 }
 
 
@@ -55,18 +71,18 @@ class ServerSettings:
 
     dry_run: bool = False  # no weights: the dry model answers the whole API with made-up text
     use_cuda_graph: bool = False  # short for --graphs.capture always
-    served_model_name: str | None = None  # the name that clients use beside the model's own
+    served_model_name: str | None = None  # name under which clients see the model; its own is still taken
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 is every network of this machine
-    port: int = 8000  # 0 takes a free one, which is printed
-    api_processes: int = 1  # that share the work of HTTP; one writes some 50,000 events a second
+    port: int = 8000  # to listen on; 0 takes a free one, which is printed
+    api_processes: int = 1  # processes that share the work of HTTP; one writes some 50,000 events a second
     api_key: str | None = None  # clients must send it as "Authorization: Bearer KEY"; a process list shows flags
     max_queued: int = 1024  # requests that may wait beyond those that run; further ones get 429
-    request_timeout: float | None = None  # seconds a request may take; its own `timeout` field can only shorten it
+    request_timeout: float | None = None  # seconds a request may take; its `timeout` field can only shorten it
     startup_timeout: float = 1800.0  # seconds that loading the model may take
     shutdown_timeout: float = 30.0  # seconds that running requests get to finish after SIGTERM
-    max_body_bytes: int = 16 * 2**20  # of a request; more gets 413
-    log_level: LogLevel = LogLevel.info
-    access_log: bool = False  # one line a request
+    max_body_bytes: int = 16 * 2**20  # bytes that a request's body may have; more gets 413
+    log_level: LogLevel = LogLevel.info  # the least grave messages that are logged
+    access_log: bool = False  # logs one line a request
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:

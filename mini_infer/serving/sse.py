@@ -9,8 +9,7 @@ more text.
 from __future__ import annotations
 
 import asyncio
-import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -18,9 +17,10 @@ from fastapi import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mini_infer.core.request import FinishReason
+from mini_infer.serving.body import body_writer
 from mini_infer.serving.errors import ApiError, as_api_error
-from mini_infer.serving.stream import Stream
-from mini_infer.serving.wire import DEADLINE, Delta
+from mini_infer.serving.stream import Blocked, Stream
+from mini_infer.serving.wire import DEADLINE, Delta, merge
 
 encode = msgspec.json.Encoder().encode  # a str in 0.1 us; never a lone surrogate in a decoded text
 DONE = b"data: [DONE]\n\n"
@@ -134,10 +134,7 @@ class WholeAnswer(_Answer):
     async def _collect(self, stream: Stream) -> list[Delta]:
         completions: dict[int, Delta] = {}
         async for delta in stream:
-            if delta.index in completions:
-                completions[delta.index].extend(delta)
-            else:
-                completions[delta.index] = delta
+            merge(completions, delta.index, delta)
             _require_good_end(delta)
         self._require_end()
         return [completions[index] for index in sorted(completions)]
@@ -156,28 +153,30 @@ class EventStream(_Answer):
         await send({"type": "http.response.body", "body": body})
 
     async def _forward(self, prompt: int, stream: Stream, send: Send, server_send: Send) -> None:
-        def write(deltas: list[Delta]) -> Awaitable[None] | None:
+        send_body = body_writer(server_send)
+
+        def write(deltas: Collection[Delta]) -> Blocked:
             body = self._events(prompt, deltas)
-            return (
-                _begun(server_send({"type": "http.response.body", "body": body, "more_body": True})) if body else None
-            )
+            return send_body(body) if body else None
 
         async for delta in stream:  # the first one: what is wrong with the request itself is known now
             body = self._events(prompt, [delta])
             if not self._started:
                 await self._start(send)
-            if body:
-                await server_send({"type": "http.response.body", "body": body, "more_body": True})
+            blocked = send_body(body) if body else None
+            if blocked is not None:
+                await blocked
             break
         await stream.forward(write)
         self._require_end()
 
-    def _events(self, prompt: int, deltas: list[Delta]) -> bytes:
-        event = self._render.event
+    def _events(self, prompt: int, deltas: Collection[Delta]) -> bytes:
+        events = []
         for delta in deltas:
             if delta.finish_reason is not None:
                 _require_good_end(delta)
-        return event(prompt, deltas[0]) if len(deltas) == 1 else b"".join([event(prompt, delta) for delta in deltas])
+            events.append(self._render.event(prompt, delta))
+        return events[0] if len(events) == 1 else b"".join(events)
 
     async def _start(self, send: Send) -> None:
         async with self._starting:  # several prompts' streams share one answer
@@ -191,22 +190,6 @@ class EventStream(_Answer):
             raise error
         # No [DONE] behind it: the answer is not complete.
         await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n"})
-
-
-def _begun(work: Awaitable[None]) -> Awaitable[None] | None:
-    """Does what can be done of it without waiting; the rest, if there is any, is for the caller to await."""
-    steps = work.__await__()
-    try:
-        waits_for = next(steps)
-    except StopIteration:
-        return None
-    return _rest(steps, waits_for)
-
-
-@types.coroutine
-def _rest(steps: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
-    yield waits_for
-    yield from steps
 
 
 def _start(headers: list[tuple[bytes, bytes]]) -> Message:
@@ -272,8 +255,8 @@ class EventTemplate:
         with_usage: bool,
     ) -> None:
         self._common = b"data: " + encode(common)[:-1] + b',"choices":['
-        self._heads = [self._common + before(choice, True) for choice in range(num_choices)]
-        self._later_heads = [self._common + before(choice, False) for choice in range(num_choices)]
+        self._first_heads = {choice: self._common + before(choice, True) for choice in range(num_choices)}
+        self._heads = [self._common + before(choice, False) for choice in range(num_choices)]
         self._between = between
         self._close = b"]%s}\n\n" % (b',"usage":null' if with_usage else b"")
         self._tail_alone = b',"logprobs":null,"finish_reason":null}' + self._close
@@ -281,14 +264,11 @@ class EventTemplate:
         self._with_usage = with_usage
 
     def text(self, choice: int, text: str) -> bytes:
-        head = self._heads[choice]
-        self._heads[choice] = self._later_heads[choice]
-        return head + encode(text) + self._tail
+        return self._head(choice) + encode(text) + self._tail
 
     def tokens(self, choice: int, text: str, token_ids: list[int]) -> bytes:
-        head = self._heads[choice]
-        self._heads[choice] = self._later_heads[choice]
-        return b"".join((head, encode(text), self._between, b',"token_ids":', encode(token_ids), self._tail_alone))
+        parts = (self._head(choice), encode(text), self._between, b',"token_ids":', encode(token_ids), self._tail_alone)
+        return b"".join(parts)
 
     def full(
         self,
@@ -306,9 +286,11 @@ class EventTemplate:
         }
         if token_ids is not None:
             rest["token_ids"] = token_ids
-        head = self._heads[choice]
-        self._heads[choice] = self._later_heads[choice]
-        return head + encode(text) + self._between + b"," + encode(rest)[1:] + self._close
+        return self._head(choice) + encode(text) + self._between + b"," + encode(rest)[1:] + self._close
+
+    def _head(self, choice: int) -> bytes:
+        """Of the choice's next event."""
+        return self._first_heads.pop(choice, self._heads[choice])
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The last event, where the usage was asked for."""

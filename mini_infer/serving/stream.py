@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mini_infer.serving.wire import Delta
+from mini_infer.serving.wire import Delta, merge
 
 T = TypeVar("T")
+Blocked = Awaitable[None] | None  # what a writer has to wait for, if anything, before it can write on
+Write = Callable[[Collection[Delta]], Blocked]
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Stream:
         self._on_abort = on_abort
         self._pending: dict[int, Delta] = {}  # by completion
         self._error: Exception | None = None
-        self._on_news: Callable[[], None] | None = None  # called once, from `wake`
+        self._on_news: Callable[[], None] | None = None  # called from `wake`
 
     @property
     def usage(self) -> Usage:
@@ -71,15 +73,15 @@ class Stream:
                 return
             await self._news()
 
-    async def forward(self, write: Callable[[list[Delta]], Awaitable[None] | None]) -> None:
+    async def forward(self, write: Write) -> None:
         """Calls `write` with what has come, until the stream has ended. Most calls are made in the very pass that takes
         in the engine's message: no task is woken for them.
 
         Args:
-            write: gets one delta a completion. It returns None, or what to wait for before it is called again.
+            write: gets one delta a completion.
         """
         while True:
-            blocked = self._write_pending(write)
+            blocked = self._fetch(write)
             while blocked is None and self.num_unfinished:
                 blocked = await self._forward_news(write)
             if blocked is not None:
@@ -88,37 +90,39 @@ class Stream:
                 await self.ready()  # raises what ended it
                 return
 
-    async def _forward_news(self, write: Callable[[list[Delta]], Awaitable[None] | None]) -> Awaitable[None] | None:
-        """As `write` returns it; None when the stream has ended."""
-        future: asyncio.Future[Awaitable[None] | None] = asyncio.get_running_loop().create_future()
+    async def _forward_news(self, write: Write) -> Blocked:
+        """Writes news as they come, until `write` has to wait, for what this returns, or the stream has ended: None."""
+        future: asyncio.Future[Blocked] = asyncio.get_running_loop().create_future()
 
         def on_news() -> None:
             if future.done():
                 return
             try:
-                blocked = self._write_pending(write)
+                blocked = self._fetch(write)
+                if blocked is not None or not self.num_unfinished:
+                    future.set_result(blocked)
             except Exception as error:
                 future.set_exception(error)
-                return
-            if blocked is not None or not self.num_unfinished:
-                future.set_result(blocked)
-            else:
-                self._on_news = on_news
 
-        self._on_news = on_news
-        return await self._or_abort(future)
+        return await self._told(on_news, future)
 
-    def _write_pending(self, write: Callable[[list[Delta]], Awaitable[None] | None]) -> Awaitable[None] | None:
+    def _fetch(self, write: Write) -> Blocked:
         if not self._pending:
             return None
-        deltas = list(self._pending.values())
-        self._pending.clear()
-        return write(deltas)
+        pending, self._pending = self._pending, {}
+        return write(pending.values())
 
     async def _news(self) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_news = lambda: None if future.done() else future.set_result(None)
-        await self._or_abort(future)
+        await self._told(lambda: None if future.done() else future.set_result(None), future)
+
+    async def _told(self, on_news: Callable[[], None], future: asyncio.Future[T]) -> T:
+        """Waits for the future, and calls `on_news` for all that comes until then."""
+        self._on_news = on_news
+        try:
+            return await self._or_abort(future)
+        finally:
+            self._on_news = None
 
     async def _or_abort(self, awaited: Awaitable[T]) -> T:
         try:
@@ -155,9 +159,7 @@ class Stream:
         if not pending:
             pending[delta.index] = delta
             return True
-        earlier = pending.setdefault(delta.index, delta)
-        if earlier is not delta:
-            earlier.extend(delta)
+        merge(pending, delta.index, delta)
         return False
 
     def fail(self, error: Exception) -> None:
@@ -167,6 +169,5 @@ class Stream:
         self.wake()
 
     def wake(self) -> None:
-        on_news, self._on_news = self._on_news, None
-        if on_news is not None:
-            on_news()
+        if self._on_news is not None:
+            self._on_news()

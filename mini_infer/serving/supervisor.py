@@ -27,6 +27,7 @@ T = TypeVar("T")
 BACKLOG = 2048
 AT_ONCE = 64  # connections accepted before anything else gets a turn
 RETRY_S = 0.02
+FAILED_STARTS = 3  # in a row, of processes that shall take another's place; then the next would fare no better
 ENDING_S = 5.0  # for a process that has closed its channel
 BACKSTOP_S = 15.0  # beyond shutdown_timeout, until a process that does not end is killed
 
@@ -46,6 +47,7 @@ class Supervisor:
         self._replacing: set[asyncio.Task[None]] = set()
         self._unplaced: socket.socket | None = None  # a connection that nobody can take yet
         self._listening = False
+        self._failed_starts = 0
         self._all_serve = asyncio.Event()
         self._end = asyncio.Event()
         self._failure: str | None = None
@@ -126,6 +128,7 @@ class Supervisor:
         return worker
 
     def _serves(self) -> None:
+        self._failed_starts = 0
         if all(worker.channel.serves for worker in self._workers):
             self._all_serve.set()
 
@@ -139,10 +142,14 @@ class Supervisor:
         how = await worker.ended(ENDING_S)
         if self._end.is_set():
             return
-        if not worker.has_served:  # nor would the next one
-            self._fail(f"an API process {how} before it served")
-            return
-        logger.error("an API process %s: its streams are lost, and another takes its place", how)
+        if worker.has_served:
+            logger.error("an API process %s: its streams are lost, and another takes its place", how)
+        else:
+            self._failed_starts += 1
+            if not self._listening or self._failed_starts == FAILED_STARTS:
+                self._fail(f"an API process {how} before it served")
+                return
+            logger.error("an API process %s before it served, and another takes its place", how)
         self._workers.remove(worker)
         self._spawn().begin(self._settings)
 
@@ -167,6 +174,8 @@ class Supervisor:
     def _resume(self) -> None:
         if self._listening:
             asyncio.get_running_loop().add_reader(self._listener, self._accept)
+            if self._unplaced is not None:  # no event of the listener's tells of it: it may be the only one
+                self._accept()
 
     def _accept(self) -> None:
         for _ in range(AT_ONCE):

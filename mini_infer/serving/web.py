@@ -149,6 +149,7 @@ async def _serve(settings: ServerSettings, engine_path: str | None, make: Callab
     with _stoppable_start(asyncio.get_running_loop()):
         starting = app.router.lifespan_context(app)
         await starting.__aenter__()
+    _pass_signals_to(server)
     gc.collect()
     gc.freeze()  # what lives as long as the process need not be looked at again and again
     try:
@@ -158,10 +159,21 @@ async def _serve(settings: ServerSettings, engine_path: str | None, make: Callab
         await starting.__aexit__(None, None, None)
 
 
+def _pass_signals_to(server: _Server) -> None:
+    """One that comes before the HTTP server listens for signals stops it, too. When it has ended it raises again those
+    that it was stopped by: then they have been dealt with."""
+
+    def take(number: int, frame: FrameType | None) -> None:
+        if not server.should_exit:
+            server.handle_exit(number, frame)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, take)
+
+
 @contextlib.contextmanager
 def _stoppable_start(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """SIGTERM cancels this task. Behind it, signals are the HTTP server's, which raises them again when it has ended:
-    then they have been dealt with."""
+    """SIGTERM cancels this task."""
     task = asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
@@ -169,5 +181,3 @@ def _stoppable_start(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
-        for done in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(done, lambda number, frame: None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from mini_infer.core.request import SamplingParams, TokenLogprob
 from mini_infer.serving.histograms import Histogram
 
 DEADLINE = "deadline"  # a finish reason beside those of FinishReason
+K = TypeVar("K")
 _LENGTH = struct.Struct("<I")
 
 
@@ -74,6 +75,13 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
             self.prompt_logprobs = newer.prompt_logprobs
         self.finish_reason, self.stop_reason = newer.finish_reason, newer.stop_reason
         self.cached_tokens = newer.cached_tokens
+
+
+def merge(pending: dict[K, Delta], completion: K, delta: Delta) -> None:
+    """Keeps a delta until it is fetched: behind the one that its completion has there already, if there is one."""
+    earlier = pending.setdefault(completion, delta)
+    if earlier is not delta:
+        earlier.extend(delta)
 
 
 class Ready(Message):

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from experiments import ablation
-from experiments.lab import cells, clocks, driver
+from experiments.lab import clocks, driver
 from experiments.lab.progress import Steps
 from experiments.lab.workloads import Fixed
 from mini_infer.core.errors import ConfigError
@@ -218,25 +218,6 @@ def test_the_workload_is_described_point_by_point_where_points_differ(build):
     assert (found.workload["in_flight"], found.workload["requests"]) == ([1, 4], 4)
 
 
-def test_the_logprob_error_is_measured_in_a_pass_of_its_own(build, checkpoint, monkeypatch):
-    real, calls = cells.EngineSubject.serve_with_logprobs, []
-
-    def serve(self, items, concurrency):
-        calls.append(concurrency)
-        return real(self, items, concurrency)
-
-    monkeypatch.setattr(cells.EngineSubject, "serve_with_logprobs", serve)
-    model = [f"engine.model.path={checkpoint}", "engine.model.load_format=auto"]
-    variants = {"transformers": {}, "engine": {"scheduler": {"max_num_batched_tokens": 8, "max_num_seqs": 8}}}
-    metrics = ["ttft_ms", "peak_memory_mib"]
-    found = measure(build(*FIXED, *model, variants=variants, metrics=metrics, gate_logprob_error=0.01))
-    assert calls == [4, 4]  # once a variant, in the first repeat
-    (gate,) = found.gates
-    assert gate.passed
-    assert 0 < gate.logprob_error < 1e-4
-    assert all(row.value > 0 for row in found.rows)
-
-
 def test_a_peer_cannot_be_asked_for_an_open_loop(build, checkpoint):
     experiment = build(
         *FIXED,
@@ -254,7 +235,7 @@ def test_a_peer_cannot_be_asked_for_an_open_loop(build, checkpoint):
     [
         ({"metrics": ["goodput_rps"]}, "goodput_rps needs experiment.slo"),
         ({"slo": {"ttft_ms": -1}}, "experiment.slo.ttft_ms must be above 0"),
-        ({"gate_logprob_error": 0}, "gate_logprob_error must be above 0"),
+        ({"gate_logit_error": 0}, "gate_logit_error must be above 0"),
         ({"samples": -1}, "experiment.samples must be 0 or more"),
         ({"metrics": ["itl_p99_ms@"]}, "names no class of requests"),
     ],

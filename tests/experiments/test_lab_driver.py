@@ -160,13 +160,6 @@ def test_a_pass_with_a_salt_shares_nothing_with_earlier_ones():
     assert cached == [0, 48, 0]
 
 
-def test_logprobs_are_noted_where_they_are_asked_for():
-    clock = Clock()
-    served = drive(engine(clock), [Item(prompt(7), 5)], 1, logprobs=True, sleep=clock.sleep)
-    assert len(served.requests[0].logprobs) == 5
-    assert run([Item(prompt(7), 5)])[0].requests[0].logprobs == ()
-
-
 def test_a_request_that_the_engine_refuses_costs_the_others_nothing():
     items = [Item(prompt(1), 4), Item(prompt(2, 300), 4), Item(prompt(3), 4, follows=1), Item(prompt(4), 4, follows=2)]
     served, _ = run(items, concurrency=1)

@@ -1,13 +1,10 @@
 """The gate finds a planted wrong token, and claims are judged by intervals."""
 
-import math
-
 import pytest
 
 from experiments.lab.claims import Bound, Claim, Verdict, judge
-from experiments.lab.gate import Difference, compare, gate, logprob_error
+from experiments.lab.gate import Difference, compare, gate
 from experiments.lab.rows import Row
-from experiments.lab.traces import RequestTrace
 
 
 def test_equal_outputs_pass():
@@ -39,23 +36,6 @@ def test_a_lower_share_may_be_enough():
     assert not gate("v", "p", [comparison]).passed
     assert gate("v", "p", [comparison], needed_share=0.97).passed
     assert not gate("v", "p", [comparison], needed_share=0.99).passed
-
-
-def scored(tokens, logprobs):
-    return RequestTrace(4, len(tokens), 0.0, (), tuple(tokens), logprobs=tuple(logprobs))
-
-
-def test_the_logprob_error_is_taken_of_equal_tokens_in_equal_contexts():
-    expected = [scored([1, 2, 3, 4], [-0.1, -0.2, -0.3, -0.4]), scored([5], [-1.0])]
-    got = [scored([1, 2, 9, 4], [-0.1, -0.25, -9.0, -9.0]), scored([5], [-1.1])]
-    assert logprob_error(expected, got) == pytest.approx(0.1)
-    assert math.isnan(logprob_error(expected, [scored([1, 2], [math.nan, -0.2]), scored([5], [-1.1])]))
-
-
-@pytest.mark.parametrize(("error", "passed"), [(0.05, True), (0.2, False), (math.nan, False), (None, True)])
-def test_a_large_logprob_error_fails_the_gate(error, passed):
-    equal = compare([[1, 2]], [[1, 2]])
-    assert gate("v", "p", [equal], 0.9, error, 0.1).passed is passed
 
 
 def rows(variant, values):

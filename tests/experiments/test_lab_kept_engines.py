@@ -10,6 +10,7 @@ from experiments.lab import cells, lending, points
 from experiments.lab.points import Point
 from experiments.lab.progress import Steps
 from experiments.lab.subjects import EngineSubject, Kind
+from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
@@ -116,6 +117,22 @@ def test_what_fails_in_the_middle_closes_all_engines(build, calls, monkeypatch):
     found = measure(build())
     assert found.status.startswith("incomplete: interrupted in repeat 1 of 2 at one long; 1 of 4 rounds are kept")
     assert sorted(call for call in calls if call[0] == "close") == [("close", 0, 0), ("close", 7, 0)]
+
+
+def test_an_engine_takes_its_memory_again_when_its_turn_comes_again(build, monkeypatch):
+    """A fresh one has it, and within a turn nobody takes it away."""
+    noted = []
+    for name, owner in {"reserve_memory": LLMEngine, "serve": EngineSubject}.items():
+        real = getattr(owner, name)
+
+        def noting(self, *arguments, _real=real, _name=name):
+            noted.append((_name, (self if _name == "reserve_memory" else self.engine).config.seed))
+            return _real(self, *arguments)
+
+        monkeypatch.setattr(owner, name, noting)
+    measure(build(points={}))
+    own = [name for name, seed in noted if seed == 7]
+    assert own == ["serve", "serve", "reserve_memory", "serve"]
 
 
 def test_a_peers_process_that_was_stopped_is_opened_again():

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import itertools
 import math
 import os
 import subprocess
@@ -20,7 +21,7 @@ from experiments.lab.kernel_case import Implementation, VariantAbsent, Work, row
 from experiments.lab.progress import Steps
 from mini_infer.attention.triton import TritonBackend
 from mini_infer.core.config import DType
-from mini_infer.core.errors import ConfigError
+from mini_infer.core.errors import ConfigError, MiniInferError
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -134,6 +135,8 @@ def test_the_least_work():
     assert made("add_rms_norm", torch.bfloat16).work == Work(4 * 3 * 64 * 2)
     assert made("silu_mul", torch.bfloat16).work == Work(3 * 3 * 64 * 2)
     assert made("gemv", torch.bfloat16).work == Work((24 * 32 + 2 * (24 + 32)) * 2, 2 * 2 * 24 * 32, "read_gb_s")
+    rope = made("rope_and_store", torch.bfloat16).work  # of cos and sin one half each, and a slot of 8 bytes
+    assert rope == Work(5 * ((2 * 8 * 16 + 16) * 2 + 8))
     decode = made("decode", torch.bfloat16).work
     assert decode == Work((2 * 3 * 50 * 2 * 16 + 2 * 3 * 4 * 16) * 2, 4 * 16 * 4 * 3 * 50, "read_gb_s")
     assert made("prefill", batch=1, queries=50).work.flops == 4 * 16 * 4 * 50 * 51 / 2
@@ -212,6 +215,73 @@ def test_what_is_absent_at_one_point_is_not_said_to_be_absent(build, monkeypatch
         sweeps = [{"case": "silu_mul", "shapes": {"tokens": tokens, "inner": [64]}}]
         found = measure(build(**changes, sweeps=sweeps))
         assert [n for n in found.notes if "absent" in n] == [n for n in found.notes if n.startswith(note)] != []
+
+
+THREE = {
+    "variants": {"eager": "", "torch": ""},
+    "baseline": "eager",
+    "metrics": ["time_us"],
+    "plots": [],
+    "sweeps": [{"case": "silu_mul", "shapes": {"tokens": [2, 3, 4], "inner": [64]}}],
+}
+
+
+def break_torch(monkeypatch, at, calls=0):
+    """Its kernel fails at so many tokens, after so many calls that do not."""
+    real, made = kernel_fused.SiluMul.compute, itertools.count()
+
+    def compute(self, kernels, *inputs):
+        if self.shape["tokens"] == at and inputs[0].dtype is self.dtype and next(made) >= calls:
+            raise RuntimeError("Triton Error [CUDA]: misaligned address\nand more")
+        return real(self, kernels, *inputs)
+
+    monkeypatch.setattr(kernel_fused.SiluMul, "compute", compute)
+
+
+@pytest.mark.parametrize("calls", [0, 20], ids=["at once", "when it is timed"])
+def test_a_kernel_that_fails_costs_its_point_only(build, monkeypatch, calls):
+    break_torch(monkeypatch, 3, calls)
+    found = measure(build(**THREE, dtype="bfloat16"))
+    assert found.status == "complete"
+    valid = {(row.variant, row.point.partition(" ")[0]) for row in found.rows if row.valid}
+    assert valid == {("eager", f"tokens={n}") for n in (2, 3, 4)} | {("torch", f"tokens={n}") for n in (2, 4)}
+    why = "it failed with RuntimeError: Triton Error [CUDA]: misaligned address"
+    assert [(row.point, row.reason) for row in found.rows if not row.valid] == [("tokens=3 inner=64", f"absent: {why}")]
+    assert f"torch is absent at tokens=3 inner=64: {why}." in found.notes
+    assert {gate.point for gate in found.error_gates if gate.variant == "torch"} == {
+        f"tokens={n} inner=64" for n in (2, 4)
+    }
+
+
+def test_inputs_that_do_not_fit_cost_their_point_only(build, monkeypatch):
+    real = kernel_fused.SiluMul.allocate
+
+    def allocate(self, copies):
+        if self.shape["tokens"] == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        real(self, copies)
+
+    monkeypatch.setattr(kernel_fused.SiluMul, "allocate", allocate)
+    found = measure(build(**THREE))
+    assert {row.point for row in found.rows if row.valid} == {"tokens=2 inner=64", "tokens=3 inner=64"}
+    assert sum("at tokens=4 inner=64: it failed with OutOfMemoryError" in note for note in found.notes) == 2
+
+
+def test_after_an_illegal_access_the_rest_is_not_measured(build, monkeypatch):
+    break_torch(monkeypatch, 3)
+    monkeypatch.setattr(kernels, "_is_lost", lambda device: True)
+    found = measure(build(**THREE, dtype="bfloat16"))
+    assert {row.point for row in found.rows} == {"tokens=2 inner=64"}
+    assert "torch at tokens=3 inner=64 failed with RuntimeError" in found.status
+    assert "so the rest is not measured in at tokens=3 inner=64; 1 of 3 rounds are kept" in found.status
+
+
+def test_where_everything_fails_it_is_an_error(build, monkeypatch):
+    break_torch(monkeypatch, 3)
+    only = {**THREE, "variants": {"torch": ""}, "baseline": "torch"}
+    only["sweeps"] = [{"case": "silu_mul", "shapes": {"tokens": [3], "inner": [64]}}]
+    with pytest.raises(MiniInferError, match=r"nothing was measured. torch is absent: it failed with RuntimeError"):
+        measure(build(**only, dtype="bfloat16"))
 
 
 def test_an_implementation_that_is_wrong_fails_the_gate_and_its_claims(build, monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.lab import store
 from experiments.lab.claims import Bound, Claim
-from experiments.lab.gate import compare, gate
+from experiments.lab.gate import ErrorGate, compare, gate
 from experiments.lab.metrics import Better, Metric
 from experiments.lab.rows import Row
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
@@ -81,6 +81,18 @@ def test_the_csv_is_tidy(tmp_path):
     assert table[0] == "variant,point,repeat,metric,value,unit,valid,reason"
     assert table[1] == "base,size=1,0,speed,10.1235,tokens/s,true,"
     assert table[-1] == 'new,size=2,3,speed,1,tokens/s,false,"lengths differ, ""badly"""'
+
+
+def test_fields_of_older_runs_that_said_nothing_are_passed_over(tmp_path):
+    path = store.write(tmp_path, result())
+    document = json.loads(path.read_text())
+    document["gates"][0] |= {"logprob_error": None, "allowed_error": None}
+    path.write_text(json.dumps(document))
+    assert store.read(path).info.gates == result().info.gates
+    document["gates"][0]["logprob_error"] = 0.1
+    path.write_text(json.dumps(document))
+    with pytest.raises(StoreError, match="unknown fields"):
+        store.read(path)
 
 
 def test_windows_line_ends_of_a_checkout_are_no_damage(tmp_path):
@@ -185,7 +197,8 @@ def test_everything_that_is_known_of_a_run_comes_back(tmp_path):
         "original": "-22 %",
         "target": "7.5x",
         "notes": ("a note",),
-        "gates": (gate("new", "size=1", [compare([[1]], [[1]])], 0.9, float("inf"), 0.1),),
+        "gates": (gate("new", "size=1", [compare([[1]], [[1]])], 0.9),),
+        "error_gates": (ErrorGate("new", None, float("inf"), 0.1, "fp32"),),
     }
     written = replace(result(), info=replace(result().info, **known))
     assert store.read(store.write(tmp_path, written)).info == replace(

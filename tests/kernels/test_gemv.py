@@ -53,6 +53,15 @@ def test_equal_inputs_give_equal_bits(rows: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
+def test_the_result_may_have_a_place(rows: int, device: torch.device) -> None:
+    x, weight, bias = inputs(rows, 37, 300, torch.float32, device)
+    out = torch.full((rows + 1, 37), 7.0, device=device)
+    assert gemv(x, weight, bias, out[:rows]).data_ptr() == out.data_ptr()
+    assert torch.equal(out[:rows], gemv(x, weight, bias))
+    assert (out[rows:] == 7.0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
 def test_rows_of_x_may_lie_apart(rows: int, device: torch.device) -> None:
     x, weight, _ = inputs(rows, 20, 256, torch.float32, device)
     wide = torch.full((rows, 300), float("nan"), device=device)

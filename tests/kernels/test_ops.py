@@ -160,3 +160,8 @@ def test_linear(device: torch.device) -> None:
     for kernels in (TorchKernels(), select_kernels(KernelChoice.auto, device)):
         torch.testing.assert_close(kernels.linear(x, weight, bias), x @ weight.T + bias)
         torch.testing.assert_close(kernels.linear(x, weight), x @ weight.T)
+        out = torch.empty(4, 5, device=device)[:3]
+        assert kernels.linear(x, weight, bias, out=out) is out
+        torch.testing.assert_close(out, x @ weight.T + bias)
+        assert kernels.linear(x, weight, out=out) is out
+        torch.testing.assert_close(out, x @ weight.T)

@@ -360,6 +360,17 @@ def test_config_survives_a_round_trip_and_cannot_be_changed() -> None:
         config.cache.block_size = 3  # type: ignore[misc]
 
 
+def test_an_engine_keeps_as_many_records_as_it_is_told() -> None:
+    config = EngineConfig.from_dict({"model": {"load_format": "dry"}})
+    for kept in (0, 2):
+        engine = LLMEngine(config, records_kept=kept)
+        seen: list[int] = []
+        engine.observers.append(lambda record, seen=seen: seen.append(record.step))
+        engine.generate([[40, 41]], SamplingParams(temperature=0, max_tokens=4))
+        assert len(seen) >= 4
+        assert [record.step for record in engine.records] == seen[len(seen) - kept :]
+
+
 def test_records_tell_what_happened_in_each_step() -> None:
     engine = dry(
         cache={"num_blocks": 8, "block_size": 4, "watermark": 0.0},

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
 
 VOCAB = 200
 MAX_LEN = 128
@@ -66,6 +66,29 @@ def prompts() -> list[list[int]]:
     tails = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (3, 10, 1, 7)]
     lone = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (1, 17, 50, 33)]
     return [*(shared + tail for tail in tails), *lone]
+
+
+def test_probed_rows_are_the_same_in_any_company(checkpoint: tuple[Path, Any]) -> None:
+    engine = LLMEngine(
+        EngineConfig.from_dict({"model": {"path": str(checkpoint[0]), "device": "cpu"}, **MACHINES["plain"]})
+    )
+    ids = prompts()
+    rows = [(ids[0], 40), (ids[4] + ids[5], 1), (ids[7], 33)]
+    alone = [engine.probe_logits(*row) for row in rows]
+    assert [len(logits) for logits in alone] == [4, 18, 1]
+    torch.testing.assert_close(engine.probe_batch(rows), alone)
+    many = [([1, 2], 1)] * (engine.config.scheduler.max_num_seqs + 1)
+    with pytest.raises(RequestError, match=r"a probe takes from 1 to \d+ rows \(scheduler.max_num_seqs\), not"):
+        engine.probe_batch(many)
+    engine.close()
+
+
+def test_a_probe_of_more_than_the_cache_holds_is_refused(checkpoint: tuple[Path, Any]) -> None:
+    model = {"path": str(checkpoint[0]), "device": "cpu"}
+    engine = LLMEngine(EngineConfig.from_dict({"model": model, "cache": {"num_blocks": 8, "block_size": 16}}))
+    with pytest.raises(RequestError, match="the rows of a probe take 9 KV blocks, and there are 8"):
+        engine.probe_batch([([1] * 40, 40)] * 3)
+    engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from fake_graphs import RecordingGraph, numbered
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.modeling.loader import load_spec
-from mini_infer.runtime.graphs import capture_sizes
-from mini_infer.runtime.pieces import Cutter, PiecewiseGraphs, graph_bytes, token_ladder
+from mini_infer.runtime.capture import GraphMemory
+from mini_infer.runtime.pieces import PiecewiseGraphs, graph_bytes, token_ladder
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -30,63 +30,6 @@ SHAPE = {
     "max_position_embeddings": 512,
     "initializer_range": 0.3,
 }
-
-
-class RecordingGraph(TorchDispatchMode):
-    """Repeats on the same tensors what ran while it captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[tuple[Any, tuple, dict, Any]] = []
-
-    def capture_begin(self, pool: Any = None) -> None:
-        self.__enter__()
-
-    def capture_end(self) -> None:
-        self.__exit__(None, None, None)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, result))
-        return result
-
-    def replay(self) -> None:
-        for func, args, kwargs, first in self.operations:
-            for old, new in zip(tree_leaves(first), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
-class LoggingGraph:
-    """Writes down what is done to it."""
-
-    def __init__(self, log: list[str], number: int, fails: str = "") -> None:
-        self._log, self._number, self._fails = log, number, fails
-
-    def _do(self, what: str) -> None:
-        self._log.append(f"{what} {self._number}")
-        if what == self._fails:
-            raise RuntimeError(f"cannot {what}")
-
-    def capture_begin(self, pool: Any = None) -> None:
-        assert pool == "pool"
-        self._do("begin")
-
-    def capture_end(self) -> None:
-        self._do("end")
-
-    def replay(self) -> None:
-        self._do("replay")
-
-
-def numbered(log: list[str], fails: Callable[[int], str] = lambda number: "") -> Callable[[], LoggingGraph]:
-    numbers = iter(range(100))
-
-    def new_graph() -> LoggingGraph:
-        number = next(numbers)
-        return LoggingGraph(log, number, fails(number))
-
-    return new_graph
 
 
 def test_sizes_are_steps_of_64_as_far_as_a_step_goes() -> None:
@@ -117,66 +60,6 @@ def test_memory_that_is_kept_for_graphs_grows_with_them() -> None:
     assert two - one > 4 * 2**18, "three layers are cut into four graphs"
 
 
-def test_captures_follow_each_other_and_each_is_ended() -> None:
-    log: list[str] = []
-    with Cutter(numbered(log), "pool") as cutter:
-        log.append("work")
-        cutter.cut()
-        log.append("more work")
-    assert log == ["begin 0", "work", "end 0", "begin 1", "more work", "end 1"]
-    assert len(cutter.graphs) == 2
-
-
-def _cut_and_fail(cutter: Cutter, error: Exception) -> None:
-    with cutter:
-        cutter.cut()
-        raise error
-
-
-@pytest.mark.parametrize(
-    ("fails", "error", "log"),
-    [
-        ("", "out of ideas", ["begin 0", "end 0", "begin 1", "end 1"]),
-        ("end", "cannot end", ["begin 0", "end 0"]),  # the cut raises, and no graph is ended twice
-        ("begin", "cannot begin", ["begin 0"]),
-    ],
-)
-def test_no_capture_is_left_open_by_an_error(fails: str, error: str, log: list[str]) -> None:
-    seen: list[str] = []
-    with pytest.raises(RuntimeError, match=error):
-        _cut_and_fail(Cutter(numbered(seen, lambda _: fails), "pool"), RuntimeError("out of ideas"))
-    assert seen == log
-
-
-def test_the_first_error_is_the_one_that_is_told() -> None:
-    """A capture that an operation has broken cannot be ended without a second error."""
-    seen: list[str] = []
-    cutter = Cutter(numbered(seen, lambda number: "end" if number == 1 else ""), "pool")
-    with pytest.raises(torch.OutOfMemoryError, match="first"):
-        _cut_and_fail(cutter, torch.OutOfMemoryError("first"))
-    assert seen[-1] == "end 1"
-
-
-def test_a_size_that_finds_no_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = iter([1000, 400])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 2000))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    tried = []
-
-    def capture(size: int) -> None:
-        tried.append(size)
-        if size > 128:
-            raise torch.OutOfMemoryError
-
-    report = capture_sizes([64, 128, 192, 256], capture, "tokens", torch.device("cpu"), iter)
-    assert tried == [256, 192, 128, 64]
-    assert (report.batch_sizes, report.memory_bytes) == ((64, 128), 600)
-    assert [limit.partition(":")[0] for limit in report.limits] == [
-        "no graph for 256 tokens",
-        "no graph for 192 tokens",
-    ]
-
-
 def make(**sections: dict[str, Any]) -> LLMEngine:
     model = {"load_format": "dummy", "hf_config": SHAPE, "device": "cpu", "tokenizer": None}
     scheduler = {"max_num_seqs": 8, "max_num_batched_tokens": 129} | sections.pop("scheduler", {})
@@ -192,7 +75,7 @@ def with_pieces(engine: LLMEngine, sizes: list[int]) -> PiecewiseGraphs:
     pieces = PiecewiseGraphs(model._model, store, backend, sizes, spare_slot, RecordingGraph)
     with torch.inference_mode():
         for size in sizes[::-1]:
-            pieces.capture_size(size)
+            pieces._pieces[size] = pieces.capture_size(size)
     model._pieces = pieces
     return pieces
 
@@ -258,13 +141,36 @@ def test_a_forward_that_fails_leaves_no_graphs() -> None:
     engine = make()
     pieces = with_pieces(engine, [64])
     log: list[str] = []
-    pieces._new_graph, pieces._pieces = numbered(log), {}  # type: ignore[assignment]
+    pieces._new_graph = numbered(log)
     model = engine._parts.runner._model._model
     model.layers[1].mlp.forward = _fail
     with torch.inference_mode(), pytest.raises(torch.OutOfMemoryError, match="layer 1"):
         pieces.capture_size(64, "pool")
     assert log == ["begin 0", "end 0", "begin 1", "end 1", "begin 2", "end 2"]
-    assert not pieces._pieces
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_size_whose_first_launch_finds_no_memory_is_not_used(eager: LLMEngine) -> None:
+    engine = make()
+    pieces = with_pieces(engine, [64, 128])
+    made: list[RecordingGraph] = []
+
+    def replay(graph: RecordingGraph) -> None:
+        if made.index(graph) == 5:  # the second of the smaller size, which is captured after the larger's four
+            raise RuntimeError("CUDA error: out of memory")
+        RecordingGraph.replay(graph)
+
+    def new_graph() -> RecordingGraph:
+        made.append(RecordingGraph())
+        made[-1].replay = partial(replay, made[-1])  # type: ignore[method-assign]
+        return made[-1]
+
+    pieces._new_graph = new_graph
+    report = pieces.capture(GraphMemory(torch.device("cpu")))
+    assert report.batch_sizes == (128,)
+    assert report.limits == ("no graph for 64 tokens: out of GPU memory during capture",)
+    ids = list(range(40))
+    torch.testing.assert_close(engine.probe_logits(ids, 40), eager.probe_logits(ids, 40), rtol=1e-4, atol=1e-4)
 
 
 def _fail(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Graphs of rows on a CPU: what they would capture runs anew each time, on the same static input."""
+"""Graphs of rows on a CPU, which do again what they have captured, on the same static input."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from fake_graphs import RecordingGraph
 from torch import Tensor
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
-from mini_infer.attention.backend import AttentionBackend, DecodeStep, PagedKV
+from mini_infer.attention.backend import AttentionBackend, AttentionStep, PagedKV
 from mini_infer.attention.context import AttentionBatch
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.core.plan import Admission, StepPlan
+from mini_infer.runtime.capture import GraphMemory
 from mini_infer.runtime.graphs import BatchDescriptor
 from mini_infer.runtime.row_graphs import RowGraphs, descriptors, fits, query_ladder
 from mini_infer.runtime.slots import Samples, SlotState
@@ -31,12 +33,12 @@ class DeviceOnly(AttentionBackend):
 
     def decode(
         self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
-    ) -> DecodeStep:
+    ) -> AttentionStep:
         assert batch.host_seq_lens is None
         n = batch.decode_query_len
         tables = batch.block_tables.long()
 
-        def step(layer: int, q: Tensor) -> Tensor:
+        def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
             keys, values = (part[tables].flatten(1, 2) for part in (kv_store.keys(layer), kv_store.values(layer)))
             group = q.shape[1] // keys.shape[2]
             keys, values = (part.repeat_interleave(group, dim=2) for part in (keys, values))
@@ -44,7 +46,8 @@ class DeviceOnly(AttentionBackend):
             scores = torch.einsum("rqhd,rkhd->rhqk", rows, keys) * scale
             seen = torch.arange(keys.shape[1]) <= (batch.seq_lens[:, None] - n + torch.arange(n))[..., None]
             weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1)
-            return torch.einsum("rhqk,rkhd->rqhd", weights, values).flatten(0, 1)
+            result = torch.einsum("rhqk,rkhd->rqhd", weights, values).flatten(0, 1)
+            return result if out is None else out.copy_(result)
 
         return step
 
@@ -91,11 +94,12 @@ def test_rows_are_built_as_any_step_is() -> None:
     assert rows.batch.block_tables.shape == (3, 6), "a request of full length may have padding behind it"
 
 
+@pytest.mark.usefixtures("pretended_gpu")
 def test_a_forward_gives_the_real_tokens_in_order() -> None:
     slots = filled_slots()
-    graphs = RowGraphs(slots, lambda step: step.token_ids[:, None], descriptors([2, 4], [2, 3]), record=lambda run: run)
-    for descriptor in descriptors([2, 4], [2, 3]):
-        graphs.capture_one(descriptor)
+    graphs = RowGraphs(slots, lambda step: step.token_ids[:, None] * 1, descriptors([2, 4], [2, 3]), RecordingGraph)
+    report = graphs.capture(GraphMemory(torch.device("cpu")))
+    assert report.batch_sizes == (4, 6, 8, 12)
     found = graphs.forward(plan_of(ROWS))
     assert found is not None
     assert found[:, 0].tolist() == [209, 210, 211, 4, 306, 307]
@@ -116,20 +120,28 @@ def test_what_is_captured() -> None:
     assert not fits(BatchDescriptor(4, 2), 3, 1), "a step of one token a row is not computed as one of two"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_tokens_are_the_same_through_graphs_of_rows(temperature: float) -> None:
-    """With the draft as its own target, whose drafts are nearly all right: the graphs of both are used."""
+@pytest.fixture(scope="module")
+def engine() -> LLMEngine:
+    """The draft is its own target, so that nearly all drafts are right."""
     speculation = {"method": "draft", "num_tokens": 3, "adaptive": False, "draft": {"path": "tiny-draft"}}
     model = {"path": "tiny-draft", "device": "cpu", "max_model_len": 64}
-    engine = LLMEngine(EngineConfig.from_dict({"model": model, "speculation": speculation, "cache": {"block_size": 8}}))
+    return LLMEngine(EngineConfig.from_dict({"model": model, "speculation": speculation, "cache": {"block_size": 8}}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_tokens_are_the_same_through_graphs_of_rows(
+    engine: LLMEngine, pretended_gpu: object, temperature: float
+) -> None:
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=14 + i, ignore_eos=True) for i in range(3)]
     prompts = [[40, 50, 60], [70] * 17, [90, 80]]
     expected = [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
     runner = engine._parts.runner
     drafter = runner._drafter
+    eager = runner._row_graphs, drafter._graphs
     runner._row_graphs = capture(runner._slots, runner._model, [2, 3, 4])
     drafter._graphs = capture(runner._slots, drafter._model, [1, 2])
     assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == expected
+    runner._row_graphs, drafter._graphs = eager
     accepted, drafted = (sum(sum(getattr(r, name)) for r in engine.records) for name in ("accepted", "drafted"))
     assert accepted > 0.9 * drafted > 0
 
@@ -143,7 +155,6 @@ def capture(slots: SlotState, model: TorchModel, query_lens: list[int]) -> RowGr
         model._backends = usual
         return hidden
 
-    graphs = RowGraphs(slots, forward, descriptors([1, 2, 4], query_lens), record=lambda run: run)
-    for descriptor in descriptors([1, 2, 4], query_lens):
-        graphs.capture_one(descriptor)
+    graphs = RowGraphs(slots, forward, descriptors([1, 2, 4], query_lens), RecordingGraph)
+    graphs.capture(GraphMemory(torch.device("cpu")))
     return graphs

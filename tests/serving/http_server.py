@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,29 +14,27 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from mini_infer.cli.server_process import read_address, start_server
+
 ROOT = Path(__file__).resolve().parents[2]
 DRY = ("--dry-run", "--port", "0", "--shutdown-timeout", "5")
 
 
 class Server:
     def __init__(self, flags: tuple[str, ...], environ: dict[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mini_infer.cli.serve", *flags],
-            cwd=ROOT,
-            env={**os.environ, **(environ or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        self.process = start_server(flags, {**os.environ, **(environ or {})}, cwd=ROOT, stderr=subprocess.STDOUT)
         self.log: list[str] = []
+        url = read_address(self._logged())
+        if url is None:
+            raise RuntimeError("the server did not start:\n" + "".join(self.log))
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=30)
+
+    def _logged(self) -> Iterator[str]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.log.append(line)
-            if line.startswith("mini-infer serves"):
-                self.url = line.split()[-1]
-                self.http = httpx.Client(base_url=self.url, timeout=30)
-                return
-        raise RuntimeError("the server did not start:\n" + "".join(self.log))
+            yield line
 
     @property
     def port(self) -> int:
@@ -65,6 +62,12 @@ class Server:
         """No request in the engine, and no KV block in use."""
         busy = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         wait_for(lambda: not any(self.metrics()[name] for name in busy))
+
+    def check_unharmed(self) -> None:
+        """Whatever a test has sent is over and forgotten, and a request is served."""
+        self.wait_until_idle()
+        assert self.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
+        assert self.process.poll() is None
 
     def stop(self, sig: int = signal.SIGTERM, timeout: float = 15) -> int:
         """The exit code."""

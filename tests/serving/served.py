@@ -24,6 +24,7 @@ from mini_infer.serving.wire import (
     FrameReader,
     FrameWriter,
     event_decoder,
+    merge,
     non_default_params,
 )
 
@@ -66,9 +67,7 @@ async def whole(stream: Stream) -> list[Delta]:
     """One delta a completion."""
     completions: dict[int, Delta] = {}
     async for delta in stream:
-        earlier = completions.setdefault(delta.index, delta)
-        if earlier is not delta:
-            earlier.extend(delta)
+        merge(completions, delta.index, delta)
     return [completions[index] for index in sorted(completions)]
 
 

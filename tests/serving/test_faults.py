@@ -25,17 +25,20 @@ LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 8000, "ignore_eos": Tru
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close() answers with a reset
 MIB = 2**20
 FILES = 2048
+FEW_FILES = 256
 JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
+    """Started with few open files allowed, as many systems start programs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard not in (-1, resource.RLIM_INFINITY) and hard < FILES:
         pytest.skip(f"needs {FILES} open files, and {hard} are allowed")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, FILES), hard))  # the server inherits it
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, hard))
     try:
         with running("--model.dry.step_ms", "2") as server:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, FILES), hard))  # its clients need as many
             yield server
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -45,10 +48,7 @@ def server() -> Iterator[Server]:
 def _as_before(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "server" in request.fixturenames:
-        server = request.getfixturevalue("server")
-        server.wait_until_idle()
-        assert server.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
-        assert server.process.poll() is None
+        request.getfixturevalue("server").check_unharmed()
 
 
 def message(body: dict[str, Any] | bytes, length: int | None = None) -> bytes:
@@ -178,10 +178,54 @@ def test_bodies_of_ten_megabytes(server: Server) -> None:
     assert len(response.content) < 10_000, "an error quotes little of what it complains about"
 
 
+LARGE_LISTS = {
+    "logit_bias": (TEXT, '{"prompt": "x", "logit_bias": {%s}}', '"17": 1'),
+    "stop": (TEXT, '{"prompt": "x", "stop": [%s]}', "5"),
+    "stop_token_ids": (TEXT, '{"prompt": "x", "stop_token_ids": [%s]}', '"a"'),
+    "prompt": (TEXT, '{"prompt": [%s]}', "[]"),
+    "messages": (CHAT, '{"messages": [%s]}', "{}"),
+    "tokens": ("/detokenize", '{"tokens": [%s]}', '"a"'),
+}
+
+
+@pytest.mark.parametrize("field", LARGE_LISTS)
+def test_a_list_of_ten_megabytes_is_refused_in_no_time(server: Server, field: str) -> None:
+    """Naming all that is wrong in it took half a minute, in which nobody else was served."""
+    path, body, entry = LARGE_LISTS[field]
+    entries = ",".join([entry] * (10 * MIB // (len(entry) + 1)))
+    started = time.monotonic()
+    response = server.http.post(path, content=(body % entries).encode(), headers=JSON)
+    assert time.monotonic() - started < 10
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+
+
+def test_streams_go_on_while_a_large_body_is_read(server: Server) -> None:
+    ids = message(b'{"prompt": [' + b"5," * (5 * MIB) + b"5]}")
+    with connections(server, 2) as (stream, large):
+        stream.sendall(message({**LONG, "stream": True}))
+        stream.recv(65536)
+        large.sendall(ids[:-1])
+        events = 0
+        with selectors.DefaultSelector() as selector:
+            selector.register(stream, selectors.EVENT_READ)
+            selector.register(large, selectors.EVENT_READ)
+            for _ in range(20):  # meanwhile the server takes in what has been sent
+                stream.recv(65536)
+            large.sendall(ids[-1:])
+            while large not in (ready := [key.fileobj for key, _ in selector.select(30)]):
+                assert ready, "nothing came in 30 s"
+                events += stream.recv(65536).count(b"data: ")
+        assert b"context_length_exceeded" in answers([large], b"}}")[0]
+    # A token every 2 ms, for the 0.3 s or more that it takes; without its turns the stream would have one or two.
+    assert events >= 6
+
+
 def test_a_stop_string_of_a_megabyte_is_refused(server: Server) -> None:
-    refused = server.post(TEXT, prompt="a", max_tokens=2, stop=["x" * MIB])
-    assert refused.status_code == 400
-    assert "at most 1024 are allowed" in refused.json()["error"]["message"]
+    for stop in ("x" * MIB, ["x" * (MIB // 8)]):
+        refused = server.post(TEXT, prompt="a", max_tokens=2, stop=stop)
+        assert refused.status_code == 400
+        assert "at most 1024 are allowed" in refused.json()["error"]["message"]
     server.complete(max_tokens=2, stop=["x" * 1024])
 
 

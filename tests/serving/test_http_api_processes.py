@@ -18,6 +18,8 @@ import psutil
 import pytest
 from http_server import DRY, ROOT, Server, running, wait_for
 
+from experiments.lab.load.server import cpu_seconds
+
 TEXT = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 8000, "ignore_eos": True}
 SLOW = ("--api-processes", "2", "--model.dry.step_ms", "10", "--model.dry.max_model_len", "20000")
@@ -90,6 +92,18 @@ def test_any_process_answers_for_the_whole_engine(server: Server) -> None:
         assert not any(line.startswith("process_") for line in lines), "these would be one process's"
 
 
+def test_the_lab_counts_the_cpu_time_of_all(server: Server) -> None:
+    with ExitStack() as stack:
+        pair = one_on_each(server, stack)
+        about = {"api_pid": server.process.pid, "engine_pid": pair[0].get("/healthz").json()["engine_pid"]}
+        known = [psutil.Process(pid).cpu_times() for pid in (server.process.pid, *map(api_pid, pair))]
+        api_s, engine_s = cpu_seconds(about)
+        assert api_s >= sum(times.user + times.system for times in known) > 0
+        engine = psutil.Process(about["engine_pid"]).cpu_times()
+        assert 0 < engine_s <= engine.user + engine.system
+    assert cpu_seconds({"api_pid": 2**22 + 1, "engine_pid": 1}) == (0.0, 0.0)  # it has ended
+
+
 def test_the_queue_has_one_end_for_all(server: Server) -> None:
     held = []  # a response is closed with its lines
     with ExitStack() as stack:
@@ -135,6 +149,25 @@ def test_sigterm_lets_all_finish_and_a_process_that_dies_is_replaced() -> None:
         log = "".join(server.log)
         assert "an API process was killed by SIGKILL: its streams are lost, and another takes its place" in log
         assert "Traceback" not in log
+
+
+def test_a_client_waits_while_all_processes_are_replaced_and_one_fails_to_start() -> None:
+    with running(*SLOW) as server:
+        engine = server.http.get("/healthz").json()["engine_pid"]
+
+        def processes() -> set[int]:
+            return {child.pid for child in psutil.Process(server.process.pid).children()} - {engine}
+
+        first = processes()
+        for pid in first:
+            os.kill(pid, signal.SIGKILL)
+        with ThreadPoolExecutor(1) as thread:  # nobody else comes, who would wake the supervisor
+            waiting = thread.submit(httpx.post, server.url + TEXT, json={**LONG, "max_tokens": 2}, timeout=60)
+            wait_for(lambda: len(processes() - first) == 2)
+            os.kill(min(processes() - first), signal.SIGKILL)
+            assert waiting.result().status_code == 200
+        assert server.stop() == 0
+        assert "an API process was killed by SIGKILL before it served, and another" in "".join(server.log)
 
 
 def test_a_dead_engine() -> None:

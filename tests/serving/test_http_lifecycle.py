@@ -19,6 +19,8 @@ import httpx
 import pytest
 from http_server import ROOT, Server, running, wait_for
 
+from mini_infer.serving.web import _pass_signals_to
+
 TEXT = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 8000, "ignore_eos": True}  # 80 s with steps of 10 ms
 
@@ -173,6 +175,41 @@ def test_sigterm_ends_what_takes_too_long() -> None:
             last = events(lines)[-1]
         assert last["error"]["code"] == "shutting_down"
         assert server.wait() == 0
+
+
+def test_sigterm_ends_what_never_arrives() -> None:
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    with running("--shutdown-timeout", "0.3") as server, socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(head.encode() + b'{"prompt"')
+        server.http.get("/readyz")  # it has been read
+        server.process.send_signal(signal.SIGTERM)
+        sock.settimeout(10)
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"shutting_down" in answer
+        assert server.wait(4) == 0  # and not only when the HTTP server loses patience
+        assert "Traceback" not in "".join(server.log)
+
+
+def test_a_signal_before_the_http_server_listens_for_it_is_not_lost() -> None:
+    taken: list[int] = []
+
+    class Stub:
+        should_exit = False
+
+        def handle_exit(self, number: int, frame: Any) -> None:
+            self.should_exit = True
+            taken.append(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        _pass_signals_to(Stub())  # type: ignore[arg-type]
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # as the HTTP server does when it has ended
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert taken == [signal.SIGTERM]
 
 
 def test_sigterm_while_the_engine_starts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
@@ -22,6 +23,14 @@ def test_nothing_given_is_the_shipped_model() -> None:
     assert parse([], {}).model == "tiny-target"
 
 
+NOT_EVERY_NUMBER = {  # will do, and this one does
+    "model.dry.vocab_size": "300",
+    "cache.num_host_blocks": "0",
+    "scheduler.max_num_batched_tokens": "256",
+    "graphs.max_prefill_tokens": "128",
+}
+
+
 def test_every_setting_is_a_flag_and_a_variable() -> None:
     samples = {bool: "true", int: "7", float: "0.5", str: "text", dict: '{"a": 1}'}
     alone = {"model.hf_config", "cache.layout", "speculation.acceptance", "speculation.ngram_min"}
@@ -31,10 +40,7 @@ def test_every_setting_is_a_flag_and_a_variable() -> None:
             continue
         (kind,) = row.types
         text = row.choices[0] if row.choices else samples[kind]
-        if row.key == "model.dry.vocab_size":
-            text = "300"
-        if row.key in ("cache.num_host_blocks", "scheduler.max_num_batched_tokens"):
-            text = {"cache.num_host_blocks": "0"}.get(row.key, "256")
+        text = NOT_EVERY_NUMBER.get(row.key, text)
         for flag in row.flags:
             by_flag = parse([flag, text], {})
             assert by_flag == parse([f"{flag}={text}"], {})
@@ -84,7 +90,11 @@ def test_a_flag_wins_over_its_variable() -> None:
         (["--max-queued", "0"], {}, "max_queued must be above 0"),
         (["--api-processes", "0"], {}, "api_processes must be above 0"),
         (["--request-timeout", "-1"], {}, "request_timeout must be above 0"),
-        (["--shutdown-timeout", "nan"], {}, "shutdown_timeout must be"),
+        (["--shutdown-timeout", "-1"], {}, "shutdown_timeout must be 0 seconds or more"),
+        (["--shutdown-timeout", "nan"], {}, "--shutdown-timeout must be a number"),
+        (["--cache.memory_gib", "inf"], {}, "--cache.memory_gib must be a number"),
+        (["--model.hf_config", "[]"], {}, "--model.hf_config must be a JSON object"),
+        (["--model.dtype", "fp16"], {}, "--model.dtype must be one of auto, float32, bfloat16, float16"),
         (["--api-key", ""], {}, "api_key must be"),
         (["--served-model-name", ""], {}, "served_model_name is empty"),
         (["--use-cuda-graph", "--graphs.capture", "never"], {}, "use_cuda_graph is short for graphs.capture=always"),
@@ -118,6 +128,8 @@ def test_help_tells_all_and_loads_little() -> None:
     for row in table():
         assert all(flag in shown.stdout for flag in row.flags)
         assert row.variables[0] in shown.stdout
+        assert row.help, f"{row.key} needs a comment behind its field"
+    assert len(re.findall(r"\bdefault:\s", shown.stdout, re.IGNORECASE)) == len(table())
     assert "tokens a block" in shown.stdout
     assert "auto (cuda where there is one)" in " ".join(shown.stdout.split())
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Collection
 
 import pytest
 
 from mini_infer.core.errors import RequestError
-from mini_infer.serving.sse import _begun
-from mini_infer.serving.stream import Stream
+from mini_infer.serving.body import begun
+from mini_infer.serving.stream import Blocked, Stream
 from mini_infer.serving.wire import Delta
 
 
@@ -21,9 +21,9 @@ class Written:
         self.free = asyncio.Event()
         self.free.set()
 
-    def write(self, deltas: list[Delta]) -> Awaitable[None] | None:
-        self.batches.append(deltas)
-        return _begun(self._send())
+    def write(self, deltas: Collection[Delta]) -> Blocked:
+        self.batches.append(list(deltas))
+        return begun(self._send())
 
     async def _send(self) -> None:
         if not self.free.is_set():
@@ -89,7 +89,7 @@ def test_several_steps_at_once_are_one_batch() -> None:
 
 
 def test_how_forward_ends() -> None:
-    def broken(deltas: list[Delta]) -> None:
+    def broken(deltas: Collection[Delta]) -> None:
         raise ValueError("planted")
 
     async def main() -> None:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import threading
 import urllib.request
 from collections.abc import Iterator, Mapping
-from typing import IO, Any
+from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
+from mini_infer.cli.arguments import REFUSED
+from mini_infer.cli.server_process import discard, read_address, start_server
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.settings import PREFIX, table
 
-SERVES = "mini-infer serves "  # begins the line that ends with the URL
 OWN = ("--host=127.0.0.1", "--port=0", "--max-queued=1000000", "--log-level=warning")
-REFUSED = 2  # exit code of settings that cannot work
 
 
 class Server:
-    def __init__(self, config: EngineConfig, threads: int) -> None:
+    def __init__(self, config: EngineConfig, threads: int, api_processes: int = 1) -> None:
         """
         Args:
             threads: of torch in the engine process.
@@ -31,20 +30,16 @@ class Server:
             RuntimeError: it has ended otherwise; its log says why.
         """
         environment = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mini_infer.cli.serve", *OWN, *flags(config)],
-            stdout=subprocess.PIPE,
-            env={**environment, "OMP_NUM_THREADS": str(threads)},
-            text=True,
-        )
+        arguments = [*OWN, f"--api-processes={api_processes}", *flags(config)]
+        self._process = start_server(arguments, {**environment, "OMP_NUM_THREADS": str(threads)})
         assert self._process.stdout is not None
-        url = _url(self._process.stdout)
+        url = read_address(self._process.stdout)
         if url is None:
             code = self._process.wait()
             if code == REFUSED:
                 raise ConfigError("mini-infer-serve refuses these settings; the log above says which")
             raise RuntimeError(f"mini-infer-serve ended with code {code} before it served")
-        threading.Thread(target=self._process.stdout.read, daemon=True).start()  # so that it is never full
+        discard(self._process.stdout)
         with urllib.request.urlopen(f"{url}/healthz") as answer:
             health = json.load(answer)
         self.about: Mapping[str, Any] = {
@@ -61,8 +56,25 @@ class Server:
             raise RuntimeError(f"mini-infer-serve ended with code {self._process.returncode}")
 
 
-def _url(lines: IO[str]) -> str | None:
-    return next((line.split()[-1] for line in lines if line.startswith(SERVES)), None)
+def cpu_seconds(about: Mapping[str, Any]) -> tuple[float, float]:
+    """What HTTP has used so far, and what the engine process has. HTTP is the server's own process and, where that one
+    supervises several API processes, all that it has now: whichever answers, their work is one server's.
+
+    Args:
+        about: a Server's.
+    """
+    try:
+        server = psutil.Process(about["api_pid"])
+        seconds = {process.pid: _used(process) for process in (server, *server.children())}
+    except psutil.NoSuchProcess:
+        return (0.0, 0.0)  # `check` tells how it ended
+    engine_s = seconds.pop(about["engine_pid"], 0.0)
+    return sum(seconds.values()), engine_s
+
+
+def _used(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def flags(config: EngineConfig) -> list[str]:
@@ -87,4 +99,4 @@ def _text(value: Any) -> str:
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Server:
-    return Server(config, settings["threads"])
+    return Server(config, settings["threads"], settings["api_processes"])

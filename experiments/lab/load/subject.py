@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
-
 from experiments.lab.kinds import Kind
 from experiments.lab.load.clients import Clients
+from experiments.lab.load.server import cpu_seconds
 from experiments.lab.load.target import Target
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
@@ -75,14 +74,8 @@ class OverHTTP:
             self._server.close()
 
     def _cpu(self) -> tuple[float, ...]:
-        """Seconds that the API process and the engine process have used so far."""
-        if self._server is None:
-            return ()
-        try:
-            used = [psutil.Process(self._server.about[pid]).cpu_times() for pid in ("api_pid", "engine_pid")]
-        except psutil.NoSuchProcess:
-            return (0.0, 0.0)  # `check` tells how it ended
-        return tuple(times.user + times.system for times in used)
+        """Seconds that the API processes and the engine process have used so far."""
+        return () if self._server is None else cpu_seconds(self._server.about)
 
 
 def open_subject(kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int) -> OverHTTP:
@@ -102,7 +95,9 @@ def open_subject(kind: Kind, config: EngineConfig, settings: PeerSettings, threa
     server = PeerProcess(kind.label, SERVER, config, settings.served, threads=threads)
     target = _target(server.about["url"], server.about["model"])
     startup = server.about["startup"]
-    about: dict[str, Any] = {"server": "mini-infer-serve: an API process and an engine process", "cpu_threads": threads}
+    number = settings.served.api_processes
+    processes = "an API process" if number == 1 else f"{number} API processes"
+    about: dict[str, Any] = {"server": f"mini-infer-serve: {processes} and an engine process", "cpu_threads": threads}
     if startup["device"] != "cpu":
         about |= {"started in": f"{startup['seconds']:.1f} s"}
     return OverHTTP(kind.label, target, about, settings.client, server)

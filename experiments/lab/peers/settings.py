@@ -51,6 +51,21 @@ class VLLMSettings(ProcessSettings):
 
 
 @dataclass(frozen=True)
+class ServedSettings(ProcessSettings):
+    """
+    Attributes:
+        api_processes: of mini-infer's server; one carries about 20,000 tokens a second.
+    """
+
+    api_processes: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.api_processes < 1:
+            raise ConfigError(f"peers.served.api_processes must be at least 1, got {self.api_processes}")
+
+
+@dataclass(frozen=True)
 class HTTPSettings:
     """
     Attributes:
@@ -81,6 +96,6 @@ class ClientSettings(ProcessSettings):
 class PeerSettings:
     hf: HFSettings = field(default_factory=HFSettings)  # of hf and hf_continuous
     vllm: VLLMSettings = field(default_factory=VLLMSettings)
-    served: ProcessSettings = field(default_factory=ProcessSettings)  # mini-infer's own server
+    served: ServedSettings = field(default_factory=ServedSettings)  # mini-infer's own server
     http: HTTPSettings = field(default_factory=HTTPSettings)
     client: ClientSettings = field(default_factory=ClientSettings)  # the load on served and http

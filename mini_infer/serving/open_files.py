@@ -1,0 +1,20 @@
+"""The limit of open files: every connection is one."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+WANTED = 65_536
+
+
+def allow_many_open_files() -> None:
+    """Raises this process's own limit towards the one that the system sets it.
+
+    Many systems start programs with 256 or 1,024, for old ones that can do no more, and let them ask for a lot.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS says that there is no limit, and has one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

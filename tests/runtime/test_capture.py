@@ -1,0 +1,136 @@
+"""Captures on a CPU, with graphs that write down what is done to them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from fake_graphs import LoggingGraph, numbered
+
+from mini_infer.core.plan import StepPlan
+from mini_infer.runtime.capture import Cutter, GraphMemory, capture_sizes
+from mini_infer.runtime.graphs import DecodeGraphs
+from mini_infer.runtime.slots import SlotState, StepInput
+
+CPU = torch.device("cpu")
+
+
+def test_captures_follow_each_other_and_each_is_ended() -> None:
+    log: list[str] = []
+    with Cutter(numbered(log), "pool") as cutter:
+        log.append("work")
+        cutter.cut()
+        log.append("more work")
+    assert log == ["begin 0", "work", "end 0", "begin 1", "more work", "end 1"]
+    assert len(cutter.graphs) == 2
+
+
+def _cut_and_fail(cutter: Cutter, error: Exception) -> None:
+    with cutter:
+        cutter.cut()
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "log"),
+    [
+        ("", "out of ideas", ["begin 0", "end 0", "begin 1", "end 1"]),
+        ("end", "cannot end", ["begin 0", "end 0"]),  # the cut raises, and no graph is ended twice
+        ("begin", "cannot begin", ["begin 0"]),
+    ],
+)
+def test_no_capture_is_left_open_by_an_error(fails: str, error: str, log: list[str]) -> None:
+    seen: list[str] = []
+    with pytest.raises(RuntimeError, match=error):
+        _cut_and_fail(Cutter(numbered(seen, lambda _: fails), "pool"), RuntimeError("out of ideas"))
+    assert seen == log
+
+
+def test_the_first_error_is_the_one_that_is_told() -> None:
+    """A capture that an operation has broken cannot be ended without a second error."""
+    seen: list[str] = []
+    cutter = Cutter(numbered(seen, lambda number: "end" if number == 1 else ""), "pool")
+    with pytest.raises(torch.OutOfMemoryError, match="first"):
+        _cut_and_fail(cutter, torch.OutOfMemoryError("first"))
+    assert seen[-1] == "end 1"
+
+
+@pytest.mark.parametrize("fails", ["end", "replay"], ids=["instantiation", "first launch"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda _: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"),
+        lambda _: RuntimeError("CUDA error: out of memory"),
+        lambda _: torch.AcceleratorError("CUDA error: out of memory"),
+    ],
+    ids=["allocator", "driver", "driver, as torch tells it"],
+)
+def test_a_size_that_finds_no_memory_is_left_out(
+    pretended_gpu: SimpleNamespace, error: Callable[[str], RuntimeError], fails: str
+) -> None:
+    log: list[str] = []
+    alive_when_emptied = []
+    graphs: list[weakref.ref[LoggingGraph]] = []
+    new_graph = numbered(log, lambda number: fails if number < 2 else "", error)
+    pretended_gpu.emptied = lambda: alive_when_emptied.append(sum(ref() is not None for ref in graphs))
+
+    def made() -> LoggingGraph:
+        graph = new_graph()
+        graphs.append(weakref.ref(graph))
+        return graph
+
+    def capture(size: int) -> LoggingGraph:
+        with Cutter(made, "pool") as cutter:
+            pretended_gpu.free -= 100
+        graph = cutter.graphs[0]
+        assert isinstance(graph, LoggingGraph)
+        return graph
+
+    captured, report = capture_sizes([64, 128, 192, 256], capture, "tokens", GraphMemory(CPU), 7, iter)
+    assert (list(captured), report.batch_sizes, report.memory_bytes) == ([128, 64], (64, 128), 407)
+    assert report.limits == (
+        "no graph for 256 tokens: out of GPU memory during capture",
+        "no graph for 192 tokens: out of GPU memory during capture",
+    )
+    assert log[-6:] == ["begin 2", "end 2", "replay 2", "begin 3", "end 3", "replay 3"]
+    assert alive_when_emptied == [0, 0, 0], "at the start, and where what a size has taken is given back"
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_another_error_ends_the_capture() -> None:
+    def capture(size: int) -> LoggingGraph:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        capture_sizes([64], capture, "tokens", GraphMemory(CPU), 0, iter)
+
+
+def test_decode_steps_of_all_sizes_share_a_stream_and_their_logits(pretended_gpu: SimpleNamespace) -> None:
+    """At a vocabulary of 152,000, logits of its own for each size up to 256 would take 640 MB."""
+    pytest.importorskip("triton")
+    slots = SlotState(4, 32, 16, num_params=3, device=CPU)
+    logits = torch.zeros(4, 11)
+    places: dict[int, int] = {}
+
+    def decode(step: StepInput, out: torch.Tensor) -> torch.Tensor:
+        places[len(out)] = out.data_ptr()
+        out.fill_(len(out))
+        return torch.full((len(out),), len(out))
+
+    graphs = DecodeGraphs(slots, decode, [1, 2, 4], logits, numbered([]))
+    report = graphs.capture(GraphMemory(CPU))
+    assert report.batch_sizes == (1, 2, 4)
+    assert report.memory_bytes == logits.nbytes
+    assert places == dict.fromkeys((1, 2, 4), logits.data_ptr())
+    assert pretended_gpu.streams == 1
+    plan = StepPlan(step=0, slots=[0, 1, 2], starts=[1, 1, 1], counts=[1] * 3, samples=[True] * 3, num_decode_rows=3)
+    slots.mail.send_into = lambda target, numbers: target.copy_(numbers)  # type: ignore[assignment, method-assign]
+    with torch.inference_mode():  # as the runner does
+        replayed = graphs.replay(plan)
+    assert replayed is not None
+    assert replayed[0].shape == (3, 11)
+    assert np.array_equal(replayed[1], [4, 4, 4])
