@@ -40,18 +40,16 @@ def draw(ax: Axes, metric: str, result: Result) -> bool:
             texts[i, j], texts[j, i] = f"{both:.2f}x", f"{cells[j, i]:.2f}"
     if not texts:
         return False
-    ax.imshow(cells, cmap="PuOr", norm=TwoSlopeNorm(1.0, 1 - SHOWN, 1 + SHOWN))
+    ax.imshow(cells, cmap="PuOr", norm=TwoSlopeNorm(1.0, 1 - SHOWN, 1 + SHOWN), alpha=0.5)  # numbers stand on it
     for (row, column), text in texts.items():
         weight = "bold" if row == column else "normal"
         ax.annotate(text, (column, row), ha="center", va="center", fontsize=9, fontweight=weight)
-    labels = [textwrap.fill(info.variants[name], 14) for name in names]
-    ax.set_xticks(range(len(names)), labels, fontsize=8)
+    labels = [textwrap.fill(info.variants[name], 12) for name in names]
+    ax.set_xticks(range(len(names)), labels, fontsize=8, rotation=45)
     ax.set_yticks(range(len(names)), labels, fontsize=8)
     ax.grid(visible=False)
-    ax.set_title(
-        f"{info.metrics[metric].label}: diagonal alone, below it the pair, above it pair / product of both",
-        fontsize=8,
-    )
+    ax.set_title(f"gain in {info.metrics[metric].label}", fontsize=9)
+    ax.set_xlabel("bold: alone; below it: the pair;\nabove it: the pair / the product of both", fontsize=8)
     return True
 
 

@@ -111,7 +111,9 @@ class DraftModel:
         for place in range(int(counts[-1]) - 1):
             first = int(np.searchsorted(counts, place + 2))
             logits.append(self._round(slots[first:n], starts[first:n] + place))
-            (self._kv.hope if place else self._kv.advance)(slots[first:n], starts[first:n] + place + 1)
+            if not place:
+                self._kv.advance(slots[first:n], starts[first:n] + 1)
+            self._kv.hope(slots[first:n], starts[first:n] + place + 1)
         if self._sampler.all_greedy(slots[:n]):
             return None
         # Round by round: [drafts of place 0 | drafts of place 1 | ...], and in each the rows in order.

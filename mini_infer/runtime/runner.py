@@ -129,13 +129,13 @@ class Runner:
                 tokens = HostTokens(step.places) if of_prompts else None  # none of them, but they say when to read
                 return LaunchedStep(plan, tokens=tokens, prompt_logprobs=of_prompts)
             logits = compute_logits(step.sampled(hidden))
-            drafts = self._drafts(plan, sampled, step)
-            drawn = None if draft_logits is None else Drawn(drafts, *draft_logits)
+            drafts = self._drafts(sampled, step) if plan.num_drafts else None
+            drawn = None if drafts is None or draft_logits is None else Drawn(drafts, *draft_logits)
             token_ids, logprobs = self._sampler.sample(logits, step, slots, positions, history, masks, drawn)
-            if plan.num_drafts:
+            if drafts is not None:
                 token_ids = self._acceptance.judge(plan, sampled, token_ids, drafts)
             self._slots.append(step, token_ids)
-            if plan.num_drafts:
+            if drafts is not None:
                 token_ids = torch.stack((token_ids, drafts))
         return LaunchedStep(plan, sampled, logits, HostTokens(token_ids), logprobs, of_prompts, drafting)
 
@@ -147,11 +147,9 @@ class Runner:
         drafting.stop()
         return draft_logits, drafting
 
-    def _drafts(self, plan: StepPlan, sampled: Samples, step: StepInput) -> Tensor:
+    def _drafts(self, sampled: Samples, step: StepInput) -> Tensor:
         """[S] int64: the draft at each sampled token's place, NO_DRAFT for none."""
         inputs = step.sampled(step.token_ids)
-        if not plan.num_drafts:
-            return torch.full_like(inputs, NO_DRAFT)
         has_draft = self._slots.mail.send(sampled.have_drafts())[0].bool()
         return inputs.roll(-1).where(has_draft, NO_DRAFT)
 

@@ -9,6 +9,8 @@ import pytest
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import StepPlan, StepResult, count_drafts
+from mini_infer.speculative.adapt import DraftLengths
+from mini_infer.speculative.costs import StepCosts
 
 TINY = {"path": "tiny-target", "device": "cpu", "max_model_len": 128}
 DRAFT = {"method": "draft", "draft": {"path": "tiny-draft"}, "adaptive": False}
@@ -107,6 +109,23 @@ def test_drafts_that_were_drawn_reproduce_and_are_often_right() -> None:
     assert sum(sum(r.accepted) for r in engine.records) > 0.4 * sum(sum(r.drafted) for r in engine.records)
     alone = [[c.token_ids for c in engine.generate(p, own)[0].outputs] for p, own in zip(PROMPTS, params, strict=True)]
     assert first == alone
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_as_many_drafts_as_pay_are_made_of_the_right_tokens(without: LLMEngine, temperature: float) -> None:
+    """Whatever this machine says of costs; with them set so that drafts come and go."""
+    engine = make_engine(
+        {**DRAFT, "num_tokens": 3, "adaptive": True}, scheduler={"max_num_seqs": 4, "overlap": "always"}
+    )
+    lengths = engine.scheduler._proposer._lengths
+    assert isinstance(lengths, DraftLengths)
+    lengths.costs = StepCosts({(1, 1): 1.0, (1, 4): 1.1, (4, 1): 1.0, (4, 4): 5.0}, {1: 0.01, 4: 0.2})
+    assert tokens(engine, GREEDY) == tokens(without, GREEDY)
+    widths = [len(r.drafted) for r in engine.records if r.decode_tokens]
+    assert len(set(widths)) > 1
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=16, ignore_eos=True)
+    assert all(len(output[0]) == 16 for output in tokens(engine, params))
+    engine.scheduler.check_integrity()
 
 
 def test_synthetic_drafts_are_accepted_at_their_rate() -> None:
