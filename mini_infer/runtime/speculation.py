@@ -199,7 +199,10 @@ def make_drafter(
     device: torch.device,
 ) -> DraftModel:
     """Takes the draft's KV memory: as many blocks as the target's, each with the same number."""
-    store = allocate_kv(draft.kv_shape, limits.num_blocks, device)
+    try:
+        store = allocate_kv(draft.kv_shape, limits.num_blocks, device)
+    except ConfigError as error:
+        raise ConfigError(f"speculation.draft has as many KV blocks as the target: {error}") from error
     host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
     fewer = draft.spec.vocab_size < sampler.vocab_size
     torch_model = TorchModel(model, store, host, backends, known_tokens=draft.spec.vocab_size if fewer else None)

@@ -9,6 +9,7 @@ import pytest
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import StepPlan, StepResult, count_drafts
+from mini_infer.runtime import speculation
 from mini_infer.speculative.adapt import DraftLengths
 from mini_infer.speculative.costs import StepCosts
 
@@ -179,6 +180,15 @@ def test_a_draft_of_another_vocabulary_is_refused() -> None:
     }
     with pytest.raises(ConfigError, match="another vocabulary"):
         make_engine({"method": "draft", "draft": {"hf_config": shape, "load_format": "dummy"}})
+
+
+def test_no_room_for_the_drafts_kv_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*arguments: object) -> None:
+        raise ConfigError("a KV cache of 8 blocks takes 9 GiB, which the GPU has not free: lower cache.num_blocks")
+
+    monkeypatch.setattr(speculation, "allocate_kv", no_room)
+    with pytest.raises(ConfigError, match=r"speculation.draft has as many KV blocks .* cache.num_blocks"):
+        make_engine(DRAFT)
 
 
 def test_a_draft_longer_than_any_request_is_refused() -> None:
