@@ -247,10 +247,9 @@ class SlotState:
         slots, starts, counts = packed.long()
         place = torch.arange(query_len, device=packed.device)
         places = starts[:, None] + place  # [R, query_len]
-        rows = self.rows.index_select(0, slots)
-        table = rows[:, self._table : self._params]
+        table = self.rows[:, self._table : self._params].index_select(0, slots)
         blocks = table.gather(1, places // self.block_size).where(place < counts[:, None], self._spare_block)
-        positions = places.flatten()
+        positions, flat = places.flatten(), (slots[:, None] * self.width + places).flatten()
         batch = AttentionBatch(
             positions=positions,
             slot_mapping=(blocks.long() * self.block_size + places % self.block_size).flatten(),
@@ -267,11 +266,11 @@ class SlotState:
         )
         return StepInput(
             batch=batch,
-            token_ids=rows.gather(1, places).long().flatten(),
+            token_ids=self._flat.index_select(0, flat).long(),
             sampled_tokens=None,
-            param_rows=rows[:, self._params :].repeat_interleave(query_len, dim=0),
+            param_rows=self.rows[:, self._params :].index_select(0, slots).repeat_interleave(query_len, dim=0),
             sampled_positions=positions + 1,
-            places=(slots[:, None] * self.width + places + 1).flatten(),
+            places=flat + 1,
         )
 
     def _slot_mapping(self, token_slots: Tensor, positions: Tensor) -> Tensor:
