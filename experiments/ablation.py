@@ -59,8 +59,9 @@ class Ablation:
         every = list({cell.point.name: cell.point for cell in measured}.values())
         self._grid = [point for point in every if point.name not in searched]
         self.points = [*every, *spec.search.result]  # of those that a search may visit it knows in the end which
+        synthetic = {cell.variant for cell in measured if cell.engine.speculation.rate is not None}
         self.variants = {
-            name: (changes or {}).get("label") or name.replace("_", " ") for name, changes in spec.variants.items()
+            name: _label(name, changes or {}, synthetic=name in synthetic) for name, changes in spec.variants.items()
         }
         self.metrics = {name: metrics.describe(name) for name in spec.metrics}
         self.claims = claims.resolve_all(
@@ -237,6 +238,12 @@ class Ablation:
             prompt = vocabulary.decode(items[index].prompt)
             samples += [Sample(tuple(variants), prompt, text) for text, variants in authors.items()]
         return samples
+
+
+def _label(name: str, changes: Mapping[str, Any], synthetic: bool) -> str:
+    """In every table and figure. Acceptance that is a setting is called so."""
+    label = changes.get("label") or name.replace("_", " ")
+    return f"{label} (synthetic)" if synthetic and "synthetic" not in label else label
 
 
 def _can_profile(device: str) -> bool:

@@ -3,19 +3,23 @@
 from mini_infer.core.config import (
     AttentionConfig,
     CacheConfig,
+    DraftConfig,
     DryConfig,
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculationConfig,
     replace,
 )
 
 __all__ = [
     "AttentionConfig",
     "CacheConfig",
+    "DraftConfig",
     "DryConfig",
     "EngineConfig",
     "ModelConfig",
     "SchedulerConfig",
+    "SpeculationConfig",
     "replace",
 ]

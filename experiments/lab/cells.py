@@ -17,8 +17,10 @@ from experiments.lab.subjects import Kind
 from experiments.lab.traces import Served
 from experiments.lab.validity import Evidence
 from experiments.lab.workloads import Inputs, Workload
-from mini_infer.core.config import EngineConfig, LoadFormat
+from mini_infer.core.config import EngineConfig, LoadFormat, SpeculationMethod
 from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
+
+OF_WORDS = ("text",)  # workloads whose prompts mean something
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,12 @@ def context(cell: Cell, slo: metrics.SLO, ceilings: Ceilings | None, problem: st
     spec = load_spec(cell.engine.model)
     dtype = resolve_dtype(cell.engine.model, spec, resolve_device(cell.engine.model))
     return Context(slo, lambda records: roofline.utilization(spec, dtype, records, ceilings))
+
+
+def drafts_on_made_up_prompts(cell: Cell) -> bool:
+    """Whether drafts are really verified, and that on random tokens."""
+    methods = (SpeculationMethod.none, SpeculationMethod.synthetic)
+    return cell.engine.speculation.method not in methods and cell.workload.kind not in OF_WORDS
 
 
 def rows(cell: Cell, repeat: int, names: Sequence[str], measured: Context, evidence: Evidence) -> list[Row]:

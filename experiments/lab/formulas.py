@@ -12,7 +12,7 @@ arrival      first token            last token
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from experiments.lab import stats
@@ -20,7 +20,9 @@ from experiments.lab.roofline import Utilization
 from experiments.lab.slo import SLO
 from experiments.lab.traces import HostUse, Served
 from mini_infer.core.plan import StepRecord
+from mini_infer.speculative.costs import expected_tokens
 
+PLACES = 8  # behind a request's last token, of which acceptance is told one by one
 PERCENTILES = (50, 90, 95, 99)
 
 
@@ -61,6 +63,7 @@ NOT_SEARCHED = Missing("it is what a search finds, and this was none", applies=F
 NOT_OVER_HTTP = Missing("there is no client and no server beside the engine", applies=False)
 NOT_TOLD = Missing("only the processes of our own server can be asked", applies=False)
 UNKNOWN_MEMORY = Missing("its memory is not known", applies=False)
+NO_DRAFTS = Missing("there were no drafts", applies=False)
 NOTHING = Missing("no request gave a sample of it")
 Compute = Callable[[Served, Context], "float | Missing"]
 Samples = Callable[[Served], Sequence["float | None"]]
@@ -168,6 +171,75 @@ def _batch_size(served: Served) -> float | Missing:
     return sum(decoding) / len(decoding) if decoding else NOTHING
 
 
+def _accepted(served: Served) -> int:
+    return sum(sum(record.accepted) for record in served.records)
+
+
+def _drafted(served: Served) -> int:
+    return sum(sum(record.drafted) for record in served.records)
+
+
+def _at(place: int, counts: Callable[[StepRecord], tuple[int, ...]]) -> Callable[[StepRecord], int]:
+    return lambda record: counts(record)[place] if place < len(counts(record)) else 0
+
+
+def _of_drafts(compute: Callable[[Served], tuple[float, float]]) -> Compute:
+    """A ratio, where there were drafts at all."""
+
+    def ratio(served: Served) -> float | Missing:
+        above, below = compute(served)
+        return above / below if below else NO_DRAFTS
+
+    return _of_engine(ratio)
+
+
+def _tried(served: Served) -> int:
+    """Drafts before which all were accepted. Those behind a rejected one were never tried."""
+    total = 0
+    for record in served.records:
+        before = (*record.drafted[:1], *record.accepted)
+        total += sum(map(min, before, record.drafted))
+    return total
+
+
+def _acceptance_at(place: int) -> Compute:
+    def ratio(served: Served) -> tuple[float, float]:
+        accepted, drafted = _at(place, lambda r: r.accepted), _at(place, lambda r: r.drafted)
+        return sum(map(accepted, served.records)), sum(map(drafted, served.records))
+
+    return _of_drafts(ratio)
+
+
+def _verified_rows(served: Served) -> int:
+    return sum(map(_at(0, lambda r: r.drafted), served.records))
+
+
+def _by_formula(served: Served) -> float | Missing:
+    """Tokens a second of a batch that decodes: Leviathan et al. 2023, from what the pass's own steps say."""
+    steps = [r for r in served.records if r.decode_tokens and not r.prefill_tokens]
+    rows, seconds = sum(r.decode_tokens for r in steps), sum(r.end_time - r.start_time for r in steps)
+    if not seconds:
+        return NOTHING
+    decoding = replace(served, records=tuple(steps))
+    tried = _tried(decoding)
+    whole, part = divmod(_drafted(decoding) / rows, 1)
+    acceptance = _accepted(decoding) / tried if tried else 0.0
+    tokens = expected_tokens(acceptance, int(whole)) + part * acceptance ** (whole + 1)
+    return rows * tokens / seconds
+
+
+def _share_of_formula(served: Served, context: Context) -> float | Missing:
+    if not served.records:
+        return NOT_A_PEERS
+    formula = _by_formula(served)
+    return formula if isinstance(formula, Missing) else _rate(_output_tokens)(served, context) / formula  # type: ignore[operator]
+
+
+def _draft_time_share(served: Served) -> tuple[float, float]:
+    drafting = [record for record in served.records if record.draft_s or record.drafted]
+    return sum(r.draft_s for r in drafting), sum(r.end_time - r.start_time for r in drafting)
+
+
 def _cpu_us(seconds: Callable[[HostUse], float | None]) -> Compute:
     """A streamed token."""
 
@@ -260,9 +332,46 @@ SERVING: dict[str, Formula] = {
     "step_ms": _pass("time of an engine step, mean", "ms", _LOW, _mean(lambda r: 1e3 * (r.end_time - r.start_time))),
     "schedule_ms": _pass("time to schedule a step, mean", "ms", _LOW, _mean(lambda r: 1e3 * r.schedule_s)),
     "tokens_per_step": _pass(
-        "tokens computed in a step, mean", "tokens", _HIGH, _mean(lambda r: r.prefill_tokens + r.decode_tokens)
+        "tokens computed in a step, mean", "tokens", _HIGH, _mean(lambda r: r.prefill_tokens + r.verified_tokens)
     ),
     "batch_size": _pass("requests that decode together, mean", "requests", _HIGH, _of_engine(_batch_size)),
+    "acceptance": _pass(
+        "share of the tried drafts that were accepted", "", _HIGH, _of_drafts(lambda s: (_accepted(s), _tried(s)))
+    ),
+    **{
+        f"acceptance_{place + 1}": _pass(
+            f"share of the drafts in place {place + 1} that were accepted", "", _HIGH, _acceptance_at(place)
+        )
+        for place in range(PLACES)
+    },
+    "accepted_length": _pass(
+        "tokens that a request with drafts gets in a step, mean",
+        "tokens",
+        _HIGH,
+        _of_drafts(lambda s: (_verified_rows(s) + _accepted(s), _verified_rows(s))),
+    ),
+    "tokens_per_decode": _pass(
+        "tokens that a running request gets in a step, mean",
+        "tokens",
+        _HIGH,
+        _of_engine(lambda s: 1 + _accepted(s) / max(1, sum(r.decode_tokens for r in s.records))),
+    ),
+    "drafts_per_decode": _pass(
+        "drafts of a running request in a step, mean",
+        "tokens",
+        _LOW,
+        _of_engine(lambda s: _drafted(s) / max(1, sum(r.decode_tokens for r in s.records))),
+    ),
+    "formula_tokens_per_s": _pass(
+        "output tokens per second by Leviathan's formula", "tokens/s", _HIGH, _of_engine(_by_formula)
+    ),
+    "formula_share": _pass("output tokens per second, measured / by Leviathan's formula", "", _HIGH, _share_of_formula),
+    "draft_time_share": _pass(
+        "share of the time of steps with drafts that the draft model takes", "", _LOW, _of_drafts(_draft_time_share)
+    ),
+    "wasted_tokens": _pass(
+        "drafts that were rejected", "tokens", _LOW, _of_engine(lambda s: float(_drafted(s) - _accepted(s)))
+    ),
     "peak_memory_mib": _pass(
         "peak memory", "MiB", _LOW, lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20
     ),

@@ -111,7 +111,7 @@ class Ledger:
         key = (cell.variant, cell.point.name)
         against, label = terms.contexts[key], terms.labels[cell.variant]
         first = self.tokens(key) if terms.exact else None
-        evidence = Evidence(served, terms.vocab_size, measured.drift, first)
+        evidence = Evidence(served, terms.vocab_size, measured.drift, first, cells.drafts_on_made_up_prompts(cell))
         found.rows.extend(cells.rows(cell, repeat, terms.metrics, against, evidence))
         found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
         caches = cell.kind in (Kind.engine, Kind.vllm, Kind.served) and cell.engine.cache.prefix_caching

@@ -24,7 +24,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from PIL import Image  # matplotlib writes its PNGs with it
 
-from experiments.lab import distributions, stats, wording
+from experiments.lab import distributions, plot_matrix, stats, wording
 from experiments.lab.claims import Claim
 from experiments.lab.metrics import Better, Metric
 from experiments.lab.rows import Table
@@ -123,6 +123,8 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, named: bool
     words = [f"{key.rpartition('.')[2]}={_plain_setting(value)}" for key, value in panel.where.items()]
     words.append(f"{'higher' if metric.better is Better.higher else 'lower'} is better")
     ax.set_title(", ".join(words), fontsize=8, color=INK)
+    if panel.kind is PanelKind.matrix:
+        return None if plot_matrix.draw(ax, panel.metric, result) else _nothing(ax, "no valid value")
     if panel.kind is PanelKind.distribution:
         stored = _distribution(ax, panel, result)
         return _nothing(ax, "not stored for this run (experiment.timeline)") if not stored else None

@@ -92,13 +92,15 @@ def work(record: StepRecord) -> StepWork:
     chunks before it once, not n times; and several prompts in one step are taken to be of equal length, which has the
     fewest pairs. `used_slots` is counted after scheduling, so the step's own tokens are in it.
     """
-    decode, prefill = record.decode_tokens, record.prefill_tokens
-    prefill_rows = max(record.sampled_tokens - decode, 0) + record.num_prefilling
+    rows, decode, prefill = record.decode_tokens, record.verified_tokens, record.prefill_tokens
+    prompts_done = max(record.sampled_tokens - rows - sum(record.accepted), 0)
+    prefill_rows = prompts_done + record.num_prefilling
     context = max(record.kv.used_slots, decode + prefill)
-    pairs = context - prefill
+    pairs = round((context - prefill) * decode / max(rows, 1)) if rows else context - prefill
     if prefill:
         pairs += round(prefill * (prefill / max(prefill_rows, 1) + 1) / 2)
-    return StepWork(decode + prefill, record.sampled_tokens, decode + prefill_rows, context, pairs)
+    sampled = record.sampled_tokens - sum(record.accepted) + sum(record.drafted)
+    return StepWork(decode + prefill, sampled, rows + prefill_rows, context, pairs)
 
 
 def cost(spec: ModelSpec, dtype: torch.dtype, step: StepRecord | StepWork) -> Cost:

@@ -31,6 +31,7 @@ class PanelKind(str, Enum):
     bars = "bars"  # one group of bars a point
     lines = "lines"  # one line a variant, over a numeric setting
     curve = "curve"  # one curve a variant through its points: the metric over another metric, such as a reached rate
+    matrix = "matrix"  # pairs of mechanisms, from variants called a, b and a+b beside the baseline
     distribution = "distribution"  # share of requests, or tokens, above a time; needs what `timeline` stores
 
 

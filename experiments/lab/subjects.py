@@ -73,9 +73,20 @@ def _facts(startup: StartupReport) -> dict[str, Any]:
         "overlap": "on" if startup.overlap else "off",
         "CUDA graphs": _captured(startup.graphs, "batch sizes"),
         "CUDA graphs of steps with prompts": _captured(startup.prefill_graphs, "numbers of tokens"),
+        **_speculation(startup),
         "weights": f"{startup.weight_bytes / 2**30:.2f} GiB",
         "KV": f"{startup.num_kv_blocks:,} blocks, {startup.kv_bytes / 2**30:.2f} GiB",
         "started in": f"{startup.seconds:.1f} s",
+    }
+
+
+def _speculation(startup: StartupReport) -> dict[str, Any]:
+    if startup.speculation == "none":
+        return {}
+    return {
+        "speculation": startup.speculation,
+        "CUDA graphs of steps with drafts": _captured(startup.draft_graphs, "numbers of tokens"),
+        "draft model": f"{startup.draft_weight_bytes / 2**30:.2f} GiB, KV {startup.draft_kv_bytes / 2**30:.2f} GiB",
     }
 
 

@@ -23,6 +23,7 @@ class Evidence:
     Attributes:
         vocab_size: ids from 0 to it are tokens.
         drift: relative change of the clocks during the pass.
+        made_up_prompts: random tokens, for which there are real drafts: their acceptance is no setting.
         first_tokens: of the same variant in its first repeat, where greedy tokens must be the same in all of them.
     """
 
@@ -30,6 +31,7 @@ class Evidence:
     vocab_size: int
     drift: float = 0.0
     first_tokens: Sequence[Sequence[int]] | None = None
+    made_up_prompts: bool = False
 
     @property
     def requests(self) -> Sequence[RequestTrace]:
@@ -91,6 +93,15 @@ def unintended_hits(e: Evidence) -> str:
     return f"{found} prompt tokens came from a prefix cache, and the workload shares {meant}"
 
 
+def drafts_of_nothing(e: Evidence) -> str:
+    if not e.made_up_prompts or not any(record.drafted for record in e.served.records):
+        return ""
+    return (
+        "drafts were verified on random tokens, and how many are accepted there says nothing of any text: take "
+        "workload=text, or speculation.method=synthetic with a stated rate"
+    )
+
+
 def client_fell_behind(e: Evidence) -> str:
     """What the client adds between the moment it could have sent a request and the moment it did (RequestTrace.lag)."""
     scheduled = [r for r in e.requests if r.sent is not None]
@@ -136,6 +147,7 @@ RULES: tuple[Callable[[Evidence], str], ...] = (
     stuck_sampler,
     unsteady_tokens,
     unintended_hits,
+    drafts_of_nothing,
     client_fell_behind,
     client_was_busy,
     clocks_drifted,

@@ -131,6 +131,9 @@ class AttentionBackend(ABC):
     scale multiplies q.k. num_heads is a multiple of num_kv_heads, and head h reads KV head h // group. A token's heads
     are contiguous in q, and its tokens may lie apart.
 
+    Decode rows have batch.decode_query_len tokens each: one, or 1 + k where k drafts are verified. They are the last of
+    their sequences, and a token sees those before it. Rows that differ in their number of tokens are prefill rows.
+
     The constructor takes nothing, and raises ImportError with the remedy where a dependency is missing.
     """
 

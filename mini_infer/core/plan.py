@@ -6,6 +6,7 @@ model. It carries only what changed: a request's tokens and block table travel o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,6 +34,13 @@ class Growth(NamedTuple):
     blocks: list[int]
 
 
+class Draft(NamedTuple):
+    """Tokens proposed behind a running request's last one."""
+
+    length: int
+    token_ids: Sequence[int] = ()  # as many; none where a draft model writes them, on the device
+
+
 class PromptLogprobs(NamedTuple):
     """A row whose first `num_tokens` are followed by prompt tokens that the caller wants log-probabilities of."""
 
@@ -46,11 +54,13 @@ class StepPlan:
     """One step's batch, row by row. Row i computes tokens [starts[i], starts[i] + counts[i]) of the request in
     slots[i], and samples one token after the last of them where samples[i].
 
-    Rows [0, num_decode_rows) are running requests; the rest are prompts or chunks of prompts.
+    Rows [0, num_decode_rows) are running requests; the rest are prompts or chunks of prompts. A running request's last
+    token may have drafts behind it: then a token is sampled after each of its tokens, to verify them. Rows with fewer
+    drafts come first.
 
         slots   [ 4   0   7 | 2    5  ]      decode rows | prefill rows
         starts  [ 91  17  40| 0    512 ]
-        counts  [ 1   1   1 | 300  1024]
+        counts  [ 1   1   3 | 300  1024]     slot 7 has two drafts
         samples [ y   y   y | y    n  ]      the last row's prompt goes on in the next step
     """
 
@@ -64,6 +74,9 @@ class StepPlan:
     growths: list[Growth] = field(default_factory=list)
     masks: dict[int, bytes] = field(default_factory=dict)  # sampling row -> Constraint.mask
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    drafts: dict[int, Sequence[int]] = field(default_factory=dict)  # row -> its drafts, where the host proposed them
+    num_drafts: int = 0  # of all rows
+    keeps_up: bool = False  # drafts are worth making these days: a draft model computes prompts beside the target
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block), copied first
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block), copied second
     preempted: list[str] = field(default_factory=list)  # request ids
@@ -87,14 +100,20 @@ class StepPlan:
     def num_prefill_tokens(self) -> int:
         return sum(self.counts[self.num_decode_rows :])
 
+    def drafts_of(self, row: int) -> int:
+        """Drafts that the row verifies."""
+        return self.counts[row] - 1 if row < self.num_decode_rows else 0
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Row i's new tokens (none where the plan does not sample), and their logprobs where a request wants them."""
+    """Row i's new tokens (none where the plan does not sample), and their logprobs where a request wants them. Of a row
+    with drafts: those that were accepted, and one more."""
 
     tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row -> one an element of tokens[row]
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row -> as the plan asks for them
+    draft_s: float = 0.0  # of the step's time, what proposing took a draft model
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +139,7 @@ class StepRecord:
     execute_s: float
     update_s: float
     prefill_tokens: int
-    decode_tokens: int
+    decode_tokens: int  # one a running request: drafts count apart
     sampled_tokens: int
     num_running: int  # after the step
     num_prefilling: int
@@ -137,3 +156,26 @@ class StepRecord:
     finished: tuple[str, ...]  # by stop or length, in this step
     aborted: tuple[str, ...]  # by the caller, since the step before
     failed: tuple[str, ...]  # by an error of the engine's, since the step before
+    # By place: of the requests with at least i + 1 drafts, how many there were, and how many of the drafts up to that
+    # one were all accepted.
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    draft_s: float = 0.0  # of execute_s, what proposing took; on a GPU, of the device's time
+
+    @property
+    def verified_tokens(self) -> int:
+        """Tokens of running requests that were computed: the last ones, and drafts."""
+        return self.decode_tokens + sum(self.drafted)
+
+
+def count_drafts(plan: StepPlan, result: StepResult) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`drafted` and `accepted` of a StepRecord."""
+    if not plan.num_drafts:
+        return (), ()
+    most = max(plan.counts[: plan.num_decode_rows]) - 1
+    drafted, accepted = [0] * most, [0] * most
+    for row in range(plan.num_decode_rows):
+        for place in range(plan.drafts_of(row)):
+            drafted[place] += 1
+            accepted[place] += place + 1 < len(result.tokens[row])
+    return tuple(drafted), tuple(accepted)

@@ -45,7 +45,8 @@ class Request:
 
     `num_computed_tokens` chases `num_tokens`: the KV of token_ids[:num_computed_tokens] is in the cache, or
     will be when the steps already planned have run. Between a step's launch and its booking `num_in_flight` counts
-    the token that it brings, and the next step may already compute that token's KV.
+    the token that it brings, and the next step may already compute that token's KV. Drafts raise both; those that are
+    rejected set the counter back.
     """
 
     __slots__ = (
@@ -102,7 +103,7 @@ class Request:
         self.prompt_len = len(self.token_ids)
         self.num_tokens = self.prompt_len  # == len(token_ids), kept because the hot loop reads it
         self.num_computed_tokens = 0
-        self.num_in_flight = 0  # tokens that steps not booked yet will bring; never more than 1 outside `schedule`
+        self.num_in_flight = 0  # tokens that steps not booked yet will bring: drafts count as accepted
         self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when first admitted
         self.max_total_tokens = max_total_tokens  # it ends with "length" when num_tokens reaches this
         self.min_total_tokens = self.prompt_len + params.min_tokens

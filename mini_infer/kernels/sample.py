@@ -16,6 +16,8 @@ A row leaves at once the kernels that it has no use for.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -25,24 +27,22 @@ from mini_infer.kernels.sample_cut import find_cut, gather, guess
 from mini_infer.kernels.sample_shared import (
     COUNTER,
     GROUP,
-    SEED_HIGH,
-    SEED_LOW,
     TILE,
     in_order,
+    kept_weights,
     load_highest,
     load_logits,
     load_maxima,
     locate,
     read,
-    shares,
-    token_keys,
+    uniform,
 )
 
-_CAPACITY = 16384  # tokens of a row that `gather` sets apart at most
+CAPACITY = 16384  # tokens of a row that `gather` sets apart at most
 _PROGRAMS = 1536  # that the kernels over tiles aim at; on an H200, 512 are a sixth slower at 256 rows, more no faster
 
 
-def sample_rows(logits: Tensor, param_rows: Tensor, positions: Tensor, *, capacity: int = _CAPACITY) -> Tensor:
+def sample_rows(logits: Tensor, param_rows: Tensor, positions: Tensor, *, capacity: int = CAPACITY) -> Tensor:
     """Samples one token a row; a row's token depends on its logits, parameters and position alone.
 
     Args:
@@ -58,8 +58,32 @@ def sample_rows(logits: Tensor, param_rows: Tensor, positions: Tensor, *, capaci
     """
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if not rows:
-        return tokens
+    if rows:
+        weighed = weigh_rows(logits, param_rows, capacity)
+        _pick[(rows,)](*weighed, positions, tokens, weight_of_highest(vocab), vocab, num_warps=8)
+    return tokens
+
+
+class Weighed(NamedTuple):
+    """S rows whose cuts and masses are known, as the kernels take them."""
+
+    logits: Tensor
+    stride: int
+    param_rows: Tensor
+    param_stride: int
+    maxima: Tensor  # [S, groups] float32
+    cuts: Tensor  # [S, 2] int32, of rows with top-k or top-p
+    masses: Tensor  # [S, tiles] int64, of sampled rows
+
+
+def weight_of_highest(vocab: int) -> float:
+    """All weights of a row stay below 2**62 together."""
+    return 2.0 ** (62 - vocab.bit_length())
+
+
+def weigh_rows(logits: Tensor, param_rows: Tensor, capacity: int = CAPACITY) -> Weighed:
+    """All that comes before a token is picked. Arguments as those of `sample_rows`; at least one row."""
+    rows, vocab = logits.shape
 
     def scratch(columns: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((rows, columns), dtype=dtype, device=logits.device)
@@ -71,16 +95,19 @@ def sample_rows(logits: Tensor, param_rows: Tensor, positions: Tensor, *, capaci
     bounds, keys, ids = scratch(2, torch.int32), scratch(capacity, torch.int32), scratch(capacity, torch.int32)
     cuts, masses = scratch(2, torch.int32), scratch(tiles, torch.int64)
     row = (logits, logits.stride(0), param_rows, param_rows.stride(0), maxima)
-    scale = 2.0 ** (62 - vocab.bit_length())  # the weight of a row's highest: all together stay below 2**62
-    wide = (rows, min(tiles, triton.cdiv(_PROGRAMS, rows)))
+    scale, wide = weight_of_highest(vocab), over_tiles(rows, vocab)
     _maxima[wide](*row, counts, sums, vocab, num_warps=4)
     if capacity < vocab:  # else all tokens are set apart
         guess[(rows,)](*row, bounds, vocab, num_warps=8)
     gather[wide](*row, bounds, counts, sums, keys, ids, scale, vocab, capacity, num_warps=8)
     find_cut[(rows,)](*row, bounds, counts, sums, keys, ids, cuts, scale, vocab, capacity, num_warps=8)
     _weigh[wide](*row, cuts, masses, scale, vocab, num_warps=8)
-    _pick[(rows,)](*row, cuts, masses, positions, tokens, scale, vocab, num_warps=8)
-    return tokens
+    return Weighed(*row, cuts, masses)
+
+
+def over_tiles(rows: int, vocab: int) -> tuple[int, int]:
+    """The grid of a kernel over tiles."""
+    return rows, min(triton.cdiv(vocab, TILE.value), triton.cdiv(_PROGRAMS, rows))
 
 
 @triton.jit
@@ -104,54 +131,54 @@ def _weigh(logits, stride, own_params, own_stride, maxima, cuts, masses, scale, 
         return
     top = load_highest(maxima, VOCAB)
     for tile in range(tl.program_id(1), triton.cdiv(VOCAB, TILE), tl.num_programs(1)):
-        weight = _kept_weights(logits, tile, top, rule, cuts + row * 2, scale, VOCAB)
+        index = tile * TILE + tl.arange(0, TILE)
+        weight = kept_weights(logits, index, top, rule, cuts + row * 2, scale, VOCAB)
         tl.store(masses + row * triton.cdiv(VOCAB, TILE) + tile, tl.sum(weight))
-
-
-@triton.jit
-def _kept_weights(logits, tile, top, rule, cuts, scale, VOCAB: tl.constexpr):
-    """Weights of a tile's tokens, 0 where top-k, top-p or min-p cut them."""
-    temperature, tail, top_k, min_p = rule
-    index = tile * TILE + tl.arange(0, TILE)
-    key = token_keys(load_logits(logits, index, VOCAB), top, temperature)
-    share = shares(key)
-    share = tl.where((index < VOCAB) & (share >= min_p), share, 0.0)
-    if (top_k < VOCAB) | (tail > 0):
-        cut, first_tie = tl.load(cuts), tl.load(cuts + 1)
-        share = tl.where((key < cut) | ((key == cut) & (index >= first_tie)), share, 0.0)
-    return (share * scale).to(tl.int64)
 
 
 @triton.jit
 def _pick(logits, stride, own_params, own_stride, maxima, cuts, masses, positions, tokens, scale, VOCAB: tl.constexpr):
     row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
-    rule = read(own_params)
-    group, highest = load_maxima(maxima, VOCAB)
-    top = tl.max(highest)
-    if rule[0] == 0:
-        index = tl.min(tl.where(highest == top, group, VOCAB)) * GROUP + tl.arange(0, GROUP)
-        token = tl.min(tl.where(in_order(load_logits(logits, index, VOCAB)) == top, index, VOCAB - 1))
-    else:
-        tiles: tl.constexpr = triton.cdiv(VOCAB, TILE)
-        tile = tl.arange(0, triton.next_power_of_2(tiles))
-        mass = tl.load(masses + row * tiles + tile, mask=tile < tiles, other=0)
-        total = tl.sum(mass)
-        target = (_uniform(own_params, tl.load(positions + row)) * total.to(tl.float64)).to(tl.int64)
-        target = tl.minimum(target, total - 1)  # u * total may round up to total
-        chosen = tl.sum((tl.cumsum(mass) <= target).to(tl.int32))
-        target -= tl.sum(tl.where(tile < chosen, mass, 0))
-        weight = _kept_weights(logits, chosen, top, rule, cuts + row * 2, scale, VOCAB)
-        token = chosen * TILE + tl.sum((tl.cumsum(weight) <= target).to(tl.int32))
-    tl.store(tokens + row, tl.minimum(token, VOCAB - 1).to(tl.int64))
+    masses += row * triton.cdiv(VOCAB, TILE)
+    token = pick(logits, own_params, maxima, cuts + row * 2, masses, tl.load(positions + row), scale, VOCAB)
+    tl.store(tokens + row, token)
 
 
 @triton.jit
-def _uniform(own_params, position):
-    """draw.uniforms: SplitMix64 at (key, position), as a float64 in [0, 1)."""
-    low = tl.load(own_params + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
-    high = tl.load(own_params + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
-    x = (low | (high << 32)) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    x = x ^ (x >> 31)
-    return (x >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
+def pick(logits, own_params, maxima, cuts, masses, position, scale, VOCAB: tl.constexpr):
+    """A row's token, int64. All pointers are to the row's own."""
+    rule = read(own_params)
+    if rule[0] == 0:
+        token = _first_highest(logits, maxima, VOCAB)
+    else:
+        chosen, target = find_tile(masses, uniform(own_params, position), VOCAB)
+        index = chosen * TILE + tl.arange(0, TILE)
+        weight = kept_weights(logits, index, load_highest(maxima, VOCAB), rule, cuts, scale, VOCAB)
+        token = find_token(chosen, target, weight)
+    return tl.minimum(token, VOCAB - 1).to(tl.int64)
+
+
+@triton.jit
+def _first_highest(logits, maxima, VOCAB: tl.constexpr):
+    group, highest = load_maxima(maxima, VOCAB)
+    top = tl.max(highest)
+    index = tl.min(tl.where(highest == top, group, VOCAB)) * GROUP + tl.arange(0, GROUP)
+    return tl.min(tl.where(in_order(load_logits(logits, index, VOCAB)) == top, index, VOCAB - 1))
+
+
+@triton.jit
+def find_tile(masses, u, VOCAB: tl.constexpr):
+    """The tile in which the CDF passes u, and how much of the way to there lies within it."""
+    tiles: tl.constexpr = triton.cdiv(VOCAB, TILE)
+    tile = tl.arange(0, triton.next_power_of_2(tiles))
+    mass = tl.load(masses + tile, mask=tile < tiles, other=0)
+    total = tl.sum(mass)
+    target = tl.minimum((u * total.to(tl.float64)).to(tl.int64), total - 1)  # u * total may round up to total
+    chosen = tl.sum((tl.cumsum(mass) <= target).to(tl.int32))
+    return chosen, target - tl.sum(tl.where(tile < chosen, mass, 0))
+
+
+@triton.jit
+def find_token(tile, target, weight):
+    """The token, by the weights of its tile."""
+    return tile * TILE + tl.sum((tl.cumsum(weight) <= target).to(tl.int32))

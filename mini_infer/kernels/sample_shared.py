@@ -80,3 +80,34 @@ def shares(keys):
 def weights(keys, scale):
     """Probabilities in fixed point: int64, the highest being `scale`."""
     return (tl.exp(-keys.to(tl.float32, bitcast=True)) * scale).to(tl.int64)
+
+
+@triton.jit
+def kept_weights(logits, index, top, rule, cuts, scale, VOCAB: tl.constexpr):
+    """Weights of a row's tokens, 0 where top-k, top-p or min-p cut them, or behind the row's end.
+
+    Args:
+        top: the row's highest logit.
+        rule: from `read`.
+        cuts: where the row's cut lies, if it has top-k or top-p.
+    """
+    temperature, tail, top_k, min_p = rule
+    key = token_keys(load_logits(logits, index, VOCAB), top, temperature)
+    share = shares(key)
+    share = tl.where((index < VOCAB) & (share >= min_p), share, 0.0)
+    if (top_k < VOCAB) | (tail > 0):
+        cut, first_tie = tl.load(cuts), tl.load(cuts + 1)
+        share = tl.where((key < cut) | ((key == cut) & (index >= first_tie)), share, 0.0)
+    return (share * scale).to(tl.int64)
+
+
+@triton.jit
+def uniform(own_params, position):
+    """core.uniforms.uniforms: SplitMix64 at (key, position), as a float64 in [0, 1)."""
+    low = tl.load(own_params + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(own_params + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
+    x = (low | (high << 32)) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = x ^ (x >> 31)
+    return (x >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16  # 2**-53

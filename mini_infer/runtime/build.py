@@ -24,26 +24,43 @@ from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.loader import load_model, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.capture import GraphMemory
+from mini_infer.runtime.drafter import Drafter, NoDrafter
 from mini_infer.runtime.dry import DryModel
 from mini_infer.runtime.graphs import DecodeGraphs, NoGraphs, batch_ladder
 from mini_infer.runtime.memory import (
     KVShape,
+    Limits,
     allocate_kv,
     hold_small_memory,
     kv_memory,
     largest_step,
+    largest_verification,
     require_room_for_weights,
     weight_bytes,
 )
 from mini_infer.runtime.pieces import graph_bytes, token_ladder
 from mini_infer.runtime.progress import progress_bar
+from mini_infer.runtime.row_graphs import query_ladder
 from mini_infer.runtime.runner import Graphs, Runner
 from mini_infer.runtime.sampler import Sampler, make_sampler
 from mini_infer.runtime.scheduler import Scheduler
 from mini_infer.runtime.slots import SlotState, StepInput
+from mini_infer.runtime.speculation import (
+    ProposerMaker,
+    capture_rows,
+    check_draft,
+    describe_speculation,
+    load_draft,
+    make_acceptance,
+    make_drafter,
+    make_proposer,
+    require_room_for_drafts,
+)
 from mini_infer.runtime.startup import CaptureReport, StartupReport
+from mini_infer.runtime.step_costs import measure_costs
 from mini_infer.runtime.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.torch_model import AttentionBackends, TorchModel
+from mini_infer.speculative.costs import StepCosts
 
 _DRY_HAS_NO_GRAPHS = "the dry model runs on the CPU"
 _NEEDS_GPU = "CUDA graphs need a GPU, not cpu"
@@ -61,16 +78,6 @@ class EngineParts:
     max_model_len: int  # tokens of prompt and output
     limit_reason: str  # what sets max_model_len, for the message to who exceeds it
     startup: StartupReport
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The longest request and the size of the pool, settled."""
-
-    max_model_len: int
-    reason: str
-    num_blocks: int
-    num_host_blocks: int
 
 
 def build_parts(config: EngineConfig) -> EngineParts:
@@ -92,14 +99,17 @@ def build_parts(config: EngineConfig) -> EngineParts:
         "block_size": config.cache.block_size,
         "dtype": dtype,
     }
-    block_bytes = KVStore.bytes_per_block(**kv_shape)
+    tokenizer = load_tokenizer(model_config)
+    draft = check_draft(config, spec, dtype, tokenizer, device)
+    block_bytes = KVStore.bytes_per_block(**kv_shape) + (draft.block_bytes if draft else 0)
     limits = settle_limits(config, spec.max_model_len, kv_memory(config.cache, device) // block_bytes)
     kernels = select_kernels(config.model.kernels, device)
     sampler = make_sampler(config.scheduler.max_num_seqs, spec.vocab_size, device, kernels)
     backends, no_graphs = _select_attention(config, spec, dtype, device, sampler)
-    tokenizer = load_tokenizer(model_config)
     require_room_for_weights(weight_bytes(spec, dtype), model_config.path, dtype, device)
-    model = load_model(model_config, spec, dtype, device, limits.max_model_len, kernels)
+    lookahead = config.speculation.most
+    model = load_model(model_config, spec, dtype, device, limits.max_model_len + lookahead, kernels)
+    draft_model = load_draft(draft, limits.max_model_len, lookahead, device, kernels) if draft else None
     if device.type == "cuda":  # the weights have taken their share, and steps will take theirs
         step_bytes = _try_largest_step(config, limits, model, kv_shape, backends, sampler)
         step_bytes += graph_bytes(spec, dtype, _prefill_sizes(config))
@@ -111,14 +121,24 @@ def build_parts(config: EngineConfig) -> EngineParts:
     memory = GraphMemory(device) if device.type == "cuda" else None
     graphs, captured = _capture(config, torch_model, slots, sampler, memory, no_graphs)
     captured_pieces = _capture_pieces(config, torch_model, memory)
-    runner = Runner(torch_model, slots, sampler, graphs)
+    drafter: Drafter = NoDrafter()
+    if draft and draft_model:
+        draft_backends, draft_no_graphs = _select_attention(config, draft.spec, draft.dtype, device, sampler)
+        draft_memory = memory if draft_no_graphs is None else None
+        drafter = make_drafter(config, draft, draft_model, draft_backends, draft_memory, limits, slots, sampler, device)
+    query_lens = query_ladder(1 + config.speculation.most)
+    verified = memory if no_graphs is None else None
+    row_graphs, captured_rows = capture_rows(config, slots, torch_model, query_lens, verified)
+    acceptance = make_acceptance(config.speculation, sampler, slots)
+    runner = Runner(torch_model, slots, sampler, graphs, row_graphs, drafter, acceptance)
+    costs = _measure_costs(config, runner, limits, device, padded=bool(captured_rows.batch_sizes))
     reserve_memory = partial(_reserve_memory, config, limits, runner, device)
     reserve_memory()
     return EngineParts(
         tokenizer=tokenizer,
         runner=runner,
         reserve_memory=reserve_memory,
-        make_scheduler=_scheduler_maker(config, limits),
+        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, spec.vocab_size, costs)),
         overlap=_overlaps(config, device),
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids or tuple(tokenizer.eos_token_ids),
@@ -134,11 +154,15 @@ def build_parts(config: EngineConfig) -> EngineParts:
             overlap=_overlaps(config, device),
             max_model_len=limits.max_model_len,
             num_kv_blocks=limits.num_blocks,
-            kv_bytes=limits.num_blocks * block_bytes,
+            kv_bytes=limits.num_blocks * KVStore.bytes_per_block(**kv_shape),
             weight_bytes=weight_bytes(spec, dtype),
             seconds=time.perf_counter() - started,
             graphs=captured,
             prefill_graphs=captured_pieces,
+            draft_graphs=captured_rows,
+            speculation=describe_speculation(config.speculation),
+            draft_weight_bytes=draft.weight_bytes if draft else 0,
+            draft_kv_bytes=limits.num_blocks * draft.block_bytes if draft else 0,
         ),
     )
 
@@ -150,11 +174,15 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
     limits = settle_limits(config, dry.max_model_len, affordable_blocks=plenty)
     model = DryModel(dry, limits.num_blocks, config.cache.block_size, limits.num_host_blocks)
     sampler = make_sampler(config.scheduler.max_num_seqs, dry.vocab_size, device, TorchKernels())
+    slots = _make_slots(config, limits, sampler, device)
+    acceptance = make_acceptance(config.speculation, sampler, slots)
+    runner = Runner(model, slots, sampler, NoGraphs(), acceptance=acceptance)
+    costs = _measure_costs(config, runner, limits, device, padded=False)
     return EngineParts(
         tokenizer=tokenizer,
-        runner=Runner(model, _make_slots(config, limits, sampler, device), sampler, NoGraphs()),
+        runner=runner,
         reserve_memory=lambda: None,
-        make_scheduler=_scheduler_maker(config, limits),
+        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, dry.vocab_size, costs)),
         overlap=_overlaps(config, device),
         vocab_size=dry.vocab_size,
         eos_token_ids=tuple(tokenizer.eos_token_ids),
@@ -175,8 +203,18 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
             seconds=time.perf_counter() - started,
             graphs=CaptureReport(limits=(_DRY_HAS_NO_GRAPHS,)),
             prefill_graphs=CaptureReport(limits=(_DRY_HAS_NO_GRAPHS,)),
+            speculation=describe_speculation(config.speculation),
         ),
     )
+
+
+def _measure_costs(
+    config: EngineConfig, runner: Runner, limits: Limits, device: torch.device, padded: bool
+) -> tuple[StepCosts, float] | None:
+    speculation = config.speculation
+    if not (speculation.most and speculation.adaptive):
+        return None
+    return measure_costs(runner, config, limits, _overlaps(config, device), padded)
 
 
 def _overlaps(config: EngineConfig, device: torch.device) -> bool:
@@ -222,10 +260,11 @@ def _make_slots(config: EngineConfig, limits: Limits, sampler: Sampler, device: 
         sampler.num_params,
         device,
         spare_block=limits.num_blocks,  # the one behind those that the scheduler knows
+        lookahead=config.speculation.most,
     )
 
 
-def _scheduler_maker(config: EngineConfig, limits: Limits) -> Callable[[], Scheduler]:
+def _scheduler_maker(config: EngineConfig, limits: Limits, make_proposer: ProposerMaker) -> Callable[[], Scheduler]:
     def make_scheduler() -> Scheduler:
         kv = KVManager(
             limits.num_blocks,
@@ -235,7 +274,7 @@ def _scheduler_maker(config: EngineConfig, limits: Limits) -> Callable[[], Sched
             prefix_caching=config.cache.prefix_caching,
             num_host_blocks=limits.num_host_blocks,
         )
-        return Scheduler(config.scheduler, kv, config.cache.watermark)
+        return Scheduler(config.scheduler, kv, config.cache.watermark, make_proposer())
 
     return make_scheduler
 
@@ -260,7 +299,8 @@ def _try_largest_step(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     try:
-        runner.collect(runner.launch(_largest_step(config, limits, block=0)))
+        for plan in _largest_steps(config, limits, block=0):
+            runner.collect(runner.launch(plan))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of scheduler.max_num_batched_tokens={config.scheduler.max_num_batched_tokens} tokens does not fit "
@@ -276,18 +316,14 @@ def _reserve_memory(config: EngineConfig, limits: Limits, runner: Runner, device
     """Leaves in torch's allocator what the largest step takes, so that no step waits for the driver to find it."""
     if device.type == "cuda":
         hold_small_memory(device)
-        runner.collect(runner.launch(_largest_step(config, limits, block=limits.num_blocks)))  # the spare block
+        for plan in _largest_steps(config, limits, block=limits.num_blocks):  # the spare block
+            runner.collect(runner.launch(plan))
 
 
-def _largest_step(config: EngineConfig, limits: Limits, block: int) -> StepPlan:
-    scheduler = config.scheduler
-    return largest_step(
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
-        limits.max_model_len,
-        config.cache.block_size,
-        block,
-    )
+def _largest_steps(config: EngineConfig, limits: Limits, block: int) -> list[StepPlan]:
+    rows, tokens, most = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, config.speculation.most
+    step = largest_step(rows, tokens, limits.max_model_len, config.cache.block_size, block)
+    return [step, largest_verification(rows, tokens, most, step)] if most else [step]
 
 
 def _capture(
@@ -364,6 +400,7 @@ def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int
             f"scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens} is less than the longest prompt "
             f"({length} tokens, {reason}): raise it to {length}, or lower model.max_model_len"
         )
+    require_room_for_drafts(config.speculation, length)
     swaps = scheduler.preemption is Preemption.swap
     num_host_blocks = (cache.num_host_blocks or num_blocks) if swaps else 0
     return Limits(length, reason, num_blocks, num_host_blocks)

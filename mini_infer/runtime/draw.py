@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from mini_infer.core.request import SamplingParams
-
-Array = npt.NDArray[Any]
+from mini_infer.core.uniforms import Array, hash_seeds, uniforms
 
 MIN_TEMPERATURE = 1e-5  # logits divided by less may overflow float32; by this, they are an argmax already
 
@@ -46,31 +43,6 @@ def encode(params: SamplingParams, seed: int, vocab_size: int) -> Array:
     row["min_p"] = params.min_p
     row["key"] = hash_seeds(np.array([seed], np.uint64))
     return row.view(np.int32)
-
-
-# ---------------------------------------------------------------------------------------------- uniform numbers
-
-
-def hash_seeds(seeds: Array) -> Array:
-    """Keys for `uniforms`, uint64: without this, neighbouring seeds would be neighbouring streams."""
-    return splitmix64(seeds)
-
-
-def uniforms(keys: Array, positions: Array) -> Array:
-    """One float64 in [0, 1), a multiple of 2**-53, for each (key, position).
-
-    SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") read at any
-    position: its n-th output is a hash of key + n * the golden ratio.
-    """
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    return (splitmix64(keys + positions.astype(np.uint64) * golden) >> np.uint64(11)) * 2.0**-53
-
-
-def splitmix64(x: Array) -> Array:
-    """The finaliser of SplitMix64 over uint64: every input bit reaches every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 # ---------------------------------------------------------------------------------------------- what a batch draws
@@ -155,11 +127,20 @@ def pick_rows(logits: Tensor, param_rows: Tensor, positions: Tensor) -> Tensor:
 
 
 def draw_tokens(scores: Tensor, draw: Draw) -> Tensor:
-    """Samples every row of scores [R, V] float32 by its inverse CDF; a token that was cut has no width in it."""
-    scores = truncate(scores, draw)
-    cdf = _weights(scores).cumsum(dim=1)
+    """Samples every row of scores [R, V] float32 by its inverse CDF."""
+    return invert(kept_weights(scores, draw), draw.uniforms)
+
+
+def kept_weights(scores: Tensor, draw: Draw) -> Tensor:
+    """Probabilities in fixed point, [R, V] int64, whose sum differs from row to row; 0 where a token is cut."""
+    return _weights(truncate(scores, draw))
+
+
+def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The inverse CDF of weights [R, V] int64 at uniforms [R, 1]: token ids [R]. One of weight 0 has no width in it."""
+    cdf = weights.cumsum(dim=1)
     total = cdf[:, -1:]
-    target = (draw.uniforms * total).long().clamp(max=total - 1)  # u * total may round up to total
+    target = (uniforms * total).long().clamp(max=total - 1)  # u * total may round up to total
     return torch.searchsorted(cdf, target, right=True).squeeze(1)  # the first token with cdf > target
 
 

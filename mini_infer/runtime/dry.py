@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mini_infer.attention.context import AttentionBatch
 from mini_infer.core.config import DryConfig
-from mini_infer.runtime.draw import splitmix64
+from mini_infer.core.uniforms import splitmix64
 from mini_infer.runtime.slots import StepInput
 from mini_infer.runtime.tokenizer import ByteTokenizer
 
@@ -58,7 +58,7 @@ class DryModel:
 
         new = np.empty(len(token_ids), dtype=np.uint64)
         tokens = token_ids.astype(np.uint64) + np.uint64(1)
-        d = batch.num_decode_rows
+        d = batch.num_decode_rows if batch.decode_query_len == 1 else 0
         new[:d] = previous[:d] * np.uint64(_A) + tokens[:d]
         for row in range(d, len(starts)):
             span = slice(ends[row], ends[row + 1])

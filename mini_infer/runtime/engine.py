@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import RequestError
-from mini_infer.core.plan import KVUsage, StepPlan, StepRecord, StepResult
+from mini_infer.core.plan import KVUsage, StepPlan, StepRecord, StepResult, count_drafts
 from mini_infer.core.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams
 from mini_infer.runtime.build import build_parts
 from mini_infer.runtime.detokenizer import Detokenizer
@@ -318,7 +318,8 @@ class LLMEngine:
         try:
             updates = self.scheduler.update(flight.plan, result, executed) if flight else []
             self._grammars.update_masks()
-            for request, reason, stop in self._outputs.process(updates, result):
+            endings = self._outputs.process(updates, result)
+            for request, reason, stop, _ in endings:
                 self.scheduler.finish(request, reason, stop)
             self._post([request for request, _, _ in updates])
         except BaseException:
@@ -329,7 +330,8 @@ class LLMEngine:
         end = self.clock()
         self._laps.add(start, planned - start, executed - planned, end - executed)
         if flight or self._ended:
-            self._observe(flight or _Flight(plan, None, kv, evictions), updates, end)
+            num_dropped = sum(ending.num_dropped for ending in endings)
+            self._observe(flight or _Flight(plan, None, kv, evictions), result, updates, num_dropped, end)
 
     def _drop_flights(self) -> None:
         """What is still under way computes tokens for requests that have ended meanwhile. Nobody waits for them."""
@@ -375,8 +377,11 @@ class LLMEngine:
         self._flights.clear()
         self._post_ended(lost)
 
-    def _observe(self, flight: _Flight, updates: Sequence[TokenUpdate], end: float) -> None:
+    def _observe(
+        self, flight: _Flight, result: StepResult, updates: Sequence[TokenUpdate], num_dropped: int, end: float
+    ) -> None:
         plan, scheduler = flight.plan, self.scheduler
+        drafted, accepted = ((), ()) if flight.step is None else count_drafts(plan, result)
         laps, self._laps = self._laps, _Laps()
         in_step = [request for request, _, _ in updates if request.finish_reason is not None]
         by_text = [r for r in in_step if r.finish_reason is FinishReason.error]
@@ -390,7 +395,7 @@ class LLMEngine:
             update_s=laps.update_s,
             prefill_tokens=plan.num_prefill_tokens,
             decode_tokens=plan.num_decode_rows,
-            sampled_tokens=sum([len(token_ids) for _, token_ids, _ in updates]),
+            sampled_tokens=sum([len(token_ids) for _, token_ids, _ in updates]) - num_dropped,
             num_running=scheduler.num_running,
             num_prefilling=scheduler.num_prefilling,
             num_waiting=scheduler.num_waiting,
@@ -405,6 +410,9 @@ class LLMEngine:
             finished=_names(r for r in in_step if r.finish_reason is not FinishReason.error),
             aborted=_names(r for r in ended if r.finish_reason is FinishReason.abort),
             failed=_names(r for r in [*ended, *by_text] if r.finish_reason is FinishReason.error),
+            drafted=drafted,
+            accepted=accepted,
+            draft_s=result.draft_s,
         )
         self.records.append(record)
         for observer in self.observers:

@@ -3,6 +3,7 @@ been tried."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
@@ -18,6 +19,16 @@ from mini_infer.modeling.spec import ModelSpec
 CPU_KV_GIB = 0.5
 _SMALL_TENSOR, _SMALL_MEMORY = 2**19, 32 * 2**20  # torch's allocator keeps tensors up to 1 MiB apart
 _GRAPHS_RESERVE = 512 * 2**20  # captured decode steps: the driver's share and their tensors
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The longest request and the size of the pool, settled."""
+
+    max_model_len: int
+    reason: str
+    num_blocks: int
+    num_host_blocks: int
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -83,6 +94,27 @@ def largest_step(max_num_seqs: int, max_num_tokens: int, max_model_len: int, blo
             Admission(slot, f"warm-up {slot}", [0] * share, share, table, SamplingParams(), slot, frozenset())
             for slot in range(rows)
         ],
+    )
+
+
+def largest_verification(max_num_seqs: int, max_num_tokens: int, num_drafts: int, step: StepPlan) -> StepPlan:
+    """Likewise of a step with drafts: more tokens are sampled there than in any other.
+
+    Args:
+        num_drafts: of a request, at most.
+        step: the plan of `largest_step`, whose admissions it has.
+    """
+    rows = min(max_num_seqs, len(step.slots))
+    drafts = min(num_drafts, max(1, (max_num_tokens - rows) // 2 // rows))
+    return StepPlan(
+        step=0,
+        slots=step.slots[:rows],
+        starts=[0] * rows,
+        counts=[1 + drafts] * rows,
+        samples=[True] * rows,
+        num_decode_rows=rows,
+        drafts={row: [0] * drafts for row in range(rows)},
+        num_drafts=rows * drafts,
     )
 
 

@@ -27,6 +27,7 @@ class Ending(NamedTuple):
     request: Request
     reason: FinishReason
     stop_reason: str | None
+    num_dropped: int = 0  # tokens of the same step behind the one that completed the stop string
 
 
 class _Completion:
@@ -52,6 +53,18 @@ class _Completion:
             self._detokenized = end
         if request.finish_reason is not None:
             self.texts.append(self.detokenizer.finish())
+
+    def drop_tokens_behind_stop_string(self) -> int:
+        """Forgets the tokens that came with the one that ended the text, but after it. Returns their number."""
+        request = self.request
+        num_tokens = request.prompt_len + self.detokenizer.num_tokens
+        dropped = request.num_tokens - num_tokens
+        if dropped:
+            request.num_tokens, request.ended_by_token = num_tokens, False
+            del request.token_ids[num_tokens:], request.token_times[num_tokens - request.prompt_len :]
+            if self.logprobs is not None:
+                del self.logprobs[num_tokens - request.prompt_len :]
+        return dropped
 
     def output(self) -> CompletionOutput:
         """Everything since the last call."""
@@ -145,7 +158,8 @@ class OutputProcessor:
             if request.params.stop:
                 stop = completion.detokenizer.stop_string
                 if stop is not None:
-                    endings.append(Ending(request, FinishReason.stop, stop))
+                    dropped = completion.drop_tokens_behind_stop_string()
+                    endings.append(Ending(request, FinishReason.stop, stop, dropped))
         return endings
 
     def collect(self, requests: Iterable[Request]) -> list[RequestOutput]:

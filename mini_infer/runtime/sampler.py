@@ -22,12 +22,31 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.request import SamplingParams, TokenLogprob
+from mini_infer.core.uniforms import DRAFT
 from mini_infer.kernels.ops import Kernels
 from mini_infer.runtime.adjust import Adjustment, Penalties, adjust, padded
 from mini_infer.runtime.draw import NUM_PARAMS, PARAM_COLUMNS, Array, Draw, encode, pick_tokens
 from mini_infer.runtime.slots import StepInput
+from mini_infer.speculative.verify import verify_tokens
 
 MainPath = Callable[[Tensor, Tensor, Tensor], Tensor]
+Verify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class DraftLogits(NamedTuple):
+    """What drafts were drawn from, by `propose`."""
+
+    logits: Tensor  # [D, V']
+    sources: Tensor  # [S] int64: for each sampled token its draft's row of `logits`, NO_DRAFT for none
+
+
+class Drawn(NamedTuple):
+    """Drafts that are to be verified, and what they were drawn from."""
+
+    token_ids: Tensor  # [S] int64: the draft that stands at each sampled token's place, NO_DRAFT for none
+    logits: Tensor
+    sources: Tensor
+
 
 _COLUMNS = np.dtype(
     [
@@ -93,18 +112,25 @@ class Sampler:
         max_num_seqs: slots.
         main: the main path as one call that is safe to capture, (logits, param_rows, positions) -> token ids; None:
             torch operations, chosen on the host by what the rows of a step use.
+        verify: likewise, where drafts were drawn: (logits, param_rows, positions, drafts, their logits, sources).
     """
 
     num_params = NUM_PARAMS
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, device: torch.device | str, main: MainPath | None = None
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device | str,
+        main: MainPath | None = None,
+        verify: Verify = verify_tokens,
     ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.name = "torch" if main is None else "triton"
         self.graph_safe = main is not None
         self._main = main
+        self._verify = verify
         self._params = np.zeros(max_num_seqs, PARAM_COLUMNS)
         self._columns = np.zeros(max_num_seqs, _COLUMNS)
         self._rare_until = np.zeros(max_num_seqs, np.int64)  # positions below are not for the main path alone
@@ -163,8 +189,9 @@ class Sampler:
         positions: Array,
         history: Tensor,
         masks: Mapping[int, bytes] = NO_MASKS,
+        drawn: Drawn | None = None,
     ) -> SampledTokens:
-        """One token a row, eagerly.
+        """One token a row, eagerly. Of a row that is a draft's place: the draft itself where it is accepted.
 
         Args:
             logits: [S, V], left as they are.
@@ -172,19 +199,46 @@ class Sampler:
             slots, positions: [S] int64, the same on the host: each row's slot, and the tokens before the sampled one.
             history: [slots, longest] int32 on the device: each slot's prompt and output. Read only for penalties.
             masks: row -> bits, of the rows that may not pick any token (Constraint.mask).
+            drawn: drafts that are to be verified. Others need nothing: a token that would have been drawn anyway, and
+                is the draft, is the draft accepted.
         """
         rare = self.rare(slots, positions, masks)
         if self.graph_safe:
-            token_ids = self.main(logits, step.param_rows, step.sampled_positions)
-            return SampledTokens(token_ids, None if rare is None else self.resample(logits, token_ids, rare, history))
+            token_ids = self._pick(logits, step.param_rows, step.sampled_positions, drawn)
+            if rare is None:
+                return SampledTokens(token_ids, None)
+            return SampledTokens(token_ids, self.resample(logits, token_ids, rare, history, drawn))
         scores = logits.float()
         if rare is not None and rare.adjustment is not None:
             a = rare.adjustment
             adjusted = adjust(logits, a, history)
             scores = adjusted if len(a.rows) == len(logits) else scores.index_copy(0, a.rows, adjusted)
-        token_ids = pick_tokens(scores, Draw.of(self._params.take(slots), positions, self.vocab_size, self._send))
+        if drawn is None:
+            token_ids = pick_tokens(scores, Draw.of(self._params.take(slots), positions, self.vocab_size, self._send))
+        else:
+            token_ids = self._verify(scores, step.param_rows, step.sampled_positions, *drawn)
         wanted = None if rare is None else rare.wanted
         return SampledTokens(token_ids, None if wanted is None else report(logits, token_ids, wanted))
+
+    def propose(self, logits: Tensor, step: StepInput, slots: Array, positions: Array) -> Tensor:
+        """Drafts a token for each row, by the request's own parameters, from a draft model's logits [S, V']. Arguments
+        as of `sample`. Penalties and biases are the target's business."""
+        if self.graph_safe:
+            return self.main(logits, step.param_rows, step.sampled_positions + DRAFT)
+        draw = Draw.of(self._params.take(slots), positions + DRAFT, logits.shape[1], self._send)
+        return pick_tokens(logits.float(), draw)
+
+    def all_greedy(self, slots: Array) -> bool:
+        return not self._params["temperature"].take(slots).any()
+
+    def keys(self, slots: Array) -> Array:
+        """[slots] uint64: hashed seeds."""
+        return self._params["key"].take(slots)
+
+    def _pick(self, logits: Tensor, param_rows: Tensor, positions: Tensor, drawn: Drawn | None) -> Tensor:
+        if drawn is None:
+            return self.main(logits, param_rows, positions)
+        return self._verify(logits, param_rows, positions, *drawn)
 
     # --- the rare things ------------------------------------------------------------------------------------------
 
@@ -195,13 +249,16 @@ class Sampler:
         columns = self._columns.take(slots)
         return Rare(self._adjustment(slots, positions, columns, masks), self._wanted(columns))
 
-    def resample(self, logits: Tensor, token_ids: Tensor, rare: Rare, history: Tensor) -> Logprobs | None:
-        """Picks the tokens of adjusted rows once more and puts them into `token_ids` [S]. `history` as in `sample`; the
-        caller sees to it that the new tokens reach it."""
+    def resample(
+        self, logits: Tensor, token_ids: Tensor, rare: Rare, history: Tensor, drawn: Drawn | None = None
+    ) -> Logprobs | None:
+        """Picks the tokens of adjusted rows once more and puts them into `token_ids` [S]. `history` and `drawn` as in
+        `sample`; the caller sees to it that the new tokens reach the history."""
         a = rare.adjustment
         if a is not None:
             assert a.param_rows is not None
-            tokens = self.main(adjust(logits, a, history), a.param_rows, a.positions)
+            own = None if drawn is None else Drawn(drawn.token_ids[a.rows], drawn.logits, drawn.sources[a.rows])
+            tokens = self._pick(adjust(logits, a, history), a.param_rows, a.positions, own)
             token_ids.index_copy_(0, a.rows, tokens.to(token_ids.dtype))
         return None if rare.wanted is None else report(logits, token_ids, rare.wanted)
 
@@ -274,9 +331,10 @@ def make_sampler(max_num_seqs: int, vocab_size: int, device: torch.device, kerne
     """The sampler that goes with a model's kernels."""
     if kernels.name != "triton":
         return Sampler(max_num_seqs, vocab_size, device)
-    from mini_infer.kernels.sample import sample_rows  # it needs Triton
+    from mini_infer.kernels.sample import sample_rows  # they need Triton
+    from mini_infer.kernels.verify import verify_rows
 
-    return Sampler(max_num_seqs, vocab_size, device, sample_rows)
+    return Sampler(max_num_seqs, vocab_size, device, sample_rows, verify_rows)
 
 
 def report(logits: Tensor, token_ids: Tensor, wanted: Wanted) -> Logprobs:

@@ -6,6 +6,7 @@ step; prefill, chunked prefill, prefix hits, decode and recomputation are all th
     prefix hit        the counter starts ahead
     chunked prefill   the counter moves by what is left of the budget
     decode            the counter is one behind, and moves by one
+    drafts            k of them behind the last token: it moves by 1 + k, and those rejected set it back
     preemption        the counter goes back to zero (recompute), or the blocks move to the host (swap)
 
     waiting --admit--> prefilling --last prompt token planned--> running --stop--> finished
@@ -15,7 +16,8 @@ step; prefill, chunked prefill, prefix hits, decode and recomputation are all th
 Steps may overlap: a plan can be made before the tokens of the plan before it are booked. A request then has a token
 in flight, whose place is known though its value is not, and its next token is planned behind it. What a step computed
 for a request that has meanwhile ended is dropped when the step is booked. A request with a grammar sits out the steps
-before the booking: what may come next depends on the token in flight.
+before the booking: what may come next depends on the token in flight. So do drafts, and there the whole batch waits:
+it would fall into two halves that take turns.
 
 A step serves running requests first, so a decode never waits behind a prompt; then prompts in progress, then
 swapped requests, then new ones. Whoever ranks last gives way when blocks run out. No tensors here: the same
@@ -25,13 +27,15 @@ scheduler drives a GPU, the dry model and a simulator.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from mini_infer.cache.kv_manager import NO_MATCH, KVManager
 from mini_infer.core.config import Batching, Policy, Preemption, SchedulerConfig
-from mini_infer.core.plan import Admission, Growth, KVUsage, PromptLogprobs, StepPlan, StepResult
+from mini_infer.core.plan import Admission, Draft, Growth, KVUsage, PromptLogprobs, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 from mini_infer.runtime.request_queue import Rank, RequestQueue
+from mini_infer.speculative.proposer import NoProposer, Proposer
 
 FINISHED = RequestStatus.finished  # up to Python 3.11 looking up an Enum's member takes 0.1 us, too long for each row
 
@@ -44,11 +48,19 @@ class Scheduler:
     Args:
         watermark: share of the pool that admission leaves free, so that running requests can grow for a while
             before somebody has to be preempted.
+        proposer: of drafts for running requests.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVManager, watermark: float = 0.01) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        watermark: float = 0.01,
+        proposer: Proposer | NoProposer | None = None,
+    ) -> None:
         self.config = config
         self.kv = kv
+        self._proposer = proposer or NoProposer()
         self._watermark_blocks = int(watermark * kv.num_blocks) if kv.requests_grow else 0
         self._by_priority = config.policy is Policy.priority
         self._requests: dict[Request, None] = {}  # all unfinished ones
@@ -127,33 +139,24 @@ class Scheduler:
         left waits for tokens in flight."""
         self._step += 1
         step = _Step(now, self.config)
+        under_way = self._planned.values()
+        if under_way and (any(s.num_drafts for s in under_way) or self._proposer.waits):
+            return step.plan(self._step)
         batch_is_open = self.config.batching is Batching.continuous or not (self._running or self._prefilling)
 
         if self._by_priority and batch_is_open:
             self._yield_to_priority(step)
         everybody_grew = self._schedule_running(step)
+        drafts = self._proposer.propose(request for request, _ in step.rows)
+        if drafts:
+            self._add_drafts(drafts, step)
+        step.keeps_up = self._proposer.waits
         # Whoever was just thrown out must not come straight back.
         self._schedule_prompts(step, admit=batch_is_open and everybody_grew)
 
         if step.rows or step.swap_out:
             self._planned[self._step] = step
-        return StepPlan(
-            step=self._step,
-            slots=step.slots,
-            starts=step.starts,
-            counts=step.counts,
-            samples=step.samples,
-            num_decode_rows=step.num_decode_rows,
-            admissions=step.admissions,
-            growths=step.growths,
-            masks=step.masks,
-            prompt_logprobs=step.prompt_logprobs,
-            swap_out=step.swap_out,
-            swap_in=step.swap_in,
-            preempted=step.preempted,
-            prefix_queried_tokens=step.prefix_queried_tokens,
-            prefix_hit_tokens=step.prefix_hit_tokens,
-        )
+        return step.plan(self._step)
 
     def _schedule_running(self, step: _Step) -> bool:
         """One token for each running request. False when some had to be preempted to make room for others."""
@@ -198,6 +201,36 @@ class Scheduler:
         if self.config.chunked_prefill:  # a whole prompt needs the whole budget, or it would never be admitted
             step.budget -= len(slots)
         return everybody_grew
+
+    def _add_drafts(self, drafts: dict[int, Draft], step: _Step) -> None:
+        """Puts drafts behind the tokens of running requests, as far as there is room: nobody gives way for them.
+
+        Args:
+            drafts: by row. None of these requests has a token in flight but this step's.
+        """
+        left = (self.config.max_num_batched_tokens - len(step.slots)) // 2  # prompts must get on, too
+        for row, draft in drafts.items():
+            request, start = step.rows[row][0], step.starts[row]
+            # One token is sampled anyway: drafts that could only be accepted beyond the end are none.
+            count = min(draft.length, left, request.max_total_tokens - request.num_tokens - 1)
+            if count <= 0:
+                continue
+            first = len(request.block_table)
+            blocks = self.kv.grow(request, start + 1 + count)
+            if blocks is None:
+                continue
+            if blocks:
+                step.growths.append(Growth(_slot(request), first, blocks))
+            step.counts[row] += count
+            step.num_drafts += count
+            if draft.token_ids:
+                step.drafts[row] = draft.token_ids[:count]
+            request.num_computed_tokens += count
+            request.num_in_flight += count
+            left -= count
+        step.sort_decode_rows()
+        if self.config.chunked_prefill:
+            step.budget -= step.num_drafts
 
     def _schedule_prompts(self, step: _Step, admit: bool) -> None:
         """Prompts in progress and, with `admit`, newcomers: in rank order, as far as the budget goes."""
@@ -363,6 +396,8 @@ class Scheduler:
         commit, block_size = self.kv.commit, self.kv.block_size
         num_finished = 0
         planned = self._planned.pop(plan.step).rows
+        self._proposer.book(planned, plan, result)
+        num_drafting = plan.num_decode_rows if plan.num_drafts else 0
         for row, entries in result.prompt_logprobs.items():
             request = planned[row][0]
             assert request.prompt_logprobs is not None
@@ -372,14 +407,17 @@ class Scheduler:
         for row, ((request, num_preemptions), start, count, token_ids) in enumerate(rows):
             if request.status is FINISHED:  # while the step ran
                 continue
+            num_drafts = plan.counts[row] - 1 if row < num_drafting else 0
             if (
-                (start + count) // block_size > request.num_committed_blocks
+                not num_drafts
+                and (start + count) // block_size > request.num_committed_blocks
                 and request.num_preemptions == num_preemptions  # else its blocks are somebody else's by now
             ):
                 commit(request, start + count)
             if not token_ids:
                 continue
-            request.num_in_flight -= 1
+            request.num_in_flight -= 1 + num_drafts
+            reason = None
             for position, token in enumerate(token_ids):
                 request.token_ids.append(token)
                 request.token_times.append(now)
@@ -393,13 +431,18 @@ class Scheduler:
                 reason = _end_of(request, token)
                 if reason is not None:
                     token_ids = token_ids[: position + 1]
-                    stop_reason = token if token in request.params.stop_token_ids else None
-                    if request.status is RequestStatus.running:  # taken out of the queue below, all at once
-                        self._release(request, reason, stop_reason)
-                        num_finished += 1
-                    else:
-                        self.finish(request, reason, stop_reason)
                     break
+            if num_drafts:
+                # What a rejected draft wrote is written over before anybody reads it. Its blocks stay for the next one.
+                request.num_computed_tokens = request.num_tokens - 1
+                commit(request, request.num_tokens - 1)
+            if reason is not None:
+                stop_reason = token if token in request.params.stop_token_ids else None
+                if request.status is RequestStatus.running:  # taken out of the queue below, all at once
+                    self._release(request, reason, stop_reason)
+                    num_finished += 1
+                else:
+                    self.finish(request, reason, stop_reason)
             updates.append((request, token_ids, row))
         if num_finished:
             self._running = [r for r in self._running if r.status is RequestStatus.running]
@@ -424,6 +467,7 @@ class Scheduler:
 
     def _release(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         del self._requests[request]
+        self._proposer.forget(request)
         self.kv.free(request)
         if request.slot is not None:
             self._free_slots.append(request.slot)
@@ -461,7 +505,7 @@ class Scheduler:
         for request in self._requests:
             assert request.num_tokens == len(request.token_ids)
             assert request.num_computed_tokens <= request.num_tokens + request.num_in_flight
-            assert 0 <= request.num_in_flight <= len(self._planned)
+            assert 0 <= request.num_in_flight <= sum(1 + step.num_drafts for step in self._planned.values())
             if request not in active:
                 assert not request.block_table, f"{request} holds blocks outside the batch"
         self.kv.check_integrity(active)
@@ -506,8 +550,44 @@ class _Step:
         self.growths: list[Growth] = []
         self.masks: dict[int, bytes] = {}
         self.prompt_logprobs: list[PromptLogprobs] = []
+        self.drafts: dict[int, Sequence[int]] = {}  # row -> tokens
+        self.num_drafts = 0
+        self.keeps_up = False
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.preempted: list[str] = []
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
+
+    def sort_decode_rows(self) -> None:
+        """Brings rows with fewer drafts before those with more."""
+        order = sorted(range(self.num_decode_rows), key=self.counts.__getitem__)
+        self.rows = [self.rows[row] for row in order]
+        self.slots, self.starts, self.counts = (
+            [column[row] for row in order] for column in (self.slots, self.starts, self.counts)
+        )
+        place = {row: index for index, row in enumerate(order)}
+        self.masks = {place[row]: mask for row, mask in self.masks.items()}
+        self.drafts = {place[row]: tokens for row, tokens in self.drafts.items()}
+
+    def plan(self, number: int) -> StepPlan:
+        return StepPlan(
+            step=number,
+            slots=self.slots,
+            starts=self.starts,
+            counts=self.counts,
+            samples=self.samples,
+            num_decode_rows=self.num_decode_rows,
+            admissions=self.admissions,
+            growths=self.growths,
+            masks=self.masks,
+            prompt_logprobs=self.prompt_logprobs,
+            drafts=self.drafts,
+            num_drafts=self.num_drafts,
+            keeps_up=self.keeps_up,
+            swap_out=self.swap_out,
+            swap_in=self.swap_in,
+            preempted=self.preempted,
+            prefix_queried_tokens=self.prefix_queried_tokens,
+            prefix_hit_tokens=self.prefix_hit_tokens,
+        )

@@ -12,6 +12,7 @@ it by then.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,18 +28,48 @@ IntArray = NDArray[np.integer]
 
 
 @dataclass(frozen=True, eq=False)
+class Samples:
+    """The S tokens that a step samples: one a row that samples at all, and one more for each draft that it verifies."""
+
+    rows: IntArray  # [S] of the plan, ascending
+    slots: IntArray  # [S]
+    positions: IntArray  # [S]: the place in its sequence of the token that is sampled
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Samples:
+        rows = np.flatnonzero(plan.samples)
+        ends = np.add(plan.starts, plan.counts)
+        if not plan.num_drafts:
+            return cls(rows, np.array(plan.slots)[rows], ends[rows])
+        num_samples = np.ones(plan.num_rows, dtype=np.int64)
+        num_samples[: plan.num_decode_rows] = plan.counts[: plan.num_decode_rows]
+        counts = num_samples[rows]
+        rows = np.repeat(rows, counts)
+        until_last = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(rows))
+        return cls(rows, np.array(plan.slots)[rows], ends[rows] - until_last)
+
+    def places(self) -> IntArray:
+        """[S]: of each among its row's."""
+        return np.arange(len(self.rows)) - np.searchsorted(self.rows, self.rows)
+
+    def have_drafts(self) -> NDArray[np.bool_]:
+        """[S]: whether a draft stands at its place, which another of its row is sampled behind."""
+        return np.append(self.rows[1:] == self.rows[:-1], False)
+
+
+@dataclass(frozen=True, eq=False)
 class StepInput:
-    """One step's batch on the device: R rows with T tokens in all, S of the rows sample. Complete when constructed."""
+    """One step's batch on the device: R rows with T tokens in all, S tokens to sample. Complete when constructed."""
 
     batch: AttentionBatch
     token_ids: Tensor  # [T] int64
-    sampled_tokens: Tensor | None  # [S] int64: index in T of the sampling rows' last tokens; None: all T, in order
+    sampled_tokens: Tensor | None  # [S] int64: index in T of the token before each; None: all T, in order
     param_rows: Tensor  # [S, num_params] int32, as the sampler encoded them
     sampled_positions: Tensor  # [S] int64: the place in its sequence of the token that is sampled
     places: Tensor  # [S] int64: where in the flat state the sampled token goes
 
     def sampled(self, tokens: Tensor) -> Tensor:
-        """Of something that each token has, [T, ...], what the sampling rows' last tokens have: [S, ...]."""
+        """Of something that each token has, [T, ...], what those before the sampled ones have: [S, ...]."""
         return tokens if self.sampled_tokens is None else tokens.index_select(0, self.sampled_tokens)
 
 
@@ -49,6 +80,7 @@ class SlotState:
         max_model_len: the longest request, in tokens.
         block_size: tokens a KV block.
         num_params: int32 columns of sampling parameters.
+        lookahead: tokens of padding that may stand behind the longest request's last one.
         spare_block: the KV block that padding rows write to.
     """
 
@@ -60,12 +92,14 @@ class SlotState:
         num_params: int,
         device: torch.device,
         spare_block: int = 0,
+        lookahead: int = 0,
     ) -> None:
         self.block_size = block_size
-        self.max_model_len = max_model_len
+        self.max_model_len = max_model_len + lookahead
         self.spare_slot = max_num_seqs
-        self._table = max_model_len + 1  # first column of the block table
-        self._params = self._table + -(-max_model_len // block_size)
+        self._spare_block = spare_block
+        self._table = self.max_model_len + 1  # first column of the block table
+        self._params = self._table + -(-self.max_model_len // block_size)
         self.width = self._params + num_params
         self.rows = torch.zeros((max_num_seqs + 1, self.width), dtype=torch.int32, device=device)
         self.rows[self.spare_slot, self._table : self._params] = spare_block
@@ -76,7 +110,7 @@ class SlotState:
     # --- what changed ---------------------------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan, param_rows: Sequence[IntArray]) -> None:
-        """Takes in the plan's admissions, with a row of sampling parameters each, and grown block tables."""
+        """Takes in the plan's admissions, with a row of sampling parameters each, drafts and grown block tables."""
         places: list[IntArray] = []
         values: list[IntArray | Sequence[int]] = []
         for admission, params in zip(plan.admissions, param_rows, strict=True):
@@ -88,6 +122,10 @@ class SlotState:
                 first = admission.slot * self.width + column
                 places.append(np.arange(first, first + len(numbers)))
                 values.append(numbers)
+        for row, drafts in plan.drafts.items():
+            first = plan.slots[row] * self.width + plan.starts[row] + 1
+            places.append(np.arange(first, first + len(drafts)))
+            values.append(drafts)
         if plan.growths:
             grown = self._grown(plan)
             places.append(grown[:, 0])
@@ -108,7 +146,7 @@ class SlotState:
 
     # --- a step's input -------------------------------------------------------------------------------------------
 
-    def build(self, plan: StepPlan) -> StepInput:
+    def build(self, plan: StepPlan, sampled: Samples) -> StepInput:
         """The input of any step, its shapes being those of the plan."""
         slots = np.array(plan.slots)
         starts = np.array(plan.starts)
@@ -117,11 +155,15 @@ class SlotState:
         query_starts = np.concatenate(([0], np.cumsum(counts)))
         row = np.repeat(np.arange(len(slots)), counts)  # [T]: the row each token belongs to
         positions = np.arange(len(row)) - query_starts[row] + starts[row]
-        sampled = np.flatnonzero(plan.samples)
-        own = (query_starts[sampled + 1] - 1, slots[sampled], seq_lens[sampled])
+        own = (
+            query_starts[sampled.rows] + sampled.positions - 1 - starts[sampled.rows],
+            sampled.slots,
+            sampled.positions,
+        )
         sent = self.mail.send(slots, seq_lens, query_starts, slots[row], positions, *own)
         slots32, lens32, starts32 = sent[:3]
-        token_slots, places, tokens, sampled_slots, sampled_lens = (part.long() for part in sent[3:])
+        token_slots, places, tokens, sampled_slots, sampled_places = (part.long() for part in sent[3:])
+        num_decode_rows, decode_query_len = _alike(plan)
         width = -(-int(seq_lens.max(initial=1)) // self.block_size)
         batch = AttentionBatch(
             positions=places,
@@ -129,11 +171,11 @@ class SlotState:
             block_tables=self.rows[:, self._table : self._table + width].index_select(0, slots32),
             query_starts=starts32,
             seq_lens=lens32,
-            num_decode_rows=plan.num_decode_rows,
-            decode_query_len=1,
-            max_decode_seq_len=int(seq_lens[: plan.num_decode_rows].max(initial=0)),
-            max_prefill_query_len=int(counts[plan.num_decode_rows :].max(initial=0)),
-            max_prefill_seq_len=int(seq_lens[plan.num_decode_rows :].max(initial=0)),
+            num_decode_rows=num_decode_rows,
+            decode_query_len=decode_query_len,
+            max_decode_seq_len=int(seq_lens[:num_decode_rows].max(initial=0)),
+            max_prefill_query_len=int(counts[num_decode_rows:].max(initial=0)),
+            max_prefill_seq_len=int(seq_lens[num_decode_rows:].max(initial=0)),
             host_query_starts=query_starts,
             host_seq_lens=seq_lens,
         )
@@ -142,8 +184,8 @@ class SlotState:
             token_ids=self._flat.index_select(0, token_slots * self.width + places).long(),
             sampled_tokens=tokens,
             param_rows=self.rows[:, self._params :].index_select(0, sampled_slots),
-            sampled_positions=sampled_lens,
-            places=sampled_slots * self.width + sampled_lens,
+            sampled_positions=sampled_places,
+            places=sampled_slots * self.width + sampled_places,
         )
 
     def pack_decode(self, plan: StepPlan, num_rows: int) -> IntArray | None:
@@ -198,6 +240,39 @@ class SlotState:
             places=rows.places,
         )
 
+    def build_rows(self, packed: Tensor, query_len: int) -> StepInput:
+        """The input of a step of R rows of up to `query_len` tokens, made on the device: shapes depend on R and
+        query_len only. packed [3, R] int32: slots, first positions, numbers of tokens. What a row has too few of is
+        padding, which writes to the spare block. Growths must have been applied."""
+        slots, starts, counts = packed.long()
+        place = torch.arange(query_len, device=packed.device)
+        places = starts[:, None] + place  # [R, query_len]
+        table = self.rows[:, self._table : self._params].index_select(0, slots)
+        blocks = table.gather(1, places // self.block_size).where(place < counts[:, None], self._spare_block)
+        positions, flat = places.flatten(), (slots[:, None] * self.width + places).flatten()
+        batch = AttentionBatch(
+            positions=positions,
+            slot_mapping=(blocks.long() * self.block_size + places % self.block_size).flatten(),
+            block_tables=table,
+            query_starts=torch.arange(len(slots) + 1, dtype=torch.int32, device=packed.device) * query_len,
+            seq_lens=packed[1] + query_len,
+            num_decode_rows=len(slots),
+            decode_query_len=query_len,
+            max_decode_seq_len=self.max_model_len,
+            max_prefill_query_len=0,
+            max_prefill_seq_len=0,
+            host_query_starts=None,
+            host_seq_lens=None,
+        )
+        return StepInput(
+            batch=batch,
+            token_ids=self._flat.index_select(0, flat).long(),
+            sampled_tokens=None,
+            param_rows=self.rows[:, self._params :].index_select(0, slots).repeat_interleave(query_len, dim=0),
+            sampled_positions=positions + 1,
+            places=flat + 1,
+        )
+
     def _slot_mapping(self, token_slots: Tensor, positions: Tensor) -> Tensor:
         """[T] int64: where each token's K and V go, block * block_size + offset."""
         block = positions // self.block_size
@@ -215,13 +290,24 @@ class SlotState:
         self._flat.index_copy_(0, places, token_ids.int())
 
 
+def _alike(plan: StepPlan) -> tuple[int, int]:
+    """How many leading rows attention takes as decode rows, and the tokens of each. Where rows differ in their drafts,
+    those with drafts go with the prompts, which may have any number of tokens."""
+    n = plan.num_decode_rows
+    if not plan.num_drafts:
+        return n, 1
+    if plan.counts[0] == plan.counts[n - 1]:
+        return n, plan.counts[0]
+    return bisect_right(plan.counts, 1, hi=n), 1
+
+
 class Mail:
     """Numbers on their way to the device in one copy, which nobody waits for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def send(self, *arrays: IntArray) -> list[Tensor]:
+    def send(self, *arrays: IntArray | NDArray[np.bool_]) -> list[Tensor]:
         """The arrays as int32 tensors on the device."""
         lengths = [len(array) for array in arrays]
         joined = torch.from_numpy(np.concatenate(arrays).astype(np.int32, copy=False))
@@ -232,6 +318,7 @@ class Mail:
         return list(joined.split(lengths))
 
     def send_into(self, target: Tensor, numbers: Tensor) -> None:
-        """Fills `target`, on a GPU, with numbers of its shape and dtype."""
-        # torch keeps page-locked memory for its next user until this copy is done.
-        target.copy_(torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers), non_blocking=True)
+        """Fills `target` with numbers of its shape and dtype."""
+        if target.is_cuda:  # torch keeps page-locked memory for its next user until this copy is done
+            numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers)
+        target.copy_(numbers, non_blocking=True)

@@ -35,6 +35,10 @@ class StartupReport:
     seconds: float
     graphs: CaptureReport
     prefill_graphs: CaptureReport
+    draft_graphs: CaptureReport = dataclasses.field(default_factory=CaptureReport)  # of steps that verify drafts
+    speculation: str = "none"
+    draft_weight_bytes: int = 0
+    draft_kv_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -31,8 +31,22 @@ class AttentionBackends:
 
 
 class TorchModel:
-    def __init__(self, model: Decoder, store: KVStore, host: HostStore | None, backends: AttentionBackends) -> None:
+    """
+    Args:
+        known_tokens: of a draft model beside a target that has more. What is no token here stands for nothing, but must
+            not be looked up.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        store: KVStore,
+        host: HostStore | None,
+        backends: AttentionBackends,
+        known_tokens: int | None = None,
+    ) -> None:
         self._model = model
+        self._last_token = None if known_tokens is None else known_tokens - 1
         self._store = store
         self._host = host
         self._backends = backends
@@ -45,11 +59,15 @@ class TorchModel:
         call."""
         context = self._context(step)
         hidden = self._pieces.replay(step, context)
-        return self._model(step.token_ids, step.batch.positions, context) if hidden is None else hidden
+        return self._run(step, context) if hidden is None else hidden
 
     def forward_eagerly(self, step: StepInput) -> torch.Tensor:
         """`forward` by operations that can be captured, if attention's can."""
-        return self._model(step.token_ids, step.batch.positions, self._context(step))
+        return self._run(step, self._context(step))
+
+    def _run(self, step: StepInput, context: AttentionContext) -> torch.Tensor:
+        token_ids = step.token_ids if self._last_token is None else step.token_ids.clamp(max=self._last_token)
+        return self._model(token_ids, step.batch.positions, context)
 
     def _context(self, step: StepInput) -> AttentionContext:
         return AttentionContext(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from mini_infer.core.plan import StepRecord
@@ -24,13 +26,18 @@ class EngineStats:
         self._prefix_hit_tokens = 0
         self._preemptions = 0
         self._evictions = 0
+        self._drafted: Counter[int] = Counter()  # by place
+        self._accepted: Counter[int] = Counter()
         self._ended = {"stop": 0, "length": 0, "abort": 0, "error": 0, DEADLINE: 0}
         self._histograms = {name: Histogram.of(name) for name in BOUNDS}
         engine.observers.append(self._observe)
 
     def _observe(self, record: StepRecord) -> None:
         self._steps += 1
-        self.computed_tokens += record.prefill_tokens + record.decode_tokens
+        self.computed_tokens += record.prefill_tokens + record.verified_tokens
+        for place, (drafted, accepted) in enumerate(zip(record.drafted, record.accepted, strict=True)):
+            self._drafted[place] += drafted
+            self._accepted[place] += accepted
         self._prompt_tokens += record.prefill_tokens + record.prefix_hit_tokens
         self._generation_tokens += record.sampled_tokens
         self._prefix_queried_tokens += record.prefix_queried_tokens
@@ -81,6 +88,9 @@ class EngineStats:
             prefix_hit_tokens=self._prefix_hit_tokens,
             preemptions=self._preemptions,
             evictions=self._evictions,
+            drafts=self._drafted[0],
+            drafted=[self._drafted[place] for place in range(len(self._drafted))],
+            accepted=[self._accepted[place] for place in range(len(self._drafted))],
             ended=self._ended,
             histograms=self._histograms,
         )

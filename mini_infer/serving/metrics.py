@@ -46,6 +46,9 @@ COUNTERS = {
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "prefix_cache_evictions": "Cached KV blocks given to others.",
     "engine_steps": "Steps of the engine.",
+    "spec_decode_num_drafts": "Times that a request's last token was verified with drafts behind it.",
+    "spec_decode_num_draft_tokens": "Drafts that were verified.",
+    "spec_decode_num_accepted_tokens": "Drafts that were accepted.",
 }
 
 
@@ -85,6 +88,14 @@ class _Collector(Collector):
             counter = CounterMetricFamily(PREFIX + name, COUNTERS[name], labels=["model_name"])
             counter.add_metric([self._model_name], value)
             yield counter
+        by_place = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were accepted, by their place behind the last token.",
+            labels=["model_name", "position"],
+        )
+        for place, count in enumerate(stats.accepted):
+            by_place.add_metric([self._model_name, str(place)], count)
+        yield by_place
         for name, histogram in stats.histograms.items():
             yield self._histogram(name, histogram)
         ended = CounterMetricFamily(
@@ -124,4 +135,7 @@ def _counters(stats: Stats) -> dict[str, float]:
         "prefix_cache_hits": stats.prefix_hit_tokens,
         "prefix_cache_evictions": stats.evictions,
         "engine_steps": stats.steps,
+        "spec_decode_num_drafts": stats.drafts,
+        "spec_decode_num_draft_tokens": sum(stats.drafted),
+        "spec_decode_num_accepted_tokens": sum(stats.accepted),
     }

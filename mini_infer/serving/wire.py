@@ -139,6 +139,9 @@ class Stats(Message):
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     evictions: int = 0
+    drafts: int = 0  # times that a request's last token had drafts behind it
+    drafted: list[int] = []  # by place: drafts that were verified
+    accepted: list[int] = []  # and those of them that were accepted
     ended: dict[str, int] = {}  # completions by finish reason
     histograms: dict[str, Histogram] = {}  # of ended completions, by the names of BOUNDS
 

@@ -53,6 +53,20 @@ OWN = {
         "{case: decode, shapes: {heads: ['4/2'], batch: [3], length: [40], head_dim: [16]}}]",
     ],
 }
+# A dry model has no draft: the shipped pair runs these, with what is slow about them left out.
+_PAIR = [
+    *("model=tiny", "engine.model.dtype=float32", "engine.model.device=cpu", "engine.model.max_model_len=512"),
+    "measure.repeats=1",
+]
+_DRAFT = "engine.speculation.draft={path: tiny-draft, load_format: auto, hf_config: null}"
+PAIRED = {
+    "spec_decode": [*("~experiment.variants.draft_1", "~experiment.variants.draft_7"), "workload.max_output_tokens=64"],
+    "spec_decode_edits": ["workload.min_output_tokens=16", "workload.max_output_tokens=16"],
+    "spec_decode_7b": [_DRAFT],
+    "spec_decode_acceptance_7b": [_DRAFT],
+    "composition": ["engine.model.max_model_len=400"],
+    "composition_1_5b": ["engine.model.max_model_len=400", _DRAFT],
+}
 NEEDS_TRITON = {"flash_decode"}  # test_lab_kernels.py runs it in Triton's interpreter
 
 
@@ -68,6 +82,8 @@ def test_it_runs(compose_config, tmp_path: Path, name: str) -> None:
     overrides = [f"experiment={name}", *places]
     if name in OWN:
         overrides += OWN[name]
+    elif name in PAIRED:
+        overrides += [*_PAIR, *FEW[_kind(compose_config(f"experiment={name}"))], *PAIRED[name]]
     else:
         overrides += [
             "model=dry",
@@ -81,6 +97,8 @@ def test_it_runs(compose_config, tmp_path: Path, name: str) -> None:
         config.experiment.claims = []  # they are about points and sizes that this run does not have
         if name not in OWN:
             _leave_out_peers(config.experiment)
+        if name in PAIRED:
+            config.experiment.points = {}
             if "search" in config.experiment:
                 config.experiment.search.update({"low_per_s": 200, "high_per_s": 800, "steps": 2})
         if config.experiment.get("keep_engines"):

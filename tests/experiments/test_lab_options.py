@@ -19,7 +19,8 @@ from mini_infer.core.errors import ConfigError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = catalog.groups(CONF)
-NO_MECHANISM = {"model.device", "model.dtype"}  # on what and in which numbers a model is computed: chosen by key
+# On what and in which numbers a model is computed, and where a draft comes from: chosen by key.
+NO_MECHANISM = {"model.device", "model.dtype", "speculation.draft.dtype", "speculation.draft.load_format"}
 
 
 def choices(cls=EngineConfig, prefix=""):
@@ -111,7 +112,7 @@ def test_help_marks_defaults_and_names_every_command(compose_config):
         ("tracker.kind=wnb", r"tracker.kind cannot be 'wnb'.* Known: none, wandb"),
         ("hardware=h20", r"unknown option hardware=h20; did you mean 'h200'\?"),
         ("engine/prefix_cache=off", "Known: disabled, enabled"),
-        ("engine/speculation=none", r"'engine/speculation'; .* Known: .*engine/prefix_cache"),
+        ("engine/drafting=none", r"'engine/drafting'; .* Known: .*engine/prefix_cache"),
     ],
 )
 def test_a_mistake_is_explained(compose_config, override, message):

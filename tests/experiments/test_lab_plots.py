@@ -11,6 +11,7 @@ from PIL import Image
 
 from experiments.lab import distributions, plots, timeline
 from experiments.lab.claims import Bound, Claim
+from experiments.lab.rows import Row
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from mini_infer.core.errors import ConfigError
 
@@ -126,6 +127,19 @@ def test_what_is_invalid_or_missing_is_said(monkeypatch):
     ]:
         (ax,), _ = axes_of(monkeypatch, [panel], result(rows=none))
         assert texts(ax) == [says]
+
+
+def test_pairs_are_shown_beside_what_they_are_alone(monkeypatch):
+    variants = {"none": "none", "a": "first", "b": "second", "a+b": "both", "c": "third"}
+    rows = [
+        Row(variant, "concurrency=1", repeat, "output_tokens_per_s", value, "tokens/s")
+        for variant, value in {"none": 100, "a": 150, "b": 120, "a+b": 162, "c": 100}.items()
+        for repeat in range(3)
+    ]
+    given = result(sizes=(1,), variants=variants, baseline="none", rows=rows)
+    (ax,), _ = axes_of(monkeypatch, [PanelSpec("output_tokens_per_s", PanelKind.matrix)], given)
+    assert texts(ax) == ["1.50x", "1.20x", "1.62x", "0.90", "1.00x"]
+    assert ticks(ax.yaxis) == ["first", "second", "third"]
 
 
 def test_log_axes_have_plain_numbers(monkeypatch):

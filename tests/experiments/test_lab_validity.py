@@ -1,6 +1,7 @@
 """Each rule finds the fault that is planted for it, and says so; a sound pass breaks none."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,7 +45,13 @@ def test_every_rule_has_its_planted_fault(rule):
         assert validity.problem(faulty) == rule(faulty)
 
 
+DRAFTED = Served(
+    evidence().served.requests, 0.0, 100.0, records=(SimpleNamespace(drafted=()), SimpleNamespace(drafted=(2, 1)))
+)
 PLANTED = {
+    "drafts_of_nothing": [
+        (Evidence(DRAFTED, vocab_size=100, made_up_prompts=True), "drafts were verified on random tokens")
+    ],
     "failures": [
         (
             evidence(changed={3: {"error": "the pool is too small", "token_ids": (), "token_times": ()}}),

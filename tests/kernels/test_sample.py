@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 from mini_infer.core.request import SamplingParams
-from mini_infer.kernels import sample, sample_shared
+from mini_infer.core.uniforms import hash_seeds, uniforms
+from mini_infer.kernels import sample_shared
 from mini_infer.kernels.sample import sample_rows
-from mini_infer.runtime.draw import NUM_PARAMS, PARAM_COLUMNS, Draw, encode, hash_seeds, pick_rows, truncate, uniforms
+from mini_infer.runtime.draw import NUM_PARAMS, PARAM_COLUMNS, Draw, encode, pick_rows, truncate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GREEDY, PLAIN = SamplingParams(temperature=0), SamplingParams()
@@ -167,7 +168,7 @@ def test_no_rows(device: torch.device) -> None:
 @triton.jit
 def _uniform_kernel(param_rows, positions, out):
     row = tl.program_id(0)
-    tl.store(out + row, sample._uniform(param_rows + row * 6, tl.load(positions + row)))
+    tl.store(out + row, sample_shared.uniform(param_rows + row * 6, tl.load(positions + row)))
 
 
 def test_the_uniform_is_draws_uniform(device: torch.device) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from mini_infer.core.plan import Admission, Growth, StepPlan
 from mini_infer.core.request import SamplingParams
-from mini_infer.runtime.slots import SlotState
+from mini_infer.runtime.slots import Samples, SlotState
 
 PARAMS = SamplingParams()
 
@@ -21,7 +21,7 @@ def make_slots(device: torch.device) -> SlotState:
     ]
     prompts = StepPlan(1, [4, 0, 2], [0, 0, 0], [9, 4, 8], [True] * 3, 0, admissions)
     slots.apply(prompts, [np.arange(3) + 10 * a.slot for a in admissions])
-    step = slots.build(prompts)
+    step = slots.build(prompts, Samples.of(prompts))
     assert step.token_ids.tolist() == [*range(400, 409), *range(4), *range(200, 208)]
     assert step.batch.slot_mapping.tolist() == [
         *range(44, 52), 52, *range(84, 88), *range(124, 132)
@@ -40,7 +40,7 @@ DECODE = StepPlan(2, [0, 4, 2], [4, 9, 8], [1, 1, 1], [True] * 3, 3, growths=[Gr
 def test_captured_input_is_the_eager_one_and_padding(device: torch.device, num_rows: int) -> None:
     eager_slots, slots = make_slots(device), make_slots(device)
     eager_slots.apply(DECODE, [])
-    eager = eager_slots.build(DECODE)
+    eager = eager_slots.build(DECODE, Samples.of(DECODE))
     packed = slots.pack_decode(DECODE, num_rows)
     assert packed is not None
     starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)

@@ -14,17 +14,16 @@ from transformers.generation.logits_process import (
 )
 
 from mini_infer.core.request import SamplingParams
+from mini_infer.core.uniforms import hash_seeds, uniforms
 from mini_infer.runtime.draw import (
     NUM_PARAMS,
     PARAM_COLUMNS,
     Draw,
     draw_tokens,
     encode,
-    hash_seeds,
     pick_rows,
     pick_tokens,
     truncate,
-    uniforms,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

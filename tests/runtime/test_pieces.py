@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_graphs import numbered
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from fake_graphs import RecordingGraph, numbered
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.modeling.loader import load_spec
@@ -32,31 +30,6 @@ SHAPE = {
     "max_position_embeddings": 512,
     "initializer_range": 0.3,
 }
-
-
-class RecordingGraph(TorchDispatchMode):
-    """Repeats on the same tensors what ran while it captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[tuple[Any, tuple, dict, Any]] = []
-
-    def capture_begin(self, pool: Any = None) -> None:
-        self.__enter__()
-
-    def capture_end(self) -> None:
-        self.__exit__(None, None, None)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, result))
-        return result
-
-    def replay(self) -> None:
-        for func, args, kwargs, first in self.operations:
-            for old, new in zip(tree_leaves(first), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
 
 
 def test_sizes_are_steps_of_64_as_far_as_a_step_goes() -> None:

@@ -7,7 +7,10 @@ block, stale slot or lost swap shows in the output.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,7 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
-from mini_infer.core.request import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
+from mini_infer.core.plan import Draft, StepPlan, StepResult
+from mini_infer.core.request import CompletionOutput, FinishReason, Request, RequestOutput, TokenLogprob
+from mini_infer.runtime.scheduler import Scheduler
 
 MAX_LEN = 48
 PREFIXES = [[65 + i % 20 for i in range(40)], [65 + i % 20 for i in range(18)] + [50] * 22, [97] * 40]
@@ -82,6 +87,7 @@ def machines(draw: st.DrawFn) -> dict[str, dict[str, object]]:
             "overlap": draw(st.sampled_from(["never", "always"])),
         },
         "swap": {"num_host_blocks": draw(st.one_of(st.none(), st.integers(1, smallest)))},
+        "drafts": {"most": draw(st.sampled_from([0, 1, 3, 8])), "right": draw(st.sampled_from([0.5, 0.9, 1.0]))},
     }
 
 
@@ -127,6 +133,47 @@ class Answer:
         if output.prompt_logprobs is not None:
             assert self.prompt_logprobs is None, "the prompt's log-probabilities came twice"
             self.prompt_logprobs = output.prompt_logprobs
+
+
+class Oracle:
+    """Proposes what the request will produce, as far as it tells the truth. It knows nothing of a request's end, and
+    changes its mind about whether there will be drafts."""
+
+    def __init__(self, traffic: list[Arrival], most: int, right: float) -> None:
+        self._traffic, self._most, self._right = traffic, most, right
+        self._random = random.Random(most)
+        self.num_booked = 0
+
+    @property
+    def waits(self) -> bool:
+        return self._random.random() < 0.7
+
+    def propose(self, requests: Iterable[Request]) -> dict[int, Draft]:
+        drafts = {}
+        for index, request in enumerate(requests):
+            length = self._random.randint(0, self._most)
+            if length and request.constraint is None and request.num_in_flight == 1:
+                drafts[index] = Draft(length, self._next(request, length))
+        return drafts
+
+    def _next(self, request: Request, length: int) -> list[int]:
+        arrival = self._traffic[int(request.request_id[1:])]
+        known = request.output_token_ids
+        for completion in output_alone(arrival.prompt, arrival.params).outputs:
+            if completion.token_ids[: len(known)] == known:
+                tokens = completion.token_ids[len(known) : len(known) + length]
+                return [
+                    t if self._random.random() < self._right else 65 for t in tokens + [66] * (length - len(tokens))
+                ]
+        raise AssertionError(f"{request} is off its way")
+
+    def book(self, rows: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult) -> None:
+        self.num_booked += plan.num_drafts
+        for count, tokens in zip(plan.counts[: plan.num_decode_rows], result.tokens, strict=False):
+            assert 1 <= len(tokens) <= count <= self._most + 1
+
+    def forget(self, request: Request) -> None:
+        pass
 
 
 ROOMY = {"block_size": 16, "num_blocks": 100, "prefix_caching": False}
@@ -218,6 +265,16 @@ def test_traffic_changes_no_token_and_loses_no_block(
         "layout": "contiguous" if cache == "contiguous" else "paged",
     }
     engine = make_engine(memory, scheduler)
+    oracle = Oracle(traffic, **machine["drafts"])
+    make_scheduler = engine._parts.make_scheduler
+
+    def make_speculating_scheduler() -> Scheduler:
+        made = make_scheduler()
+        made._proposer = oracle
+        return made
+
+    engine._parts = dataclasses.replace(engine._parts, make_scheduler=make_speculating_scheduler)
+    engine.scheduler = make_speculating_scheduler()
     produced = drive(engine, traffic, failing_step, failing_verb)
 
     for number, arrival in enumerate(traffic):
@@ -238,4 +295,7 @@ def test_traffic_changes_no_token_and_loses_no_block(
     usage = engine.scheduler.usage()
     assert usage.used_blocks == usage.used_slots == usage.host_blocks_used == 0
     assert engine.scheduler.num_unfinished == 0
+    assert sum(sum(r.accepted) for r in engine.records) <= sum(sum(r.drafted) for r in engine.records)
+    if failing_step is None and not any(a.abort_after is not None for a in traffic):
+        assert sum(sum(r.drafted) for r in engine.records) == oracle.num_booked
     assert not engine._outputs.unfinished()

@@ -82,3 +82,21 @@ def test_values_on_a_bound_count_below_it() -> None:
     assert families["mini_infer:kv_cache_usage_perc"].samples[0].value == 0.25
     assert "process_cpu_seconds" not in families
     assert set(HISTOGRAMS) == set(BOUNDS)
+
+
+def test_drafts_are_counted_by_place() -> None:
+    flags = ("--speculation.method", "synthetic", "--speculation.acceptance", "0.5", "--speculation.num_tokens", "2")
+    with running(*flags, "--speculation.adaptive", "false") as server:
+        text = server.complete("a" * 40, max_tokens=64, ignore_eos=True, seed=3)["choices"][0]["text"]
+        assert text == server.complete("a" * 40, max_tokens=64, ignore_eos=True, seed=3)["choices"][0]["text"]
+        wait_for(lambda: server.metrics()["generation_tokens_total"] == 128)
+        found = server.metrics()
+        families = {f.name: f for f in text_string_to_metric_families(server.http.get("/metrics").text)}
+    drafts, drafted, accepted = (
+        found[f"spec_decode_num_{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    assert 0 < drafts < drafted <= 2 * drafts
+    assert 0.2 * drafted < accepted < 0.8 * drafted
+    places = families["mini_infer:spec_decode_num_accepted_tokens_per_pos"].samples
+    assert [sample.labels["position"] for sample in places] == ["0", "1"]
+    assert sum(sample.value for sample in places) == accepted

@@ -16,7 +16,12 @@ from mini_infer.core.errors import ConfigError
 @dataclass(frozen=True)
 class Text(Arriving):
     """Held-out Python code, each prompt up to where a function's body begins. Lengths are spread over a range, in
-    tokens of the shipped tokenizer; output lengths are drawn evenly from theirs."""
+    tokens of the shipped tokenizer; output lengths are drawn evenly from theirs.
+
+    Attributes:
+        again: share of the prompt that follows it once more, from its beginning, as when a text is asked for with few
+            changes; the whole is then so much longer.
+    """
 
     kind: ClassVar[str] = "text"
 
@@ -25,12 +30,14 @@ class Text(Arriving):
     max_prompt_tokens: int = 160
     min_output_tokens: int = 16
     max_output_tokens: int = 96
+    again: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check.at_least(self, 1, "count", "min_prompt_tokens", "min_output_tokens")
         check.ordered(self, "min_prompt_tokens", "max_prompt_tokens")
         check.ordered(self, "min_output_tokens", "max_output_tokens")
+        check.share(self, "again")
 
     @property
     def num_requests(self) -> int:
@@ -42,7 +49,7 @@ class Text(Arriving):
         prompts: dict[tuple[int, ...], tuple[int, ...]] = {}  # by how they begin
         for text in heldout_prompts(None, self.min_prompt_tokens, self.max_prompt_tokens, seed):
             tokens = tuple(vocabulary.encode(text))
-            prompts.setdefault(tokens[:START], tokens)
+            prompts.setdefault(tokens[:START], tokens + tokens[: round(self.again * len(tokens))])
             if len(prompts) == needed:
                 break
         else:

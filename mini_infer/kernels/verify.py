@@ -1,0 +1,267 @@
+"""Which drafts stand, and the token after them: safe to capture in a CUDA graph, nothing is sorted.
+
+The rules, and the torch reference, are speculative/verify.py's. Positions without a draft distribution are sampled as
+ever (sample.py). For those with one, target and draft logits are both weighed as for sampling, by the same parameters,
+and then:
+
+    _judge      position x tiles   accepts the draft, or sums up what p has more of than q in every tile of 4096 tokens
+    _pick       position           the draft, or the tile and in it the token where the CDF passes the uniform
+    _accept     row                how many tokens of a row stand
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mini_infer.core.uniforms import ACCEPT
+from mini_infer.kernels.sample import (
+    CAPACITY,
+    find_tile,
+    find_token,
+    over_tiles,
+    pick,
+    sample_rows,
+    weigh_rows,
+    weight_of_highest,
+)
+from mini_infer.kernels.sample_shared import GROUP, TILE, kept_weights, load_highest, locate, read, uniform
+
+_ACCEPT = tl.constexpr(ACCEPT)
+_UNIT = tl.constexpr(2.0**61)  # a probability of 1 in fixed point
+_NO_DRAFT = tl.constexpr(-1)
+
+
+def verify_rows(
+    logits: Tensor,
+    param_rows: Tensor,
+    positions: Tensor,
+    drafts: Tensor,
+    draft_logits: Tensor | None = None,
+    sources: Tensor | None = None,
+    *,
+    capacity: int = CAPACITY,
+) -> Tensor:
+    """The token at each of N positions, given that the drafts before it in its row stand.
+
+    Args:
+        logits: [N, V] float32, bfloat16 or float16.
+        param_rows: [N, NUM_PARAMS] int32, from draw.encode.
+        positions: [N] int32 or int64, contiguous: tokens before the one that is judged.
+        drafts: [N] int64, -1 where there is none.
+        draft_logits: [D, V'], what drafts were drawn from; None where nothing random proposed them.
+        sources: [N] int64: the row of `draft_logits` for each position's draft, -1 for none. No row twice.
+        capacity: smaller values serve tests.
+
+    Each row of logits and parameters is contiguous; rows may lie apart.
+
+    Returns:
+        token ids [N] int64.
+    """
+    if draft_logits is None or sources is None or not len(logits) or not len(draft_logits):
+        return sample_rows(logits, param_rows, positions, capacity=capacity)
+    vocab, (num_drafts, draft_vocab) = logits.shape[1], draft_logits.shape
+    # Parameters of zeros are greedy, and cost next to nothing: those of rows without a draft.
+    draft_params = param_rows.new_zeros((num_drafts + 1, param_rows.shape[1]))
+    draft_params.index_copy_(0, sources.where(sources >= 0, num_drafts), param_rows)
+    p = weigh_rows(logits, param_rows, capacity)
+    q = weigh_rows(draft_logits, draft_params[:num_drafts], min(capacity, draft_vocab))
+    residuals = torch.empty_like(p.masses)
+    accepted = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    both = (*p, q.logits, q.stride, q.maxima, q.cuts, q.masses, drafts, sources, positions, residuals, accepted)
+    sizes = (weight_of_highest(vocab), weight_of_highest(draft_vocab), vocab, draft_vocab)
+    _judge[over_tiles(len(logits), vocab)](*both, *sizes, num_warps=8)
+    _pick[(len(logits),)](*both, tokens, *sizes, num_warps=8)
+    return tokens
+
+
+def accept_rows(
+    token_ids: Tensor, drafts: Tensor, query_starts: Tensor, width: int, forced: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What R rows go on with: each row's tokens up to the first that is not its draft.
+
+    Args:
+        token_ids: [N] int64, from `verify_rows`.
+        drafts: [N] int64. A -1 ends a row's drafts.
+        query_starts: [R + 1] int32 or int64: where each row's positions begin.
+        width: positions of the longest row.
+        forced: [R] int32 or int64: accept so many drafts, as far as there are, instead.
+
+    Returns:
+        drafts accepted [R] int64; token ids [R, width] int64: those, one token more, then -1.
+    """
+    rows = len(query_starts) - 1
+    accepted = torch.empty(rows, dtype=torch.int64, device=token_ids.device)
+    chosen = torch.empty((rows, width), dtype=torch.int64, device=token_ids.device)
+    given = query_starts if forced is None else forced  # a pointer must be to something
+    if rows:
+        block = triton.next_power_of_2(width)
+        _accept[(rows,)](
+            token_ids, drafts, query_starts, given, accepted, chosen, width, forced is not None, block, num_warps=1
+        )
+    return accepted, chosen
+
+
+@triton.jit
+def _judge(
+    logits,
+    stride,
+    own_params,
+    own_stride,
+    maxima,
+    cuts,
+    masses,
+    draft_logits,
+    draft_stride,
+    draft_maxima,
+    draft_cuts,
+    draft_masses,
+    drafts,
+    sources,
+    positions,
+    residuals,
+    accepted,
+    scale,
+    draft_scale,
+    VOCAB: tl.constexpr,
+    DRAFT_VOCAB: tl.constexpr,
+):
+    """accepted [N] int32 and residuals [N, tiles] int64, of sampled positions with a draft distribution; residuals only
+    where the draft is rejected."""
+    row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
+    source = tl.load(sources + row)
+    rule = read(own_params)
+    if (source < 0) | (rule[0] == 0):
+        return
+    tiles: tl.constexpr = triton.cdiv(VOCAB, TILE)
+    p = _open(logits, maxima, cuts + row * 2, masses + row * tiles, scale, VOCAB)
+    q = _open_draft(
+        source, draft_logits, draft_stride, draft_maxima, draft_cuts, draft_masses, draft_scale, DRAFT_VOCAB
+    )
+    draft = tl.load(drafts + row)
+    luck = uniform(own_params, tl.load(positions + row).to(tl.int64) + _ACCEPT)
+    stands = luck * _probabilities(q, draft, rule, DRAFT_VOCAB) < _probabilities(p, draft, rule, VOCAB)
+    if tl.program_id(1) == 0:
+        tl.store(accepted + row, stands.to(tl.int32))
+    if stands:
+        return
+    for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
+        residual = _residual(p, q, tile, rule, VOCAB, DRAFT_VOCAB)
+        tl.store(residuals + row * tiles + tile, tl.sum(residual))
+
+
+@triton.jit
+def _pick(
+    logits,
+    stride,
+    own_params,
+    own_stride,
+    maxima,
+    cuts,
+    masses,
+    draft_logits,
+    draft_stride,
+    draft_maxima,
+    draft_cuts,
+    draft_masses,
+    drafts,
+    sources,
+    positions,
+    residuals,
+    accepted,
+    tokens,
+    scale,
+    draft_scale,
+    VOCAB: tl.constexpr,
+    DRAFT_VOCAB: tl.constexpr,
+):
+    row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
+    source, position = tl.load(sources + row), tl.load(positions + row)
+    tiles: tl.constexpr = triton.cdiv(VOCAB, TILE)
+    cuts += row * 2
+    masses += row * tiles
+    rule = read(own_params)
+    if (source < 0) | (rule[0] == 0):
+        token = pick(logits, own_params, maxima, cuts, masses, position, scale, VOCAB)
+    else:
+        token = tl.load(drafts + row)
+        if tl.load(accepted + row) == 0:
+            residuals += row * tiles
+            if _total(residuals, VOCAB) > 0:  # else p equals q, but for rounding
+                p = _open(logits, maxima, cuts, masses, scale, VOCAB)
+                q = _open_draft(
+                    source, draft_logits, draft_stride, draft_maxima, draft_cuts, draft_masses, draft_scale, DRAFT_VOCAB
+                )
+                chosen, target = find_tile(residuals, uniform(own_params, position), VOCAB)
+                weight = _residual(p, q, chosen, rule, VOCAB, DRAFT_VOCAB)
+                token = tl.minimum(find_token(chosen, target, weight), VOCAB - 1).to(tl.int64)
+    tl.store(tokens + row, token)
+
+
+@triton.jit
+def _open(logits, maxima, cuts, masses, scale, VOCAB: tl.constexpr):
+    """A row's distribution, as `_probabilities` takes it. All pointers are to the row's own."""
+    unit = _UNIT / _total(masses, VOCAB).to(tl.float64)
+    return logits, load_highest(maxima, VOCAB), cuts, scale, unit
+
+
+@triton.jit
+def _open_draft(row, logits, stride, maxima, cuts, masses, scale, VOCAB: tl.constexpr):
+    """Likewise, pointers being to the first row's."""
+    tiles: tl.constexpr = triton.cdiv(VOCAB, TILE)
+    maxima += row * (tiles * TILE // GROUP)
+    return _open(logits + row * stride, maxima, cuts + row * 2, masses + row * tiles, scale, VOCAB)
+
+
+@triton.jit
+def _total(masses, VOCAB: tl.constexpr):
+    tiles: tl.constexpr = triton.cdiv(VOCAB, TILE)
+    tile = tl.arange(0, triton.next_power_of_2(tiles))
+    return tl.sum(tl.load(masses + tile, mask=tile < tiles, other=0))
+
+
+@triton.jit
+def _probabilities(distribution, index, rule, VOCAB: tl.constexpr):
+    """Of tokens, float64, in units of 1 / _UNIT; 0 behind the row's end."""
+    logits, top, cuts, scale, unit = distribution
+    return kept_weights(logits, index, top, rule, cuts, scale, VOCAB).to(tl.float64) * unit
+
+
+@triton.jit
+def _residual(p, q, tile, rule, VOCAB: tl.constexpr, DRAFT_VOCAB: tl.constexpr):
+    """What a tile's tokens are likelier by in p than in q: weights, int64."""
+    index = tile * TILE + tl.arange(0, TILE)
+    more = _probabilities(p, index, rule, VOCAB) - _probabilities(q, index, rule, DRAFT_VOCAB)
+    return tl.maximum(more, 0.0).to(tl.int64)
+
+
+@triton.jit
+def _accept(
+    tokens,
+    drafts,
+    query_starts,
+    forced,
+    accepted,
+    chosen,
+    WIDTH: tl.constexpr,
+    FORCED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    start, end = tl.load(query_starts + row), tl.load(query_starts + row + 1)
+    place = tl.arange(0, BLOCK)
+    within = place < end - start
+    draft = tl.load(drafts + start + place, mask=within, other=_NO_DRAFT)
+    token = tl.load(tokens + start + place, mask=within, other=_NO_DRAFT)
+    stands = draft != _NO_DRAFT
+    if not FORCED:
+        stands = stands & (draft == token)
+    count = tl.min(tl.where(stands, BLOCK, place)).to(tl.int64)
+    if FORCED:
+        count = tl.minimum(count, tl.load(forced + row).to(tl.int64))
+    result = tl.where(place < count, draft, tl.where(place == count, token, _NO_DRAFT))
+    tl.store(accepted + row, count)
+    tl.store(chosen + row * WIDTH + place, result, mask=place < WIDTH)

@@ -1,0 +1,16 @@
+"""Speculative decoding: what proposes tokens, what verifies them, and how many are worth proposing.
+
+    propose   ngram.py      what followed the last tokens where they came before in prompt and output
+              suffix.py     likewise by counts (automaton.py), over the outputs of finished requests as well
+              synthetic.py  anything: accepted at a stated rate, for speed studies with random weights
+    verify    verify.py     which drafts stand, and the token after them: greedy, or exact in distribution
+              (kernels/verify.py does the same on a GPU)
+    choose    costs.py      what a step costs by rows and tokens a row, measured at start-up; Leviathan's formula
+              adapt.py      drafts for each request, by tokens a second; none where they would lose
+
+Host proposers (ngram, suffix) belong to one request each, take lists of token ids and give lists of token ids: append
+what was prompted or accepted with `extend`, ask with `propose(k)`. Drafts are not told to them: a rejected draft leaves
+nothing behind. `verify` takes the logits of all of a step's sampling positions, flat, as the sampler does.
+
+None of them knows the scheduler, the runner or a request.
+"""
