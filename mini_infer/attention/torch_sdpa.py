@@ -93,9 +93,10 @@ class _Decode:
         scale: float,
         scratch: _Scratch,
     ) -> None:
-        assert batch.host_seq_lens is not None, "it is not graph-safe"
         n = batch.decode_query_len
-        seq_lens = batch.host_seq_lens[: batch.num_decode_rows]
+        # Where only the device knows how long rows are, this waits for it: a reason why it is not graph-safe.
+        seq_lens = batch.seq_lens.cpu().numpy() if batch.host_seq_lens is None else batch.host_seq_lens
+        seq_lens = seq_lens[: batch.num_decode_rows]
         groups = _alike(seq_lens)
         device = batch.positions.device
         self._n = n

@@ -79,6 +79,11 @@ class KVManager:
     def num_evictions(self) -> int:
         return self._pool.num_evictions
 
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody refers to, those among them that still hold a prefix."""
+        return self._pool.num_free * self._unit
+
     # --- prefix cache -------------------------------------------------------------------------------------------
 
     def match_prefix(self, request: Request) -> PrefixMatch:

@@ -6,11 +6,13 @@ model. It carries only what changed: a request's tokens and block table travel o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mini_infer.core.request import SamplingParams, TokenLogprob
+
+NO_DRAFT = -1  # where a token id may stand
 
 
 class Admission(NamedTuple):
@@ -76,6 +78,9 @@ class StepPlan:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     drafts: dict[int, Sequence[int]] = field(default_factory=dict)  # row -> its drafts, where the host proposed them
     num_drafts: int = 0  # of all rows
+    following: Collection[
+        int
+    ] = ()  # rows whose last step's drafts are not read yet: `starts` is where they begin at most
     keeps_up: bool = False  # drafts are worth making these days: a draft model computes prompts beside the target
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block), copied first
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block), copied second
@@ -87,6 +92,11 @@ class StepPlan:
     def empty(self) -> bool:
         """Whether there is nothing to do. A plan without rows may still have blocks to copy to the host."""
         return not self.slots and not self.swap_out
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it is a step with drafts, or follows one that is not read yet as if it were."""
+        return self.num_drafts > 0 or bool(self.following)
 
     @property
     def num_rows(self) -> int:

@@ -61,6 +61,7 @@ class Request:
         "fork_of",
         "max_total_tokens",
         "min_total_tokens",
+        "must_be_read",
         "num_cached_tokens",
         "num_committed_blocks",
         "num_computed_tokens",
@@ -108,6 +109,8 @@ class Request:
         self.max_total_tokens = max_total_tokens  # it ends with "length" when num_tokens reaches this
         self.min_total_tokens = self.prompt_len + params.min_tokens
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
+        # Whether what it samples depends on where it stands or on what it said, beyond what lies on the device.
+        self.must_be_read = constraint is not None or params.adjusts_logits or params.logprobs is not None
         self.seed = seed
         self.priority = priority
         self.arrival_time = arrival_time

@@ -105,6 +105,12 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def adjusts_logits(self) -> bool:
+        """Whether tokens are drawn from anything but the model's own logits."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1, 0, 0) or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """`logit_bias` as (token id, bias) pairs."""
         return self.logit_bias  # type: ignore[return-value]  # __post_init__ made it so

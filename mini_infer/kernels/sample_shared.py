@@ -12,8 +12,8 @@ import triton.language as tl
 
 # Columns of a row of parameters, as runtime/draw.py encodes them; floats and the uint64 as their bits. Kernels call it
 # own_params: with an argument named params Triton's launcher does not work.
-NUM_PARAMS = 6
-TEMPERATURE, TAIL, TOP_K, MIN_P, SEED_LOW, SEED_HIGH = (tl.constexpr(column) for column in range(NUM_PARAMS))
+NUM_PARAMS = 7
+TEMPERATURE, TAIL, TOP_K, MIN_P, SEED_LOW, SEED_HIGH, SEEDED = (tl.constexpr(column) for column in range(NUM_PARAMS))
 
 GROUP = tl.constexpr(64)  # tokens that share a maximum
 TILE = tl.constexpr(4096)  # tokens that a program reads at a time

@@ -29,7 +29,7 @@ class Adjustment:
     banned: Tensor | None  # flat indices into the rows' scores
     penalties: Penalties | None
     mask: Tensor | None  # [A, bytes] uint8: bit i, from the lowest of the first byte on, lets token i be picked
-    param_rows: Tensor | None  # [A, NUM_PARAMS] int32, where `main` picks
+    param_rows: Tensor  # [A, NUM_PARAMS] int32
 
 
 def padded(vocab_size: int) -> int:

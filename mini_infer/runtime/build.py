@@ -24,7 +24,7 @@ from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.loader import load_model, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.capture import GraphMemory
-from mini_infer.runtime.drafter import Drafter, NoDrafter
+from mini_infer.runtime.draft_steps import DraftSteps
 from mini_infer.runtime.dry import DryModel
 from mini_infer.runtime.graphs import DecodeGraphs, NoGraphs, batch_ladder
 from mini_infer.runtime.memory import (
@@ -40,21 +40,21 @@ from mini_infer.runtime.memory import (
 )
 from mini_infer.runtime.pieces import graph_bytes, token_ladder
 from mini_infer.runtime.progress import progress_bar
-from mini_infer.runtime.row_graphs import query_ladder
 from mini_infer.runtime.runner import Graphs, Runner
 from mini_infer.runtime.sampler import Sampler, make_sampler
 from mini_infer.runtime.scheduler import Scheduler
 from mini_infer.runtime.slots import SlotState, StepInput
 from mini_infer.runtime.speculation import (
+    DraftSpec,
+    LoadedDraft,
     ProposerMaker,
-    capture_rows,
     check_draft,
     describe_speculation,
     load_draft,
-    make_acceptance,
-    make_drafter,
+    make_draft_steps,
     make_proposer,
     require_room_for_drafts,
+    row_logits_bytes,
 )
 from mini_infer.runtime.startup import CaptureReport, StartupReport
 from mini_infer.runtime.step_costs import measure_costs
@@ -109,37 +109,36 @@ def build_parts(config: EngineConfig) -> EngineParts:
     require_room_for_weights(weight_bytes(spec, dtype), model_config.path, dtype, device)
     lookahead = config.speculation.most
     model = load_model(model_config, spec, dtype, device, limits.max_model_len + lookahead, kernels)
-    draft_model = load_draft(draft, limits.max_model_len, lookahead, device, kernels) if draft else None
+    loaded_draft = None
+    if draft:
+        draft_model = load_draft(draft, limits.max_model_len, lookahead, device, kernels)
+        loaded_draft = LoadedDraft(draft, draft_model, *_select_draft_attention(config, draft, device, sampler))
     if device.type == "cuda":  # the weights have taken their share, and steps will take theirs
-        step_bytes = _try_largest_step(config, limits, model, kv_shape, backends, sampler)
-        step_bytes += graph_bytes(spec, dtype, _prefill_sizes(config))
+        step_bytes = _try_largest_step(config, limits, model, loaded_draft, kv_shape, backends, sampler)
+        step_bytes += graph_bytes(spec, dtype, _prefill_sizes(config)) + row_logits_bytes(config, spec, dtype, draft)
         limits = settle_limits(config, spec.max_model_len, kv_memory(config.cache, device, step_bytes) // block_bytes)
     store = allocate_kv(kv_shape, limits.num_blocks, device)
     host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
     torch_model = TorchModel(model, store, host, backends)
     slots = _make_slots(config, limits, sampler, device)
+    overlap = _overlaps(config, device)
+    drafts = make_draft_steps(config, torch_model, loaded_draft, limits, slots, sampler, device, overlap)
     memory = GraphMemory(device) if device.type == "cuda" else None
     graphs, captured = _capture(config, torch_model, slots, sampler, memory, no_graphs)
     captured_pieces = _capture_pieces(config, torch_model, memory)
-    drafter: Drafter = NoDrafter()
-    if draft and draft_model:
-        draft_backends, draft_no_graphs = _select_attention(config, draft.spec, draft.dtype, device, sampler)
-        draft_memory = memory if draft_no_graphs is None else None
-        drafter = make_drafter(config, draft, draft_model, draft_backends, draft_memory, limits, slots, sampler, device)
-    query_lens = query_ladder(1 + config.speculation.most)
-    verified = memory if no_graphs is None else None
-    row_graphs, captured_rows = capture_rows(config, slots, torch_model, query_lens, verified)
-    acceptance = make_acceptance(config.speculation, sampler, slots)
-    runner = Runner(torch_model, slots, sampler, graphs, row_graphs, drafter, acceptance)
-    costs = _measure_costs(config, runner, limits, device, padded=bool(captured_rows.batch_sizes))
+    captured_rows = CaptureReport()
+    if memory is not None and no_graphs is None and drafts.can_be_captured:
+        captured_rows = drafts.capture(config, memory)
+    runner = Runner(torch_model, slots, sampler, graphs, drafts.steps)
+    costs = _measure_costs(config, runner, limits, overlap, padded=bool(captured_rows.batch_sizes))
     reserve_memory = partial(_reserve_memory, config, limits, runner, device)
     reserve_memory()
     return EngineParts(
         tokenizer=tokenizer,
         runner=runner,
         reserve_memory=reserve_memory,
-        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, spec.vocab_size, costs)),
-        overlap=_overlaps(config, device),
+        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, spec.vocab_size, costs), overlap),
+        overlap=overlap,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids or tuple(tokenizer.eos_token_ids),
         max_model_len=limits.max_model_len,
@@ -151,7 +150,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
             attention_decode=str(backends.decode),
             kernels=f"{kernels.name} ({kernels.fallback})" if kernels.fallback else kernels.name,
             sampler=sampler.name,
-            overlap=_overlaps(config, device),
+            overlap=overlap,
             max_model_len=limits.max_model_len,
             num_kv_blocks=limits.num_blocks,
             kv_bytes=limits.num_blocks * KVStore.bytes_per_block(**kv_shape),
@@ -175,15 +174,16 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
     model = DryModel(dry, limits.num_blocks, config.cache.block_size, limits.num_host_blocks)
     sampler = make_sampler(config.scheduler.max_num_seqs, dry.vocab_size, device, TorchKernels())
     slots = _make_slots(config, limits, sampler, device)
-    acceptance = make_acceptance(config.speculation, sampler, slots)
-    runner = Runner(model, slots, sampler, NoGraphs(), acceptance=acceptance)
-    costs = _measure_costs(config, runner, limits, device, padded=False)
+    overlap = _overlaps(config, device)
+    drafts = DraftSteps(model, slots, sampler, rate=config.speculation.rate, always_rows=overlap)
+    runner = Runner(model, slots, sampler, NoGraphs(), drafts)
+    costs = _measure_costs(config, runner, limits, overlap, padded=False)
     return EngineParts(
         tokenizer=tokenizer,
         runner=runner,
         reserve_memory=lambda: None,
-        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, dry.vocab_size, costs)),
-        overlap=_overlaps(config, device),
+        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, dry.vocab_size, costs), overlap),
+        overlap=overlap,
         vocab_size=dry.vocab_size,
         eos_token_ids=tuple(tokenizer.eos_token_ids),
         max_model_len=limits.max_model_len,
@@ -195,7 +195,7 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
             attention_decode="none",
             kernels="none",
             sampler=sampler.name,
-            overlap=_overlaps(config, device),
+            overlap=overlap,
             max_model_len=limits.max_model_len,
             num_kv_blocks=limits.num_blocks,
             kv_bytes=0,
@@ -209,12 +209,12 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
 
 
 def _measure_costs(
-    config: EngineConfig, runner: Runner, limits: Limits, device: torch.device, padded: bool
+    config: EngineConfig, runner: Runner, limits: Limits, overlap: bool, padded: bool
 ) -> tuple[StepCosts, float] | None:
     speculation = config.speculation
     if not (speculation.most and speculation.adaptive):
         return None
-    return measure_costs(runner, config, limits, _overlaps(config, device), padded)
+    return measure_costs(runner, config, limits, overlap, padded)
 
 
 def _overlaps(config: EngineConfig, device: torch.device) -> bool:
@@ -252,6 +252,14 @@ def _select_attention(
     return AttentionBackends.select(config.attention, needs), reason
 
 
+def _select_draft_attention(
+    config: EngineConfig, draft: DraftSpec, device: torch.device, sampler: Sampler
+) -> tuple[AttentionBackends, bool]:
+    """The draft's backends, and whether its steps can be captured."""
+    backends, no_graphs = _select_attention(config, draft.spec, draft.dtype, device, sampler)
+    return backends, no_graphs is None
+
+
 def _make_slots(config: EngineConfig, limits: Limits, sampler: Sampler, device: torch.device) -> SlotState:
     return SlotState(
         config.scheduler.max_num_seqs,
@@ -264,7 +272,9 @@ def _make_slots(config: EngineConfig, limits: Limits, sampler: Sampler, device: 
     )
 
 
-def _scheduler_maker(config: EngineConfig, limits: Limits, make_proposer: ProposerMaker) -> Callable[[], Scheduler]:
+def _scheduler_maker(
+    config: EngineConfig, limits: Limits, make_proposer: ProposerMaker, overlap: bool
+) -> Callable[[], Scheduler]:
     def make_scheduler() -> Scheduler:
         kv = KVManager(
             limits.num_blocks,
@@ -274,7 +284,7 @@ def _scheduler_maker(config: EngineConfig, limits: Limits, make_proposer: Propos
             prefix_caching=config.cache.prefix_caching,
             num_host_blocks=limits.num_host_blocks,
         )
-        return Scheduler(config.scheduler, kv, config.cache.watermark, make_proposer())
+        return Scheduler(config.scheduler, kv, config.cache.watermark, make_proposer(), overlap)
 
     return make_scheduler
 
@@ -283,6 +293,7 @@ def _try_largest_step(
     config: EngineConfig,
     limits: Limits,
     model: Decoder,
+    draft: LoadedDraft | None,
     kv_shape: KVShape,
     backends: AttentionBackends,
     sampler: Sampler,
@@ -290,11 +301,15 @@ def _try_largest_step(
     """Runs the largest step there can be on a small KV store, which also compiles what steps run. Returns the bytes
     that it took beside weights and KV."""
     device = model.embed_tokens.device
-    small = dataclasses.replace(limits, num_blocks=1)
+    small = dataclasses.replace(limits, num_blocks=1, num_host_blocks=0)
     torch_model = TorchModel(model, allocate_kv(kv_shape, small.num_blocks, device), None, backends)
-    runner = Runner(torch_model, _make_slots(config, small, sampler, device), sampler, NoGraphs())
+    slots = _make_slots(config, small, sampler, device)
+    drafts = make_draft_steps(config, torch_model, draft, small, slots, sampler, device, overlap=True)
+    runner = Runner(torch_model, slots, sampler, NoGraphs(), drafts.steps)
     torch_model.warm_up(config.scheduler.max_num_seqs)
-    sampler.warm_up()
+    if drafts.draft_model is not None:
+        drafts.draft_model.warm_up(config.scheduler.max_num_seqs)
+    sampler.warm_up(None if drafts.draft_model is None else drafts.draft_model.new_logits(1))
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -307,7 +322,7 @@ def _try_largest_step(
             "in the GPU's memory beside the weights: lower it, or choose a smaller model"
         ) from error
     taken = torch.cuda.max_memory_allocated(device) - before
-    del runner, torch_model
+    del runner, torch_model, drafts
     torch.cuda.empty_cache()
     return taken
 

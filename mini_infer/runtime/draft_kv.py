@@ -62,6 +62,7 @@ class DraftKV:
         for row in np.flatnonzero(self._computed[slots] == _UNSETTLED):
             self._settle(slots[row], int(starts[row]))
         hoped = self._hoped[slots]
+        hoped[list(plan.following)] = False  # as the host is told by a later plan
         self._hoped[slots[hoped]] = False
         self.advance(slots[hoped], np.minimum(self._computed[slots[hoped]], starts[hoped]))
 

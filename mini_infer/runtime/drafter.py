@@ -2,9 +2,11 @@
 request's last token, where the target then reads them.
 
     history      p p p p p t | d d d          t: the last token, whose KV nobody has yet; d: drafts
-    draft's KV   . . . ^                      catches up: everything before t, in the pass that computes t
-                          ^ ^                 one pass for each further draft; the last one's KV is not needed
-    target                  t d d d           verifies all of them in one pass
+    draft's KV   . . . . ^                    catches up: everything before the token before t
+                         ^ ^ ^ ^              the first round computes two tokens, each further round one
+
+Two, since after a step whose drafts were all accepted it lacks the token before t: whether it does is known on the
+device alone, where steps overlap, and a second token costs next to nothing.
 
 Its KV lies in blocks of its own store with the target's block numbers: one block table serves both models, a shared
 prefix is shared by both, and a block that is freed, swapped or evicted is so for both. What it has computed of them is
@@ -22,22 +24,34 @@ from torch import Tensor
 
 from mini_infer.core.plan import StepPlan
 from mini_infer.runtime.draft_kv import DraftKV
-from mini_infer.runtime.row_graphs import NoRowGraphs, RowGraphs
-from mini_infer.runtime.sampler import DraftLogits, Sampler
+from mini_infer.runtime.sampler import Sampler
 from mini_infer.runtime.slots import IntArray, Samples, SlotState
 from mini_infer.runtime.torch_model import TorchModel
-from mini_infer.speculative.verify import NO_DRAFT
 
 
 class Drafter(Protocol):
     """Who proposes on the device."""
 
-    def follow(self, plan: StepPlan) -> None:
-        """Takes in a plan without drafts or prompts, which it has no part in."""
+    has_model: bool
 
-    def draft(self, plan: StepPlan, samples: Samples) -> DraftLogits | None:
-        """Writes the plan's drafts into the history, and keeps up with its prompts. Returns what the drafts were drawn
-        from; None where nothing random drew them, as in a plan of greedy rows."""
+    def follow(self, plan: StepPlan) -> None:
+        """Takes in a plan's admissions and growths, and where its rows stand. For every plan, in order, and first."""
+
+    def keep_up(self, plan: StepPlan) -> None:
+        """Computes the plan's prompts beside the target."""
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Catches up on the plan's rows with drafts, so that `chain` can go on from there."""
+
+    def chain(self, num_rows: int, query_len: int, out: Tensor | None = None) -> Tensor | None:
+        """Writes query_len - 1 drafts behind the last token of each packed row, into the history.
+
+        Args:
+            out: [largest, V'], memory for the logits where the call is captured in a CUDA graph.
+
+        Returns:
+            what they were drawn from [(query_len - 1) * num_rows, V']: all rows' first drafts, their second ones, ...
+        """
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
@@ -47,10 +61,18 @@ class Drafter(Protocol):
 class NoDrafter:
     """There are no drafts, or the plan brings them."""
 
+    has_model = False
+
     def follow(self, plan: StepPlan) -> None:
         pass
 
-    def draft(self, plan: StepPlan, samples: Samples) -> None:
+    def keep_up(self, plan: StepPlan) -> None:
+        pass
+
+    def prepare(self, plan: StepPlan) -> None:
+        pass
+
+    def chain(self, num_rows: int, query_len: int, out: Tensor | None = None) -> None:
         return None
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -67,21 +89,13 @@ class DraftModel:
         kv: what it has computed, which is nothing.
         vocab_size: tokens that both models know, and it may propose.
         max_tokens: that it computes in one pass.
-        graphs: captured forwards of rows of one and of two tokens.
     """
 
+    has_model = True
+
     def __init__(
-        self,
-        model: TorchModel,
-        kv: DraftKV,
-        slots: SlotState,
-        sampler: Sampler,
-        *,
-        vocab_size: int,
-        max_tokens: int,
-        graphs: RowGraphs | NoRowGraphs | None = None,
+        self, model: TorchModel, kv: DraftKV, slots: SlotState, sampler: Sampler, *, vocab_size: int, max_tokens: int
     ) -> None:
-        self._graphs = graphs or NoRowGraphs()
         self._model, self._slots, self._sampler = model, slots, sampler
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
@@ -96,43 +110,32 @@ class DraftModel:
         self._kv.swap_in(pairs)
         self._model.swap_in(pairs)
 
-    def draft(self, plan: StepPlan, samples: Samples) -> DraftLogits | None:
-        self._kv.follow(plan)
-        slots, starts = np.array(plan.slots, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
+    def keep_up(self, plan: StepPlan) -> None:
         n = plan.num_decode_rows
-        if plan.keeps_up and n < plan.num_rows:
-            self._catch_up(slots[n:], np.add(starts, plan.counts)[n:])
-        if not plan.num_drafts:
-            return None
-        counts = np.array(plan.counts[:n])
-        first = int(np.searchsorted(counts, 2))  # rows with more drafts come later
-        self._catch_up(slots[first:n], starts[first:n] - 1)  # all but two at most, which the first round computes
-        logits = []
-        for place in range(int(counts[-1]) - 1):
-            first = int(np.searchsorted(counts, place + 2))
-            logits.append(self._round(slots[first:n], starts[first:n] + place))
-            if not place:
-                self._kv.advance(slots[first:n], starts[first:n] + 1)
-            self._kv.hope(slots[first:n], starts[first:n] + place + 1)
-        if self._sampler.all_greedy(slots[:n]):
-            return None
-        # Round by round: [drafts of place 0 | drafts of place 1 | ...], and in each the rows in order.
-        drafted = np.flatnonzero(samples.have_drafts())
-        sources = np.full(len(samples.rows), NO_DRAFT, dtype=np.int64)
-        sources[drafted[np.argsort(samples.places()[drafted], kind="stable")]] = np.arange(len(drafted))
-        return DraftLogits(torch.cat(logits), self._slots.mail.send(sources)[0].long())
+        if n < plan.num_rows:
+            self._catch_up(np.array(plan.slots[n:]), np.add(plan.starts[n:], plan.counts[n:]))
 
-    def _round(self, slots: IntArray, positions: IntArray) -> Tensor:
-        """Drafts a token behind those at `positions`. Returns the logits that it was drawn from."""
-        plan = _rows(slots, self._kv.computed(slots), positions + 1, samples=True)
-        samples = Samples.of(plan)
-        step = self._slots.build(plan, samples)
-        hidden = self._graphs.forward(plan)
-        if hidden is None:
-            hidden = self._model.forward(step)
-        logits = self._model.compute_logits(step.sampled(hidden))[:, : self._vocab_size]
-        self._slots.append(step, self._sampler.propose(logits, step, samples.slots, samples.positions))
-        return logits
+    def prepare(self, plan: StepPlan) -> None:
+        n = plan.num_decode_rows
+        slots, starts, counts = (np.array(column[:n]) for column in (plan.slots, plan.starts, plan.counts))
+        drafting = counts > 1
+        self._catch_up(slots[drafting], starts[drafting] - 1)
+        known = drafting.copy()
+        known[list(plan.following)] = False
+        self._kv.advance(slots[known], starts[known] + 1)
+        self._kv.hope(slots[drafting], (starts + counts)[drafting] - 1)
+
+    def chain(self, num_rows: int, query_len: int, out: Tensor | None = None) -> Tensor:
+        forward = self._model.forward if out is None else self._model.forward_eagerly
+        logits = []
+        for place in range(query_len - 1):
+            step = self._slots.build_rows(num_rows, 1 if place else 2, shift=place or -1, drafting=True).step
+            own = None if out is None else out[place * num_rows : (place + 1) * num_rows]
+            logits.append(self._model.compute_logits(step.sampled(forward(step)), out=own))
+            drafts = self._sampler.main(logits[-1][:, : self._vocab_size], step.param_rows, step.sampled_positions)
+            self._slots.append(step, drafts)
+        drawn_from = torch.cat(logits) if out is None else out[: (query_len - 1) * num_rows]
+        return drawn_from[:, : self._vocab_size]
 
     def _catch_up(self, slots: IntArray, ends: IntArray) -> None:
         """Computes the KV of the slots' tokens up to `ends`, as many in a pass as one may have."""
@@ -143,21 +146,14 @@ class DraftModel:
             rows = np.flatnonzero(take)
             if not rows.size:
                 return
-            own, starts = slots[rows], self._kv.computed(slots[rows])
-            plan = _rows(own, starts, starts + take[rows], samples=False)
-            step = self._slots.build(plan, Samples.of(plan))
-            self._model.forward(step)
-            self._kv.advance(own, starts + take[rows])
-
-
-def _rows(slots: IntArray, starts: IntArray, ends: IntArray, samples: bool) -> StepPlan:
-    counts = ends - starts
-    one_each = bool((counts == 1).all())
-    return StepPlan(
-        step=0,
-        slots=slots.tolist(),
-        starts=starts.tolist(),
-        counts=counts.tolist(),
-        samples=[samples] * len(slots),
-        num_decode_rows=len(slots) if one_each else 0,
-    )
+            own, starts, counts = slots[rows], self._kv.computed(slots[rows]), take[rows]
+            plan = StepPlan(
+                step=0,
+                slots=own.tolist(),
+                starts=starts.tolist(),
+                counts=counts.tolist(),
+                samples=[False] * len(rows),
+                num_decode_rows=0,
+            )
+            self._model.forward(self._slots.build(plan, Samples.of(plan)))
+            self._kv.advance(own, starts + counts)

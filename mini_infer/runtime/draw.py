@@ -29,9 +29,11 @@ PARAM_COLUMNS = np.dtype(
         ("top_k", np.int32),  # vocab_size where it cuts nothing
         ("min_p", np.float32),
         ("key", np.uint64),  # hashed seed
+        ("seeded", np.int32),  # the request brought it, and asks for the same tokens in any company
     ]
 )
 NUM_PARAMS = PARAM_COLUMNS.itemsize // 4
+TEMPERATURE, SEEDED = 0, NUM_PARAMS - 1  # of those columns
 
 
 def encode(params: SamplingParams, seed: int, vocab_size: int) -> Array:
@@ -42,6 +44,7 @@ def encode(params: SamplingParams, seed: int, vocab_size: int) -> Array:
     row["top_k"] = min(params.top_k, vocab_size) or vocab_size
     row["min_p"] = params.min_p
     row["key"] = hash_seeds(np.array([seed], np.uint64))
+    row["seeded"] = params.seed is not None
     return row.view(np.int32)
 
 

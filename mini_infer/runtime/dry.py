@@ -39,15 +39,13 @@ class DryModel:
     def __init__(self, config: DryConfig, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.config = config
         self._eos = ByteTokenizer(config.vocab_size).eos_token_ids[0]
-        self._states = np.zeros((num_blocks, block_size), dtype=np.uint64)
+        self._states = np.zeros((num_blocks + 1, block_size), dtype=np.uint64)  # the last one for padding
         self._host_states = np.zeros((num_host_blocks, block_size), dtype=np.uint64)
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Writes the step's states and returns them, [T] int64, on the CPU."""
         batch, states = step.batch, self._states.reshape(-1)
-        seq_lens, ends = batch.host_seq_lens, batch.host_query_starts
-        assert seq_lens is not None
-        assert ends is not None
+        seq_lens, ends = batch.seq_lens.numpy(), batch.query_starts.numpy()
         starts = seq_lens - np.diff(ends)
         tables, token_ids = batch.block_tables.numpy(), step.token_ids.numpy()
         block_size = self._states.shape[1]

@@ -18,10 +18,10 @@ from mini_infer.core.request import FinishReason, Request, RequestOutput, Reques
 from mini_infer.runtime.build import build_parts
 from mini_infer.runtime.detokenizer import Detokenizer
 from mini_infer.runtime.grammar import CompiledGrammar, GrammarCompiler
+from mini_infer.runtime.launched import LaunchedStep
 from mini_infer.runtime.output import OutputProcessor
 from mini_infer.runtime.probe import blocks_of, probe
 from mini_infer.runtime.prompt import Prompt, encode_prompt, is_single_prompt, require_fit
-from mini_infer.runtime.runner import LaunchedStep
 from mini_infer.runtime.scheduler import TokenUpdate
 from mini_infer.runtime.tokenizer import checked_text
 

@@ -28,6 +28,10 @@ class BatchDescriptor:
     num_rows: int
     query_len: int = 1  # tokens of each row: more where drafts are verified
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.query_len
+
 
 @dataclass(frozen=True, eq=False)
 class _Captured:

@@ -22,30 +22,22 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.request import SamplingParams, TokenLogprob
-from mini_infer.core.uniforms import DRAFT
 from mini_infer.kernels.ops import Kernels
 from mini_infer.runtime.adjust import Adjustment, Penalties, adjust, padded
-from mini_infer.runtime.draw import NUM_PARAMS, PARAM_COLUMNS, Array, Draw, encode, pick_tokens
+from mini_infer.runtime.draw import NUM_PARAMS, PARAM_COLUMNS, Array, Draw, encode, pick_rows, pick_tokens
 from mini_infer.runtime.slots import StepInput
 from mini_infer.speculative.verify import verify_tokens
 
 MainPath = Callable[[Tensor, Tensor, Tensor], Tensor]
-Verify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-class DraftLogits(NamedTuple):
-    """What drafts were drawn from, by `propose`."""
-
-    logits: Tensor  # [D, V']
-    sources: Tensor  # [S] int64: for each sampled token its draft's row of `logits`, NO_DRAFT for none
+Verify = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
 
 
 class Drawn(NamedTuple):
     """Drafts that are to be verified, and what they were drawn from."""
 
     token_ids: Tensor  # [S] int64: the draft that stands at each sampled token's place, NO_DRAFT for none
-    logits: Tensor
-    sources: Tensor
+    logits: Tensor  # [D, V'], what the drafts were drawn from
+    sources: Tensor  # [S] int64: for each sampled token its draft's row of `logits`, NO_DRAFT for none
 
 
 _COLUMNS = np.dtype(
@@ -111,7 +103,7 @@ class Sampler:
     Args:
         max_num_seqs: slots.
         main: the main path as one call that is safe to capture, (logits, param_rows, positions) -> token ids; None:
-            torch operations, chosen on the host by what the rows of a step use.
+            torch operations, which `sample` chooses on the host by what the rows of a step use.
         verify: likewise, where drafts were drawn: (logits, param_rows, positions, drafts, their logits, sources).
     """
 
@@ -129,7 +121,7 @@ class Sampler:
         self.device = torch.device(device)
         self.name = "torch" if main is None else "triton"
         self.graph_safe = main is not None
-        self._main = main
+        self._main = main or pick_rows
         self._verify = verify
         self._params = np.zeros(max_num_seqs, PARAM_COLUMNS)
         self._columns = np.zeros(max_num_seqs, _COLUMNS)
@@ -161,7 +153,7 @@ class Sampler:
         return encoded
 
     def main(self, logits: Tensor, param_rows: Tensor, positions: Tensor) -> Tensor:
-        """One token a row, by what lies on the device alone. Only where `graph_safe`.
+        """One token a row, by what lies on the device alone; safe to capture where `graph_safe`.
 
         Args:
             logits: [S, V], left as they are.
@@ -171,15 +163,36 @@ class Sampler:
         Returns:
             token ids [S] int64.
         """
-        assert self._main is not None, "this sampler runs eagerly"
         return self._main(logits, param_rows, positions)
 
-    def warm_up(self) -> None:
-        """Compiles what `resample` runs, whose scores are float32 whatever the model's logits are."""
-        if self._main is not None:
+    def verify(
+        self,
+        logits: Tensor,
+        param_rows: Tensor,
+        positions: Tensor,
+        drafts: Tensor,
+        draft_logits: Tensor | None = None,
+        sources: Tensor | None = None,
+    ) -> Tensor:
+        """Likewise, of rows some of which are drafts' places: the draft itself where it is accepted. Arguments as of
+        speculative.verify.verify_tokens."""
+        if draft_logits is None:  # a token that would be drawn anyway, and is the draft, is the draft accepted
+            return self._main(logits, param_rows, positions)
+        return self._verify(logits, param_rows, positions, drafts, draft_logits, sources)
+
+    def warm_up(self, draft_logits: Tensor | None = None) -> None:
+        """Compiles what `resample` runs, whose scores are float32 whatever the model's logits are.
+
+        Args:
+            draft_logits: [1, V'] like those of a draft model, where there is one.
+        """
+        if self.graph_safe:
             scores = torch.zeros((1, padded(self.vocab_size)), device=self.device)[:, : self.vocab_size]
             rows = torch.zeros((1, NUM_PARAMS), dtype=torch.int32, device=self.device)
-            self._main(scores, rows, torch.zeros(1, dtype=torch.int64, device=self.device))
+            zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.main(scores, rows, zero)
+            if draft_logits is not None:
+                self.verify(scores, rows, zero, zero, draft_logits, zero)
 
     def sample(
         self,
@@ -216,20 +229,15 @@ class Sampler:
         if drawn is None:
             token_ids = pick_tokens(scores, Draw.of(self._params.take(slots), positions, self.vocab_size, self._send))
         else:
-            token_ids = self._verify(scores, step.param_rows, step.sampled_positions, *drawn)
+            token_ids = self.verify(scores, step.param_rows, step.sampled_positions, *drawn)
         wanted = None if rare is None else rare.wanted
         return SampledTokens(token_ids, None if wanted is None else report(logits, token_ids, wanted))
 
-    def propose(self, logits: Tensor, step: StepInput, slots: Array, positions: Array) -> Tensor:
-        """Drafts a token for each row, by the request's own parameters, from a draft model's logits [S, V']. Arguments
-        as of `sample`. Penalties and biases are the target's business."""
-        if self.graph_safe:
-            return self.main(logits, step.param_rows, step.sampled_positions + DRAFT)
-        draw = Draw.of(self._params.take(slots), positions + DRAFT, logits.shape[1], self._send)
-        return pick_tokens(logits.float(), draw)
-
-    def all_greedy(self, slots: Array) -> bool:
-        return not self._params["temperature"].take(slots).any()
+    def draws_drafts(self, slots: Array) -> Array:
+        """[slots] bool: whether drafts for the slot's request are drawn at random. Not for one that brings a seed: how
+        many drafts it gets depends on its company, and which numbers decide its tokens must not."""
+        params = self._params.take(slots)
+        return (params["temperature"] > 0) & (params["seeded"] == 0)
 
     def keys(self, slots: Array) -> Array:
         """[slots] uint64: hashed seeds."""
@@ -238,7 +246,7 @@ class Sampler:
     def _pick(self, logits: Tensor, param_rows: Tensor, positions: Tensor, drawn: Drawn | None) -> Tensor:
         if drawn is None:
             return self.main(logits, param_rows, positions)
-        return self._verify(logits, param_rows, positions, *drawn)
+        return self.verify(logits, param_rows, positions, *drawn)
 
     # --- the rare things ------------------------------------------------------------------------------------------
 
@@ -256,7 +264,6 @@ class Sampler:
         `sample`; the caller sees to it that the new tokens reach the history."""
         a = rare.adjustment
         if a is not None:
-            assert a.param_rows is not None
             own = None if drawn is None else Drawn(drawn.token_ids[a.rows], drawn.logits, drawn.sources[a.rows])
             tokens = self._pick(adjust(logits, a, history), a.param_rows, a.positions, own)
             token_ids.index_copy_(0, a.rows, tokens.to(token_ids.dtype))
@@ -285,7 +292,7 @@ class Sampler:
             banned=self._send(np.concatenate(banned)) if banned else None,
             penalties=self._penalties(slots[rows], positions[rows], columns.take(rows)),
             mask=self._send(self._mask(rows, slots, early, masks)) if masks else None,
-            param_rows=self._send(params) if self.graph_safe else None,
+            param_rows=self._send(params),
         )
 
     def _mask(self, rows: Array, slots: Array, early: Array, masks: Mapping[int, bytes]) -> Array:

@@ -16,8 +16,12 @@ step; prefill, chunked prefill, prefix hits, decode and recomputation are all th
 Steps may overlap: a plan can be made before the tokens of the plan before it are booked. A request then has a token
 in flight, whose place is known though its value is not, and its next token is planned behind it. What a step computed
 for a request that has meanwhile ended is dropped when the step is booked. A request with a grammar sits out the steps
-before the booking: what may come next depends on the token in flight. So do drafts, and there the whole batch waits:
-it would fall into two halves that take turns.
+before the booking: what may come next depends on the token in flight.
+
+Drafts in flight leave open where a request will stand. The next step may follow all the same: it takes for granted
+that they are accepted, which is how far the request can be at most, and the device, which knows, starts each row where
+it really stands. Where the host must know (a prompt is to be admitted, blocks are short, drafts are looked up in the
+text), the whole batch waits: it would fall into two halves that take turns.
 
 A step serves running requests first, so a decode never waits behind a prompt; then prompts in progress, then
 swapped requests, then new ones. Whoever ranks last gives way when blocks run out. No tensors here: the same
@@ -49,6 +53,7 @@ class Scheduler:
         watermark: share of the pool that admission leaves free, so that running requests can grow for a while
             before somebody has to be preempted.
         proposer: of drafts for running requests.
+        follows: a step may be launched before drafts of the one before it are read: the device knows where rows stand.
     """
 
     def __init__(
@@ -57,10 +62,12 @@ class Scheduler:
         kv: KVManager,
         watermark: float = 0.01,
         proposer: Proposer | NoProposer | None = None,
+        follows: bool = False,
     ) -> None:
         self.config = config
         self.kv = kv
         self._proposer = proposer or NoProposer()
+        self._follows = follows
         self._watermark_blocks = int(watermark * kv.num_blocks) if kv.requests_grow else 0
         self._by_priority = config.policy is Policy.priority
         self._requests: dict[Request, None] = {}  # all unfinished ones
@@ -139,24 +146,44 @@ class Scheduler:
         left waits for tokens in flight."""
         self._step += 1
         step = _Step(now, self.config)
-        under_way = self._planned.values()
-        if under_way and (any(s.num_drafts for s in under_way) or self._proposer.waits):
+        following = any(under_way.num_drafts for under_way in self._planned.values())
+        if self._planned and (self._proposer.waits or (following and not self._can_follow())):
             return step.plan(self._step)
         batch_is_open = self.config.batching is Batching.continuous or not (self._running or self._prefilling)
 
-        if self._by_priority and batch_is_open:
+        if self._by_priority and batch_is_open and not following:
             self._yield_to_priority(step)
         everybody_grew = self._schedule_running(step)
+        if following:
+            step.following = [row for row, (request, _) in enumerate(step.rows) if request.num_in_flight > 2]
         drafts = self._proposer.propose(request for request, _ in step.rows)
         if drafts:
             self._add_drafts(drafts, step)
-        step.keeps_up = self._proposer.waits
-        # Whoever was just thrown out must not come straight back.
-        self._schedule_prompts(step, admit=batch_is_open and everybody_grew)
+        step.keeps_up = self._proposer.keeps_up
+        if not following:
+            # Whoever was just thrown out must not come straight back.
+            self._schedule_prompts(step, admit=batch_is_open and everybody_grew)
 
         if step.rows or step.swap_out:
             self._planned[self._step] = step
         return step.plan(self._step)
+
+    def _can_follow(self) -> bool:
+        """Whether a step can be planned whose rows stand behind drafts that nobody has read yet, and so begin at most
+        where it says. It takes neither prompts nor requests whose sampling depends on where they are, and nobody may
+        have to give way for it."""
+        most = self._proposer.most
+        blocks = len(self._running) * (2 + most // self.kv.block_size)  # more than they can grow by
+        in_line = self._next_in_line() is not None and (self._by_priority or self._free_slots)
+        return (
+            self._follows
+            and not self._proposer.needs_tokens
+            and not self._prefilling
+            and not in_line
+            and self.kv.num_free >= blocks
+            and all(step.num_decode_rows == len(step.rows) for step in self._planned.values())
+            and not any(request.must_be_read for request in self._running)
+        )
 
     def _schedule_running(self, step: _Step) -> bool:
         """One token for each running request. False when some had to be preempted to make room for others."""
@@ -206,17 +233,23 @@ class Scheduler:
         """Puts drafts behind the tokens of running requests, as far as there is room: nobody gives way for them.
 
         Args:
-            drafts: by row. None of these requests has a token in flight but this step's.
+            drafts: by row.
         """
         left = (self.config.max_num_batched_tokens - len(step.slots)) // 2  # prompts must get on, too
+        if not self.config.chunked_prefill and (self._prefilling or self._next_in_line() is not None):
+            return  # a whole prompt may take all that a step has memory for
+        block_size = self.kv.block_size
+        keep_free = max(self._watermark_blocks, len(step.rows))  # what running requests may need next
         for row, draft in drafts.items():
-            request, start = step.rows[row][0], step.starts[row]
+            request, known = step.rows[row][0], step.starts[row] + 1
             # One token is sampled anyway: drafts that could only be accepted beyond the end are none.
-            count = min(draft.length, left, request.max_total_tokens - request.num_tokens - 1)
+            count = min(draft.length, left, request.max_total_tokens - known - 1)
+            first = len(request.block_table)
+            if known + count > first * block_size and self.kv.num_free <= keep_free:
+                count = first * block_size - known
             if count <= 0:
                 continue
-            first = len(request.block_table)
-            blocks = self.kv.grow(request, start + 1 + count)
+            blocks = self.kv.grow(request, known + count)
             if blocks is None:
                 continue
             if blocks:
@@ -397,7 +430,7 @@ class Scheduler:
         num_finished = 0
         planned = self._planned.pop(plan.step).rows
         self._proposer.book(planned, plan, result)
-        num_drafting = plan.num_decode_rows if plan.num_drafts else 0
+        num_verified = plan.num_decode_rows if plan.has_drafts else 0
         for row, entries in result.prompt_logprobs.items():
             request = planned[row][0]
             assert request.prompt_logprobs is not None
@@ -407,16 +440,16 @@ class Scheduler:
         for row, ((request, num_preemptions), start, count, token_ids) in enumerate(rows):
             if request.status is FINISHED:  # while the step ran
                 continue
-            num_drafts = plan.counts[row] - 1 if row < num_drafting else 0
+            verified = row < num_verified
             if (
-                not num_drafts
+                not verified
                 and (start + count) // block_size > request.num_committed_blocks
                 and request.num_preemptions == num_preemptions  # else its blocks are somebody else's by now
             ):
                 commit(request, start + count)
             if not token_ids:
                 continue
-            request.num_in_flight -= 1 + num_drafts
+            request.num_in_flight -= count if verified else 1
             reason = None
             for position, token in enumerate(token_ids):
                 request.token_ids.append(token)
@@ -432,9 +465,9 @@ class Scheduler:
                 if reason is not None:
                     token_ids = token_ids[: position + 1]
                     break
-            if num_drafts:
+            if verified and request.num_preemptions == num_preemptions:
                 # What a rejected draft wrote is written over before anybody reads it. Its blocks stay for the next one.
-                request.num_computed_tokens = request.num_tokens - 1
+                request.num_computed_tokens = request.num_tokens - 1 + request.num_in_flight
                 commit(request, request.num_tokens - 1)
             if reason is not None:
                 stop_reason = token if token in request.params.stop_token_ids else None
@@ -552,6 +585,7 @@ class _Step:
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.drafts: dict[int, Sequence[int]] = {}  # row -> tokens
         self.num_drafts = 0
+        self.following: list[int] = []
         self.keeps_up = False
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
@@ -569,6 +603,7 @@ class _Step:
         place = {row: index for index, row in enumerate(order)}
         self.masks = {place[row]: mask for row, mask in self.masks.items()}
         self.drafts = {place[row]: tokens for row, tokens in self.drafts.items()}
+        self.following = [place[row] for row in self.following]
 
     def plan(self, number: int) -> StepPlan:
         return StepPlan(
@@ -584,6 +619,7 @@ class _Step:
             prompt_logprobs=self.prompt_logprobs,
             drafts=self.drafts,
             num_drafts=self.num_drafts,
+            following=self.following,
             keeps_up=self.keeps_up,
             swap_out=self.swap_out,
             swap_in=self.swap_in,

@@ -13,8 +13,10 @@ it by then.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,8 +25,10 @@ from torch import Tensor
 
 from mini_infer.attention.context import AttentionBatch
 from mini_infer.core.plan import StepPlan
+from mini_infer.runtime.draft_rows import GatheredRows, gather_rows, settle_rows
 
 IntArray = NDArray[np.integer]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +51,10 @@ class Samples:
         rows = np.repeat(rows, counts)
         until_last = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(rows))
         return cls(rows, np.array(plan.slots)[rows], ends[rows] - until_last)
+
+    def index(self, by_row: Mapping[int, Value]) -> dict[int, Value]:
+        """The same by place among the sampled tokens, of rows that sample one."""
+        return {int(np.searchsorted(self.rows, row)): value for row, value in by_row.items()}
 
     def places(self) -> IntArray:
         """[S]: of each among its row's."""
@@ -106,6 +114,10 @@ class SlotState:
         self.history = self.rows[:, : self._table]
         self._flat = self.rows.view(-1)
         self.mail = Mail(device)
+        self._fill_up = lookahead > 0  # tokens of padding find the spare block where a request has none
+        self._next_starts = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._packed = torch.zeros(3 * max_num_seqs, dtype=torch.int32, device=device)
+        self._packed[:max_num_seqs] = self.spare_slot
 
     # --- what changed ---------------------------------------------------------------------------------------------
 
@@ -114,15 +126,15 @@ class SlotState:
         places: list[IntArray] = []
         values: list[IntArray | Sequence[int]] = []
         for admission, params in zip(plan.admissions, param_rows, strict=True):
-            for column, numbers in (
-                (0, admission.token_ids),
-                (self._table, admission.block_table),
-                (self._params, params),
-            ):
+            blocks = admission.block_table
+            if self._fill_up:
+                blocks = blocks + [self._spare_block] * (self._params - self._table - len(blocks))
+            for column, numbers in ((0, admission.token_ids), (self._table, blocks), (self._params, params)):
                 first = admission.slot * self.width + column
                 places.append(np.arange(first, first + len(numbers)))
                 values.append(numbers)
-        for row, drafts in plan.drafts.items():
+        # Where a row follows drafts that are not read yet, a place for others is not known: there any tokens will do.
+        for row, drafts in plan.drafts.items() if not plan.following else ():
             first = plan.slots[row] * self.width + plan.starts[row] + 1
             places.append(np.arange(first, first + len(drafts)))
             values.append(drafts)
@@ -240,23 +252,49 @@ class SlotState:
             places=rows.places,
         )
 
-    def build_rows(self, packed: Tensor, query_len: int) -> StepInput:
-        """The input of a step of R rows of up to `query_len` tokens, made on the device: shapes depend on R and
-        query_len only. packed [3, R] int32: slots, first positions, numbers of tokens. What a row has too few of is
-        padding, which writes to the spare block. Growths must have been applied."""
-        slots, starts, counts = packed.long()
-        place = torch.arange(query_len, device=packed.device)
-        places = starts[:, None] + place  # [R, query_len]
-        table = self.rows[:, self._table : self._params].index_select(0, slots)
-        blocks = table.gather(1, places // self.block_size).where(place < counts[:, None], self._spare_block)
-        positions, flat = places.flatten(), (slots[:, None] * self.width + places).flatten()
+    # --- rows with drafts, whose place the device may know better than the host ---------------------------------------
+
+    def pack_rows(self, plan: StepPlan, num_rows: int, first: int = 0) -> None:
+        """Sends the plan's decode rows from `first` on, filled up with padding rows, to where `packed_rows` finds
+        them: slots, first positions (-1 where the device knows), numbers of tokens. Growths must have been applied."""
+        n = plan.num_decode_rows - first
+        packed = np.zeros((3, num_rows), dtype=np.int32)
+        packed[0, n:] = self.spare_slot
+        packed[0, :n], packed[1, :n] = plan.slots[first : first + n], plan.starts[first : first + n]
+        packed[2, :n] = plan.counts[first : first + n]
+        if plan.following:
+            packed[1, [row - first for row in plan.following]] = -1
+        self.mail.send_into(self.packed_rows(num_rows), torch.from_numpy(packed))
+
+    def packed_rows(self, num_rows: int) -> Tensor:
+        """[3, num_rows] int32, always at the same place."""
+        return self._packed[: 3 * num_rows].view(3, num_rows)
+
+    def build_rows(self, num_rows: int, query_len: int, shift: int = 0, drafting: bool = False) -> RowInput:
+        """The input of a step of the packed rows, made on the device: shapes depend on num_rows and query_len only.
+
+        Args:
+            query_len: tokens of each row. Those that a row has too few of are padding: they are computed for nothing,
+                and what they write is written over before anybody reads it.
+            shift: added to the first positions.
+            drafting: the last token of each row samples, greedily where the request brings a seed. Else all do.
+        """
+        packed = self.packed_rows(num_rows)
+        gather = _kernels().gather_rows if packed.is_cuda else gather_rows
+        rows = GatheredRows(
+            *gather(
+                self.rows, self._next_starts, packed, query_len, shift=shift, drafting=drafting, table=self._table,
+                params=self._params, block_size=self.block_size,
+            )
+        )  # fmt: skip
+        device = packed.device
         batch = AttentionBatch(
-            positions=positions,
-            slot_mapping=(blocks.long() * self.block_size + places % self.block_size).flatten(),
-            block_tables=table,
-            query_starts=torch.arange(len(slots) + 1, dtype=torch.int32, device=packed.device) * query_len,
-            seq_lens=packed[1] + query_len,
-            num_decode_rows=len(slots),
+            positions=rows.positions,
+            slot_mapping=rows.slot_mapping,
+            block_tables=rows.block_tables,
+            query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=device) * query_len,
+            seq_lens=rows.seq_lens,
+            num_decode_rows=num_rows,
             decode_query_len=query_len,
             max_decode_seq_len=self.max_model_len,
             max_prefill_query_len=0,
@@ -264,14 +302,24 @@ class SlotState:
             host_query_starts=None,
             host_seq_lens=None,
         )
-        return StepInput(
+        last = torch.arange(num_rows, device=device) * query_len + (query_len - 1) if drafting else None
+        step = StepInput(
             batch=batch,
-            token_ids=self._flat.index_select(0, flat).long(),
-            sampled_tokens=None,
-            param_rows=self.rows[:, self._params :].index_select(0, slots).repeat_interleave(query_len, dim=0),
-            sampled_positions=positions + 1,
-            places=flat + 1,
+            token_ids=rows.token_ids,
+            sampled_tokens=last if query_len > 1 else None,
+            param_rows=rows.param_rows,
+            sampled_positions=rows.sampled_positions,
+            places=rows.places,
         )
+        return RowInput(step, packed, rows)
+
+    def settle(self, built: RowInput, token_ids: Tensor, rate: float | None, vocab_size: int) -> None:
+        """Writes the tokens [R * query_len] that were picked behind their rows' tokens, and where each row goes on.
+        With a stated `rate` of acceptance it changes them."""
+        settle = _kernels().settle_rows if token_ids.is_cuda else settle_rows
+        rows = built.rows
+        columns = rows.param_rows, rows.places, rows.sampled_positions, rows.drafts
+        settle(self.rows, self._next_starts, built.packed, *columns, token_ids, rate, vocab_size)
 
     def _slot_mapping(self, token_slots: Tensor, positions: Tensor) -> Tensor:
         """[T] int64: where each token's K and V go, block * block_size + offset."""
@@ -288,6 +336,21 @@ class SlotState:
         tokens of slots [S]."""
         places = self.mail.send(slots * self.width + positions)[0].long()
         self._flat.index_copy_(0, places, token_ids.int())
+
+
+@dataclass(frozen=True, eq=False)
+class RowInput:
+    """A step of packed rows."""
+
+    step: StepInput
+    packed: Tensor
+    rows: GatheredRows
+
+
+def _kernels() -> ModuleType:
+    from mini_infer.kernels import draft_rows  # it needs Triton, as does whoever samples on a GPU
+
+    return draft_rows
 
 
 def _alike(plan: StepPlan) -> tuple[int, int]:

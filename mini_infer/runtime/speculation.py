@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +17,13 @@ from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.loader import load_model, load_spec, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.runtime.acceptance import Acceptance, AsVerified, AtARate
 from mini_infer.runtime.capture import GraphMemory
 from mini_infer.runtime.draft_kv import DraftKV
-from mini_infer.runtime.drafter import DraftModel
+from mini_infer.runtime.draft_steps import DraftSteps
+from mini_infer.runtime.drafter import Drafter, DraftModel, NoDrafter
 from mini_infer.runtime.memory import KVShape, Limits, allocate_kv, require_room_for_weights, weight_bytes
 from mini_infer.runtime.progress import progress_bar
-from mini_infer.runtime.row_graphs import NoRowGraphs, RowGraphs, descriptors
+from mini_infer.runtime.row_graphs import row_grid
 from mini_infer.runtime.sampler import Sampler
 from mini_infer.runtime.slots import SlotState
 from mini_infer.runtime.startup import CaptureReport
@@ -86,12 +86,6 @@ def _source(speculation: SpeculationConfig, vocab_size: int) -> Source:
     if speculation.method is SpeculationMethod.suffix:
         return suffix_source()
     return MadeUp(vocab_size)
-
-
-def make_acceptance(speculation: SpeculationConfig, sampler: Sampler, slots: SlotState) -> Acceptance:
-    if speculation.rate is None:
-        return AsVerified()
-    return AtARate(speculation.rate, sampler, slots.mail)
 
 
 # ---------------------------------------------------------------------------------------------- the draft model
@@ -167,51 +161,83 @@ def load_draft(draft: DraftSpec, max_model_len: int, lookahead: int, device: tor
     return load_model(draft.config, draft.spec, draft.dtype, device, max_model_len + lookahead, kernels)
 
 
-def capture_rows(
+# ---------------------------------------------------------------------------------------------- steps with drafts
+
+
+@dataclass(frozen=True)
+class LoadedDraft:
+    """A draft model, without KV memory."""
+
+    of: DraftSpec
+    model: Decoder
+    backends: AttentionBackends
+    can_be_captured: bool
+
+    def with_kv(self, limits: Limits, device: torch.device, known_tokens: int) -> TorchModel:
+        """As many blocks as the target's, each with the same number.
+
+        Args:
+            known_tokens: the target's vocabulary.
+        """
+        try:
+            store = allocate_kv(self.of.kv_shape, limits.num_blocks, device)
+        except ConfigError as error:
+            raise ConfigError(f"speculation.draft has as many KV blocks as the target: {error}") from error
+        host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
+        own_tokens = self.of.spec.vocab_size
+        fewer = own_tokens if own_tokens < known_tokens else None
+        return TorchModel(self.model, store, host, self.backends, known_tokens=fewer)
+
+
+@dataclass(frozen=True)
+class DraftParts:
+    steps: DraftSteps
+    model: TorchModel
+    draft_model: TorchModel | None
+    can_be_captured: bool
+
+    def capture(self, config: EngineConfig, memory: GraphMemory) -> CaptureReport:
+        """CUDA graphs of steps of rows with drafts."""
+        most = config.scheduler.max_num_seqs
+        grid = row_grid(min(config.graphs.max_batch or most, most), config.speculation.most)
+        new_draft_logits = None if self.draft_model is None else self.draft_model.new_logits
+        progress = progress_bar("capturing CUDA graphs of drafts")
+        return self.steps.graphs.capture(grid, self.model.new_logits, new_draft_logits, memory, progress)
+
+
+def make_draft_steps(
     config: EngineConfig,
-    slots: SlotState,
     model: TorchModel,
-    query_lens: Sequence[int],
-    memory: GraphMemory | None,
-) -> tuple[RowGraphs | NoRowGraphs, CaptureReport]:
-    """
-    Args:
-        query_lens: tokens a row.
-        memory: of captured graphs; None: nothing is to be captured.
-    """
-    if memory is None or not query_lens:
-        return NoRowGraphs(), CaptureReport()
-    most = min(config.graphs.max_batch or config.scheduler.max_num_seqs, config.scheduler.max_num_seqs)
-    rows = sorted({min(2**i, most) for i in range(most.bit_length() + 1)})
-    graphs = RowGraphs(slots, model.forward_eagerly, descriptors(rows, query_lens))
-    return graphs, graphs.capture(memory, progress_bar("capturing CUDA graphs of drafts"))
-
-
-def make_drafter(
-    config: EngineConfig,
-    draft: DraftSpec,
-    model: Decoder,
-    backends: AttentionBackends,
-    memory: GraphMemory | None,
+    draft: LoadedDraft | None,
     limits: Limits,
     slots: SlotState,
     sampler: Sampler,
     device: torch.device,
-) -> DraftModel:
-    """Takes the draft's KV memory: as many blocks as the target's, each with the same number."""
-    try:
-        store = allocate_kv(draft.kv_shape, limits.num_blocks, device)
-    except ConfigError as error:
-        raise ConfigError(f"speculation.draft has as many KV blocks as the target: {error}") from error
-    host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
-    fewer = draft.spec.vocab_size < sampler.vocab_size
-    torch_model = TorchModel(model, store, host, backends, known_tokens=draft.spec.vocab_size if fewer else None)
-    return DraftModel(
-        torch_model,
-        DraftKV(slots.spare_slot, slots.max_model_len, store.block_size, store.num_blocks, limits.num_host_blocks),
-        slots,
-        sampler,
-        vocab_size=min(draft.spec.vocab_size, sampler.vocab_size),
-        max_tokens=config.scheduler.max_num_batched_tokens,
-        graphs=capture_rows(config, slots, torch_model, (1, 2), memory)[0],
-    )
+    overlap: bool,
+) -> DraftParts:
+    """Takes the draft's KV memory."""
+    drafter: Drafter = NoDrafter()
+    draft_model = None
+    if draft is not None:
+        draft_model = draft.with_kv(limits, device, sampler.vocab_size)
+        longest, block_size = slots.max_model_len, config.cache.block_size
+        drafter = DraftModel(
+            draft_model,
+            DraftKV(slots.spare_slot, longest, block_size, limits.num_blocks + 1, limits.num_host_blocks),
+            slots,
+            sampler,
+            vocab_size=min(draft.of.spec.vocab_size, sampler.vocab_size),
+            max_tokens=config.scheduler.max_num_batched_tokens,
+        )
+    steps = DraftSteps(model, slots, sampler, drafter, config.speculation.rate, always_rows=overlap)
+    return DraftParts(steps, model, draft_model, draft is None or draft.can_be_captured)
+
+
+def row_logits_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, draft: DraftSpec | None) -> int:
+    """What graphs of rows with drafts keep for their logits, on a GPU."""
+    grid = row_grid(config.scheduler.max_num_seqs, config.speculation.most)
+    target = max((d.num_tokens for d in grid), default=0) * spec.vocab_size * dtype.itemsize
+    if draft is None:
+        return target
+    drafts = max((d.num_tokens - d.num_rows for d in grid), default=0)
+    return target + drafts * draft.spec.vocab_size * draft.dtype.itemsize

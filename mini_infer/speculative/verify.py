@@ -41,10 +41,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mini_infer.core.plan import NO_DRAFT
 from mini_infer.core.uniforms import ACCEPT, Array, uniforms
 from mini_infer.runtime.draw import PARAM_COLUMNS, Draw, invert, kept_weights, pick_rows
 
-NO_DRAFT = -1
 _UNIT = 2.0**61  # a probability of 1 in fixed point: the sum of a row's fits into int64
 
 

@@ -173,7 +173,7 @@ def _uniform_kernel(param_rows, positions, out):
 
 def test_the_uniform_is_draws_uniform(device: torch.device) -> None:
     """To the bit: 64-bit products wrap around, shifts bring in zeros."""
-    assert NUM_PARAMS == sample_shared.NUM_PARAMS == 6
+    assert NUM_PARAMS == sample_shared.NUM_PARAMS == 7
     seeds = [0, 1, 2, 2**31, 2**32 - 1, 2**63 - 1, 0x9E3779B97F4A7C15 % 2**63, 12345678901234567]
     positions = np.array([0, 1, 2**31 - 1, 7, 5, 131072, 3, 4])
     rows = torch.from_numpy(np.stack([encode(PLAIN, seed, 10) for seed in seeds])).to(device)

@@ -213,7 +213,8 @@ class TestEncoding:
         assert (row.shape, row.dtype) == ((NUM_PARAMS,), np.int32)
         assert row[[0, 1, 3]].view(np.float32).tolist() == pytest.approx([0.7, 0.25, 0.1])
         assert row[2] == 9
-        assert row[4:].view(np.uint64) == hash_seeds(np.array([2**63 - 1], np.uint64))
+        assert row[6] == 0, "the request has not chosen its seed"
+        assert row[4:6].view(np.uint64) == hash_seeds(np.array([2**63 - 1], np.uint64))
 
     def test_what_cuts_nothing(self):
         for top_k in (0, 50, 51, 10**9):

@@ -14,12 +14,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer.core.config import DryConfig
 from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import CompletionOutput, FinishReason, Request, RequestOutput, TokenLogprob
+from mini_infer.runtime.draft_kv import DraftKV
+from mini_infer.runtime.draft_steps import DraftSteps
+from mini_infer.runtime.drafter import DraftModel
+from mini_infer.runtime.dry import DryModel
 from mini_infer.runtime.scheduler import Scheduler
 
 MAX_LEN = 48
@@ -87,13 +93,47 @@ def machines(draw: st.DrawFn) -> dict[str, dict[str, object]]:
             "overlap": draw(st.sampled_from(["never", "always"])),
         },
         "swap": {"num_host_blocks": draw(st.one_of(st.none(), st.integers(1, smallest)))},
-        "drafts": {"most": draw(st.sampled_from([0, 1, 3, 8])), "right": draw(st.sampled_from([0.5, 0.9, 1.0]))},
+        "drafts": {
+            "most": draw(st.sampled_from([0, 1, 3, 8])),
+            "right": draw(st.sampled_from([0.5, 0.9, 1.0])),
+            "model": draw(st.booleans()),
+        },
     }
 
 
-def make_engine(cache: dict[str, object], scheduler: dict[str, object]) -> LLMEngine:
+def make_engine(cache: dict[str, object], scheduler: dict[str, object], drafts: int = 0) -> LLMEngine:
+    """With drafts there is room behind the longest request for so many tokens of padding."""
     dry = {"load_format": "dry", "dry": {"max_model_len": MAX_LEN}}
-    return LLMEngine(EngineConfig.from_dict({"model": dry, "cache": cache, "scheduler": scheduler}))
+    speculation = {"method": "ngram", "num_tokens": drafts, "adaptive": False} if drafts else {}
+    sections = {"model": dry, "cache": cache, "scheduler": scheduler, "speculation": speculation}
+    return LLMEngine(EngineConfig.from_dict(sections))
+
+
+class Inexact(DryModel):
+    """A draft model: the target, but for some of its tokens. The states of its tokens are its own."""
+
+    def __init__(self, right: float, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
+        super().__init__(DryConfig(), num_blocks, block_size, num_host_blocks)
+        self._right = right
+
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits = super().compute_logits(hidden)
+        wrong = hidden % 100 >= 100 * self._right
+        return torch.where(wrong[:, None], logits.roll(1, dims=1), logits)
+
+
+def with_draft_model(engine: LLMEngine, right: float) -> None:
+    """Gives the engine one that computes what the scheduler asks it to."""
+    runner, kv, slots = engine._parts.runner, engine.scheduler.kv, engine._parts.runner._slots
+    drafter = DraftModel(
+        Inexact(right, kv.num_blocks, kv.block_size, kv.num_host_blocks),  # type: ignore[arg-type]
+        DraftKV(slots.spare_slot, slots.max_model_len, kv.block_size, kv.num_blocks + 1, kv.num_host_blocks),
+        slots,
+        runner._sampler,
+        vocab_size=engine.vocab_size,
+        max_tokens=engine.config.scheduler.max_num_batched_tokens,
+    )
+    runner._drafts = DraftSteps(runner._model, slots, runner._sampler, drafter, always_rows=True)
 
 
 @dataclass
@@ -136,23 +176,32 @@ class Answer:
 
 
 class Oracle:
-    """Proposes what the request will produce, as far as it tells the truth. It knows nothing of a request's end, and
-    changes its mind about whether there will be drafts."""
+    """Proposes what the request will produce, as far as it tells the truth, or how many tokens a draft model is to
+    propose. It knows nothing of a request's end, and changes its mind about whether there will be drafts."""
 
-    def __init__(self, traffic: list[Arrival], most: int, right: float) -> None:
-        self._traffic, self._most, self._right = traffic, most, right
+    def __init__(self, traffic: list[Arrival], most: int, right: float, model: bool) -> None:
+        self._traffic, self.most, self._right = traffic, most, right
         self._random = random.Random(most)
+        self.needs_tokens = not model
         self.num_booked = 0
 
     @property
     def waits(self) -> bool:
+        return self.needs_tokens and self._random.random() < 0.7
+
+    @property
+    def keeps_up(self) -> bool:
         return self._random.random() < 0.7
 
     def propose(self, requests: Iterable[Request]) -> dict[int, Draft]:
         drafts = {}
         for index, request in enumerate(requests):
-            length = self._random.randint(0, self._most)
-            if length and request.constraint is None and request.num_in_flight == 1:
+            length = self._random.randint(0, self.most)
+            if not length or request.constraint is not None:
+                continue
+            if not self.needs_tokens:
+                drafts[index] = Draft(length)
+            elif request.num_in_flight == 1:
                 drafts[index] = Draft(length, self._next(request, length))
         return drafts
 
@@ -170,7 +219,7 @@ class Oracle:
     def book(self, rows: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult) -> None:
         self.num_booked += plan.num_drafts
         for count, tokens in zip(plan.counts[: plan.num_decode_rows], result.tokens, strict=False):
-            assert 1 <= len(tokens) <= count <= self._most + 1
+            assert 1 <= len(tokens) <= count <= self.most + 1
 
     def forget(self, request: Request) -> None:
         pass
@@ -264,8 +313,10 @@ def test_traffic_changes_no_token_and_loses_no_block(
         "prefix_caching": cache == "prefix",
         "layout": "contiguous" if cache == "contiguous" else "paged",
     }
-    engine = make_engine(memory, scheduler)
     oracle = Oracle(traffic, **machine["drafts"])
+    engine = make_engine(memory, scheduler, oracle.most)
+    if oracle.most and machine["drafts"]["model"]:
+        with_draft_model(engine, machine["drafts"]["right"])
     make_scheduler = engine._parts.make_scheduler
 
     def make_speculating_scheduler() -> Scheduler:

@@ -103,13 +103,23 @@ def test_lookup_changes_no_token_even_at_a_temperature(without: LLMEngine, metho
     assert any(sum(r.accepted) for r in engine.records)
 
 
-def test_drafts_that_were_drawn_reproduce_and_are_often_right() -> None:
+@pytest.mark.parametrize("machine", ["plain", "overlap"])
+def test_a_seed_reproduces_in_any_company(without: LLMEngine, machine: str) -> None:
+    """And without speculation: what decides a token does not depend on whether it had a draft."""
     params = [SamplingParams(temperature=0.6, seed=i, max_tokens=16, ignore_eos=True) for i in range(len(PROMPTS))]
+    engine = make_engine({**DRAFT, "num_tokens": 3}, **MACHINES.get(machine, {}))
+    first = tokens(engine, params)
+    assert sum(sum(r.accepted) for r in engine.records) > 0.3 * sum(sum(r.drafted) for r in engine.records)
+    alone = [[c.token_ids for c in engine.generate(p, own)[0].outputs] for p, own in zip(PROMPTS, params, strict=True)]
+    assert first == alone == tokens(without, params)
+
+
+def test_drafts_that_were_drawn_are_often_right() -> None:
+    params = SamplingParams(temperature=0.6, max_tokens=16, ignore_eos=True)
     engine = make_engine({**DRAFT, "num_tokens": 3})
     first = tokens(engine, params)
     assert sum(sum(r.accepted) for r in engine.records) > 0.4 * sum(sum(r.drafted) for r in engine.records)
-    alone = [[c.token_ids for c in engine.generate(p, own)[0].outputs] for p, own in zip(PROMPTS, params, strict=True)]
-    assert first == alone
+    assert first == tokens(make_engine({**DRAFT, "num_tokens": 3}), params)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
