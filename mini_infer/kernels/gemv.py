@@ -7,12 +7,12 @@ the order of every sum is fixed: equal inputs give equal bits.
   T <= 16   `_dot_kernel`: as rows are added the multiply-adds get dearer than the loads; the tensor cores take them.
             (In fp32, which they would round, and at T = 4 with few rows of W, `_fma_kernel` stays.)
 
-At this size a kernel costs more to start and to end than to run, so both can do their neighbours' work as well:
+At this size a kernel costs more to start and to end than to run, so they can do their neighbours' work as well:
 
     x --> [ RMSNorm ] --> W, b --> [ SiLU(gate) * up ] --> [ + residual ] --> out
 
-  norm       Every program reads all of x anyway: it sums the squares of x beside the products of x * g, of which the
-             norm is a multiple, and multiplies at the end.
+  norm       `_fma_kernel` only. Every program reads all of x anyway: it sums the squares of x beside the products of
+             x * g, of which the norm is a multiple, and multiplies at the end.
   SiLU-mul   A program owns the same rows of gate and of up.
   residual   A program adds what belongs to the rows it owns.
 
@@ -31,7 +31,6 @@ from mini_infer.kernels.pdl import launch_options
 from mini_infer.kernels.silu_mul import silu_mul_reference
 
 MAX_ROWS = 16
-_MAX_NORM_ROWS = 4  # up to which the norm of x is cheaper in here than in a kernel of its own
 _MAX_FMA_ROWS = 3
 _SMS = 132  # of the H200 that the parameters below were measured on
 
@@ -70,7 +69,7 @@ def gemv(
     """x W^T + bias -> [T, N] in x's dtype, summed in float32. Can be captured in a CUDA graph; never waits for the GPU.
 
     Rounded to x's dtype are the product, silu(gate) and the result, as if each was an operation of its own. Not so the
-    norm of x: it stays float32, and in `_dot_kernel` x * g is rounded instead.
+    norm of x: it stays float32.
 
     Args:
         x: [T, K] with T <= MAX_ROWS, bf16, fp16 or fp32, elements of a row adjacent.
@@ -78,7 +77,7 @@ def gemv(
             little as bias and the norm's weight.
         bias: [N], contiguous, or None.
         out: where the result goes, [T, N], contiguous, of x's dtype; None: new memory.
-        norm: weight [K], contiguous, and eps: of x first its RMSNorm.
+        norm: weight [K], contiguous, and eps: of x first its RMSNorm. Worth it where `takes_norm` says so.
         residual: [T, N], contiguous, of x's dtype, added to the product.
         silu_mul: weight and bias are gate over up: silu(gate) * up, [T, N / 2].
 
@@ -102,24 +101,23 @@ def gemv(
         out = torch.empty(rows, outs, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    arguments = (x, norm_weight, weight, bias, residual, out, outs, k, x.stride(0), eps, rows)
-    steps = {
-        "HAS_BIAS": bias is not None, "NORM": norm is not None, "SILU_MUL": silu_mul, "ADD": residual is not None,
-    }  # fmt: skip
-    if _uses_dot(rows, n, x.dtype):
+    steps = {"HAS_BIAS": bias is not None, "SILU_MUL": silu_mul, "ADD": residual is not None}
+    if norm is None and _uses_dot(rows, n, x.dtype):
         block_n = 16
-        block_k, stages, prefetch = _dot_tile(n)
+        block_k, stages = _dot_tile(n, k)
         _dot_kernel[(triton.cdiv(n, block_n),)](
-            *arguments, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_T=MAX_ROWS, STAGES=stages, PREFETCH=prefetch,
-            EVEN_K=k % block_k == 0, **steps, num_warps=1, **launch_options(x.device),
+            x, weight, bias, residual, out, outs, k, x.stride(0), rows, BLOCK_N=block_n, BLOCK_K=block_k,
+            BLOCK_T=8 if rows <= 8 else 16, STAGES=stages, EVEN_K=k % block_k == 0, **steps, num_warps=1,
+            **launch_options(x.device),
         )  # fmt: skip
         return out
     vector = 16 // x.element_size()
     block_n, warps, loads, unroll = _fma_tile(rows, n, k)
     block_k = 32 * warps * vector * loads
     _fma_kernel[(triton.cdiv(n, block_n),)](
-        *arguments, BLOCK_N=block_n, BLOCK_K=block_k, VECTOR=vector, EVEN_K=k % block_k == 0, UNROLL=unroll,
-        **steps, num_warps=warps, **launch_options(x.device),
+        x, norm_weight, weight, bias, residual, out, outs, k, x.stride(0), eps, rows, BLOCK_N=block_n, BLOCK_K=block_k,
+        VECTOR=vector, EVEN_K=k % block_k == 0, UNROLL=unroll, NORM=norm is not None, **steps, num_warps=warps,
+        **launch_options(x.device),
     )  # fmt: skip
     return out
 
@@ -136,12 +134,10 @@ def worth_it(rows: int, n: int, k: int, dtype: torch.dtype) -> bool:
     return rows <= 4 or n >= 3072 or k <= 4096
 
 
-def takes_norm(rows: int, n: int, dtype: torch.dtype) -> bool:
-    """Whether the norm of x [rows, K] is better done by `gemv`, with a weight [n, K], than by a kernel of its own.
-
-    Never where `_dot_kernel` would have to hold x * g in float16, which the residual stream can overflow.
-    """
-    return rows <= _MAX_NORM_ROWS and (dtype != torch.float16 or not _uses_dot(rows, n, dtype))
+def takes_norm(rows: int, k: int) -> bool:
+    """Whether the norm of x [rows, k] is better done by `gemv` than by a kernel of its own: the squares cost registers,
+    which a long row of several x has none to spare of."""
+    return rows == 1 or (rows <= _MAX_FMA_ROWS and k <= 2048)
 
 
 def _uses_dot(rows: int, n: int, dtype: torch.dtype) -> bool:
@@ -157,7 +153,7 @@ def _fma_tile(rows: int, n: int, k: int) -> tuple[int, int, int, int]:
     the fewer, since the sum across a warp is paid for every row of x.
     """
     if rows == 1:
-        warps, unroll = 8 if n <= 2048 else 4, 1
+        warps, unroll = 8 if n <= 2048 else 2 if k <= 1024 else 4, 1
     elif rows == 2:
         warps, unroll = 8 if n <= 2048 else 4 if n <= 5000 else 2, 1
     else:
@@ -167,9 +163,10 @@ def _fma_tile(rows: int, n: int, k: int) -> tuple[int, int, int, int]:
     return 4, warps, 2 if rows == 1 and chunks >= 2 * warps else 1, unroll
 
 
-def _dot_tile(n: int) -> tuple[int, int, int]:
-    """(BLOCK_K, stages, columns of W asked for ahead): the most bytes in flight with which all programs run at once."""
-    programs = triton.cdiv(n, 16)
-    if programs <= 2 * _SMS:
-        return 512, 4, 0  # 96 KiB of shared memory each: two an SM
-    return (256, 4, 0) if programs <= 4 * _SMS else (256, 3, 0)
+def _dot_tile(n: int, k: int) -> tuple[int, int]:
+    """(BLOCK_K, stages), as measured: many bytes in flight, in stages small enough that several programs share an SM."""
+    if k <= 1024:
+        return 128, 10
+    if k >= 8192:
+        return 256, 8
+    return (256, 4) if 2 * _SMS < triton.cdiv(n, 16) <= 4 * _SMS else (256, 6)

@@ -155,25 +155,9 @@ def _fma_kernel(
         tl.store(out_ptr + t * N + outs, y.to(dtype), mask=inside)
 
 
-@triton.jit
-def _prefetch(w_ptrs, K, COLUMNS: tl.constexpr):
-    """Asks for the first COLUMNS columns of rows of W to be brought into the L2, a line of 128 bytes at a time."""
-    line: tl.constexpr = 128 // (w_ptrs.dtype.element_ty.primitive_bitwidth // 8)
-    columns = tl.minimum(tl.arange(0, COLUMNS // line) * line, K - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [w_ptrs[:, None] + columns[None, :]],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @triton.jit(do_not_specialize=["T"])
 def _dot_kernel(
     x_ptr,
-    norm_ptr,
     weight_ptr,
     bias_ptr,
     residual_ptr,
@@ -181,16 +165,13 @@ def _dot_kernel(
     N,
     K,
     stride_x,
-    eps,
     T,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    NORM: tl.constexpr,
     SILU_MUL: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
@@ -208,11 +189,8 @@ def _dot_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + w_rows).to(tl.float32)
     if PDL:
-        if PREFETCH:
-            _prefetch(weight_ptr + w_rows.to(tl.int64) * K, K, PREFETCH)
         tl.extra.cuda.gdc_wait()
     y = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    squares = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
             w = tl.load(w_ptrs + start, eviction_policy="evict_first")
@@ -223,15 +201,7 @@ def _dot_kernel(
             x = tl.load(x_ptrs + start, mask=left[:, None] & some[None, :], other=0.0)
         if _INTERPRETED:  # its products take bfloat16 for integers
             w, x = w.to(tl.float32), x.to(tl.float32)
-        if NORM:
-            # All products of two rows of x, of which the diagonal is wanted: cheaper than squares without tensor cores.
-            squares = tl.dot(tl.trans(x), x, squares)
-            g = _load_columns(norm_ptr + start + columns, start + columns, K, EVEN_K, "evict_last")
-            x *= g.to(x.dtype)[:, None]
         y = tl.dot(w, x, y)
-    if NORM:
-        diagonal = tl.where(tokens[:, None] == tokens[None, :], squares, 0.0)
-        y *= tl.rsqrt(tl.sum(diagonal, axis=0) / K + eps)[None, :]
     y += bias[:, None]
     if SILU_MUL:
         y = _silu_mul(y, dtype, BLOCK_N // 2, BLOCK_T)

@@ -195,7 +195,7 @@ class TritonKernels:
     ) -> tuple[Tensor, Tensor]:
         if not self._takes_gemv(x, weight):
             return _norm_linear(self, x, residual, norm_weight, eps, weight, bias, silu_mul)
-        if residual is None and self._gemv_takes_norm(x.shape[0], weight.shape[0], x.dtype):
+        if residual is None and self._gemv_takes_norm(*x.shape):
             return self._gemv(x, weight, bias, norm=(norm_weight, eps), silu_mul=silu_mul), x
         normed, total = self.add_rms_norm(x, residual, norm_weight, eps)
         return self._gemv(normed, weight, bias, silu_mul=silu_mul), total
