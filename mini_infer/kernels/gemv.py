@@ -164,7 +164,7 @@ def _fma_tile(rows: int, n: int, k: int) -> tuple[int, int, int, int]:
 
 
 def _dot_tile(n: int, k: int) -> tuple[int, int]:
-    """(BLOCK_K, stages), as measured: many bytes in flight, in stages small enough that several programs share an SM."""
+    """(BLOCK_K, stages), as measured: many bytes in flight, and room for several programs on an SM."""
     if k <= 1024:
         return 128, 10
     if k >= 8192:
