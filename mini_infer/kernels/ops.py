@@ -1,4 +1,8 @@
-"""The operations between attention and the matrix products, as torch or as fused Triton kernels.
+"""The operations around attention, as torch or as fused Triton kernels.
+
+The residual stream goes from one to the next as a pair (x, residual), whose value is residual + x, or x alone where
+residual is None. So whoever computes x may leave the addition to the norm that reads the stream next, or do it itself,
+whichever costs less at the number of tokens: each operation says which it takes and gives.
 
 A model is handed one `Kernels` when it is built. Triton is imported by nobody else, and only where it is chosen.
 """
@@ -21,11 +25,28 @@ class Kernels(Protocol):
     name: str
     fallback: str | None  # what `auto` would have preferred, and why it could not be had
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, H] normalised over H (Zhang & Sennrich 2019, arXiv:1910.07467) and multiplied by weight [H]."""
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x and residual [T, H], the stream -> (its RMSNorm times weight [H], its value).
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x and residual [T, H] -> (rms_norm(residual + x), residual + x). Leaves its arguments as they are."""
+        RMSNorm: Zhang & Sennrich 2019, arXiv:1910.07467, over H. Leaves its arguments as they are.
+        """
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        silu_mul: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """`add_rms_norm`, of its first result `linear` and, on request, `silu_mul` -> (that, the stream's value)."""
+
+    def linear_add(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The stream of value residual [T, N] plus `linear` of x [T, K], whether the addition is done here or not."""
 
     def rope_and_store(
         self,
@@ -64,6 +85,21 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) 
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
+def _norm_linear(
+    kernels: Kernels,
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu_mul: bool,
+) -> tuple[Tensor, Tensor]:
+    normed, total = kernels.add_rms_norm(x, residual, norm_weight, eps)
+    y = kernels.linear(normed, weight, bias)
+    return (kernels.silu_mul(y) if silu_mul else y), total
+
+
 class TorchKernels:
     """Plain torch operations, on any device."""
 
@@ -72,12 +108,26 @@ class TorchKernels:
     def __init__(self, fallback: str | None = None) -> None:
         self.fallback = fallback
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else residual + x
+        return F.rms_norm(total, weight.shape, weight, eps), total
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        residual = residual + x
-        return F.rms_norm(residual, weight.shape, weight, eps), residual
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        silu_mul: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        return _norm_linear(self, x, residual, norm_weight, eps, weight, bias, silu_mul)
+
+    def linear_add(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.linear(x, weight, bias), residual
 
     def rope_and_store(
         self,
@@ -96,7 +146,8 @@ class TorchKernels:
         heads = size // head_dim - 2 * kv_heads
         qk, v = qkv.view(tokens, heads + 2 * kv_heads, head_dim).split((heads + kv_heads, kv_heads), dim=1)
         if q_weight is not None and k_weight is not None:
-            q, k = self.rms_norm(qk[:, :heads], q_weight, eps), self.rms_norm(qk[:, heads:], k_weight, eps)
+            q, k = qk.split((heads, kv_heads), dim=1)
+            q, k = F.rms_norm(q, q_weight.shape, q_weight, eps), F.rms_norm(k, k_weight.shape, k_weight, eps)
             qk = torch.cat((q, k), dim=1)
         # The sign of the rotation is in `sin`, so that exchanging the halves is all there is left to do.
         qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, dims=-1), sin)
@@ -122,17 +173,48 @@ class TritonKernels:
     def __init__(self) -> None:
         from mini_infer.kernels import gemv, rms_norm, rope_and_store, silu_mul
 
-        self.rms_norm = rms_norm.rms_norm
-        self.add_rms_norm = rms_norm.add_rms_norm
+        self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
         self.rope_and_store = rope_and_store.rope_and_store
         self.silu_mul = silu_mul.silu_mul
-        self._gemv, self._gemv_is_faster = gemv.gemv, gemv.worth_it
+        self._gemv, self._gemv_is_faster, self._gemv_takes_norm = gemv.gemv, gemv.worth_it, gemv.takes_norm
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return self._rms_norm(x, weight, eps), x
+        return self._add_rms_norm(x, residual, weight, eps)
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        silu_mul: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        if not self._takes_gemv(x, weight):
+            return _norm_linear(self, x, residual, norm_weight, eps, weight, bias, silu_mul)
+        if residual is None and self._gemv_takes_norm(*x.shape):
+            return self._gemv(x, weight, bias, norm=(norm_weight, eps), silu_mul=silu_mul), x
+        normed, total = self.add_rms_norm(x, residual, norm_weight, eps)
+        return self._gemv(normed, weight, bias, silu_mul=silu_mul), total
+
+    def linear_add(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._takes_gemv(x, weight):
+            return self._gemv(x, weight, bias, residual=residual), None
+        return _linear(x, weight, bias, None), residual
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        (rows, in_size), out_size = x.shape, weight.shape[0]
-        if self._gemv_is_faster(rows, out_size, in_size, x.dtype) and weight.is_contiguous():
+        if self._takes_gemv(x, weight):
             return self._gemv(x, weight, bias, out)
         return _linear(x, weight, bias, out)
+
+    def _takes_gemv(self, x: Tensor, weight: Tensor) -> bool:
+        (rows, in_size), out_size = x.shape, weight.shape[0]
+        return self._gemv_is_faster(rows, out_size, in_size, x.dtype) and weight.is_contiguous()
 
     def check(self, device: torch.device) -> None:
         """Compiles and runs one small kernel, whatever error that raises."""

@@ -1,11 +1,14 @@
 """The decoder of Llama 2/3, Qwen2/2.5, Qwen3 and Mistral: what differs between them is in ModelSpec.
 
-Between the matrix products stand fused operations (kernels/ops.py), two norms and one pass over q, k and v a layer:
+Each half of a layer reads the residual stream through a norm and a product, and adds a product to it:
 
-    x, residual --> add + norm --> qkv_proj --> rope_and_store --> attend --> o_proj --> x
-                                                     |                ^
-                                                     '--- KV cache ---'
-    x, residual --> add + norm --> gate_up_proj --> silu_mul --> down_proj --> x
+    stream --> norm, qkv_proj --> rope_and_store --> attend --> o_proj, add --> stream
+                                       |                ^
+                                       '--- KV cache ---'
+    stream --> norm, gate_up_proj, SiLU-mul --> down_proj, add --> stream
+
+The stream is a pair (x, residual), and what stands between two arrows is one operation (kernels/ops.py): which kernels
+it is made of, and who adds x to residual, depends on the number of tokens.
 """
 
 from __future__ import annotations
@@ -34,9 +37,18 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, dtype, device, kernels)
             self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, dtype, device, kernels)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: RMSNorm,
+        cos: Tensor,
+        sin: Tensor,
+        context: AttentionContext,
+    ) -> tuple[Tensor, Tensor | None]:
+        qkv, residual = self.qkv_proj.of_stream(norm, x, residual)
         q = self._kernels.rope_and_store(
-            self.qkv_proj(x),
+            qkv,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
             self._eps,
@@ -46,7 +58,7 @@ class Attention(nn.Module):
             context.key_slots(self._layer),
             context.value_slots(self._layer),
         )
-        return self.o_proj(context.attend(self._layer, q).flatten(1))
+        return self.o_proj.add_to_stream(context.attend(self._layer, q).flatten(1), residual)
 
 
 class MLP(nn.Module):
@@ -54,14 +66,14 @@ class MLP(nn.Module):
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
         super().__init__()
-        self._kernels = kernels
         size = spec.intermediate_size
         gate_up = {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = Linear(spec.hidden_size, gate_up, spec.mlp_bias, dtype, device, kernels)
         self.down_proj = Linear(size, {"down_proj": spec.hidden_size}, spec.mlp_bias, dtype, device, kernels)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self._kernels.silu_mul(self.gate_up_proj(x)))
+    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor | None]:
+        activated, residual = self.gate_up_proj.of_stream(norm, x, residual, silu_mul=True)
+        return self.down_proj.add_to_stream(activated, residual)
 
 
 class DecoderLayer(nn.Module):
@@ -74,11 +86,9 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, context: AttentionContext
-    ) -> tuple[Tensor, Tensor]:
-        """x is what the layer before adds to the residual stream: the next norm does the addition."""
-        x, residual = self.input_layernorm(x, residual)
-        x, residual = self.post_attention_layernorm(self.self_attn(x, cos, sin, context), residual)
-        return self.mlp(x), residual
+    ) -> tuple[Tensor, Tensor | None]:
+        x, residual = self.self_attn(x, residual, self.input_layernorm, cos, sin, context)
+        return self.mlp(x, residual, self.post_attention_layernorm)
 
 
 class Decoder(nn.Module):

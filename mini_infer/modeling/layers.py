@@ -22,14 +22,12 @@ class RMSNorm(nn.Module):
         self._kernels = kernels
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x and residual [T, size] -> (norm of their sum, their sum). Without a residual the sum is x."""
-        if residual is None:
-            return self._kernels.rms_norm(x, self.weight, self.eps), x
+        """The residual stream (kernels/ops.py), [T, size] -> (its norm, its value)."""
         return self._kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Linear(nn.Module):
-    """x [T, in_size] -> [T, sum of parts].
+    """[T, in_size] -> [T, sum of parts], from or to the residual stream (kernels/ops.py).
 
     `parts` names the checkpoint's projections that lie side by side in this one, with their output sizes: one matmul
     for q, k and v, one for gate and up.
@@ -54,8 +52,15 @@ class Linear(nn.Module):
             self.weight.data = self.weight.data.view(in_size, out_size).t()
         self.bias = empty_parameter(out_size, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._kernels.linear(x, self.weight, self.bias)
+    def of_stream(
+        self, norm: RMSNorm, x: Tensor, residual: Tensor | None, silu_mul: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(the product of the stream's norm, with `silu_mul` through SiLU(gate) * up; the stream's value)."""
+        return self._kernels.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, silu_mul)
+
+    def add_to_stream(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The stream of value `residual` after the product of x is added to it."""
+        return self._kernels.linear_add(x, residual, self.weight, self.bias)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Checkpoint name ("q_proj.weight") -> the part of a parameter that it fills."""

@@ -89,6 +89,86 @@ def test_a_model_computes_the_same(
         assert torch.equal(fused.store.kv == 0, plain.store.kv == 0), "the same slots are written"
 
 
+class Counted:
+    """TritonKernels that take gemv for small batches of any dtype, and name the operations that are called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernels, self.names = TritonKernels(), list[str]()
+        rows = 4
+        monkeypatch.setattr(self.kernels, "_gemv_is_faster", lambda t, n, k, dtype: t <= rows)
+        for name in ("_gemv", "_rms_norm", "_add_rms_norm", "silu_mul", "rope_and_store"):
+            monkeypatch.setattr(self.kernels, name, self._counting(name, getattr(self.kernels, name)))
+
+    def _counting(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            self.names.append(name)
+            return operation(*args, **options)
+
+        return call
+
+
+def test_a_small_step_is_made_of_fewer_kernels(
+    step_rows: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    pytest.importorskip("triton")
+    counted = Counted(monkeypatch)
+    values = LLAMA | {"intermediate_size": 48}
+    fused, plain = (Model(values, kernels, torch.float32, device) for kernels in (counted.kernels, TorchKernels()))
+    for parameter in fused.model.parameters():
+        parameter.data = parameter.data.contiguous()  # as on a GPU
+    # Prompts, which take the kernels of large steps; then a row of one token and one of two.
+    for rows, num_decode_rows in ((PAST, 0), ([(9, 1, [5, 1, 7]), (5, 2, [3, 9])], 1)):
+        step = step_rows(rows, num_decode_rows, 4, unused_block=0)
+        counted.names.clear()
+        logits, expected = fused.step(step), plain.step(step)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(fused.store.kv, plain.store.kv, rtol=1e-4, atol=1e-4)
+    layer = ["_gemv", "rope_and_store", "_gemv", "_gemv", "_gemv"]
+    assert counted.names == 2 * layer + ["_rms_norm", "_gemv"]
+
+
+def small(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x, residual, norm weight, weight and bias."""
+    sizes = ((tokens, 40), (tokens, 40), (40,), (24, 40), (24,))
+    x, residual, norm_weight, weight, bias = (torch.randn(size, device=device) for size in sizes)
+    return x, residual, norm_weight, weight, bias
+
+
+@pytest.mark.parametrize("tokens", [2, 5])
+@pytest.mark.parametrize("silu_mul", [False, True])
+def test_norm_linear_of_a_stream_with_and_without_its_sum(
+    silu_mul: bool, tokens: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    pytest.importorskip("triton")
+    x, residual, *rest = small(tokens, device)
+    norm_weight, weight, bias = rest
+    for kernels in (TorchKernels(), Counted(monkeypatch).kernels):
+        for pending in (None, residual):
+            y, total = kernels.norm_linear(x, pending, norm_weight, 1e-6, weight, bias, silu_mul)
+            torch.testing.assert_close(total, x if pending is None else pending + x)
+            expected = torch.nn.functional.rms_norm(total, (40,), norm_weight, 1e-6) @ weight.T + bias
+            if silu_mul:
+                gate, up = expected.chunk(2, dim=-1)
+                expected = torch.nn.functional.silu(gate) * up
+            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [2, 5])
+def test_linear_add_leaves_its_arguments_and_gives_a_stream(
+    tokens: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    pytest.importorskip("triton")
+    x, _, _, weight, bias = small(tokens, device)
+    residual = torch.randn(tokens, 24, device=device)
+    before = residual.clone()
+    for kernels, adds in ((TorchKernels(), False), (Counted(monkeypatch).kernels, tokens <= 4)):
+        y, pending = kernels.linear_add(x, residual, weight, bias)
+        assert (pending is None) == adds
+        total = y if pending is None else pending + y
+        torch.testing.assert_close(total, before + x @ weight.T + bias, rtol=1e-4, atol=1e-4)
+        assert torch.equal(residual, before)
+
+
 class TestSelect:
     @pytest.mark.parametrize("choice", [KernelChoice.auto, KernelChoice.torch])
     def test_a_cpu_gets_torch(self, choice: KernelChoice) -> None:

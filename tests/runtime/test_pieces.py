@@ -172,7 +172,7 @@ def test_a_size_whose_first_launch_finds_no_memory_is_not_used(eager: LLMEngine)
     torch.testing.assert_close(engine.probe_logits(ids, 40), eager.probe_logits(ids, 40), rtol=1e-4, atol=1e-4)
 
 
-def _fail(x: torch.Tensor) -> torch.Tensor:
+def _fail(*_: object) -> torch.Tensor:
     raise torch.OutOfMemoryError("layer 1")
 
 
