@@ -3,14 +3,13 @@
 from mini_infer.core.config import (
     AttentionConfig,
     CacheConfig,
-    DraftConfig,
     DryConfig,
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
-    SpeculationConfig,
     replace,
 )
+from mini_infer.core.speculation_config import DraftConfig, SpeculationConfig
 
 __all__ = [
     "AttentionConfig",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from experiments.lab import stats, wording
+from experiments.lab import pairs, stats, wording
 from experiments.lab.claims import Claim, Judgement, Verdict, judge, ratio
 from experiments.lab.metrics import Better, Metric
 from experiments.lab.rows import Table
@@ -23,8 +23,10 @@ def headline(result: Result) -> Judgement | None:
 
 
 def answer(result: Result) -> str:
-    """One or two sentences, and the count of verdicts."""
-    first = headline(result)
+    """One or two sentences, and the count of verdicts. What pairs are worth is told pair by pair."""
+    first, of_pairs = headline(result), pairs.sentence(result)
+    if of_pairs:
+        return " ".join(part for part in (of_pairs, tally(result)) if part)
     sentences = [_of_claim(first, result), _across_points(first, result)] if first else [_without_claims(result)]
     return " ".join(part for part in (*sentences, tally(result)) if part)
 

@@ -17,7 +17,8 @@ from experiments.lab.subjects import Kind
 from experiments.lab.traces import Served
 from experiments.lab.validity import Evidence
 from experiments.lab.workloads import Inputs, Workload
-from mini_infer.core.config import EngineConfig, LoadFormat, SpeculationMethod
+from mini_infer.core.config import EngineConfig, LoadFormat
+from mini_infer.core.speculation_config import SpeculationMethod
 from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
 
 OF_WORDS = ("text",)  # workloads whose prompts mean something

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from experiments.lab import stats
@@ -19,6 +19,7 @@ class Bound(str, Enum):
     at_most = "at_most"
     ratio_at_least = "ratio_at_least"
     ratio_at_most = "ratio_at_most"
+    within = "within"  # at least `value`, and at most `upper`
 
     @property
     def is_ratio(self) -> bool:
@@ -47,6 +48,15 @@ class Claim:
     reference_variant: str | None = None  # both set for a ratio, else None
     reference_point: str | None = None
     source: str = ""
+    upper: float | None = None  # set for `within` alone
+
+    @property
+    def sides(self) -> tuple[Claim, ...]:
+        """Its bounds, one by one."""
+        if self.upper is None:
+            return (self,)
+        low = replace(self, bound=Bound.at_least, upper=None)
+        return low, replace(low, bound=Bound.at_most, value=self.upper)
 
 
 @dataclass(frozen=True)
@@ -66,12 +76,15 @@ def resolve_all(
     points: Sequence[Point],
 ) -> list[Claim]:
     """`experiment.claims`, each checked as `resolve` does."""
-    return [
-        resolve(
-            spec, f"experiment.claims[{index}]", variants=variants, baseline=baseline, metrics=metrics, points=points
-        )
-        for index, spec in enumerate(specs)
-    ]
+    resolved = []
+    for index, spec in enumerate(specs):
+        where = f"experiment.claims[{index}]"
+        if spec.everywhere and (spec.at or spec.against):
+            raise ConfigError(f"{where} is made everywhere, and so at no point: leave out `at` and `against`")
+        for at in [point.values for point in points] if spec.everywhere else [spec.at]:
+            alone = replace(spec, at=dict(at))
+            resolved.append(resolve(alone, where, variants=variants, baseline=baseline, metrics=metrics, points=points))
+    return resolved
 
 
 def resolve(
@@ -84,10 +97,7 @@ def resolve(
     points: Sequence[Point],
 ) -> Claim:
     """Checks a claim of a YAML against what will be measured; `where` names it in errors."""
-    bounds = {b: getattr(spec, b.value) for b in Bound if getattr(spec, b.value) is not None}
-    if len(bounds) != 1:
-        raise ConfigError(f"{where} needs exactly one of {', '.join(b.value for b in Bound)}; it has {len(bounds)}")
-    (bound, value), *_ = bounds.items()
+    bound, value, upper = _bound(spec, where)
     if spec.metric not in metrics:
         raise ConfigError(
             f"{where} is about the metric {spec.metric!r}, which is not measured. Measured: {', '.join(metrics)}"
@@ -96,14 +106,31 @@ def resolve(
         raise ConfigError(f"{where} is about the variant {spec.variant!r}. Variants: {', '.join(variants)}")
     point = find_point(points, spec.at, f"{where}.at")
     if not bound.is_ratio:
-        return Claim(spec.metric, spec.variant, point.name, bound, float(value), source=spec.source)
+        return Claim(spec.metric, spec.variant, point.name, bound, value, source=spec.source, upper=upper)
     if spec.against:
         reference = (spec.variant, find_point(points, spec.against, f"{where}.against").name)
     elif baseline is not None and baseline != spec.variant:
         reference = (baseline, point.name)
     else:
         raise ConfigError(f"{where}: a ratio needs a baseline variant, or `against: {{key: value}}` for another point")
-    return Claim(spec.metric, spec.variant, point.name, bound, float(value), *reference, source=spec.source)
+    return Claim(spec.metric, spec.variant, point.name, bound, value, *reference, source=spec.source)
+
+
+def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
+    known = [bound for bound in Bound if bound is not Bound.within]
+    given = {bound: float(getattr(spec, bound.value)) for bound in known if getattr(spec, bound.value) is not None}
+    if set(given) == {Bound.at_least, Bound.at_most}:
+        low, high = given[Bound.at_least], given[Bound.at_most]
+        if low > high:
+            raise ConfigError(f"{where}: nothing is at least {low} and at most {high}")
+        return Bound.within, low, high
+    if len(given) != 1:
+        names = ", ".join(bound.value for bound in known)
+        raise ConfigError(
+            f"{where} needs exactly one of {names}, or at_least and at_most together; it has {len(given)}"
+        )
+    (bound, value), *_ = given.items()
+    return bound, value, None
 
 
 def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate | ErrorGate]) -> Judgement:
@@ -125,12 +152,17 @@ def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate | ErrorGate]) 
         return _inconclusive(claim, None, _why_none(claim, rows))
     if found.low is None or found.high is None:
         return _inconclusive(claim, found, "one repeat has no interval")
-    if claim.bound.is_floor:
+    if claim.upper is not None:
+        supported = claim.value <= found.low and found.high <= claim.upper
+        refuted = found.high < claim.value or found.low > claim.upper
+    elif claim.bound.is_floor:
         supported, refuted = found.low >= claim.value, found.high < claim.value
     else:
         supported, refuted = found.high <= claim.value, found.low > claim.value
     if not supported and not refuted:
-        return _inconclusive(claim, found, "the interval holds the bound")
+        return _inconclusive(
+            claim, found, "the interval holds a bound" if claim.upper else "the interval holds the bound"
+        )
     return Judgement(claim, Verdict.supported if supported else Verdict.refuted, found, "")
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from experiments.lab import stats, wording
 from experiments.lab.claims import ratio
+from experiments.lab.draft_formulas import PLACES
 from experiments.lab.metrics import Better, Metric
 from experiments.lab.rows import Table
 from experiments.lab.store import Result
 
 SCREEN = 110  # columns: what a terminal and a code-hosting page show without scrolling
 ROOFLINE = {"floor_ms": "floor", "mbu": "MBU", "mfu": "MFU"}  # how near the hardware's limits a pass came
+BY_PLACE = [f"acceptance_{place + 1}" for place in range(PLACES)]
 LONG_LABEL = 24
 MISSING = "-"
 INVALID = "INVALID"
@@ -66,6 +68,9 @@ class Sheet:
         """How near the hardware's limits a pass came stands beside the first metric, where there is room. A single
         variant has one table for all of them."""
         measured = [name for name in names if self._points(name)]
+        places = [name for name in measured if name in BY_PLACE]
+        if len(places) > 1:  # the first of them stands for all
+            measured = [name for name in measured if name not in places[1:]]
         if len(self.info.variants) == 1 and measured:
             joined = self._joined(measured)
             if joined.width <= SCREEN:
@@ -80,9 +85,12 @@ class Sheet:
         return [grid for name in (*speeds, *limits) for grid in self._grids(name)]
 
     def _grids(self, name: str) -> list[Grid]:
-        """Two variants stand side by side, one row a point; more of them below each other; and where names are too
-        long for that, each point has its own table."""
+        """Acceptance by place is one table. Two variants stand side by side, one row a point; more of them below each
+        other; and where names are too long for that, each point has its own table."""
         points = self._points(name)
+        places = [other for other in self.info.metrics if other in BY_PLACE and self._points(other)]
+        if name in places and len(places) > 1:
+            return [self._by_place(places)]
         plain = self.info.baseline is not None and not self.info.error_gates
         if len(self.info.variants) == 2 and len(points) > 1 and plain:
             wide = self._wide(name)
@@ -130,6 +138,18 @@ class Sheet:
         ]
         header = ("point", *info.variants.values(), "ratio", "same tokens")
         return Grid(metric_title(info.metrics[name]), header, tuple(rows))
+
+    def _by_place(self, names: Sequence[str]) -> Grid:
+        """Medians, a column a place behind a request's last token."""
+        pointed = len(self.info.points) > 1
+        rows = [
+            (*([point] if pointed else []), label, *(self._median(variant, point, name) for name in names))
+            for point in self._points(names[0])
+            for variant, label in self.info.variants.items()
+            if any((variant, point, name) in self._tried for name in names)
+        ]
+        header = (*(["point"] if pointed else []), "variant", *(name.rpartition("_")[2] for name in names))
+        return Grid("Share of the drafts that were accepted, by place (higher is better)", header, tuple(rows))
 
     def _joined(self, names: Sequence[str]) -> Grid:
         (variant,) = self.info.variants

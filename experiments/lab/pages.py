@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from experiments.lab import profile_plot, store, timeline, wording
+from experiments.lab import pairs, profile_plot, store, timeline, wording
 from experiments.lab.answer import answer, flags, headline, judgements
 from experiments.lab.claims import Verdict
 from experiments.lab.gate_words import gate_lines
@@ -109,7 +109,7 @@ def _run(result: Result) -> str:
         f"### Remarks\n\n{result.remarks}" if result.remarks else "",
         "\n".join(f"- {note}" for note in info.notes),
         *(_picture(plot.title, info, plot.name) for plot in info.plots),
-        *(grid.markdown() for grid in sheet.grids(list(info.metrics))),
+        *(grid.markdown() for grid in (*pairs.grids(result), *sheet.grids(list(info.metrics)))),
         _invalid(result),
         _steps(result),
         _profile(result),

@@ -4,42 +4,36 @@ multiply."""
 from __future__ import annotations
 
 import textwrap
-from statistics import median
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 
-from experiments.lab.metrics import Better
-from experiments.lab.rows import Table
+from experiments.lab import pairs
+from experiments.lab.pairs import Told
 from experiments.lab.store import Result
 
-JOINED = "+"
 SHOWN = 0.3  # of the scale of colours: what is further from 1 is drawn no darker
 
 
 def draw(ax: Axes, metric: str, result: Result) -> bool:
     """Below the diagonal: a pair's gain. Above it: that gain over the product of both alone; below 1 they eat each
-    other. Points are taken together, by the geometric mean. False where there is nothing to show."""
-    info = result.info
-    names = [variant for variant in info.variants if variant != info.baseline and JOINED not in variant]
-    alone = {name: _gain(result, name, metric) for name in names}
+    other, and in brackets it is not told from 1. Points are taken together, by the geometric mean. False where there is
+    nothing to show."""
+    info, names = result.info, pairs.mechanisms(result)
     cells = np.full((len(names), len(names)), np.nan)
     texts: dict[tuple[int, int], str] = {}
-    for i, a in enumerate(names):
-        own = alone[a]
-        if own is None:
-            continue
-        texts[i, i] = f"{own:.2f}x"
-        for j, b in enumerate(names[:i]):
-            other = alone[b]
-            both = _gain(result, f"{b}{JOINED}{a}", metric) or _gain(result, f"{a}{JOINED}{b}", metric)
-            if both is None or other is None:
-                continue
-            cells[j, i] = both / (own * other)
-            texts[i, j], texts[j, i] = f"{both:.2f}x", f"{cells[j, i]:.2f}"
+    for i, name in enumerate(names):
+        alone = pairs.gain(result, name, metric)
+        if alone is not None:
+            texts[i, i] = f"{alone.median:.2f}x"
     if not texts:
         return False
+    for pair in pairs.of(result, metric):
+        j, i = names.index(pair.first), names.index(pair.second)
+        cells[j, i] = pair.interaction.median
+        texts[i, j] = f"{pair.both.median:.2f}x"
+        texts[j, i] = f"({cells[j, i]:.2f})" if pair.told is Told.within else f"{cells[j, i]:.2f}"
     ax.imshow(cells, cmap="PuOr", norm=TwoSlopeNorm(1.0, 1 - SHOWN, 1 + SHOWN), alpha=0.5)  # numbers stand on it
     for (row, column), text in texts.items():
         weight = "bold" if row == column else "normal"
@@ -49,19 +43,6 @@ def draw(ax: Axes, metric: str, result: Result) -> bool:
     ax.set_yticks(range(len(names)), labels, fontsize=8)
     ax.grid(visible=False)
     ax.set_title(f"gain in {info.metrics[metric].label}", fontsize=9)
-    ax.set_xlabel("bold: alone; below it: the pair;\nabove it: the pair / the product of both", fontsize=8)
+    words = ("bold: alone; below: the pair; above: the pair /", "the product of both, in brackets: may be 1")
+    ax.set_xlabel("\n".join(words), fontsize=8)
     return True
-
-
-def _gain(result: Result, variant: str, metric: str) -> float | None:
-    """Over the baseline, above 1 where it is better; the geometric mean over points."""
-    table, baseline = Table(result.rows), result.info.baseline
-    logs = []
-    for point in result.info.points:
-        own, base = (list(table.values(name, point, metric).values()) for name in (variant, baseline or ""))
-        if own and base and median(base) > 0 and median(own) > 0:
-            logs.append(np.log(median(own) / median(base)))
-    if not logs:
-        return None
-    gain = float(np.exp(np.mean(logs)))
-    return gain if result.info.metrics[metric].better is Better.higher else 1 / gain

@@ -24,24 +24,24 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from PIL import Image  # matplotlib writes its PNGs with it
 
-from experiments.lab import distributions, plot_matrix, stats, wording
+from experiments.lab import distributions, plot_formula, plot_matrix, wording
 from experiments.lab.claims import Claim
 from experiments.lab.metrics import Better, Metric
+from experiments.lab.plot_style import (
+    BOUND,
+    COLOURS,
+    HATCHES,
+    INK,
+    ON_TOP,
+    line_style,
+    plain,
+    spread,
+    with_errors,
+)
 from experiments.lab.rows import Table
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import Result
 
-# Okabe and Ito's palette, which people with any colour vision can tell apart
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
-BOUND = "#D55E00"
-HATCHES = ("", "///", "...", "\\\\\\", "xxx", "ooo", "---")
-MARKERS = "os^Dv<>"
-DASHES = ("-", "--", "-.", ":")
-INK = "#404040"
-ON_TOP: dict[str, Any] = {  # a text that may cross lines and bars
-    "zorder": 6,
-    "bbox": {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
-}
 FAR = 3  # a bound this many times above everything measured would only press the data flat
 DPI = 144
 WIDTH = 10.2  # inches: about what a code-hosting page shows without shrinking
@@ -125,6 +125,8 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, named: bool
     ax.set_title(", ".join(words), fontsize=8, color=INK)
     if panel.kind is PanelKind.matrix:
         return None if plot_matrix.draw(ax, panel.metric, result) else _nothing(ax, "no valid value")
+    if panel.kind is PanelKind.formula:
+        return None if plot_formula.draw(ax, panel, result) else _nothing(ax, "no valid value")
     if panel.kind is PanelKind.distribution:
         stored = _distribution(ax, panel, result)
         return _nothing(ax, "not stored for this run (experiment.timeline)") if not stored else None
@@ -307,13 +309,13 @@ def _lines(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
             order = sorted(range(len(places)), key=places.__getitem__)
             medians, errors = with_errors([values[i] for i in order])
             text = ", ".join(part for part in (label if len(info.variants) > 1 else "", rest) if part)
-            ax.errorbar([places[i] for i in order], medians, yerr=errors, label=text or label, **_line_style(row, kind))
+            ax.errorbar([places[i] for i in order], medians, yerr=errors, label=text or label, **line_style(row, kind))
     shown = [place_of[value] for value in dict.fromkeys(at_x[name][panel.x] for name in measured)]
     if panel.log_x and names is None and min(shown, default=1) > 0:
         ax.set_xscale("log", base=10)
-        shown = _spread(shown, math.log)
+        shown = spread(shown, math.log)
     elif names is None:
-        shown = _spread(shown)
+        shown = spread(shown)
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xticks(shown, [plain(place) for place in shown] if names is None else names)
     ax.set_xlabel(panel.x_label or panel.x.rpartition(".")[2], fontsize=9)
@@ -337,7 +339,7 @@ def _curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         drawn = True
         x, x_errors = with_errors([xs for _, xs, _ in found])
         y, y_errors = with_errors([ys for _, _, ys in found])
-        ax.errorbar(x, y, xerr=x_errors, yerr=y_errors, label=label, **_line_style(row, 0))
+        ax.errorbar(x, y, xerr=x_errors, yerr=y_errors, label=label, **line_style(row, 0))
         key = _only_key(result, [point for point, _, _ in found])
         if not named:
             for (point, _, _), at_x, at_y in zip(found, x, y, strict=True):
@@ -367,7 +369,7 @@ def _distribution(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         if not times:
             continue
         x, share = distributions.above(times, weights)
-        style = _line_style(row, 0)
+        style = line_style(row, 0)
         ax.step(x, share, where="post", label=label, color=style["color"], linestyle=style["linestyle"])
         smallest = min(smallest, *(s for s in share if s > 0), 100.0)
         low, high = min(low, *times), max(high, *times)
@@ -385,7 +387,7 @@ def _limits(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, flo
     """The bounds of absolute claims about this metric. A single one is a line with words; several are marks at their
     points, whose numbers stand in the table of claims."""
     claims = []
-    for claim in result.info.claims:
+    for claim in (side for both in result.info.claims for side in both.sides):
         if claim.metric == panel.metric and not claim.bound.is_ratio and claim.point in result.info.points:
             top = ax.get_ylim()[1]
             if claim.value <= FAR * top:
@@ -413,23 +415,6 @@ def _marks(ax: Axes, panel: PanelSpec, claims: Sequence[Claim], places: Mapping[
         else:
             ax.plot([x], [claim.value], "_", color=BOUND, markersize=17, markeredgewidth=1.8, zorder=5, label=label)
         label = None
-
-
-def _line_style(variant: int, kind: int) -> dict[str, Any]:
-    colour = COLOURS[variant % len(COLOURS)]
-    return {
-        "color": colour,
-        "marker": MARKERS[variant % len(MARKERS)],
-        "linestyle": DASHES[(variant + kind) % len(DASHES)],
-        "markerfacecolor": "white" if kind % 2 else colour,  # and where lines cover each other, rings show
-        "markersize": 5.5,
-        "capsize": 3,
-    }
-
-
-def plain(value: float) -> str:
-    """`0.5  20  1,000  1,000,000`"""
-    return f"{value:,.0f}" if value == int(value) else f"{value:,.6g}"
 
 
 def _places(values: Sequence[Any]) -> tuple[Mapping[Any, float], list[str] | None]:
@@ -469,24 +454,6 @@ def _plain(axis: Axis, span: float) -> None:
     axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _spread(places: Sequence[float], scale: Any = float) -> list[float]:
-    """Ticks that leave each other room for a label, the largest first."""
-    room = 0.15 * (scale(max(places)) - scale(min(places))) if places else 0.0
-    shown: list[float] = []
-    for place in sorted(places, reverse=True):
-        if not shown or scale(shown[-1]) - scale(place) >= room:
-            shown.append(place)
-    return shown
-
-
-def with_errors(values: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
-    """Medians, and the distances from them to the ends of their intervals: NaN, which is not drawn, without one."""
-    found = [stats.estimate(v) for v in values]
-    below = [math.nan if e.low is None else max(e.median - e.low, 0.0) for e in found]
-    above = [math.nan if e.high is None else max(e.high - e.median, 0.0) for e in found]
-    return [e.median for e in found], [below, above]
 
 
 def _dots(ax: Axes, x: Sequence[float], y: Sequence[float]) -> None:

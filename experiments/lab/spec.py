@@ -11,11 +11,13 @@ from mini_infer.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class ClaimSpec:
-    """Exactly one bound. A ratio is to the baseline at the same point, or to the same variant at `against`."""
+    """One bound, or at_least and at_most together. A ratio is to the baseline at the same point, or to the same variant
+    at `against`. With `everywhere` it is a claim for each point."""
 
     metric: str
     variant: str
     at: dict[str, Any] = field(default_factory=dict)
+    everywhere: bool = False
     against: dict[str, Any] = field(default_factory=dict)
     at_least: float | None = None
     at_most: float | None = None
@@ -32,6 +34,7 @@ class PanelKind(str, Enum):
     lines = "lines"  # one line a variant, over a numeric setting
     curve = "curve"  # one curve a variant through its points: the metric over another metric, such as a reached rate
     matrix = "matrix"  # pairs of mechanisms, from variants called a, b and a+b beside the baseline
+    formula = "formula"  # speed-up over the baseline, measured and by Leviathan's formula, over a setting or a metric
     distribution = "distribution"  # share of requests, or tokens, above a time; needs what `timeline` stores
 
 
@@ -39,17 +42,26 @@ class PanelKind(str, Enum):
 class PanelSpec:
     metric: str
     kind: PanelKind = PanelKind.bars
-    x: str | None = None  # lines: the point's key along the x axis; curve: the metric along it
+    x: str | None = None  # lines: the point's key along the x axis; curve: the metric along it; formula: either
     x_label: str = ""
     log_x: bool = False
     log_y: bool = False
     where: dict[str, Any] = field(default_factory=dict)  # only points with these settings, which stand in its title
+    mark: float | None = None  # formula: a place on the x axis to be marked
+    mark_label: str = ""
 
     def __post_init__(self) -> None:
         if self.kind is PanelKind.lines and self.x is None:
             raise ConfigError(f"the panel of {self.metric!r} draws lines: name the point's key along its x axis in `x`")
         if self.kind is PanelKind.curve and self.x is None:
             raise ConfigError(f"the panel of {self.metric!r} draws a curve: name the metric along its x axis in `x`")
+        if self.kind is PanelKind.formula and self.x is None:
+            raise ConfigError(
+                f"the panel of {self.metric!r} draws a formula: name the point's key, or the metric, along its x axis "
+                "in `x`"
+            )
+        if self.mark is not None and self.kind is not PanelKind.formula:
+            raise ConfigError(f"the panel of {self.metric!r}: `mark` goes with kind: formula")
         if self.kind is PanelKind.bars and self.log_y:
             raise ConfigError(f"the panel of {self.metric!r}: bars start at 0; for a log axis choose kind: lines")
         base, _, of_class = self.metric.partition("@")

@@ -15,6 +15,7 @@ from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.runtime.startup import CaptureReport, StartupReport
+from mini_infer.speculative.costs import StepCosts
 
 __all__ = ["EngineSubject", "Kind", "Subject", "open_subject", "require_servable"]
 
@@ -50,7 +51,12 @@ class EngineSubject:
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         self._memory.start()
         served = drive(self.engine, items, concurrency, salt=self._salt)
-        return replace(served, peak_memory=self._memory.peak(served.records), memory_growth=self._memory.growth())
+        return replace(
+            served,
+            peak_memory=self._memory.peak(served.records),
+            memory_growth=self._memory.growth(),
+            step_costs=_step_costs(self.engine.startup),
+        )
 
     def forget(self) -> None:
         """The blocks stay until they are needed, as in a server that has run for a while; nobody can hit them."""
@@ -87,7 +93,12 @@ def _speculation(startup: StartupReport) -> dict[str, Any]:
         "speculation": startup.speculation,
         "CUDA graphs of steps with drafts": _captured(startup.draft_graphs, "numbers of tokens"),
         "draft model": f"{startup.draft_weight_bytes / 2**30:.2f} GiB, KV {startup.draft_kv_bytes / 2**30:.2f} GiB",
+        "costs of steps": str(_step_costs(startup) or ""),
     }
+
+
+def _step_costs(startup: StartupReport) -> StepCosts | None:
+    return getattr(startup, "step_costs", None)
 
 
 def _captured(report: CaptureReport, sizes: str) -> str:

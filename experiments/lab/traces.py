@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from mini_infer.core.plan import StepRecord
+from mini_infer.speculative.costs import StepCosts
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Served:
         peak_memory: bytes; see docs/metrics.md for what it holds on a CPU and on a GPU. None where nobody knows.
         memory_growth: bytes of device memory that the pass itself reserved anew.
         host: of a pass over HTTP.
+        step_costs: what the engine measured of its steps when it started; None where it drafts nothing.
     """
 
     requests: tuple[RequestTrace, ...]
@@ -102,6 +104,7 @@ class Served:
     peak_memory: int | None = None
     memory_growth: int = 0
     host: HostUse | None = None
+    step_costs: StepCosts | None = None
 
     @property
     def seconds(self) -> float:

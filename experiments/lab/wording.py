@@ -66,6 +66,8 @@ def claim(claim: Claim, info: RunInfo) -> str:
     subject = f"{metric.label} of {info.variants[claim.variant]}" if len(info.variants) > 1 else metric.label
     at = f" at {claim.point}" if claim.point else ""
     side = "at least" if claim.bound.is_floor else "at most"
+    if claim.upper is not None:
+        return f"{subject}{at}: from {number(claim.value)} to {number(claim.upper)} {metric.unit}".rstrip()
     if not claim.bound.is_ratio:
         return f"{subject}{at}: {side} {number(claim.value)} {metric.unit}".rstrip()
     if claim.reference_variant != claim.variant:

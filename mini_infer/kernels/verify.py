@@ -6,7 +6,6 @@ and then:
 
     _judge      position x tiles   accepts the draft, or sums up what p has more of than q in every tile of 4096 tokens
     _pick       position           the draft, or the tile and in it the token where the CDF passes the uniform
-    _accept     row                how many tokens of a row stand
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from mini_infer.kernels.sample_shared import GROUP, TILE, kept_weights, load_hig
 
 _ACCEPT = tl.constexpr(ACCEPT)
 _UNIT = tl.constexpr(2.0**61)  # a probability of 1 in fixed point
-_NO_DRAFT = tl.constexpr(-1)
 
 
 def verify_rows(
@@ -76,33 +74,6 @@ def verify_rows(
     _judge[over_tiles(len(logits), vocab)](*both, *sizes, num_warps=8)
     _pick[(len(logits),)](*both, tokens, *sizes, num_warps=8)
     return tokens
-
-
-def accept_rows(
-    token_ids: Tensor, drafts: Tensor, query_starts: Tensor, width: int, forced: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """What R rows go on with: each row's tokens up to the first that is not its draft.
-
-    Args:
-        token_ids: [N] int64, from `verify_rows`.
-        drafts: [N] int64. A -1 ends a row's drafts.
-        query_starts: [R + 1] int32 or int64: where each row's positions begin.
-        width: positions of the longest row.
-        forced: [R] int32 or int64: accept so many drafts, as far as there are, instead.
-
-    Returns:
-        drafts accepted [R] int64; token ids [R, width] int64: those, one token more, then -1.
-    """
-    rows = len(query_starts) - 1
-    accepted = torch.empty(rows, dtype=torch.int64, device=token_ids.device)
-    chosen = torch.empty((rows, width), dtype=torch.int64, device=token_ids.device)
-    given = query_starts if forced is None else forced  # a pointer must be to something
-    if rows:
-        block = triton.next_power_of_2(width)
-        _accept[(rows,)](
-            token_ids, drafts, query_starts, given, accepted, chosen, width, forced is not None, block, num_warps=1
-        )
-    return accepted, chosen
 
 
 @triton.jit
@@ -236,32 +207,3 @@ def _residual(p, q, tile, rule, VOCAB: tl.constexpr, DRAFT_VOCAB: tl.constexpr):
     index = tile * TILE + tl.arange(0, TILE)
     more = _probabilities(p, index, rule, VOCAB) - _probabilities(q, index, rule, DRAFT_VOCAB)
     return tl.maximum(more, 0.0).to(tl.int64)
-
-
-@triton.jit
-def _accept(
-    tokens,
-    drafts,
-    query_starts,
-    forced,
-    accepted,
-    chosen,
-    WIDTH: tl.constexpr,
-    FORCED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    start, end = tl.load(query_starts + row), tl.load(query_starts + row + 1)
-    place = tl.arange(0, BLOCK)
-    within = place < end - start
-    draft = tl.load(drafts + start + place, mask=within, other=_NO_DRAFT)
-    token = tl.load(tokens + start + place, mask=within, other=_NO_DRAFT)
-    stands = draft != _NO_DRAFT
-    if not FORCED:
-        stands = stands & (draft == token)
-    count = tl.min(tl.where(stands, BLOCK, place)).to(tl.int64)
-    if FORCED:
-        count = tl.minimum(count, tl.load(forced + row).to(tl.int64))
-    result = tl.where(place < count, draft, tl.where(place == count, token, _NO_DRAFT))
-    tl.store(accepted + row, count)
-    tl.store(chosen + row * WIDTH + place, result, mask=place < WIDTH)

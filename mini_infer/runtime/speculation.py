@@ -10,8 +10,9 @@ import torch
 
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.swap import HostStore
-from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig, SpeculationConfig, SpeculationMethod
+from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
+from mini_infer.core.speculation_config import SpeculationConfig, SpeculationMethod
 from mini_infer.kernels.ops import Kernels
 from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.decoder import Decoder

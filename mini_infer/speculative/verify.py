@@ -1,17 +1,17 @@
 """Which drafts stand, and the token that follows them: exact, whatever proposed them.
 
-The reference, in torch operations; kernels/verify.py follows it on a GPU. Two steps, both over the flat list of N
-positions after which a step samples, those of row r being query_starts[r] ... query_starts[r + 1] - 1:
+The reference, in torch operations; kernels/verify.py follows it on a GPU. It works on the flat list of N positions
+after which a step samples, those of a row being neighbours:
 
     position n         0     1     2     3   |   4     5          row 0 has three drafts, row 1 has one
     its input          last  d0    d1    d2  |   last  e0
     drafts[n]          d0    d1    d2    -   |   e0    -          what is judged by the logits after the input
     verify_tokens      d0    d1    x     ?   |   y     ?          the token at n, if all drafts before it stand
-    accept_drafts      d0    d1    x                              2 accepted: up to the first that is not its draft
+    a row keeps        d0    d1    x                              2 accepted: up to the first that is not its draft
                                                  y                0 accepted
 
 `verify_tokens` judges every position by itself. A token equals its draft exactly where the draft is accepted, so a row
-needs no more bookkeeping than comparing the two.
+needs no more bookkeeping than comparing the two (`keep_accepted` in runtime/runner.py).
 
 - Greedy rows: the argmax.
 - Drafts that nothing random proposed (n-gram, suffix: no `sources`), and positions without one: the token that the
@@ -112,34 +112,3 @@ def _judge(p: Tensor, q: Tensor, drafts: Tensor, luck: Tensor, residual_uniforms
     residual = (p - q).clamp_(min=0).long()
     accepted |= known & (residual.sum(dim=1, keepdim=True) == 0)  # p equals q, but for rounding
     return torch.where(accepted.squeeze(1), drafts, invert(residual, residual_uniforms))
-
-
-def accept_drafts(
-    token_ids: Tensor, drafts: Tensor, query_starts: Tensor, width: int, forced: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """What R rows go on with: each row's tokens up to the first that is not its draft.
-
-    Args:
-        token_ids: [N] int64, from `verify_tokens`.
-        drafts: [N] int64. NO_DRAFT ends a row's drafts, so a captured graph's rows may have more positions than drafts.
-        query_starts: [R + 1]: where each row's positions begin.
-        width: positions of the longest row.
-        forced: [R] int64: accept so many drafts, as far as there are, instead (synthetic.synthetic_accepts).
-
-    Returns:
-        drafts accepted [R] int64; token ids [R, width] int64: those, one token more, then NO_DRAFT.
-    """
-    place = torch.arange(width, device=token_ids.device)
-    where = query_starts[:-1, None] + place  # [R, width], running on into the next row
-    within = where < query_starts[1:, None]
-    where = where.clamp(max=len(token_ids) - 1)
-    draft, token = drafts[where].where(within, NO_DRAFT), token_ids[where].where(within, NO_DRAFT)
-    stands = draft != NO_DRAFT
-    if forced is None:
-        stands &= draft == token
-    num_accepted = stands.long().cumprod(dim=1).sum(dim=1)
-    if forced is not None:
-        num_accepted = torch.minimum(num_accepted, forced)
-    last = num_accepted[:, None]
-    chosen = torch.where(place < last, draft, token).where(place <= last, NO_DRAFT)
-    return num_accepted, chosen

@@ -64,6 +64,7 @@ PAIRED = {
     "spec_decode_edits": ["workload.min_output_tokens=16", "workload.max_output_tokens=16"],
     "spec_decode_7b": [_DRAFT],
     "spec_decode_acceptance_7b": [_DRAFT],
+    "spec_decode_adaptive_7b": [_DRAFT],
     "composition": ["engine.model.max_model_len=400"],
     "composition_1_5b": ["engine.model.max_model_len=400", _DRAFT],
 }

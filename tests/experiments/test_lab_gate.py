@@ -2,9 +2,12 @@
 
 import pytest
 
-from experiments.lab.claims import Bound, Claim, Verdict, judge
+from experiments.lab.claims import Bound, Claim, Verdict, judge, resolve_all
 from experiments.lab.gate import Difference, compare, gate
+from experiments.lab.points import point
 from experiments.lab.rows import Row
+from experiments.lab.spec import ClaimSpec
+from mini_infer.core.errors import ConfigError
 
 
 def test_equal_outputs_pass():
@@ -62,6 +65,51 @@ def claim(bound, value):
 def test_verdicts_follow_the_interval(bound, value, verdict):
     measured = rows("base", [10.0] * 5) + rows("new", [14.0, 14.5, 15.0, 15.5, 16.0])
     assert judge(claim(bound, value), measured, []).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (13.0, 17.0, Verdict.supported),
+        (15.0, 17.0, Verdict.inconclusive),
+        (13.0, 15.0, Verdict.inconclusive),
+        (16.5, 18.0, Verdict.refuted),
+        (10.0, 13.5, Verdict.refuted),
+    ],
+)
+def test_a_claim_of_two_sides_needs_the_whole_interval_between_them(low, high, verdict):
+    claimed = Claim("speed", "new", "p", Bound.within, low, upper=high)
+    assert judge(claimed, rows("new", [14.0, 14.5, 15.0, 15.5, 16.0]), []).verdict is verdict
+    assert [(side.bound, side.value) for side in claimed.sides] == [(Bound.at_least, low), (Bound.at_most, high)]
+
+
+def resolved(**changes):
+    spec = ClaimSpec(**{"metric": "speed", "variant": "new", **changes})
+    every = [point({"size": size}) for size in (1, 8)]
+    return resolve_all([spec], variants=["base", "new"], baseline="base", metrics=["speed"], points=every)
+
+
+def test_a_claim_may_have_two_sides_and_be_made_everywhere():
+    claims = resolved(everywhere=True, at_least=0.95, at_most=1.05)
+    assert [(c.point, c.bound, c.value, c.upper) for c in claims] == [
+        ("size=1", Bound.within, 0.95, 1.05),
+        ("size=8", Bound.within, 0.95, 1.05),
+    ]
+    ratios = resolved(everywhere=True, ratio_at_least=0.98)
+    assert [(c.point, c.reference_point) for c in ratios] == [("size=1", "size=1"), ("size=8", "size=8")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"everywhere": True, "at": {"size": 1}, "at_most": 1}, "leave out `at` and `against`"),
+        ({"at": {"size": 1}, "at_least": 2, "at_most": 1}, "nothing is at least 2.0 and at most 1.0"),
+        ({"at": {"size": 1}, "at_least": 1, "ratio_at_most": 1}, "or at_least and at_most together; it has 2"),
+    ],
+)
+def test_a_claim_that_says_nothing_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        resolved(**changes)
 
 
 def test_one_repeat_proves_nothing():

@@ -206,26 +206,3 @@ def test_the_document_lists_every_metric_with_its_unit_and_no_other():
     assert set(found) == set(SERVING)
     for name, unit in found.items():
         assert unit in units.get(SERVING[name].metric.unit, {SERVING[name].metric.unit}), name
-
-
-def test_drafts():
-    steps = (
-        record(0, 0.0, 1.0, prefill_tokens=100, sampled_tokens=2),
-        record(1, 1.0, 2.0, decode_tokens=2, sampled_tokens=5, drafted=(2, 2), accepted=(2, 1), draft_s=0.25),
-        record(2, 2.0, 4.0, decode_tokens=2, sampled_tokens=3, drafted=(2, 1), accepted=(1, 0), draft_s=0.5),
-    )
-    served = Served((trace(0.0, [1.0, 2.0, 2.0, 4.0]),), 0.0, 4.0, steps)
-    found = {name: value(name, served) for name in SERVING if "acc" in name or "draft" in name}
-    assert found["acceptance"] == pytest.approx(4 / 7), "four tried in the first place, and three behind one that stood"
-    assert found["acceptance_1"] == pytest.approx(3 / 4)
-    assert found["acceptance_2"] == pytest.approx(1 / 3)
-    assert isinstance(found["acceptance_3"], Missing)
-    assert found["accepted_length"] == pytest.approx(2.0)
-    assert value("tokens_per_decode", served) == pytest.approx(2.0)
-    assert found["drafts_per_decode"] == pytest.approx(7 / 4)
-    assert found["draft_time_share"] == pytest.approx(0.25)
-    assert value("wasted_tokens", served) == 3
-    a, k = 4 / 7, 7 / 4
-    by_formula = 4 * (1 + a + (k - 1) * a**2) / 3
-    assert value("formula_tokens_per_s", served) == pytest.approx(by_formula)
-    assert value("formula_share", served) == pytest.approx(1 / by_formula)

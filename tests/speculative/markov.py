@@ -13,7 +13,8 @@ from torch import Tensor
 from mini_infer.core.request import SamplingParams
 from mini_infer.core.uniforms import DRAFT, hash_seeds
 from mini_infer.runtime.draw import NUM_PARAMS, PARAM_COLUMNS, Draw, encode, pick_rows, truncate
-from mini_infer.speculative.verify import NO_DRAFT, accept_drafts
+from mini_infer.runtime.runner import keep_accepted
+from mini_infer.speculative.verify import NO_DRAFT
 
 Verify = Callable[..., Tensor]
 FIRST_TOKEN, FIRST_POSITION = 0, 5
@@ -84,7 +85,7 @@ def speculate(
             judged = verify(*flat, torch.stack(q, 1).flatten(0, 1), torch.cat([sources, none], 1).flatten())
         else:
             judged = verify(*flat)
-        num_accepted, new = accept_drafts(judged, drafts, torch.arange(len(going) + 1) * (k + 1), k + 1)
+        num_accepted, new = kept(judged, drafts, k + 1)
         if not run.drafted:
             run.first_accepted = float((num_accepted > 0).double().mean())
         run.drafted += k * len(going)
@@ -94,6 +95,16 @@ def speculate(
         done[going] += num_accepted + 1
     run.tokens = tokens[:, :length]
     return run
+
+
+def kept(judged: Tensor, drafts: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """What R requests of `width` positions each go on with, by the runner's own rule: drafts accepted [R], and their
+    tokens [R, width] with NO_DRAFT behind them."""
+    rows: list[list[int]] = [[] for _ in range(len(judged) // width)]
+    of_row = np.arange(len(judged)) // width
+    keep_accepted(rows, of_row.tolist(), judged.tolist(), drafts.tolist())
+    new = torch.tensor([row + [NO_DRAFT] * (width - len(row)) for row in rows])
+    return (new != NO_DRAFT).sum(1) - 1, new
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> np.ndarray:

@@ -13,8 +13,9 @@ from torch import Tensor
 from mini_infer.core.request import SamplingParams
 from mini_infer.core.uniforms import ACCEPT, DRAFT, SYNTHETIC, hash_seeds, uniforms
 from mini_infer.runtime.draw import invert
+from mini_infer.runtime.runner import keep_accepted
 from mini_infer.speculative import verify
-from mini_infer.speculative.verify import NO_DRAFT, accept_drafts, verify_tokens
+from mini_infer.speculative.verify import NO_DRAFT, verify_tokens
 
 VOCAB = 8
 TARGET, DRAFTER = table(VOCAB, 1), table(VOCAB, 1) + table(VOCAB, 2, 0.8)
@@ -223,22 +224,14 @@ def test_streams_do_not_meet() -> None:
 
 
 def test_a_row_ends_at_the_first_that_is_not_its_draft() -> None:
-    tokens = torch.tensor([5, 6, 7, 8, 1, 2, 9])
-    drafts = torch.tensor([5, 6, 0, NO_DRAFT, 3, NO_DRAFT, NO_DRAFT])
-    accepted, chosen = accept_drafts(tokens, drafts, torch.tensor([0, 4, 6, 6, 7]), 4)
-    assert accepted.tolist() == [2, 0, 0, 0]
-    assert chosen.tolist() == [[5, 6, 7, -1], [1, -1, -1, -1], [-1] * 4, [9, -1, -1, -1]]
+    picked = [5, 6, 7, 8, 1, 2, 9]
+    drafts = [5, 6, 0, NO_DRAFT, 3, NO_DRAFT, NO_DRAFT]
+    tokens: list[list[int]] = [[] for _ in range(4)]
+    keep_accepted(tokens, [0, 0, 0, 0, 1, 1, 3], picked, drafts)
+    assert tokens == [[5, 6, 7], [1], [], [9]]
 
 
 def test_a_token_behind_a_rejected_draft_does_not_count() -> None:
-    accepted, chosen = accept_drafts(
-        torch.tensor([1, 2, 3]), torch.tensor([0, 2, NO_DRAFT]), torch.tensor([0, 3]), width=3
-    )
-    assert (accepted.tolist(), chosen.tolist()) == ([0], [[1, -1, -1]])
-
-
-def test_acceptance_can_be_forced() -> None:
-    tokens, drafts = torch.tensor([1, 2, 3] * 3), torch.tensor([7, 8, NO_DRAFT] * 3)
-    accepted, chosen = accept_drafts(tokens, drafts, torch.tensor([0, 3, 6, 9]), 3, torch.tensor([0, 1, 9]))
-    assert accepted.tolist() == [0, 1, 2]
-    assert chosen.tolist() == [[1, -1, -1], [7, 2, -1], [7, 8, 3]]
+    tokens: list[list[int]] = [[]]
+    keep_accepted(tokens, [0, 0, 0], [1, 2, 3], [0, 2, NO_DRAFT])
+    assert tokens == [[1]]

@@ -1,0 +1,47 @@
+"""What every section of the config is checked by: its fields' types, and bounds."""
+
+from __future__ import annotations
+
+import typing
+from enum import Enum
+from typing import Any
+
+from mini_infer.core.errors import ConfigError
+
+
+def coerce(config: Any) -> None:
+    """Checks each field against its annotation, turning strings into enum members and ints into floats."""
+    cls = type(config)
+    for name, hint in typing.get_type_hints(cls).items():
+        value = getattr(config, name)
+        options = list(typing.get_args(hint)) or [hint]
+        if typing.get_origin(hint) is dict:
+            options = [dict]
+        if value is None and type(None) in options:
+            continue
+        target = next((t for t in options if t is not type(None)), hint)
+        target = typing.get_origin(target) or target
+        if issubclass(target, Enum):
+            try:
+                object.__setattr__(config, name, target(value))
+            except ValueError:
+                allowed = ", ".join(member.value for member in target)
+                raise ConfigError(f"{setting_key(config, name)} must be one of {allowed}; got {value!r}") from None
+        elif target is float and isinstance(value, int) and not isinstance(value, bool):
+            object.__setattr__(config, name, float(value))
+        elif not isinstance(value, target) or (target is int and isinstance(value, bool)):
+            raise ConfigError(f"{setting_key(config, name)} must be {target.__name__}, got {value!r}")
+
+
+def setting_key(config: Any, name: str) -> str:
+    """The dotted key as it is typed: CacheConfig, block_size -> cache.block_size."""
+    section = type(config).__name__.removesuffix("Config").lower()
+    if section == "draft":
+        section = "speculation.draft"
+    return name if section == "engine" else f"{section}.{name}"
+
+
+def at_least(config: Any, name: str, minimum: float) -> None:
+    value = getattr(config, name)
+    if value < minimum:
+        raise ConfigError(f"{setting_key(config, name)} must be at least {minimum}, got {value}")

@@ -1,0 +1,79 @@
+"""Settings of a model: where its weights come from, and how it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from mini_infer.core.config_checks import at_least, coerce
+from mini_infer.core.errors import ConfigError
+
+
+class LoadFormat(str, Enum):
+    auto = "auto"  # safetensors of a Hugging Face folder
+    dummy = "dummy"  # random weights of the true shape, made on the device
+    dry = "dry"  # no weights at all: a deterministic token function and a time model
+
+
+class DType(str, Enum):
+    auto = "auto"  # what the checkpoint says on a GPU, float32 on a CPU
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Device(str, Enum):
+    auto = "auto"  # cuda where there is one
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class KernelChoice(str, Enum):
+    auto = "auto"  # triton on a GPU, torch on a CPU
+    torch = "torch"  # plain torch operations: the reference
+    triton = "triton"  # our own fused kernels
+
+
+@dataclass(frozen=True)
+class DryConfig:
+    """Shape and time model of the dry model (`load_format: dry`). Times of zero do not sleep."""
+
+    vocab_size: int = 512  # token ids of the dry model, at least 261
+    max_model_len: int = 8192  # tokens of prompt + output that the dry model takes
+    step_ms: float = 0.0  # milliseconds that every step takes, whatever is in it
+    prefill_token_us: float = 0.0  # microseconds that a step takes longer for each prompt token in it
+    decode_token_us: float = 0.0  # microseconds that a step takes longer for each decoding request in it
+
+    def __post_init__(self) -> None:
+        coerce(self)
+        at_least(self, "vocab_size", 261)  # 256 bytes and the special tokens of the byte tokenizer
+        at_least(self, "max_model_len", 2)
+        for name in ("step_ms", "prefill_token_us", "decode_token_us"):
+            at_least(self, name, 0)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = "tiny-target"  # a folder, a hub name, or a shipped model: tiny-target, tiny-draft
+    load_format: LoadFormat = LoadFormat.auto  # where the weights come from
+    hf_config: dict[str, Any] | None = None  # a config.json given inline, for dummy weights without a folder
+    tokenizer: str | None = None  # a folder or a hub name; default: the model's own
+    dtype: DType = DType.auto  # of weights, activations and KV
+    device: Device = Device.auto  # where the model runs
+    kernels: KernelChoice = KernelChoice.auto  # of everything between the matmuls and the attention
+    max_model_len: int | None = None  # tokens of prompt + output; default: the model's own limit
+    seed: int = 0  # of the random weights of load_format=dummy
+    dry: DryConfig = field(default_factory=DryConfig)
+
+    def __post_init__(self) -> None:
+        coerce(self)
+        if not self.path:
+            raise ConfigError("model.path is empty: give a folder, a hub name, or tiny-target")
+        if self.hf_config is not None and self.load_format is not LoadFormat.dummy:
+            raise ConfigError(
+                f"model.hf_config goes with model.load_format=dummy, not {self.load_format.value}: "
+                "a folder brings its own config.json"
+            )
+        if self.max_model_len is not None:
+            at_least(self, "max_model_len", 2)
