@@ -81,6 +81,7 @@ class Scheduler:
         self._planned: dict[int, _Step] = {}  # planned, and not booked yet
         self._num_added = 0
         self._step = 0
+        self._last_update: float | None = None  # None: there was nothing to do since
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -429,7 +430,7 @@ class Scheduler:
         commit, block_size = self.kv.commit, self.kv.block_size
         num_finished = 0
         planned = self._planned.pop(plan.step).rows
-        self._proposer.book(planned, plan, result)
+        self._proposer.book(planned, plan, result, None if self._last_update is None else now - self._last_update)
         num_verified = plan.num_decode_rows if plan.has_drafts else 0
         for row, entries in result.prompt_logprobs.items():
             request = planned[row][0]
@@ -482,6 +483,7 @@ class Scheduler:
         if self._siblings:
             for request, _, _ in updates:
                 self._queue_siblings(request)
+        self._last_update = now if self._requests else None
         return updates
 
     def fail(self, plan: StepPlan) -> list[Request]:
