@@ -63,9 +63,6 @@ class NoProposer:
     """What a scheduler without speculation has."""
 
     waits = False
-    keeps_up = False
-    needs_tokens = False
-    most = 0
 
     def propose(self, requests: Iterable[Request]) -> dict[int, Draft]:
         return {}
@@ -85,10 +82,8 @@ class Proposer:
     """
 
     def __init__(self, source: Source, lengths: Lengths, most: int, waiting_cost: float = 0.0) -> None:
-        self._source, self._lengths, self.most = source, lengths, most
+        self._source, self._lengths, self._most = source, lengths, most
         self._waiting_cost = waiting_cost
-        self.needs_tokens = type(source).__name__ not in ("MadeUp", "OnDevice")
-        self.keeps_up = False
         self.waits = False  # the next step, until the step under way is booked, because there will be drafts in it
 
     def propose(self, requests: Iterable[Request]) -> dict[int, Draft]:
@@ -100,14 +95,11 @@ class Proposer:
         requests = list(requests)
         if not requests:
             return {}
-        hoped = self._lengths.choose(requests, [0 if r.constraint is not None else self.most for r in requests])
-        self.keeps_up = any(hoped)
-        self.waits = self.keeps_up and self.needs_tokens
-        if not self.waits:
-            return {i: self._source.propose(r, n) for i, (r, n) in enumerate(zip(requests, hoped, strict=True)) if n}
-        if any(r.num_in_flight > 1 for r in requests):
+        hoped = self._lengths.choose(requests, [0 if r.constraint is not None else self._most for r in requests])
+        self.waits = any(hoped)
+        if not self.waits or any(r.num_in_flight > 1 for r in requests):
             return {}
-        found = [self._source.propose(r, self.most) if n else _NOTHING for r, n in zip(requests, hoped, strict=True)]
+        found = [self._source.propose(r, self._most) if n else _NOTHING for r, n in zip(requests, hoped, strict=True)]
         lengths = self._lengths.choose(requests, [draft.length for draft in found])
         if not any(lengths):
             self._lengths.pay(self._waiting_cost)
