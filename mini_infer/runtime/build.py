@@ -26,7 +26,7 @@ from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.capture import GraphMemory
 from mini_infer.runtime.drafter import Drafter, NoDrafter
 from mini_infer.runtime.dry import DryModel
-from mini_infer.runtime.graphs import DecodeGraphs, NoGraphs, batch_ladder
+from mini_infer.runtime.graphs import BatchDescriptor, DecodeGraphs, NoGraphs, batch_ladder
 from mini_infer.runtime.memory import (
     KVShape,
     Limits,
@@ -131,7 +131,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     row_graphs, captured_rows = capture_rows(config, slots, torch_model, query_lens, verified)
     acceptance = make_acceptance(config.speculation, sampler, slots)
     runner = Runner(torch_model, slots, sampler, graphs, row_graphs, drafter, acceptance)
-    costs = _measure_costs(config, runner, limits, device, padded=bool(captured_rows.batch_sizes))
+    costs = _measure_costs(config, runner, limits, device, captured=())
     reserve_memory = partial(_reserve_memory, config, limits, runner, device)
     reserve_memory()
     return EngineParts(
@@ -177,7 +177,7 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
     slots = _make_slots(config, limits, sampler, device)
     acceptance = make_acceptance(config.speculation, sampler, slots)
     runner = Runner(model, slots, sampler, NoGraphs(), acceptance=acceptance)
-    costs = _measure_costs(config, runner, limits, device, padded=False)
+    costs = _measure_costs(config, runner, limits, device, captured=())
     return EngineParts(
         tokenizer=tokenizer,
         runner=runner,
@@ -209,12 +209,13 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
 
 
 def _measure_costs(
-    config: EngineConfig, runner: Runner, limits: Limits, device: torch.device, padded: bool
+    config: EngineConfig, runner: Runner, limits: Limits, device: torch.device, captured: tuple[BatchDescriptor, ...]
 ) -> tuple[StepCosts, float] | None:
     speculation = config.speculation
     if not (speculation.most and speculation.adaptive):
         return None
-    return measure_costs(runner, config, limits, _overlaps(config, device), padded)
+    costs = measure_costs(runner, config, limits, _overlaps(config, device), captured)
+    return costs, costs.waiting
 
 
 def _overlaps(config: EngineConfig, device: torch.device) -> bool:

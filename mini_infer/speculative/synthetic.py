@@ -16,7 +16,7 @@ def synthetic_drafts(seed: int, position: int, k: int, vocab_size: int) -> list[
 
 
 def synthetic_accepts(seeds: Array, positions: Array, num_drafts: Array, rate: float) -> Array:
-    """How many of each row's drafts are to be accepted, for `verify.accept_drafts(forced=...)`.
+    """How many of each row's drafts are to be accepted.
 
     The token at a position is accepted if uniforms(seed, position + SYNTHETIC) < rate and those before it are: each has
     the rate `rate` by itself, so that the tokens a step follow Leviathan's formula.
