@@ -15,7 +15,6 @@ from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.runtime.startup import CaptureReport, StartupReport
-from mini_infer.speculative.costs import StepCosts
 
 __all__ = ["EngineSubject", "Kind", "Subject", "open_subject", "require_servable"]
 
@@ -43,6 +42,7 @@ class EngineSubject:
 
     def __init__(self, config: EngineConfig) -> None:
         self.engine = LLMEngine(config)
+        self._step_costs = self.engine.step_costs()
         self.about = _facts(self.engine.startup)
         self._memory = MemoryWatch(config)
         self._salt = ""
@@ -55,7 +55,7 @@ class EngineSubject:
             served,
             peak_memory=self._memory.peak(served.records),
             memory_growth=self._memory.growth(),
-            step_costs=_step_costs(self.engine.startup),
+            step_costs=self._step_costs,
         )
 
     def forget(self) -> None:
@@ -93,12 +93,7 @@ def _speculation(startup: StartupReport) -> dict[str, Any]:
         "speculation": startup.speculation,
         "CUDA graphs of steps with drafts": _captured(startup.draft_graphs, "numbers of tokens"),
         "draft model": f"{startup.draft_weight_bytes / 2**30:.2f} GiB, KV {startup.draft_kv_bytes / 2**30:.2f} GiB",
-        "costs of steps": str(_step_costs(startup) or ""),
     }
-
-
-def _step_costs(startup: StartupReport) -> StepCosts | None:
-    return getattr(startup, "step_costs", None)
 
 
 def _captured(report: CaptureReport, sizes: str) -> str:

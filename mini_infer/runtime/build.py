@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ class EngineParts:
     runner: Runner
     reserve_memory: Callable[[], None]  # takes what the largest step needs; overwrites what runs
     make_scheduler: Callable[[], Scheduler]
+    step_costs: Callable[[], StepCosts]  # measures them when it is first called; overwrites what runs
     overlap: bool  # a step is launched before the tokens of the step before it are read
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -130,14 +131,17 @@ def build_parts(config: EngineConfig) -> EngineParts:
     if memory is not None and no_graphs is None and drafts.can_be_captured:
         captured_rows = drafts.capture(config, memory)
     runner = Runner(torch_model, slots, sampler, graphs, drafts.steps)
-    costs = _measure_costs(config, runner, limits, overlap, padded=bool(captured_rows.batch_sizes))
+    step_costs = cache(partial(measure_costs, runner, config, limits, overlap, drafts.steps.graphs.captured))
+    if config.speculation.adapts:
+        step_costs()
     reserve_memory = partial(_reserve_memory, config, limits, runner, device)
     reserve_memory()
     return EngineParts(
         tokenizer=tokenizer,
         runner=runner,
         reserve_memory=reserve_memory,
-        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, spec.vocab_size, costs), overlap),
+        step_costs=step_costs,
+        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, spec.vocab_size, step_costs), overlap),
         overlap=overlap,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids or tuple(tokenizer.eos_token_ids),
@@ -177,12 +181,13 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
     overlap = _overlaps(config, device)
     drafts = DraftSteps(model, slots, sampler, rate=config.speculation.rate, always_rows=overlap)
     runner = Runner(model, slots, sampler, NoGraphs(), drafts)
-    costs = _measure_costs(config, runner, limits, overlap, padded=False)
+    step_costs = cache(partial(measure_costs, runner, config, limits, overlap))
     return EngineParts(
         tokenizer=tokenizer,
         runner=runner,
         reserve_memory=lambda: None,
-        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, dry.vocab_size, costs), overlap),
+        step_costs=step_costs,
+        make_scheduler=_scheduler_maker(config, limits, make_proposer(config, dry.vocab_size, step_costs), overlap),
         overlap=overlap,
         vocab_size=dry.vocab_size,
         eos_token_ids=tuple(tokenizer.eos_token_ids),
@@ -206,15 +211,6 @@ def _build_dry(config: EngineConfig, started: float) -> EngineParts:
             speculation=describe_speculation(config.speculation),
         ),
     )
-
-
-def _measure_costs(
-    config: EngineConfig, runner: Runner, limits: Limits, overlap: bool, padded: bool
-) -> tuple[StepCosts, float] | None:
-    speculation = config.speculation
-    if not (speculation.most and speculation.adaptive):
-        return None
-    return measure_costs(runner, config, limits, overlap, padded)
 
 
 def _overlaps(config: EngineConfig, device: torch.device) -> bool:

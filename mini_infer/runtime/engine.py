@@ -24,6 +24,7 @@ from mini_infer.runtime.probe import blocks_of, probe
 from mini_infer.runtime.prompt import Prompt, encode_prompt, is_single_prompt, require_fit
 from mini_infer.runtime.scheduler import TokenUpdate
 from mini_infer.runtime.tokenizer import checked_text
+from mini_infer.speculative.costs import StepCosts
 
 RECORDS_KEPT = 100_000
 
@@ -73,6 +74,7 @@ class LLMEngine:
         self._num_requests = 0
         self._flights: deque[_Flight] = deque()  # oldest first; with overlap one stays between two calls of `step`
         self._laps = _Laps()
+        self._step_costs = parts.step_costs() if self.config.speculation.adapts else None
 
     # --- whole requests -------------------------------------------------------------------------------------------
 
@@ -201,6 +203,17 @@ class LLMEngine:
         back since the engine was made. Raises RuntimeError where requests are unfinished."""
         self._require_idle("memory can be reserved")
         self._parts.reserve_memory()
+
+    def step_costs(self) -> StepCosts | None:
+        """What steps cost by rows and drafts, as measured when the engine started, or, where the number of drafts is
+        fixed, when this is first called. None without speculation. Raises RuntimeError if requests are unfinished."""
+        if not self.config.speculation.most:
+            return None
+        if self._step_costs is None:
+            self._require_idle("costs of steps can be measured")
+            self._step_costs = self._parts.step_costs()
+            self.scheduler = self._parts.make_scheduler()  # it overwrote blocks that the prefix cache may hold
+        return self._step_costs
 
     def probe_logits(self, token_ids: Sequence[int], split: int) -> Tensor:
         """`probe_batch` of one row."""

@@ -50,11 +50,10 @@ def require_room_for_drafts(speculation: SpeculationConfig, max_model_len: int) 
         )
 
 
-def make_proposer(config: EngineConfig, vocab_size: int, costs: tuple[StepCosts, float] | None) -> ProposerMaker:
+def make_proposer(config: EngineConfig, vocab_size: int, step_costs: Callable[[], StepCosts]) -> ProposerMaker:
     """
     Args:
-        costs: of steps, and of waiting for the one before, by which it is chosen how many drafts a request gets; None:
-            as many as there are.
+        step_costs: by which it is chosen how many drafts a request gets, unless it is as many as there are.
     """
     speculation = config.speculation
     if speculation.method is SpeculationMethod.none:
@@ -63,9 +62,10 @@ def make_proposer(config: EngineConfig, vocab_size: int, costs: tuple[StepCosts,
     def make() -> Proposer:
         most = speculation.num_tokens
         source = _source(speculation, vocab_size)
-        if costs is None:
+        if not speculation.adaptive:
             return Proposer(source, AsManyAsThereAre(), most)
-        return Proposer(source, DraftLengths(costs[0], most), most, waiting_cost=costs[1])
+        costs = step_costs()
+        return Proposer(source, DraftLengths(costs, most), most, waiting_cost=costs.waiting)
 
     return make
 

@@ -2,69 +2,99 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.core.request import SamplingParams
+from mini_infer.core.speculation_config import SpeculationMethod
+from mini_infer.runtime.graphs import BatchDescriptor
 from mini_infer.runtime.memory import Limits
 from mini_infer.runtime.runner import Runner
 from mini_infer.speculative.costs import StepCosts
 
 CONTEXT_TOKENS = 256  # of each row, where requests may be as long
 REPEATS = 3
-PIPELINED = 4  # steps without drafts that are launched before the first is read, where steps overlap
-BUDGET_S = 2.0  # that measuring may take, give or take a number of rows; what is larger is extrapolated
+PIPELINED = 4  # steps that are launched before the first is read, where steps overlap
+PLAN_S = 0.1  # of timed runs of one plan, after which it is not repeated any more
+BUDGET_S = 2.0  # of timed runs, beyond those of the smallest and the largest number of rows
+
+logger = logging.getLogger(__name__)
 
 
 def measure_costs(
-    runner: Runner, config: EngineConfig, limits: Limits, overlap: bool, padded: bool
-) -> tuple[StepCosts, float]:
-    """What steps cost, and what it costs a step to wait for the one before it: a share of its time.
+    runner: Runner, config: EngineConfig, limits: Limits, overlap: bool, captured: Sequence[BatchDescriptor] = ()
+) -> StepCosts:
+    """Times steps of all numbers of tokens a row, with the fewest rows, with the most, and with as many numbers of rows
+    in between as the budget allows. The first run of each plan, which may compile, is not counted.
 
     Takes slots and blocks as it pleases: nobody may hold any.
 
     Args:
-        overlap: steps without drafts are launched before the one before is read; those with drafts never are.
-        padded: as of StepCosts.
+        overlap: steps are launched before the one before is read, for which rows with drafts are padded. Drafts that
+            are looked up have to wait.
+        captured: graphs of steps with drafts.
     """
-    most = config.speculation.num_tokens
-    token_counts = sorted({1, 2, 1 + (most + 1) // 2, 1 + most})
+    looked_up = config.speculation.method in (SpeculationMethod.ngram, SpeculationMethod.suffix)
     target: dict[tuple[int, int], float] = {}
     draft: dict[int, float] = {}
-    waiting = [0.0]
-    started = time.perf_counter()
-    for rows in _row_counts(config):
+    waiting = 0.0
+    spent = 0.0
+    for number, rows in enumerate(_row_counts(config, captured)):
+        if spent > BUDGET_S:
+            break
         runner.collect(runner.launch(_admit(rows, config, limits)))
-        for count in token_counts:
+        for count in _token_counts(config, captured):
             plan = _decode(rows, count, config, limits)
-            seconds, drafting = _time(runner, plan, PIPELINED if overlap and count == 1 else 1)
+            seconds, drafting, took = _time(runner, plan, PIPELINED if overlap and (count == 1 or not looked_up) else 1)
+            spent += took if number > 1 else 0
             target[rows, count] = seconds - drafting
-            if overlap and count == 1:
-                waiting.append(_time(runner, plan, 1)[0] / seconds - 1)
             if count > 1 and config.speculation.has_draft_model:
                 draft[rows] = drafting / (count - 1)
-        if time.perf_counter() - started > BUDGET_S:
-            break
-    return StepCosts(target, draft or None, padded), max(waiting)
+            if count == 1 and overlap and looked_up:
+                alone, _, _ = _time(runner, plan, 1)
+                waiting = max(waiting, alone / seconds - 1)
+    graphs = [(descriptor.num_rows, descriptor.query_len) for descriptor in captured]
+    costs = StepCosts(target, draft or None, graphs, padded=overlap and not looked_up, waiting=waiting)
+    logger.info("step costs: %s", costs)
+    return costs
 
 
-def _time(runner: Runner, plan: StepPlan, steps: int) -> tuple[float, float]:
-    """Seconds of a step, and of them those of the draft model."""
-    runs = []
-    for _ in range(1 + REPEATS):  # the first compiles what is not compiled yet
+def _time(runner: Runner, plan: StepPlan, steps: int) -> tuple[float, float, float]:
+    """Seconds of a step, of them those of the draft model, and what all runs took but the first."""
+    runner.collect(runner.launch(plan))  # it compiles what is not compiled yet
+    runs: list[tuple[float, float]] = []
+    took = 0.0
+    while len(runs) < REPEATS and took < PLAN_S:
         start = time.perf_counter()
         results = [runner.collect(step) for step in [runner.launch(plan) for _ in range(steps)]]
-        runs.append(((time.perf_counter() - start) / steps, results[-1].draft_s))
-    return min(runs[1:])  # whatever else the machine does makes a run longer, never shorter
+        seconds = time.perf_counter() - start
+        runs.append((seconds / steps, results[-1].draft_s))
+        took += seconds
+    return *min(runs), took  # whatever else the machine does makes a run longer, never shorter
 
 
-def _row_counts(config: EngineConfig) -> list[int]:
+def _token_counts(config: EngineConfig, captured: Sequence[BatchDescriptor]) -> list[int]:
+    """Tokens a row to measure: 1, the most there can be, and what is captured or lies in between."""
+    most = config.speculation.num_tokens
+    between = {d.query_len for d in captured if d.query_len <= 1 + most} or {2, 1 + (most + 1) // 2}
+    return sorted({1, *between, 1 + most})
+
+
+def _row_counts(config: EngineConfig, captured: Sequence[BatchDescriptor]) -> list[int]:
+    """Numbers of rows to measure: the fewest, the most, and then so that the gaps get smaller and smaller."""
     scheduler = config.scheduler
     most = scheduler.max_num_batched_tokens // (1 + config.speculation.num_tokens)
     largest = max(1, min(scheduler.max_num_seqs, most))
-    return [rows for rows in (2**i for i in range(largest.bit_length())) if rows < largest] + [largest]
+    between = {d.num_rows for d in captured} or {2**i for i in range(largest.bit_length())}
+    rows = sorted({1, *(r for r in between if r < largest), largest})
+    ordered = dict.fromkeys((rows[0], rows[-1]))
+    for halvings in range(1, 1 + len(rows).bit_length()):
+        stride = max(1, len(rows) >> halvings)
+        ordered.update(dict.fromkeys(rows[::stride]))
+    return list(ordered)
 
 
 def _context(config: EngineConfig, limits: Limits) -> int:

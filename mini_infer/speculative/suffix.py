@@ -63,8 +63,45 @@ class SuffixCorpus:
         return sum(map(len, self.parts))
 
 
+class SuffixCorpora:
+    """A corpus for each of those who may not see each other's outputs, within one bound for all of them.
+
+    Whose corpus was added to longest ago loses its oldest part first, and is gone with its last.
+
+    Args:
+        max_tokens, max_match: as of SuffixCorpus.
+    """
+
+    def __init__(self, max_tokens: int, max_match: int = 32) -> None:
+        self._max_tokens, self._max_match = max_tokens, max_match
+        self._corpora: dict[str, SuffixCorpus] = {}  # in the order in which they were added to
+        self._num_tokens = 0
+
+    def of(self, salt: str) -> SuffixCorpus | None:
+        return self._corpora.get(salt)
+
+    def add(self, salt: str, token_ids: Sequence[int]) -> None:
+        """Takes in a finished request's output."""
+        if not token_ids:
+            return
+        corpus = self._corpora.pop(salt, None) or SuffixCorpus(self._max_tokens, self._max_match)
+        self._num_tokens -= len(corpus)
+        corpus.add(token_ids)
+        self._num_tokens += len(corpus)
+        self._corpora[salt] = corpus
+        while self._num_tokens > self._max_tokens:
+            oldest = next(iter(self._corpora))
+            self._num_tokens -= len(self._corpora[oldest].parts.popleft())
+            if not self._corpora[oldest].parts:
+                del self._corpora[oldest]
+
+    def __len__(self) -> int:
+        """Tokens kept, the end of each output among them."""
+        return self._num_tokens
+
+
 class SuffixProposer:
-    """One request's prompt and output, beside a corpus that requests share.
+    """One request's prompt and output, beside a corpus that requests share, and that may be exchanged.
 
     Args:
         min_probability: a draft ends where the estimated probability that all of it is right falls below this.
@@ -79,7 +116,7 @@ class SuffixProposer:
     ) -> None:
         self.min_probability = min_probability
         self._own = SuffixAutomaton(max_match)
-        self._corpus = corpus
+        self.corpus = corpus
         self._recent: deque[int] = deque(maxlen=max_match)
         self._matches: dict[SuffixAutomaton, Match] = {}
         self.extend(token_ids)
@@ -98,7 +135,7 @@ class SuffixProposer:
         return max((Proposal(*proposal) for proposal in proposals), key=lambda p: p.expected, default=NOTHING)
 
     def _all_matches(self) -> Iterable[Match]:
-        parts = [] if self._corpus is None else self._corpus.parts
+        parts = [] if self.corpus is None else self.corpus.parts
         if list(self._matches) != list(parts):
             self._matches = {part: self._matches.get(part) or part.match(self._recent) for part in parts}
         return self._own.repeated, *self._matches.values()

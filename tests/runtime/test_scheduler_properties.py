@@ -216,7 +216,9 @@ class Oracle:
                 ]
         raise AssertionError(f"{request} is off its way")
 
-    def book(self, rows: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult) -> None:
+    def book(
+        self, rows: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult, seconds: float | None
+    ) -> None:
         self.num_booked += plan.num_drafts
         for count, tokens in zip(plan.counts[: plan.num_decode_rows], result.tokens, strict=False):
             assert 1 <= len(tokens) <= count <= self.most + 1

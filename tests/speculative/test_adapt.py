@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import numpy as np
 import pytest
 
-from mini_infer.speculative.adapt import RESERVE, AcceptanceRate, DraftLengths, best_lengths
+from mini_infer.speculative.adapt import CREDIT, OUTLIER, RESERVE, AcceptanceRate, DraftLengths, Spent, best_lengths
 from mini_infer.speculative.costs import StepCosts, expected_tokens
 from mini_infer.speculative.synthetic import synthetic_accepts
 
@@ -16,11 +16,14 @@ from mini_infer.speculative.synthetic import synthetic_accepts
 def costs(token: float, draft: float = 0.0, padded: bool = False) -> StepCosts:
     """A step takes a second, and `token` for each token beyond one a row; so much more with a batch's size."""
     target = {(r, w): 1 + token * r * (w - 1) for r, w in product((1, 64), (1, 9))}
-    return StepCosts(target, {1: draft} if draft else None, padded)
+    return StepCosts(target, {1: draft} if draft else None, padded=padded)
 
 
-def best(rates: list[float], limits: list[int], table: StepCosts) -> list[int]:
-    return best_lengths(np.array(rates), np.array(limits), table).tolist()
+UNTIMED = Spent()
+
+
+def best(rates: list[float], limits: list[int], table: StepCosts, relative: Sequence[float] = [1.0] * 9) -> list[int]:
+    return best_lengths(np.array(rates), np.array(limits), table, relative).tolist()
 
 
 class TestBestLengths:
@@ -48,6 +51,12 @@ class TestBestLengths:
         fewer, more = best([0.2, 0.95], [8, 8], costs(0.05, padded=True))
         assert fewer == more > 0
 
+    def test_what_was_measured_since_corrects_the_table(self) -> None:
+        table = costs(0.02)
+        assert best([0.8], [4], table) == [4]
+        assert best([0.8], [4], table, [1, 1, 1, 2, 2]) == [2]
+        assert best([0.8], [4], table, [1, 4, 4, 4, 4]) == [0]
+
 
 class TestAcceptanceRate:
     def test_what_was_never_tried_does_not_count(self) -> None:
@@ -69,13 +78,15 @@ class TestAcceptanceRate:
         assert rate.estimate(0.5, 4) < 0.3
 
     def test_a_new_request_is_taken_for_an_average_one(self) -> None:
-        adaptive = DraftLengths(costs(0.01), most=4)
-        assert adaptive.rate("new") == 0.8
+        adaptive = DraftLengths(costs(0.1), most=4)
+        assert adaptive.choose(["new"], [4]) == [4]
         for _ in range(100):
-            adaptive.book(["good", "bad"], [4, 4], [4, 0])
-        assert adaptive.rate("bad") < 0.2 < adaptive.rate("new") < 0.9 < adaptive.rate("good")
+            adaptive.book(["good", "bad"], [4, 4], [4, 0], UNTIMED)
+        bad, new, good = adaptive.choose(["bad", "new", "good"], [4] * 3)
+        assert bad < new <= good
         adaptive.forget("bad")
-        assert adaptive.rate("bad") == adaptive.rate("new")
+        bad, new, good = adaptive.choose(["bad", "new", "good"], [4] * 3)
+        assert bad == new
 
 
 class Played:
@@ -90,7 +101,7 @@ class Played:
             drafted = adaptive.choose(names, [4] * rows)
             place = np.full(rows, 8 * step)
             accepted = synthetic_accepts(np.arange(rows), place, np.array(drafted), rate(step)).tolist()
-            adaptive.book(names, drafted, accepted)
+            adaptive.book(names, drafted, accepted, UNTIMED)
             seconds += table.step_seconds(np.array(drafted))
             tokens += rows + sum(accepted)
             self.lengths.append(drafted)
@@ -144,12 +155,179 @@ def test_no_proposals_no_drafts() -> None:
     assert DraftLengths(costs(0.01), most=4).choose([], []) == []
 
 
-def test_the_one_that_is_known_least_is_probed() -> None:
+class Timed:
+    """Steps that take what they take, whatever the table says.
+
+    Args:
+        true: what steps take.
+        noise: of each step, relative; a tenth of a percent of them take ten times as long.
+        catching_up: seconds more for the drafts of a request that had none when there were some last.
+    """
+
+    def __init__(
+        self,
+        table: StepCosts,
+        true: StepCosts,
+        rate: float | Callable[[int], float],
+        rows: int = 1,
+        steps: int = 3_000,
+        noise: float = 0.0,
+        catching_up: float = 0.0,
+        fixed: int | None = None,
+    ) -> None:
+        adaptive = DraftLengths(table, most=4)
+        random = np.random.default_rng(rows)
+        names = [f"request {i}" for i in range(rows)]
+        self.lengths: list[list[int]] = []
+        self.lost = [0.0]  # by step, in steps without drafts
+        before: set[str] = set()
+        plain = true.verify_seconds(rows)
+        seconds = tokens = 0.0
+        for step in range(steps):
+            drafted = adaptive.choose(names, [4] * rows) if fixed is None else [fixed] * rows
+            chance = rate if isinstance(rate, float) else rate(step)
+            place = np.full(rows, 8 * step)
+            accepted = synthetic_accepts(np.arange(rows), place, np.array(drafted), chance).tolist()
+            drafting = {name for name, n in zip(names, drafted, strict=True) if n}
+            catches_up = catching_up * len(drafting - before)
+            before = drafting or before
+            draft_s = true.proposing_seconds(np.array(drafted)) + catches_up
+            took = true.step_seconds(np.array(drafted)) + catches_up
+            took *= max(0.5, random.normal(1, noise)) * (10 if noise and random.random() < 0.001 else 1)
+            adaptive.book(names, drafted, accepted, Spent(took, draft_s, speculative=any(drafted)))
+            seconds += took
+            tokens += rows + sum(accepted)
+            self.lengths.append(drafted)
+            self.lost.append(seconds / plain - tokens / rows)
+        self.speed = tokens / seconds / (rows / plain)
+
+
+def machine(verify: float = 0.004, draft: float = 0.05, slower: float = 1.0) -> StepCosts:
+    """A step of `slower` seconds; a token more in a row costs `verify` of it for each row, a draft `draft`. Captured as
+    an engine's steps are."""
+    rows = (1, 2, 4, 8, 16, 32, 64, 128)
+    target = {(r, w): slower * (1 + verify * r * (w - 1)) for r in rows for w in (1, 2, 3, 5)}
+    return StepCosts(target, {1: slower * draft, 128: slower * draft * 4}, product(rows, (2, 3, 5)))
+
+
+WRONG = {
+    "the draft takes 2 times as long": machine(draft=0.3),
+    "the draft takes 5 times as long": machine(draft=0.75),
+    "verification takes 2 times as long": machine(verify=0.02, draft=0.15),
+    "all steps take 2 times as long": machine(verify=0.01, draft=0.15, slower=2.0),
+    "all steps take half as long": machine(verify=0.01, draft=0.15, slower=0.5),
+    "all steps take half as long, but drafts": machine(verify=0.02, draft=0.3, slower=0.5),
+    "drafts take half as long": machine(verify=0.005, draft=0.075),
+}
+
+
+class TestBySeconds:
+    """The table is wrong, and only the time that steps take says so."""
+
+    table = machine(verify=0.01, draft=0.15)
+
+    @pytest.mark.parametrize("wrong", WRONG)
+    @pytest.mark.parametrize(("rows", "rate"), [(1, 0.3), (3, 0.5585), (20, 0.3), (65, 0.9)])
+    def test_never_slower_than_without(self, wrong: str, rows: int, rate: float) -> None:
+        true = WRONG[wrong]
+        played = Timed(self.table, true, rate, rows, steps=1_200)
+        lost = np.array(played.lost)
+        most = true.step_seconds(np.full(rows, 4)) / true.verify_seconds(rows)
+        few = 3 * (most - OUTLIER) if most > OUTLIER else 0  # until what is dearer than believed is believed
+        assert (lost <= RESERVE + most + few + 0.01 * np.arange(len(lost))).all()
+        assert played.lost[-1] - played.lost[700] <= 0.02 * 500
+
+    @pytest.mark.parametrize(
+        "wrong", sorted(set(WRONG) - {"the draft takes 5 times as long"})
+    )  # finding out has its price
+    @pytest.mark.parametrize(("rows", "rate"), [(1, 0.5585), (1, 0.9), (3, 0.75), (20, 0.9)])
+    def test_near_the_best_fixed_number(self, wrong: str, rows: int, rate: float) -> None:
+        true = WRONG[wrong]
+        best = max(Timed(self.table, true, rate, rows, 400, fixed=k).speed for k in range(5))
+        assert Timed(self.table, true, rate, rows, 1_000).speed >= 0.94 * best
+
+    @pytest.mark.parametrize(("rows", "rate"), [(1, 0.9), (20, 0.3), (65, 0.5585)])
+    def test_noise_and_accidents(self, rows: int, rate: float) -> None:
+        quiet = Timed(self.table, self.table, rate, rows)
+        noisy = Timed(self.table, self.table, rate, rows, noise=0.05)
+        drafts = [np.mean(np.array(played.lengths).max(axis=1)) for played in (quiet, noisy)]
+        assert drafts[1] == pytest.approx(drafts[0], rel=0.1, abs=0.1)
+
+    def test_a_draft_model_catches_up_on_one_request_alone(self) -> None:
+        """Where drafts lose, the same request explores: for another the draft would compute the whole context."""
+        table = machine(draft=0.3)
+        played = Timed(table, table, 0.1, rows=20, catching_up=0.1)
+        tail = np.array(played.lengths)[1_000:]
+        assert np.count_nonzero(tail.any(axis=0)) == 1
+        assert played.speed >= 0.98
+
+    @pytest.mark.parametrize("seconds", [None, 11.0])
+    def test_catching_up_and_indexing_are_paid_in_instalments(self, seconds: float | None) -> None:
+        adaptive = DraftLengths(self.table, most=4, exploring=0.0)
+        adaptive.book(["a"], [0], [0], Spent(seconds, draft_s=6.0, host_s=4.0))
+        assert adaptive.account == RESERVE
+        for _ in range(20):
+            adaptive.book(["a"], [0], [0], Spent(speculative=False))
+        assert adaptive.account == pytest.approx(RESERVE - 10 * (1 - 0.99**20))
+        assert adaptive.choose(["a"], [4]) == [4]
+        for _ in range(500):
+            adaptive.book(["a"], [0], [0], Spent(speculative=False))
+        assert adaptive.account == pytest.approx(RESERVE - 10, abs=0.1)
+        assert adaptive.choose(["a"], [4]) == [0]
+
+    def test_what_is_beyond_the_credit_is_paid_at_once(self) -> None:
+        adaptive = DraftLengths(self.table, most=4, exploring=0.0)
+        adaptive.book([], [], [], Spent(draft_s=CREDIT + 2))
+        assert adaptive.account == pytest.approx(RESERVE - 2)
+
+    def test_a_burst_of_prompts_does_not_stop_drafts_that_pay(self) -> None:
+        played = Timed(self.table, machine(), 0.9, rows=20, catching_up=1.0, steps=500)
+        assert min(len(np.flatnonzero(lengths)) for lengths in played.lengths[50:200]) in (0, 20)
+        assert np.mean(np.array(played.lengths[:200]) > 0) > 0.9
+
+    def test_waiting_in_vain_is_paid(self) -> None:
+        adaptive = DraftLengths(self.table, most=4, exploring=0.0)
+        adaptive.book(["a"], [0], [0], Spent(waited=0.25))
+        assert adaptive.account == pytest.approx(RESERVE - 0.25)
+
+    def test_a_step_behind_drafts_is_charged_and_is_no_reference(self) -> None:
+        """Where drafts are looked up it was planned late, and what it took shows it."""
+        adaptive = DraftLengths(self.table, most=4, exploring=0.0)
+        adaptive.book(["a"], [4], [4], Spent(1.5))
+        before = adaptive.account
+        adaptive.book(["a"], [0], [0], Spent(1.25, speculative=False))
+        assert adaptive.account == pytest.approx(before - 0.25)
+        for _ in range(3):
+            adaptive.book(["a"], [0], [0], Spent(1.5, speculative=False))
+        adaptive.book(["a"], [1], [1], Spent(3.0))
+        assert adaptive.account == pytest.approx(before - 0.25 + 2 - 2)
+
+    def test_contexts_that_get_shorter_are_noticed(self) -> None:
+        """Steps without drafts get twice as fast, those with drafts do not: only the former can tell."""
+        adaptive = DraftLengths(self.table, most=4)
+        lost = 0.0
+        for step in range(4_000):
+            (drafted,) = adaptive.choose(["a"], [4])
+            plain = 2.0 if step < 1_000 else 1.0
+            took = 2.4 if drafted else plain
+            accepted = min(drafted, 1)
+            adaptive.book(["a"], [drafted], [accepted], Spent(took, speculative=drafted > 0))
+            lost += (took / plain - 1 - accepted) if step >= 1_000 else 0
+        assert lost <= 200
+
+
+def test_the_one_that_explored_last_explores_again_unless_it_had_nothing() -> None:
     adaptive = DraftLengths(costs(0.9), most=4)
-    adaptive.book(["known"], [1], [0])
-    while adaptive.account < RESERVE:
-        adaptive.book(["known"], [0], [0])
-    assert adaptive.choose(["known", "none", "new"], [4, 0, 4]) == [0, 0, 1]
+    first, second = object(), object()
+    for _ in range(10):
+        adaptive._engine.book(4, 0)
+    assert adaptive.choose([first, second], [4, 4]) == [1, 0]
+    assert adaptive.choose([second, first], [4, 4]) == [0, 1]
+    assert adaptive.choose([second, first], [4, 0]) == [1, 0]
+    adaptive.book([second, first], [0, 0], [0, 0], UNTIMED)
+    assert adaptive.choose([second, first], [4, 4]) == [1, 0]
+    adaptive.forget(second)
+    assert adaptive.choose([first], [4]) == [1]
 
 
 def test_impossible_settings_are_refused() -> None:

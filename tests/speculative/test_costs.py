@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -60,11 +63,39 @@ class TestStepCosts:
         padded = StepCosts(TARGET, padded=True)
         assert padded.step_seconds(lengths(4, 0)) == padded.verify_seconds(2, 5)
 
-    def test_proposing_costs_the_rows_that_still_need_drafts(self) -> None:
-        costs = StepCosts(TARGET, draft={1: 0.1, 3: 0.3})
-        without = StepCosts(TARGET)
-        proposing = costs.step_seconds(lengths(1, 2, 4)) - without.step_seconds(lengths(1, 2, 4))
-        assert proposing == pytest.approx(0.3 + 0.2 + 0.1 + 0.1)
+    @pytest.mark.parametrize(("padded", "rounds_of"), [(False, 2), (True, 3)])
+    def test_proposing_costs_a_round_for_each_place(self, padded: bool, rounds_of: int) -> None:
+        costs = StepCosts(TARGET, draft={1: 0.1, 3: 0.3}, padded=padded)
+        without = StepCosts(TARGET, padded=padded)
+        proposing = costs.step_seconds(lengths(0, 2, 4)) - without.step_seconds(lengths(0, 2, 4))
+        assert proposing == pytest.approx(4 * rounds_of * 0.1)
+        assert proposing == pytest.approx(costs.proposing_seconds(lengths(0, 2, 4)))
+        assert costs.proposing_seconds(lengths(0, 0)) == 0
+
+    def test_a_step_costs_what_the_graph_costs_that_it_runs_in(self) -> None:
+        grid = {(r, w): 10 + r * w for r, w in product((1, 64, 128), (1, 2, 3, 5))}
+        drafts = {1: 1.0, 64: 2.0, 128: 3.0}
+        graphs = [*product((1, 64, 128), (2, 3)), (1, 5), (64, 5)]
+        costs = StepCosts(grid, drafts, graphs)
+        assert costs.verify_seconds(65, 2) == 10 + 128 * 2
+        assert costs.verify_seconds(1, 4) == 10 + 1 * 5
+        assert costs.verify_seconds(33, 1) == pytest.approx(10 + 33), "those without drafts have sizes of their own"
+        assert costs.step_seconds(lengths(*[3] * 33)) == 10 + 64 * 5 + 4 * 2
+        assert costs.step_seconds(lengths(*[1] * 65)) == 10 + 128 * 2 + 3
+        assert costs.shape(65, 5) is None
+        assert costs.step_seconds(lengths(*[4] * 65)) == pytest.approx(10 + 65 * 5 + 4 * 3)
+        assert StepCosts(grid, drafts, graphs, padded=True).shape(65, 5) == (65, 5)
+        assert costs.shape(1, 2) == (1, 2)
+        assert costs.draft_seconds(65) == 3
+
+    def test_a_record(self) -> None:
+        costs = StepCosts(TARGET, {1: 0.1}, [(1, 5)], waiting=0.25)
+        record = costs.table()
+        assert json.loads(json.dumps(record)) == record
+        assert record["target_s"][record["tokens_per_row"].index(5)][record["rows"].index(9)] == 6.0
+        assert (record["draft_s"], record["captured"], record["waiting"]) == ([0.1], [[1, 5]], 0.25)
+        assert "9: 2000.00/6000.00" in str(costs)
+        assert "\n" not in str(costs)
 
     def test_noise_is_levelled(self) -> None:
         costs = StepCosts({(1, 1): 1.0, (1, 5): 0.9, (8, 1): 0.8, (8, 5): 2.0}, draft={1: 0.2, 8: 0.1})
