@@ -117,6 +117,8 @@ def build_parts(config: EngineConfig) -> EngineParts:
     if device.type == "cuda":  # the weights have taken their share, and steps will take theirs
         step_bytes = _try_largest_step(config, limits, model, loaded_draft, kv_shape, backends, sampler)
         step_bytes += graph_bytes(spec, dtype, _prefill_sizes(config)) + row_logits_bytes(config, spec, dtype, draft)
+        if draft:
+            step_bytes += graph_bytes(draft.spec, draft.dtype, _prefill_sizes(config))
         limits = settle_limits(config, spec.max_model_len, kv_memory(config.cache, device, step_bytes) // block_bytes)
     store = allocate_kv(kv_shape, limits.num_blocks, device)
     host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
@@ -129,7 +131,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     captured_pieces = _capture_pieces(config, torch_model, memory)
     captured_rows = CaptureReport()
     if memory is not None and no_graphs is None and drafts.can_be_captured:
-        captured_rows = drafts.capture(config, memory)
+        captured_rows = drafts.capture(config, memory, _prefill_sizes(config))
     runner = Runner(torch_model, slots, sampler, graphs, drafts.steps)
     step_costs = cache(partial(measure_costs, runner, config, limits, overlap, drafts.steps.graphs.captured))
     if config.speculation.adapts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -197,8 +197,14 @@ class DraftParts:
     draft_model: TorchModel | None
     can_be_captured: bool
 
-    def capture(self, config: EngineConfig, memory: GraphMemory) -> CaptureReport:
-        """CUDA graphs of steps of rows with drafts."""
+    def capture(self, config: EngineConfig, memory: GraphMemory, prompt_sizes: Sequence[int]) -> CaptureReport:
+        """CUDA graphs of steps of rows with drafts.
+
+        Args:
+            prompt_sizes: numbers of tokens of prompts that a draft model computes as graphs in pieces.
+        """
+        if self.draft_model is not None and prompt_sizes:
+            self.draft_model.capture_pieces(prompt_sizes, memory, progress_bar("capturing CUDA graphs of the draft"))
         most = config.scheduler.max_num_seqs
         grid = row_grid(min(config.graphs.max_batch or most, most), config.speculation.most)
         new_draft_logits = None if self.draft_model is None else self.draft_model.new_logits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from statistics import median
 
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.plan import Admission, StepPlan
@@ -16,8 +17,7 @@ from mini_infer.runtime.runner import Runner
 from mini_infer.speculative.costs import StepCosts
 
 CONTEXT_TOKENS = 256  # of each row, where requests may be as long
-REPEATS = 3
-PIPELINED = 4  # steps that are launched before the first is read, where steps overlap
+REPEATS = 7  # the first of them fills the pipeline, where steps overlap
 PLAN_S = 0.1  # of timed runs of one plan, after which it is not repeated any more
 BUDGET_S = 2.0  # of timed runs, beyond those of the smallest and the largest number of rows
 
@@ -48,13 +48,13 @@ def measure_costs(
         runner.collect(runner.launch(_admit(rows, config, limits)))
         for count in _token_counts(config, captured):
             plan = _decode(rows, count, config, limits)
-            seconds, drafting, took = _time(runner, plan, PIPELINED if overlap and (count == 1 or not looked_up) else 1)
+            seconds, drafting, took = _time(runner, plan, overlap and (count == 1 or not looked_up))
             spent += took if number > 1 else 0
             target[rows, count] = seconds - drafting
             if count > 1 and config.speculation.has_draft_model:
                 draft[rows] = drafting / (count - 1)
             if count == 1 and overlap and looked_up:
-                alone, _, _ = _time(runner, plan, 1)
+                alone, _, _ = _time(runner, plan, overlap=False)
                 waiting = max(waiting, alone / seconds - 1)
     graphs = [(descriptor.num_rows, descriptor.query_len) for descriptor in captured]
     costs = StepCosts(target, draft or None, graphs, padded=overlap and not looked_up, waiting=waiting)
@@ -62,18 +62,23 @@ def measure_costs(
     return costs
 
 
-def _time(runner: Runner, plan: StepPlan, steps: int) -> tuple[float, float, float]:
-    """Seconds of a step, of them those of the draft model, and what all runs took but the first."""
+def _time(runner: Runner, plan: StepPlan, overlap: bool) -> tuple[float, float, float]:
+    """Seconds of a step, of them those of the draft model, and what all runs took but the first. With `overlap` a step
+    lasts from the reading of the one before it to its own, as in an engine that is busy."""
     runner.collect(runner.launch(plan))  # it compiles what is not compiled yet
-    runs: list[tuple[float, float]] = []
-    took = 0.0
-    while len(runs) < REPEATS and took < PLAN_S:
-        start = time.perf_counter()
-        results = [runner.collect(step) for step in [runner.launch(plan) for _ in range(steps)]]
-        seconds = time.perf_counter() - start
-        runs.append((seconds / steps, results[-1].draft_s))
-        took += seconds
-    return *min(runs), took  # whatever else the machine does makes a run longer, never shorter
+    steps, drafting = [], []
+    started = last = time.perf_counter()
+    under_way = [runner.launch(plan)] if overlap else []
+    while len(steps) < REPEATS and last - started < PLAN_S:
+        under_way.append(runner.launch(plan))
+        drafting.append(runner.collect(under_way.pop(0)).draft_s)
+        now = time.perf_counter()
+        steps.append(now - last)
+        last = now
+    for step in under_way:
+        runner.collect(step)
+    # Whatever else the machine does makes a step longer; but one that is read late makes the next one shorter.
+    return median(steps), median(drafting), time.perf_counter() - started
 
 
 def _token_counts(config: EngineConfig, captured: Sequence[BatchDescriptor]) -> list[int]:

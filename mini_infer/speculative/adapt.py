@@ -6,7 +6,7 @@
 Beside these estimates there is an account of what drafts have really brought, in steps without drafts: a step that
 takes 1.5 times as long as one without, and brings 1.2 times its tokens, costs 0.3. Drafts are made while the account is
 above zero. It starts at RESERVE, never exceeds it, and is paid `exploring` for every step. It is also what finds out
-that things have changed: where the estimates are against drafts, one request gets one whenever the account is full.
+that things have changed: where the estimates are against drafts, one request gets one whenever the account can pay it.
 
 What is charged. Of a step with drafts, of one that waited for tokens to draft from, and of the one behind them: the
 time between the booking of the step before and its own, over the time of steps without drafts at about as many rows.
@@ -34,6 +34,7 @@ from mini_infer.speculative.costs import StepCosts
 from mini_infer.speculative.step_times import StepTimes
 
 RESERVE = 3.0
+EXPLORING_FROM = 1.0  # on the account: no single try costs more
 CREDIT = 30.0  # 64 prompts of 1,000 tokens that arrive together take a draft of 0.5B about 20 steps of a target of 7B
 OUTLIER = 2.0
 _INSTALMENT = 0.01  # of what is due, each step
@@ -80,7 +81,7 @@ class DraftLengths:
         exploring: steps' share that drafts may lose.
     """
 
-    def __init__(self, costs: StepCosts, most: int, exploring: float = 0.005) -> None:
+    def __init__(self, costs: StepCosts, most: int, exploring: float = 0.01) -> None:
         if most < 1:
             raise ValueError(f"most must be at least 1 draft, got {most}")
         if not 0 <= exploring < 1:
@@ -110,7 +111,7 @@ class DraftLengths:
         prior = self._prior()
         rates = np.array([self._rate(request, prior) for request in requests])
         lengths = best_lengths(rates, allowed, self.costs, self._times.relative(rows, self.most))
-        if not lengths.any() and self.account >= RESERVE:
+        if not lengths.any() and self.account >= EXPLORING_FROM:
             lengths[self._place_to_explore(requests, allowed)] = 1
         return lengths.tolist()
 

@@ -119,16 +119,18 @@ def test_captured_steps_give_the_logits_of_eager_steps(shape: str, split: int) -
     assert torch.equal(captured.probe_logits(ids, split), eager.probe_logits(ids, split))
 
 
-def test_captured_batches_give_the_logits_of_eager_ones(shape: str) -> None:
-    """Three rows and then two, of other lengths, in graphs of four and two."""
-    captured, eager = make(shape), make(shape, graphs=GraphsConfig(When.never))
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+def test_captured_batches_give_the_logits_of_eager_ones(shape: str, dtype: str, bound: float) -> None:
+    """Three rows and then two, of other lengths, in graphs of four and two. In bf16 padding to four rows takes other
+    kernels, which do not round the norm between two operations: there both may differ as much as from fp32."""
+    captured, eager = make(shape, dtype=dtype), make(shape, dtype=dtype, graphs=GraphsConfig(When.never))
     generator = torch.Generator().manual_seed(7)
     rows = [
         (torch.randint(0, 5003, (split + more,), generator=generator).tolist(), split)
         for split, more in ((1, 20), (77, 12), (300, 20))
     ]
     for found, expected in zip(captured.probe_batch(rows), eager.probe_batch(rows), strict=True):
-        assert ((found - expected).norm(dim=1) / expected.norm(dim=1)).max() < 1e-2
+        assert ((found - expected).norm(dim=1) / expected.norm(dim=1)).max() < bound
 
 
 def test_captured_engine_gives_the_tokens_of_the_eager_one(shape: str) -> None:
