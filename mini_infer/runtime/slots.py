@@ -116,6 +116,7 @@ class SlotState:
         self.mail = Mail(device)
         self._fill_up = lookahead > 0  # tokens of padding find the spare block where a request has none
         self._next_starts = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._ends: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._packed = torch.zeros(3 * max_num_seqs, dtype=torch.int32, device=device)
         self._packed[:max_num_seqs] = self.spare_slot
 
@@ -287,12 +288,12 @@ class SlotState:
                 params=self._params, block_size=self.block_size,
             )
         )  # fmt: skip
-        device = packed.device
+        query_starts, last = self._row_ends(num_rows, query_len)
         batch = AttentionBatch(
             positions=rows.positions,
             slot_mapping=rows.slot_mapping,
             block_tables=rows.block_tables,
-            query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=device) * query_len,
+            query_starts=query_starts,
             seq_lens=rows.seq_lens,
             num_decode_rows=num_rows,
             decode_query_len=query_len,
@@ -302,16 +303,22 @@ class SlotState:
             host_query_starts=None,
             host_seq_lens=None,
         )
-        last = torch.arange(num_rows, device=device) * query_len + (query_len - 1) if drafting else None
         step = StepInput(
             batch=batch,
             token_ids=rows.token_ids,
-            sampled_tokens=last if query_len > 1 else None,
+            sampled_tokens=last if drafting and query_len > 1 else None,
             param_rows=rows.param_rows,
             sampled_positions=rows.sampled_positions,
             places=rows.places,
         )
         return RowInput(step, packed, rows)
+
+    def _row_ends(self, num_rows: int, query_len: int) -> tuple[Tensor, Tensor]:
+        """Where each row begins [num_rows + 1] int32, and its last token [num_rows] int64. Made once."""
+        if (num_rows, query_len) not in self._ends:
+            starts = torch.arange(num_rows + 1, device=self.rows.device) * query_len
+            self._ends[num_rows, query_len] = starts.int(), starts[1:] - 1
+        return self._ends[num_rows, query_len]
 
     def settle(self, built: RowInput, token_ids: Tensor, rate: float | None, vocab_size: int) -> None:
         """Writes the tokens [R * query_len] that were picked behind their rows' tokens, and where each row goes on.

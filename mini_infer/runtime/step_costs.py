@@ -66,7 +66,8 @@ def _time(runner: Runner, plan: StepPlan, overlap: bool) -> tuple[float, float, 
     """Seconds of a step, of them those of the draft model, and what all runs took but the first. With `overlap` a step
     lasts from the reading of the one before it to its own, as in an engine that is busy."""
     runner.collect(runner.launch(plan))  # it compiles what is not compiled yet
-    steps, drafting = [], []
+    steps: list[float] = []
+    drafting: list[float] = []
     started = last = time.perf_counter()
     under_way = [runner.launch(plan)] if overlap else []
     while len(steps) < REPEATS and last - started < PLAN_S:

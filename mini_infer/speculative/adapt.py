@@ -6,7 +6,8 @@
 Beside these estimates there is an account of what drafts have really brought, in steps without drafts: a step that
 takes 1.5 times as long as one without, and brings 1.2 times its tokens, costs 0.3. Drafts are made while the account is
 above zero. It starts at RESERVE, never exceeds it, and is paid `exploring` for every step. It is also what finds out
-that things have changed: where the estimates are against drafts, one request gets one whenever the account can pay it.
+that things have changed: where the estimates are against drafts, one request gets one whenever the account can pay it,
+unless they would not even pay if all were accepted.
 
 What is charged. Of a step with drafts, of one that waited for tokens to draft from, and of the one behind them: the
 time between the booking of the step before and its own, over the time of steps without drafts at about as many rows.
@@ -110,9 +111,12 @@ class DraftLengths:
             return [0] * rows
         prior = self._prior()
         rates = np.array([self._rate(request, prior) for request in requests])
-        lengths = best_lengths(rates, allowed, self.costs, self._times.relative(rows, self.most))
+        relative = self._times.relative(rows, self.most)
+        lengths = best_lengths(rates, allowed, self.costs, relative)
         if not lengths.any() and self.account >= EXPLORING_FROM:
-            lengths[self._place_to_explore(requests, allowed)] = 1
+            could_pay = best_lengths(np.ones(rows), allowed, self.costs, relative).any()
+            if could_pay:
+                lengths[self._place_to_explore(requests, allowed)] = 1
         return lengths.tolist()
 
     def book(self, requests: Sequence[Hashable], drafted: Sequence[int], accepted: Sequence[int], spent: Spent) -> None:

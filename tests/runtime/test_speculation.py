@@ -130,7 +130,7 @@ def test_as_many_drafts_as_pay_are_made_of_the_right_tokens(without: LLMEngine, 
     )
     lengths = engine.scheduler._proposer._lengths
     assert isinstance(lengths, DraftLengths)
-    lengths.costs = StepCosts({(1, 1): 1.0, (1, 4): 1.1, (4, 1): 1.0, (4, 4): 5.0}, {1: 0.01, 4: 0.2})
+    lengths.costs = StepCosts({(1, 1): 1.0, (1, 4): 1.1, (4, 1): 1.0, (4, 4): 3.0}, {1: 0.01, 4: 0.2})
     assert tokens(engine, GREEDY) == tokens(without, GREEDY)
     widths = [len(r.drafted) for r in engine.records if r.decode_tokens]
     assert len(set(widths)) > 1

@@ -317,9 +317,9 @@ class TestBySeconds:
 
 
 def test_the_one_that_explored_last_explores_again_unless_it_had_nothing() -> None:
-    adaptive = DraftLengths(costs(0.9), most=4)
+    adaptive = DraftLengths(costs(0.5), most=4)
     first, second = object(), object()
-    for _ in range(10):
+    for _ in range(100):
         adaptive._engine.book(4, 0)
     assert adaptive.choose([first, second], [4, 4]) == [1, 0]
     assert adaptive.choose([second, first], [4, 4]) == [0, 1]
@@ -328,6 +328,13 @@ def test_the_one_that_explored_last_explores_again_unless_it_had_nothing() -> No
     assert adaptive.choose([second, first], [4, 4]) == [1, 0]
     adaptive.forget(second)
     assert adaptive.choose([first], [4]) == [1]
+
+
+def test_what_could_never_pay_is_not_tried() -> None:
+    adaptive = DraftLengths(costs(1.1), most=4)
+    for _ in range(100):
+        adaptive._engine.book(4, 0)
+    assert adaptive.choose([object()], [4]) == [0]
 
 
 def test_impossible_settings_are_refused() -> None:
