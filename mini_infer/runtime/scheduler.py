@@ -31,13 +31,13 @@ scheduler drives a GPU, the dry model and a simulator.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
 from typing import TypeAlias
 
 from mini_infer.cache.kv_manager import NO_MATCH, KVManager
 from mini_infer.core.config import Batching, Policy, Preemption, SchedulerConfig
 from mini_infer.core.plan import Admission, Draft, Growth, KVUsage, PromptLogprobs, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus
+from mini_infer.runtime.planned_step import PlannedStep
 from mini_infer.runtime.request_queue import Rank, RequestQueue
 from mini_infer.speculative.proposer import NoProposer, Proposer
 
@@ -78,7 +78,7 @@ class Scheduler:
         self._siblings: dict[Request, list[Request]] = {}  # n > 1: those that wait for their leader's prompt
         self._num_siblings = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._planned: dict[int, _Step] = {}  # planned, and not booked yet
+        self._planned: dict[int, PlannedStep] = {}  # planned, and not booked yet
         self._num_added = 0
         self._step = 0
         self._last_update: float | None = None  # None: there was nothing to do since
@@ -146,7 +146,7 @@ class Scheduler:
         """Plans the next step, at time `now`. The plan is empty only when no request is left, or when all that is
         left waits for tokens in flight."""
         self._step += 1
-        step = _Step(now, self.config)
+        step = PlannedStep(now, self.config)
         following = any(under_way.num_drafts for under_way in self._planned.values())
         if self._planned and (self._proposer.waits or (following and not self._can_follow())):
             return step.plan(self._step)
@@ -186,7 +186,7 @@ class Scheduler:
             and not any(request.must_be_read for request in self._running)
         )
 
-    def _schedule_running(self, step: _Step) -> bool:
+    def _schedule_running(self, step: PlannedStep) -> bool:
         """One token for each running request. False when some had to be preempted to make room for others."""
         running, block_size, grow = self._running, self.kv.block_size, self.kv.grow
         slots, starts, rows = step.slots, step.starts, step.rows
@@ -230,7 +230,7 @@ class Scheduler:
             step.budget -= len(slots)
         return everybody_grew
 
-    def _add_drafts(self, drafts: dict[int, Draft], step: _Step) -> None:
+    def _add_drafts(self, drafts: dict[int, Draft], step: PlannedStep) -> None:
         """Puts drafts behind the tokens of running requests, as far as there is room: nobody gives way for them.
 
         Args:
@@ -266,7 +266,7 @@ class Scheduler:
         if self.config.chunked_prefill:
             step.budget -= step.num_drafts
 
-    def _schedule_prompts(self, step: _Step, admit: bool) -> None:
+    def _schedule_prompts(self, step: PlannedStep, admit: bool) -> None:
         """Prompts in progress and, with `admit`, newcomers: in rank order, as far as the budget goes."""
         static = self.config.batching is Batching.static  # admits its whole batch now, and computes it bit by bit
         in_progress = iter(self._prefilling.copy())
@@ -282,7 +282,7 @@ class Scheduler:
             else:
                 return
 
-    def _take_in(self, request: Request, step: _Step) -> bool:
+    def _take_in(self, request: Request, step: PlannedStep) -> bool:
         if request.status is RequestStatus.swapped:
             admitted = self._swap_in(request, step)
         else:
@@ -297,7 +297,7 @@ class Scheduler:
         # One that was preempted while a step of its own was under way comes back when that step's token is known.
         return None if head is not None and head.num_in_flight else head
 
-    def _swap_in(self, request: Request, step: _Step) -> bool:
+    def _swap_in(self, request: Request, step: PlannedStep) -> bool:
         pairs = self.kv.swap_in(request, self._keep_free())
         if pairs is None:
             return False
@@ -305,7 +305,7 @@ class Scheduler:
         step.swap_in += pairs
         return True
 
-    def _admit(self, request: Request, step: _Step) -> bool:
+    def _admit(self, request: Request, step: PlannedStep) -> bool:
         match = self.kv.match_prefix(request)
         whole = self.config.batching is Batching.continuous and not self.config.chunked_prefill
         if whole and request.num_tokens - match.num_tokens > step.budget:
@@ -321,7 +321,7 @@ class Scheduler:
                 step.prefix_hit_tokens += match.num_tokens
         return True
 
-    def _enter_batch(self, request: Request, step: _Step) -> None:
+    def _enter_batch(self, request: Request, step: PlannedStep) -> None:
         """Gives an admitted request its slot and computes what the budget allows."""
         request.slot = self._free_slots.pop()
         step.entered.append(request)
@@ -343,7 +343,7 @@ class Scheduler:
         if not self._compute(request, step):
             insort(self._prefilling, request, key=self._rank)
 
-    def _compute(self, request: Request, step: _Step) -> bool:
+    def _compute(self, request: Request, step: PlannedStep) -> bool:
         """Adds a prefill row, as far as the budget goes; True when it completes the prompt."""
         start = request.num_computed_tokens
         needed = request.num_tokens - start
@@ -373,7 +373,7 @@ class Scheduler:
 
     # --- giving way -----------------------------------------------------------------------------------------------
 
-    def _yield_to_priority(self, step: _Step) -> None:
+    def _yield_to_priority(self, step: PlannedStep) -> None:
         """Preempts lower-priority requests for the head of the line, before anything is planned. Nobody gives way
         where that would not be enough."""
         head = self._next_in_line()
@@ -389,7 +389,7 @@ class Scheduler:
             lower.remove(last)
             self._preempt(last, step)
 
-    def _preempt(self, request: Request, step: _Step) -> None:
+    def _preempt(self, request: Request, step: PlannedStep) -> None:
         """Takes out the last-ranked request of its queue."""
         queue = self._running if request.status is RequestStatus.running else self._prefilling
         queue.remove(request)
@@ -565,67 +565,3 @@ def _end_of(request: Request, token: int) -> FinishReason | None:
 def _slot(request: Request) -> int:
     assert request.slot is not None
     return request.slot
-
-
-class _Step:
-    """A plan under construction; it never leaves `schedule`."""
-
-    def __init__(self, now: float, config: SchedulerConfig) -> None:
-        self.now = now
-        self.entered: list[Request] = []  # took a slot in this step
-        self.swapped_out: list[Request] = []
-        self.budget = config.max_num_batched_tokens
-        self.rows: list[tuple[Request, int]] = []  # with how often it had been preempted by then
-        self.slots: list[int] = []
-        self.starts: list[int] = []
-        self.counts: list[int] = []
-        self.samples: list[bool] = []
-        self.num_decode_rows = 0
-        self.admissions: list[Admission] = []
-        self.growths: list[Growth] = []
-        self.masks: dict[int, bytes] = {}
-        self.prompt_logprobs: list[PromptLogprobs] = []
-        self.drafts: dict[int, Sequence[int]] = {}  # row -> tokens
-        self.num_drafts = 0
-        self.following: list[int] = []
-        self.keeps_up = False
-        self.swap_out: list[tuple[int, int]] = []
-        self.swap_in: list[tuple[int, int]] = []
-        self.preempted: list[str] = []
-        self.prefix_queried_tokens = 0
-        self.prefix_hit_tokens = 0
-
-    def sort_decode_rows(self) -> None:
-        """Brings rows with fewer drafts before those with more."""
-        order = sorted(range(self.num_decode_rows), key=self.counts.__getitem__)
-        self.rows = [self.rows[row] for row in order]
-        self.slots, self.starts, self.counts = (
-            [column[row] for row in order] for column in (self.slots, self.starts, self.counts)
-        )
-        place = {row: index for index, row in enumerate(order)}
-        self.masks = {place[row]: mask for row, mask in self.masks.items()}
-        self.drafts = {place[row]: tokens for row, tokens in self.drafts.items()}
-        self.following = [place[row] for row in self.following]
-
-    def plan(self, number: int) -> StepPlan:
-        return StepPlan(
-            step=number,
-            slots=self.slots,
-            starts=self.starts,
-            counts=self.counts,
-            samples=self.samples,
-            num_decode_rows=self.num_decode_rows,
-            admissions=self.admissions,
-            growths=self.growths,
-            masks=self.masks,
-            prompt_logprobs=self.prompt_logprobs,
-            drafts=self.drafts,
-            num_drafts=self.num_drafts,
-            following=self.following,
-            keeps_up=self.keeps_up,
-            swap_out=self.swap_out,
-            swap_in=self.swap_in,
-            preempted=self.preempted,
-            prefix_queried_tokens=self.prefix_queried_tokens,
-            prefix_hit_tokens=self.prefix_hit_tokens,
-        )

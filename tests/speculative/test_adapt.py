@@ -317,7 +317,7 @@ class TestBySeconds:
 
 
 def test_the_one_that_explored_last_explores_again_unless_it_had_nothing() -> None:
-    adaptive = DraftLengths(costs(0.5), most=4)
+    adaptive = DraftLengths(costs(0.2), most=4)
     first, second = object(), object()
     for _ in range(100):
         adaptive._engine.book(4, 0)
