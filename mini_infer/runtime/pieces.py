@@ -32,7 +32,6 @@ from mini_infer.core.config import PREFILL_GRAPH_STEP
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.capture import Cutter, Graph, GraphMemory, capture_sizes
-from mini_infer.runtime.slots import StepInput
 from mini_infer.runtime.startup import CaptureReport
 
 
@@ -179,17 +178,18 @@ class PiecewiseGraphs:
         # Copied, so that sizes share one tensor rather than each holding its own.
         static.hidden[:size].copy_(hidden)
 
-    def replay(self, step: StepInput, context: AttentionContext) -> Tensor | None:
-        """Hidden states [T, hidden_size] of a step, which stay until the next replay. None where it is too large."""
-        count = step.token_ids.shape[0]
+    def replay(self, token_ids: Tensor, context: AttentionContext) -> Tensor | None:
+        """Hidden states [T, hidden_size] of a step of tokens [T], which stay until the next replay. None where it is too
+        large."""
+        count = token_ids.shape[0]
         size = next((size for size in self._sizes if size >= count and size in self._pieces), None)
         if size is None:
             return None
         static, pieces = self._static, self._pieces[size]
         # Padding keeps the tokens and positions of an earlier step, but must not write where they did.
-        static.token_ids[:count].copy_(step.token_ids)
-        static.positions[:count].copy_(step.batch.positions)
-        static.slot_mapping[:count].copy_(step.batch.slot_mapping)
+        static.token_ids[:count].copy_(token_ids)
+        static.positions[:count].copy_(context.batch.positions)
+        static.slot_mapping[:count].copy_(context.batch.slot_mapping)
         static.slot_mapping[count:size].fill_(self._spare_slot)
         q, attended = static.q[:count], static.attended[:count]
         for graph, layer in pieces.before:
@@ -202,5 +202,5 @@ class PiecewiseGraphs:
 class NoPieces:
     """Every operation is launched by itself."""
 
-    def replay(self, step: StepInput, context: AttentionContext) -> None:
+    def replay(self, token_ids: Tensor, context: AttentionContext) -> None:
         return None

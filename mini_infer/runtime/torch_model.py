@@ -57,17 +57,16 @@ class TorchModel:
     def forward(self, step: StepInput) -> torch.Tensor:
         """Computes the step's tokens and returns their hidden states [T, hidden_size], which stay until the next
         call."""
-        context = self._context(step)
-        hidden = self._pieces.replay(step, context)
-        return self._run(step, context) if hidden is None else hidden
+        context, token_ids = self._context(step), self._known(step.token_ids)
+        hidden = self._pieces.replay(token_ids, context)
+        return self._model(token_ids, step.batch.positions, context) if hidden is None else hidden
 
     def forward_eagerly(self, step: StepInput) -> torch.Tensor:
         """`forward` by operations that can be captured, if attention's can."""
-        return self._run(step, self._context(step))
+        return self._model(self._known(step.token_ids), step.batch.positions, self._context(step))
 
-    def _run(self, step: StepInput, context: AttentionContext) -> torch.Tensor:
-        token_ids = step.token_ids if self._last_token is None else step.token_ids.clamp(max=self._last_token)
-        return self._model(token_ids, step.batch.positions, context)
+    def _known(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return token_ids if self._last_token is None else token_ids.clamp(max=self._last_token)
 
     def _context(self, step: StepInput) -> AttentionContext:
         return AttentionContext(

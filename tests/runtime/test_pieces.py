@@ -13,9 +13,11 @@ import torch
 from fake_graphs import RecordingGraph, numbered
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.modeling.loader import load_spec
 from mini_infer.runtime.capture import GraphMemory
-from mini_infer.runtime.pieces import PiecewiseGraphs, graph_bytes, token_ladder
+from mini_infer.runtime.pieces import NoPieces, PiecewiseGraphs, graph_bytes, token_ladder
+from mini_infer.runtime.slots import Samples
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -207,3 +209,25 @@ def test_an_engine_without_a_gpu_says_why_it_has_none(graphs: dict[str, Any], re
 def test_a_dry_engine_says_so_too() -> None:
     engine = LLMEngine(EngineConfig.from_dict({"model": {"load_format": "dry"}, "graphs": {"max_prefill_tokens": 64}}))
     assert engine.startup.prefill_graphs.limits == ("the dry model runs on the CPU",)
+
+
+@torch.inference_mode()
+def test_a_draft_model_never_looks_up_what_is_no_token_of_its_own() -> None:
+    """Beside a target with a larger vocabulary, in pieces as well as without."""
+    engine = make()
+    runner = engine._parts.runner
+    model = runner._model
+    model._last_token = 299
+    outputs = []
+    for prompt in ([7, 300, 9], [7, 299, 9]):
+        params = SamplingParams(temperature=0)
+        admission = Admission(0, "", prompt, 3, [0], params, 0, frozenset())
+        plan = StepPlan(0, [0], [0], [3], [True], 0, admissions=[admission])
+        runner._slots.apply(plan, [runner._sampler.admit(0, params, 0, 3, frozenset())])
+        step = runner._slots.build(plan, Samples.of(plan))
+        outputs.append(model.forward(step).clone())
+        with_pieces(engine, [64])
+        outputs.append(model.forward(step).clone())
+        model._pieces = NoPieces()
+    for other in outputs[1:]:
+        torch.testing.assert_close(other, outputs[0])
