@@ -179,8 +179,8 @@ class PiecewiseGraphs:
         static.hidden[:size].copy_(hidden)
 
     def replay(self, token_ids: Tensor, context: AttentionContext) -> Tensor | None:
-        """Hidden states [T, hidden_size] of a step of tokens [T], which stay until the next replay. None where it is too
-        large."""
+        """Hidden states [T, hidden_size] of a step of tokens [T], which stay until the next replay. None where there
+        are too many."""
         count = token_ids.shape[0]
         size = next((size for size in self._sizes if size >= count and size in self._pieces), None)
         if size is None:
