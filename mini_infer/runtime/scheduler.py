@@ -157,7 +157,8 @@ class Scheduler:
         everybody_grew = self._schedule_running(step)
         if following:
             step.following = [row for row, (request, _) in enumerate(step.rows) if request.num_in_flight > 2]
-        drafts = self._proposer.propose(request for request, _ in step.rows)
+        prompts = bool(self._prefilling) or (batch_is_open and everybody_grew and self._could_admit())
+        drafts = self._proposer.propose((request for request, _ in step.rows), prompts)
         if drafts:
             self._add_drafts(drafts, step)
         step.keeps_up = self._proposer.keeps_up
@@ -175,12 +176,12 @@ class Scheduler:
         have to give way for it."""
         most = self._proposer.most
         blocks = len(self._running) * (2 + most // self.kv.block_size)  # more than they can grow by
-        in_line = self._next_in_line() is not None and (self._by_priority or self._free_slots)
         return (
             self._follows
             and not self._proposer.needs_tokens
             and not self._prefilling
-            and not in_line
+            and not self._could_admit()
+            and not (self._by_priority and self._next_in_line() is not None)
             and self.kv.num_free >= blocks
             and all(step.num_decode_rows == len(step.rows) for step in self._planned.values())
             and not any(request.must_be_read for request in self._running)
@@ -290,6 +291,10 @@ class Scheduler:
         if admitted:
             self._enter_batch(request, step)
         return admitted
+
+    def _could_admit(self) -> bool:
+        """Whether somebody waits who may find room."""
+        return bool(self._free_slots) and self._next_in_line() is not None
 
     def _next_in_line(self) -> Request | None:
         heads = [head for head in (self._swapped.peek(), self._waiting.peek()) if head is not None]

@@ -18,9 +18,8 @@ steps, a draft model's catching up on a context and indexing it, is paid in inst
 
 So, whatever the estimates say: over any n steps drafts lose no more than RESERVE + CREDIT + exploring * n steps, and
 the excess of the steps under way. Not covered: what a step takes beyond OUTLIER times as long as expected (an accident
-is not the drafts' fault; a cost that stays comes to be expected within a few steps), what the steps without drafts have
-changed by since they were measured (every few hundred steps), and in steps with prompts what neither the table nor the
-draft model's own time says.
+is not the drafts' fault; a cost that stays comes to be expected within a few steps), and what the steps without drafts
+have changed by since they were measured (every few hundred steps). Steps with prompts in them have no drafts.
 """
 
 from __future__ import annotations
@@ -99,15 +98,17 @@ class DraftLengths:
         self._explorer: Hashable | None = None  # the request that explores: a draft model has caught up on it
         self._num_explorers = 0
 
-    def choose(self, requests: Sequence[Hashable], limits: Sequence[int]) -> list[int]:
+    def choose(self, requests: Sequence[Hashable], limits: Sequence[int], prompts: bool = False) -> list[int]:
         """Drafts for each request of the next step, from 0 to min(its limit, most).
 
         Args:
             limits: what there are proposals for, or room.
+            prompts: some may be in the step, too. Then there are no drafts: nobody has measured what they cost there,
+                the batch is about to grow, and a draft model would catch up on requests for which it may not pay.
         """
         allowed = np.minimum(limits, self.most)
         rows = len(requests)
-        if self.account <= 0 or not allowed.any() or self._times.wants_plain(rows):
+        if prompts or self.account <= 0 or not allowed.any() or self._times.wants_plain(rows):
             return [0] * rows
         prior = self._prior()
         rates = np.array([self._rate(request, prior) for request in requests])

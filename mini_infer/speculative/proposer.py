@@ -32,7 +32,7 @@ class Source(Protocol):
 class Lengths(Protocol):
     """How many drafts each request gets; speculative/adapt.py measures what pays."""
 
-    def choose(self, requests: Sequence[Hashable], limits: Sequence[int]) -> list[int]:
+    def choose(self, requests: Sequence[Hashable], limits: Sequence[int], prompts: bool = False) -> list[int]:
         """Drafts for each request of the next step, 0 to its limit."""
 
     def book(self, requests: Sequence[Hashable], drafted: Sequence[int], accepted: Sequence[int], spent: Spent) -> None:
@@ -45,7 +45,7 @@ class Lengths(Protocol):
 class AsManyAsThereAre:
     """As many drafts as there can be, whatever they bring."""
 
-    def choose(self, requests: Sequence[Hashable], limits: Sequence[int]) -> list[int]:
+    def choose(self, requests: Sequence[Hashable], limits: Sequence[int], prompts: bool = False) -> list[int]:
         return list(limits)
 
     def book(self, requests: Sequence[Hashable], drafted: Sequence[int], accepted: Sequence[int], spent: Spent) -> None:
@@ -63,7 +63,7 @@ class NoProposer:
     needs_tokens = False
     most = 0
 
-    def propose(self, requests: Iterable[Request]) -> dict[int, Draft]:
+    def propose(self, requests: Iterable[Request], prompts: bool = False) -> dict[int, Draft]:
         return {}
 
     def book(
@@ -91,8 +91,8 @@ class Proposer:
         self._waited = 0.0  # the step being planned has waited in vain: what that costs
         self._host_s = 0.0  # what its lookups took
 
-    def propose(self, requests: Iterable[Request]) -> dict[int, Draft]:
-        """Drafts by place in `requests`, which are the running ones of a step.
+    def propose(self, requests: Iterable[Request], prompts: bool = False) -> dict[int, Draft]:
+        """Drafts by place in `requests`, which are the running ones of a step. `prompts`: there may be some in it, too.
 
         A request with a grammar gets none: what may come next depends on the token before. Where drafts are looked up
         from the tokens themselves and some are still under way none gets any, and the step after this one waits if they
@@ -103,7 +103,8 @@ class Proposer:
         self.keeps_up = self.waits = False
         if not requests:
             return {}
-        hoped = self._lengths.choose(requests, [0 if r.constraint is not None else self.most for r in requests])
+        most = [0 if r.constraint is not None else self.most for r in requests]
+        hoped = self._lengths.choose(requests, most, prompts)
         self.keeps_up = any(hoped)
         self.waits = self.keeps_up and self.needs_tokens
         if not self.waits:
@@ -111,7 +112,7 @@ class Proposer:
         if any(r.num_in_flight > 1 for r in requests):
             return {}
         found = [self._source.propose(r, self.most) if n else Draft(0) for r, n in zip(requests, hoped, strict=True)]
-        lengths = self._lengths.choose(requests, [draft.length for draft in found])
+        lengths = self._lengths.choose(requests, [draft.length for draft in found], prompts)
         self._waited = 0.0 if any(lengths) else self._waiting_cost
         self._host_s = time.perf_counter() - started
         return {

@@ -193,7 +193,7 @@ class Oracle:
     def keeps_up(self) -> bool:
         return self._random.random() < 0.7
 
-    def propose(self, requests: Iterable[Request]) -> dict[int, Draft]:
+    def propose(self, requests: Iterable[Request], prompts: bool) -> dict[int, Draft]:
         drafts = {}
         for index, request in enumerate(requests):
             length = self._random.randint(0, self.most)

@@ -134,6 +134,7 @@ def test_as_many_drafts_as_pay_are_made_of_the_right_tokens(without: LLMEngine, 
     assert tokens(engine, GREEDY) == tokens(without, GREEDY)
     widths = [len(r.drafted) for r in engine.records if r.decode_tokens]
     assert len(set(widths)) > 1
+    assert not any(r.drafted for r in engine.records if r.prefill_tokens), "nobody knows what they would cost there"
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=16, ignore_eos=True)
     assert all(len(output[0]) == 16 for output in tokens(engine, params))
     engine.scheduler.check_integrity()

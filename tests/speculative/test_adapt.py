@@ -330,6 +330,12 @@ def test_the_one_that_explored_last_explores_again_unless_it_had_nothing() -> No
     assert adaptive.choose([first], [4]) == [1]
 
 
+def test_a_step_with_prompts_has_no_drafts() -> None:
+    adaptive = DraftLengths(costs(0.01), most=4)
+    assert adaptive.choose([object()], [4], prompts=True) == [0]
+    assert adaptive.choose([object()], [4]) == [4]
+
+
 def test_what_could_never_pay_is_not_tried() -> None:
     adaptive = DraftLengths(costs(1.1), most=4)
     for _ in range(100):
