@@ -29,7 +29,7 @@ class Chosen:
         self.booked: list[tuple[list[int], list[int]]] = []
         self.spent: list[Spent] = []
 
-    def choose(self, requests: Sequence[object], limits: Sequence[int]) -> list[int]:
+    def choose(self, requests: Sequence[object], limits: Sequence[int], prompts: bool = False) -> list[int]:
         return [min(length, limit) for length, limit in zip(self.lengths, limits, strict=False)]
 
     def book(self, requests: Sequence[object], drafted: Sequence[int], accepted: Sequence[int], spent: Spent) -> None:
