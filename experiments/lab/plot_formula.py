@@ -1,5 +1,7 @@
 """Speed-up over the baseline: measured, as points with their intervals, and by Leviathan's formula, as lines through
-them. The formula knows the measured costs of steps and the acceptance, and nothing of the passes' times."""
+them. The formula knows the measured costs of steps and the acceptance, and nothing of the times of passes with drafts:
+over a setting it is its tokens per second for the rows that each step had, over those measured of the baseline; over a
+metric it is that of a full batch."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from experiments.lab.spec import PanelSpec
 from experiments.lab.store import Result
 from mini_infer.speculative.costs import leviathan_speedup
 
-SPEEDUP = "formula_speedup"
+FORMULA = "formula_tokens_per_s"
 TALL = 1.6  # times the highest median: an interval beyond it would only press the rest flat
 COSTS = ("draft_cost", "verify_cost", "drafts_per_decode")
 
@@ -62,14 +64,16 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> bool:
 
 
 def _over_setting(panel: PanelSpec, result: Result) -> list[_Series]:
-    table, info = Table(result.rows), result.info
+    info = result.info
     places = sorted((s[panel.x], name) for name, s in info.points.items() if panel.x in s)
     found = []
     for row, (variant, label) in enumerate(info.variants.items()):
-        measured = [(x, ratios) for x, name in places if (ratios := _ratios(panel, result, variant, name))]
-        told = [(x, median(v.values())) for x, name in places if (v := table.values(variant, name, SPEEDUP))]
+        measured, told = (
+            [(x, ratios) for x, name in places if (ratios := _ratios(metric, panel, result, variant, name))]
+            for metric in (panel.metric, FORMULA)
+        )
         if measured:
-            line = ([x for x, _ in told], [y for _, y in told])
+            line = ([x for x, _ in told], [median(ratios) for _, ratios in told])
             found.append(_Series(label, row, [x for x, _ in measured], [ratios for _, ratios in measured], line))
     return found
 
@@ -83,7 +87,8 @@ def _over_metric(panel: PanelSpec, result: Result) -> list[_Series]:
         measured = [
             (median(at.values()), ratios)
             for variant in info.variants
-            if (at := table.values(variant, name, panel.x)) and (ratios := _ratios(panel, result, variant, name))
+            if (at := table.values(variant, name, panel.x))
+            and (ratios := _ratios(panel.metric, panel, result, variant, name))
         ]
         if measured:
             x = [place for place, _ in measured]
@@ -103,11 +108,11 @@ def _curve(result: Result, point: str, low: float, high: float) -> tuple[list[fl
     return rates, [leviathan_speedup(a, round(drafts), draft_cost, verify_cost) for a in rates]
 
 
-def _ratios(panel: PanelSpec, result: Result, variant: str, point: str) -> list[float]:
-    """Over the baseline, repeat by repeat."""
+def _ratios(metric: str, panel: PanelSpec, result: Result, variant: str, point: str) -> list[float]:
+    """Over the panel's metric of the baseline, repeat by repeat."""
     if variant == result.info.baseline:
         return []
     table = Table(result.rows)
-    own = table.values(variant, point, panel.metric)
+    own = table.values(variant, point, metric)
     base = table.values(str(result.info.baseline), point, panel.metric)
     return [value / base[repeat] for repeat, value in own.items() if base.get(repeat, 0) > 0]
