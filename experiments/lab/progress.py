@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from types import TracebackType
 
@@ -45,6 +47,7 @@ class Steps:
 
     def next(self, what: str) -> None:
         """A step begins; the one before it is done."""
+        keep_interrupts()
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, description=f"{self._title}: {what}", refresh=True)
         else:
@@ -58,3 +61,13 @@ class Steps:
             self._bar.update(self._task, description=text, refresh=True)
         else:
             print(text, file=sys.stderr, flush=True)
+
+
+def keep_interrupts() -> None:
+    """Sees to it that Ctrl-C and SIGTERM still raise KeyboardInterrupt, after which what was measured is kept, where
+    they do so for Python. A compiler's library (LLVM, in Triton) takes them for itself when it first compiles, and from
+    then on they would just end the process."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is signal.default_int_handler:
+                signal.signal(number, signal.default_int_handler)
