@@ -156,8 +156,9 @@ def test_rows_may_lie_apart(device: torch.device) -> None:
     wide = torch.full((4, 517), 99.0, dtype=logits.dtype, device=device)
     wide[:, :500] = logits
     arena = torch.full((4, 40), -1, dtype=torch.int32, device=device)
-    arena[:, 34:] = rows
-    assert torch.equal(sample_rows(wide[:, :500], arena[:, 34:], positions), sample_rows(logits, rows, positions))
+    arena[:, -NUM_PARAMS:] = rows
+    apart = arena[:, -NUM_PARAMS:]
+    assert torch.equal(sample_rows(wide[:, :500], apart, positions), sample_rows(logits, rows, positions))
 
 
 def test_no_rows(device: torch.device) -> None:
@@ -166,9 +167,9 @@ def test_no_rows(device: torch.device) -> None:
 
 
 @triton.jit
-def _uniform_kernel(param_rows, positions, out):
+def _uniform_kernel(param_rows, positions, out, WIDTH: tl.constexpr):
     row = tl.program_id(0)
-    tl.store(out + row, sample_shared.uniform(param_rows + row * 6, tl.load(positions + row)))
+    tl.store(out + row, sample_shared.uniform(param_rows + row * WIDTH, tl.load(positions + row)))
 
 
 def test_the_uniform_is_draws_uniform(device: torch.device) -> None:
@@ -178,7 +179,7 @@ def test_the_uniform_is_draws_uniform(device: torch.device) -> None:
     positions = np.array([0, 1, 2**31 - 1, 7, 5, 131072, 3, 4])
     rows = torch.from_numpy(np.stack([encode(PLAIN, seed, 10) for seed in seeds])).to(device)
     out = torch.full((len(seeds),), torch.nan, dtype=torch.float64, device=device)
-    _uniform_kernel[(len(seeds),)](rows, torch.from_numpy(positions).to(device), out)
+    _uniform_kernel[(len(seeds),)](rows, torch.from_numpy(positions).to(device), out, NUM_PARAMS)
     assert out.tolist() == uniforms(hash_seeds(np.array(seeds, np.uint64)), positions).tolist()
 
 
