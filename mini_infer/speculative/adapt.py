@@ -33,7 +33,7 @@ from mini_infer.core.uniforms import Array
 from mini_infer.speculative.costs import StepCosts
 from mini_infer.speculative.step_times import StepTimes
 
-RESERVE = 3.0
+RESERVE = 8.0  # a draft of 7 tokens that is rejected can cost two steps, and a few of them in a row mean little
 EXPLORING_FROM = 1.0  # on the account: no single try costs more
 CREDIT = 30.0  # 64 prompts of 1,000 tokens that arrive together take a draft of 0.5B about 20 steps of a target of 7B
 OUTLIER = 2.0
@@ -81,7 +81,7 @@ class DraftLengths:
         exploring: steps' share that drafts may lose.
     """
 
-    def __init__(self, costs: StepCosts, most: int, exploring: float = 0.01) -> None:
+    def __init__(self, costs: StepCosts, most: int, exploring: float = 0.005) -> None:
         if most < 1:
             raise ValueError(f"most must be at least 1 draft, got {most}")
         if not 0 <= exploring < 1:

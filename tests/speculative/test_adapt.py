@@ -117,13 +117,13 @@ class TestNeverMuchWorseThanOff:
         steps, table = 600, costs(token)
         played = Played(table, lambda _: rate, rows, steps)
         worst = table.step_seconds(np.full(rows, 4)) / table.verify_seconds(rows) - 1
-        assert played.lost_steps <= RESERVE + 0.01 * steps + worst
+        assert played.lost_steps <= RESERVE + 0.005 * steps + worst
         if worst < 1:
             assert played.speed >= 0.98
 
     def test_useless_drafts_cost_what_exploring_may(self) -> None:
         played = Played(costs(0.3), lambda _: 0.0)
-        assert played.speed >= 0.985
+        assert played.speed >= 0.99
         tail = played.lengths[1_000:]
         assert 0 < sum(drafts > 0 for (drafts,) in tail) < 0.05 * len(tail)
 
