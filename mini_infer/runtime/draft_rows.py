@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.plan import NO_DRAFT
-from mini_infer.core.uniforms import DRAFT, SYNTHETIC, uniforms
+from mini_infer.core.uniforms import DRAFT
 from mini_infer.runtime.draw import PARAM_COLUMNS, SEEDED, TEMPERATURE
+from mini_infer.speculative.synthetic import stands_at_rate
 
 
 class GatheredRows(NamedTuple):
@@ -108,7 +109,7 @@ def settle_rows(
     has_draft = drafts != NO_DRAFT
     if rate is not None:
         keys = param_rows.numpy().view(PARAM_COLUMNS)["key"][:, 0]
-        stands = torch.from_numpy(uniforms(keys, sampled_positions.numpy() + SYNTHETIC) < rate)
+        stands = torch.from_numpy(stands_at_rate(keys, sampled_positions.numpy(), rate))
         other = torch.where(token_ids == drafts, (token_ids + 1) % vocab_size, token_ids)
         token_ids.copy_(torch.where(stands & has_draft, drafts, other))
     state.view(-1).index_copy_(0, places, token_ids.int())

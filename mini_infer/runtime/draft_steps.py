@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mini_infer.core.plan import NO_DRAFT, StepPlan
-from mini_infer.core.uniforms import SYNTHETIC, uniforms
 from mini_infer.runtime.drafter import Drafter, NoDrafter
 from mini_infer.runtime.graphs import BatchDescriptor
 from mini_infer.runtime.launched import HostTokens, LaunchedStep, Stopwatch
@@ -26,6 +25,7 @@ from mini_infer.runtime.prompt_logprobs import RowLogprobs, prompt_logprobs
 from mini_infer.runtime.row_graphs import RowGraphs, VerifiedRows
 from mini_infer.runtime.sampler import Drawn, Sampler
 from mini_infer.runtime.slots import IntArray, Samples, SlotState
+from mini_infer.speculative.synthetic import stands_at_rate
 
 Result = TypeVar("Result")
 
@@ -145,7 +145,7 @@ class DraftSteps:
             logits, step, sampled.slots, sampled.positions, slots.history, masks, drawn
         )
         if self._rate is not None:
-            token_ids = self._at_rate(sampled, has_draft, token_ids, drafts)
+            token_ids = self._at_rate(sampled, has_draft, token_ids, drafts, self._rate)
         slots.append(step, token_ids)
         tokens = HostTokens(torch.stack((token_ids, drafts)))
         return LaunchedStep(plan, sampled, None, tokens, logprobs, of_prompts, drafting)
@@ -175,9 +175,11 @@ class DraftSteps:
         drawn = has_draft & self._sampler.draws_drafts(sampled.slots)
         return np.where(drawn, sampled.places() * num_rows + sampled.rows - first, NO_DRAFT)
 
-    def _at_rate(self, sampled: Samples, has_draft: NDArray[np.bool_], token_ids: Tensor, drafts: Tensor) -> Tensor:
+    def _at_rate(
+        self, sampled: Samples, has_draft: NDArray[np.bool_], token_ids: Tensor, drafts: Tensor, rate: float
+    ) -> Tensor:
         """As draft_rows.settle_rows, where the host knows all positions."""
-        luck = uniforms(self._sampler.keys(sampled.slots), sampled.positions + SYNTHETIC)
-        forced = self._slots.mail.send(has_draft & (luck < self._rate))[0].bool()
+        stands = stands_at_rate(self._sampler.keys(sampled.slots), sampled.positions, rate)
+        forced = self._slots.mail.send(has_draft & stands)[0].bool()
         other = (token_ids + (token_ids == drafts)).remainder(self._sampler.vocab_size)
         return torch.where(forced, drafts, other)

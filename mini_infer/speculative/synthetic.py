@@ -15,11 +15,16 @@ def synthetic_drafts(seed: int, position: int, k: int, vocab_size: int) -> list[
     return [((mixed ^ place * 0xBF58476D1CE4E5B9) % _PRIME) % vocab_size for place in range(position, position + k)]
 
 
+def stands_at_rate(keys: Array, positions: Array, rate: float) -> Array:
+    """Whether the draft at each position is accepted if those before it are: with a chance of `rate`, by a hash of
+    (key, position). keys (core.uniforms.hash_seeds) and positions broadcast."""
+    return uniforms(keys, positions + SYNTHETIC) < rate
+
+
 def synthetic_accepts(seeds: Array, positions: Array, num_drafts: Array, rate: float) -> Array:
     """How many of each row's drafts are to be accepted.
 
-    The token at a position is accepted if uniforms(seed, position + SYNTHETIC) < rate and those before it are: each has
-    the rate `rate` by itself, so that the tokens a step follow Leviathan's formula.
+    Each has the rate `rate` by itself (`stands_at_rate`), so that the tokens a step follow Leviathan's formula.
 
     Args:
         seeds: [R], of the requests.
@@ -33,5 +38,5 @@ def synthetic_accepts(seeds: Array, positions: Array, num_drafts: Array, rate: f
     most = int(num_drafts.max(initial=0))
     place = np.arange(most)
     keys = hash_seeds(seeds.astype(np.uint64))[:, None]
-    heads = uniforms(keys, positions[:, None] + place + SYNTHETIC) < rate
+    heads = stands_at_rate(keys, positions[:, None] + place, rate)
     return np.logical_and.accumulate(heads & (place < num_drafts[:, None]), axis=1).sum(axis=1)
