@@ -5,7 +5,8 @@ the order of every sum is fixed: equal inputs give equal bits.
 
   T <= 3    `_fma_kernel`: 16-byte loads of W straight into registers, fp32 multiply-adds, many small programs an SM.
   T <= 16   `_dot_kernel`: as rows are added the multiply-adds get dearer than the loads; the tensor cores take them.
-            (In fp32, which they would round, and at T = 4 with few rows of W, `_fma_kernel` stays.)
+            (`_fma_kernel` stays in fp32, which they would round, and at T = 4 with few rows of W; at T = 3 it leaves
+            large weights to the other.)
 
 At this size a kernel costs more to start and to end than to run, so they can do their neighbours' work as well:
 
@@ -102,13 +103,12 @@ def gemv(
     if not out.numel():
         return out
     steps = {"HAS_BIAS": bias is not None, "SILU_MUL": silu_mul, "ADD": residual is not None}
-    if norm is None and _uses_dot(rows, n, x.dtype):
-        block_n = 16
-        block_k, stages = _dot_tile(n, k)
+    if norm is None and _uses_dot(rows, n, k, x.dtype):
+        block_n, block_k, stages = _dot_tile(rows, n, k)
         _dot_kernel[(triton.cdiv(n, block_n),)](
             x, weight, bias, residual, out, outs, k, x.stride(0), rows, BLOCK_N=block_n, BLOCK_K=block_k,
-            BLOCK_T=8 if rows <= 8 else 16, STAGES=stages, EVEN_K=k % block_k == 0, **steps, num_warps=1,
-            **launch_options(x.device),
+            BLOCK_T=8 if rows <= 8 else 16, STAGES=stages, EVEN_K=k % block_k == 0, **steps,
+            num_warps=block_n // 16, **launch_options(x.device),
         )  # fmt: skip
         return out
     vector = 16 // x.element_size()
@@ -125,13 +125,15 @@ def gemv(
 def worth_it(rows: int, n: int, k: int, dtype: torch.dtype) -> bool:
     """Whether `gemv` of x [rows, k] and weight [n, k] beats cuBLAS on an H200.
 
-    Always up to 4 rows. Up to 16, unless few programs (n / 16) go a long way (k) each: [1536, 8960] takes 19 us to
-    cuBLAS's 11; every other product of Qwen2.5-7B, Qwen2.5-1.5B and Qwen3-0.6B is as fast or faster. Never where rows
-    of the weight do not start on 16 bytes, nor in fp32.
+    Always up to 4 rows. Above, unless few programs go a long way (k) each: [1536, 8960] takes 15 us for 8 rows to
+    cuBLAS's 11, [3584, 18944] 42 us for 16 to its 39. Every other product of Qwen2.5-7B, Qwen2.5-1.5B and Qwen3-0.6B is
+    as fast or faster. Never where rows of the weight do not start on 16 bytes, nor in fp32.
     """
     if dtype not in (torch.bfloat16, torch.float16) or k % 8 or rows > MAX_ROWS:
         return False
-    return rows <= 4 or n >= 3072 or k <= 4096
+    if rows <= 8:
+        return rows <= 4 or n >= 3072 or k <= 4096
+    return k <= 2048 or (n >= 3072 and k <= 8192)
 
 
 def takes_norm(rows: int, k: int) -> bool:
@@ -140,9 +142,11 @@ def takes_norm(rows: int, k: int) -> bool:
     return rows == 1 or (rows <= _MAX_FMA_ROWS and k <= 2048)
 
 
-def _uses_dot(rows: int, n: int, dtype: torch.dtype) -> bool:
+def _uses_dot(rows: int, n: int, k: int, dtype: torch.dtype) -> bool:
     if dtype == torch.float32:  # no tensor cores for it: they would round to TF32
         return False
+    if rows == _MAX_FMA_ROWS:  # a large weight: the multiply-adds have begun to show
+        return not takes_norm(rows, k) and n * k >= 2**25
     return rows > _MAX_FMA_ROWS + 1 or (rows > _MAX_FMA_ROWS and n >= 3072)
 
 
@@ -155,18 +159,26 @@ def _fma_tile(rows: int, n: int, k: int) -> tuple[int, int, int, int]:
     if rows == 1:
         warps, unroll = 8 if n <= 2048 else 2 if k <= 1024 else 4, 1
     elif rows == 2:
-        warps, unroll = 8 if n <= 2048 else 4 if n <= 5000 else 2, 1
+        warps, unroll = 8 if n <= 2048 else 4 if n <= 4096 else 2, 2 if 4096 < n < 6000 else 1
     else:
         warps, unroll = 8 if n <= 1024 else 4 if n <= 2048 else 2 if n < 6000 else 1, 2 if n < 6000 else 1
     chunks = triton.next_power_of_2(triton.cdiv(k, 256))  # warp-wide loads in a row
     warps = min(warps, chunks)
-    return 4, warps, 2 if rows == 1 and chunks >= 2 * warps else 1, unroll
+    if n <= 1024 and k > (4096 if rows == 1 else 2048) and rows <= 2:  # few programs that go a long way: twice as many
+        return 2, warps, 1, unroll
+    return 4, warps, 2 if rows == 1 and k > 1024 and chunks >= 2 * warps else 1, unroll
 
 
-def _dot_tile(n: int, k: int) -> tuple[int, int]:
-    """(BLOCK_K, stages), as measured: many bytes in flight, and room for several programs on an SM."""
-    if k <= 1024:
-        return 128, 10
+def _dot_tile(rows: int, n: int, k: int) -> tuple[int, int, int]:
+    """(rows of W a program, BLOCK_K, stages), as measured: many bytes in flight, and room for all programs at once.
+
+    Each program reads all of x. So for many rows of x, or of W, it owns more rows of W: sixteen of each were as much to
+    read again as W itself (gate and up of Qwen2.5-7B took 101 us instead of 65).
+    """
+    if rows > 8:
+        return 64, 128, 4
+    if n >= 8192:
+        return 32, 128, 4
     if k >= 8192:
-        return 256, 8
-    return (256, 4) if 2 * _SMS < triton.cdiv(n, 16) <= 4 * _SMS else (256, 6)
+        return 16, 128, 8
+    return 16, 256, 8 if n <= 2 * 16 * _SMS else 6
