@@ -10,12 +10,14 @@ the order of every sum is fixed: equal inputs give equal bits.
 
 At this size a kernel costs more to start and to end than to run, so they can do their neighbours' work as well:
 
-    x --> [ RMSNorm ] --> W, b --> [ SiLU(gate) * up ] --> [ + residual ] --> out
+    x --> [ RMSNorm ] --> W, b --> [ SiLU(gate) * up ] --> [ + residual ] --> out       gemv
+                               '-> [ rotary embedding ] --> q, and into the KV cache    qkv_gemv
 
   norm       `_fma_kernel` only. Every program reads all of x anyway: it sums the squares of x beside the products of
              x * g, of which the norm is a multiple, and multiplies at the end.
   SiLU-mul   A program owns the same rows of gate and of up.
   residual   A program adds what belongs to the rows it owns.
+  rotary     A program owns rows in pairs, i and i + D/2 of one head, which turn together.
 
 On Hopper and later both are launched as programmatic dependents (kernels/pdl.py): a program is in place while the
 kernel before it still runs. `_fma_kernel` asks for its first weights, which depend on nobody, before it waits for x.
@@ -23,16 +25,21 @@ kernel before it still runs. `_fma_kernel` asks for its first weights, which dep
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from torch import Tensor
 
 from mini_infer.kernels.gemv_kernels import _dot_kernel, _fma_kernel
+from mini_infer.kernels.interface import Places
 from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.rope_and_store import rope_and_store_reference
 from mini_infer.kernels.silu_mul import silu_mul_reference
 
 MAX_ROWS = 16
 _MAX_FMA_ROWS = 3
+_MMA_ROWS = 16  # of W, that a warp's tensor core takes; a multiple of what `_fma_kernel` takes
 _SMS = 132  # of the H200 that the parameters below were measured on
 
 
@@ -55,6 +62,13 @@ def gemv_reference(
     if silu_mul:
         y = silu_mul_reference(y)
     return y if residual is None else residual + y
+
+
+def qkv_gemv_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, places: Places, *, norm: tuple[Tensor, float] | None = None
+) -> Tensor:
+    """The definition. Arguments as `qkv_gemv`."""
+    return rope_and_store_reference(gemv_reference(x, weight, bias, norm=norm), None, None, 0.0, *places)
 
 
 def gemv(
@@ -85,6 +99,54 @@ def gemv(
     Raises:
         ValueError: more rows than MAX_ROWS, or other strides, shapes or dtypes.
     """
+    rows, outs = x.shape[0], weight.shape[0] // 2 if silu_mul else weight.shape[0]
+    if residual is not None and (residual.shape != (rows, outs) or not residual.is_contiguous()):
+        raise ValueError(f"the residual of gemv is contiguous, {(rows, outs)}, not {tuple(residual.shape)}")
+    if out is None:
+        out = torch.empty(rows, outs, dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, norm, out, residual=residual, silu_mul=silu_mul)
+    return out
+
+
+def qkv_gemv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, places: Places, *, norm: tuple[Tensor, float] | None = None
+) -> Tensor:
+    """`gemv` to q | k | v heads, and of that `rope_and_store` without QK-norm -> q [T, Hq, D], contiguous.
+
+    Rounded as if each was an operation of its own.
+
+    Args:
+        x, weight, bias, norm: of `gemv`, where N = (Hq + 2 Hkv) * D.
+        places: such as `takes_heads` says. Of tokens that share a slot, any one stays.
+
+    Raises:
+        ValueError: as `gemv`, or `takes_heads` says no, or weight's rows are no such heads.
+    """
+    (_, kv_heads, head_dim), n = places.key_slots.shape, weight.shape[0]
+    q_heads = n // head_dim - 2 * kv_heads
+    if not takes_heads(x.dtype, places) or n % head_dim or q_heads < 1:
+        raise ValueError(
+            f"qkv_gemv takes heads of a multiple of {_MMA_ROWS} dimensions and a cache of x's dtype, not "
+            f"x {x.dtype}, weight {tuple(weight.shape)} and slots {tuple(places.key_slots.shape)} "
+            f"{places.key_slots.dtype}. Call gemv and rope_and_store"
+        )
+    q = x.new_empty((x.shape[0], q_heads, head_dim))
+    _launch(x, weight, bias, norm, q, places=places)
+    return q
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    out: Tensor,
+    *,
+    residual: Tensor | None = None,
+    silu_mul: bool = False,
+    places: Places | None = None,
+) -> None:
+    """Arguments as `gemv` and `qkv_gemv`, whose own are checked."""
     (rows, k), n = x.shape, weight.shape[0]
     if rows > MAX_ROWS:
         raise ValueError(f"gemv takes up to {MAX_ROWS} rows, not {rows}")
@@ -92,34 +154,40 @@ def gemv(
         raise ValueError(
             f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype} do not fit gemv"
         )
-    outs = n // 2 if silu_mul else n
-    if residual is not None and (residual.shape != (rows, outs) or not residual.is_contiguous()):
-        raise ValueError(f"the residual of gemv is contiguous, {(rows, outs)}, not {tuple(residual.shape)}")
     norm_weight, eps = (None, 0.0) if norm is None else norm
     if norm_weight is not None and norm_weight.shape != (k,):
         raise ValueError(f"the weight of gemv's norm is {(k,)}, not {tuple(norm_weight.shape)}")
-    if out is None:
-        out = torch.empty(rows, outs, dtype=x.dtype, device=x.device)
     if not out.numel():
-        return out
-    steps = {"HAS_BIAS": bias is not None, "SILU_MUL": silu_mul, "ADD": residual is not None}
+        return
+    steps = {"HAS_BIAS": bias is not None, "SILU_MUL": silu_mul, "ADD": residual is not None} | _heads(out, places)
+    outs = n // 2 if silu_mul else n
+    rotary_stride = 0 if places is None else places.cos.stride(0)
     if norm is None and _uses_dot(rows, n, k, x.dtype):
         block_n, block_k, stages = _dot_tile(rows, n, k)
+        if places is not None:  # rows of one head
+            block_n = math.gcd(block_n, out.shape[2])
         _dot_kernel[(triton.cdiv(n, block_n),)](
-            x, weight, bias, residual, out, outs, k, x.stride(0), rows, BLOCK_N=block_n, BLOCK_K=block_k,
-            BLOCK_T=8 if rows <= 8 else 16, STAGES=stages, EVEN_K=k % block_k == 0, **steps,
-            num_warps=block_n // 16, **launch_options(x.device),
+            x, weight, bias, residual, out, places, outs, k, x.stride(0), rotary_stride, rows, BLOCK_N=block_n,
+            BLOCK_K=block_k, BLOCK_T=8 if rows <= 8 else 16, STAGES=stages, EVEN_K=k % block_k == 0, **steps,
+            num_warps=block_n // _MMA_ROWS, **launch_options(x.device),
         )  # fmt: skip
-        return out
+        return
     vector = 16 // x.element_size()
     block_n, warps, loads, unroll = _fma_tile(rows, n, k)
     block_k = 32 * warps * vector * loads
     _fma_kernel[(triton.cdiv(n, block_n),)](
-        x, norm_weight, weight, bias, residual, out, outs, k, x.stride(0), eps, rows, BLOCK_N=block_n, BLOCK_K=block_k,
-        VECTOR=vector, EVEN_K=k % block_k == 0, UNROLL=unroll, NORM=norm is not None, **steps, num_warps=warps,
-        **launch_options(x.device),
+        x, norm_weight, weight, bias, residual, out, places, outs, k, x.stride(0), rotary_stride, eps, rows,
+        BLOCK_N=block_n, BLOCK_K=block_k, VECTOR=vector, EVEN_K=k % block_k == 0, UNROLL=unroll,
+        NORM=norm is not None, **steps, num_warps=warps, **launch_options(x.device),
     )  # fmt: skip
-    return out
+
+
+def _heads(q: Tensor, places: Places | None) -> dict[str, int]:
+    """What the kernels are told of the heads that W's rows make, with places q [T, Hq, D]."""
+    if places is None:
+        return {"Q_HEADS": 0, "KV_HEADS": 0, "HALF": 0}
+    _, q_heads, head_dim = q.shape
+    return {"Q_HEADS": q_heads, "KV_HEADS": places.key_slots.shape[1], "HALF": head_dim // 2}
 
 
 def worth_it(rows: int, n: int, k: int, dtype: torch.dtype) -> bool:
@@ -140,6 +208,11 @@ def takes_norm(rows: int, k: int) -> bool:
     """Whether the norm of x [rows, k] is better done by `gemv` than by a kernel of its own: the squares cost registers,
     which a long row of several x has none to spare of."""
     return rows == 1 or (rows <= _MAX_FMA_ROWS and k <= 2048)
+
+
+def takes_heads(dtype: torch.dtype, places: Places) -> bool:
+    """Whether `qkv_gemv` of x of this dtype can: where a cache is of that dtype, and a program's rows of one head."""
+    return places.key_slots.shape[2] % _MMA_ROWS == 0 and places.key_slots.dtype == dtype
 
 
 def _uses_dot(rows: int, n: int, k: int, dtype: torch.dtype) -> bool:

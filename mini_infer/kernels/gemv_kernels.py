@@ -1,8 +1,10 @@
 """The kernels of kernels/gemv.py, which says what they compute and launches them.
 
     x [T, K] --> [ NORM ] --> W [N, K], bias --> [ SILU_MUL ] --> [ ADD residual ] --> out [T, outs]
+                                             '-> [ HALF: rotation ] --> q in out, k and v in places' slots
 
-A program owns BLOCK_N rows of W and all of K.
+A program owns BLOCK_N rows of W and all of K. HALF is half the size of the heads that W's rows make, 0 where they are
+not to be rotated; then Q_HEADS and KV_HEADS do not matter.
 """
 
 from __future__ import annotations
@@ -10,16 +12,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mini_infer.kernels.rope_and_store import rotate
+
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _owned_rows(N, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr):
+def _owned_rows(N, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr, HALF: tl.constexpr):
     """Of this program: columns of `out`, which may lie beyond the end, and BLOCK_N rows of W, the last instead of such.
 
     With SILU_MUL W is gate [N, K] over up [N, K]: half the rows are gate's, and the others up's for the same columns.
+    With HALF half the rows are of the first half of one head, and the others their pairs, HALF rows on.
     """
-    if SILU_MUL:
+    if HALF:
+        pairs: tl.constexpr = BLOCK_N // 2
+        tile = tl.arange(0, BLOCK_N)
+        pair = tl.program_id(0) * pairs
+        outs = pair + pair // HALF * HALF + tile % pairs + tile // pairs * HALF
+        w_rows = outs
+    elif SILU_MUL:
         half: tl.constexpr = BLOCK_N // 2
         tile = tl.arange(0, BLOCK_N)
         outs = tl.program_id(0) * half + tl.arange(0, half)
@@ -31,11 +42,68 @@ def _owned_rows(N, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr):
 
 
 @triton.jit
+def _halves(y, dtype: tl.constexpr, ROWS: tl.constexpr, T: tl.constexpr):
+    """y [2 * ROWS, T] -> its first and its last ROWS, float32 but rounded as they are in memory."""
+    return tl.split(tl.permute(tl.reshape(y, [2, ROWS, T]), (1, 2, 0)).to(dtype).to(tl.float32))
+
+
+@triton.jit
 def _silu_mul(y, dtype: tl.constexpr, OUTS: tl.constexpr, T: tl.constexpr):
     """y [2 * OUTS, T], gate over up -> silu(gate) * up [OUTS, T]; rounded as gate, up and silu(gate) are in memory."""
-    y = tl.permute(tl.reshape(y, [2, OUTS, T]), (1, 2, 0)).to(dtype).to(tl.float32)
-    gate, up = tl.split(y)
+    gate, up = _halves(y, dtype, OUTS, T)
     return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def _load_places(
+    places,
+    rotary_stride,
+    q_ptr,
+    tokens,
+    some,
+    BLOCK_N: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """For `_rotate_and_store`: cos and sin of the program's pairs, [BLOCK_N / 2, T], which a v head does not use; and
+    [1, T] pointers: of each token, behind them by a row's number is the place of that row, if the program owns it.
+
+    tokens [T], of which those are there that `some` says.
+    """
+    Q_SIZE: tl.constexpr = Q_HEADS * 2 * HALF
+    KV_SIZE: tl.constexpr = KV_HEADS * 2 * HALF
+    row = tl.program_id(0) * BLOCK_N
+    pairs = row // 2 % HALF + tl.arange(0, BLOCK_N // 2)
+    at = tokens[None, :] * rotary_stride + pairs[:, None]
+    # The other halves, cos again and -sin, are not read.
+    cos = tl.load(places.cos + at, mask=some[None, :], other=0.0)
+    sin = tl.load(places.sin + HALF + at, mask=some[None, :], other=0.0)
+    slots = tl.load(places.slot_mapping + tokens, mask=some, other=0)
+    # Pointers are chosen here, not stores at the end: each store would exchange its values between threads.
+    if row < Q_SIZE:
+        starts = q_ptr + tokens.to(tl.int64) * Q_SIZE
+    elif row < Q_SIZE + KV_SIZE:
+        starts = places.key_slots + (slots * KV_SIZE - Q_SIZE)
+    else:
+        starts = places.value_slots + (slots * KV_SIZE - Q_SIZE - KV_SIZE)
+    return cos, sin, starts[None, :]
+
+
+@triton.jit
+def _rotate_and_store(
+    y, loaded, rows, some, dtype: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, ROTARY_ROWS: tl.constexpr
+):
+    """y [BLOCK_N, T], `rows` of W, which are pairs of one head: turned, if it is one of q or k, and to their places.
+
+    Rounded twice, as the product is in memory and then the rotated head. loaded: of `_load_places`.
+    """
+    cos, sin, starts = loaded
+    first, second = _halves(y, dtype, BLOCK_N // 2, T)
+    if tl.program_id(0) * BLOCK_N < ROTARY_ROWS:
+        first, second = rotate(first, second, cos.to(tl.float32), sin.to(tl.float32))
+    y = tl.reshape(tl.permute(tl.join(first, second), (2, 0, 1)), [BLOCK_N, T])
+    tl.store(starts + rows[:, None], y.to(dtype), mask=tl.broadcast_to(some[None, :], [BLOCK_N, T]))
 
 
 @triton.jit
@@ -91,9 +159,11 @@ def _fma_kernel(
     bias_ptr,
     residual_ptr,
     out_ptr,
+    places,
     N,
     K,
     stride_x,
+    rotary_stride,
     eps,
     T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -105,12 +175,15 @@ def _fma_kernel(
     NORM: tl.constexpr,
     SILU_MUL: tl.constexpr,
     ADD: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dtype = out_ptr.dtype.element_ty
-    outs, w_rows = _owned_rows(N, BLOCK_N, SILU_MUL)
+    outs, w_rows = _owned_rows(N, BLOCK_N, SILU_MUL, HALF)
     inside = outs < N
     columns = tl.arange(0, BLOCK_K)
     w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * K + columns[None, :]
@@ -123,10 +196,13 @@ def _fma_kernel(
         bias = tl.load(bias_ptr + w_rows).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    residual = ()
-    if ADD:  # asked for now, so that nothing waits for it at the end
-        for t in tl.static_range(T):
-            residual += (tl.load(residual_ptr + t * N + outs, mask=inside, other=0.0),)  # type: ignore[assignment]
+    late = ()  # of each token what the end needs, asked for now, so that nothing waits for it there
+    for t in tl.static_range(T):
+        if ADD:
+            late += (tl.load(residual_ptr + t * N + outs, mask=inside, other=0.0),)  # type: ignore[assignment]
+        if HALF:
+            token = t + tl.arange(0, 1)
+            late += (_load_places(places, rotary_stride, out_ptr, token, token < T, BLOCK_N, Q_HEADS, KV_HEADS, HALF),)  # type: ignore[assignment]
     sums = (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),) * T
     squares = (tl.zeros([BLOCK_K // VECTOR], tl.float32),) * T
     sums, squares = _add_products(
@@ -148,11 +224,14 @@ def _fma_kernel(
         else:
             y = tl.sum(sums[t], axis=1)
         y += bias
-        if SILU_MUL:
-            y = tl.reshape(_silu_mul(y, dtype, BLOCK_N // 2, 1), [BLOCK_N // 2])
-        if ADD:
-            y = y.to(dtype).to(tl.float32) + residual[t].to(tl.float32)
-        tl.store(out_ptr + t * N + outs, y.to(dtype), mask=inside)
+        if HALF:
+            _rotate_and_store(y, late[t], outs, token < T, dtype, BLOCK_N, 1, (Q_HEADS + KV_HEADS) * 2 * HALF)
+        else:
+            if SILU_MUL:
+                y = tl.reshape(_silu_mul(y, dtype, BLOCK_N // 2, 1), [BLOCK_N // 2])
+            if ADD:
+                y = y.to(dtype).to(tl.float32) + late[t].to(tl.float32)
+            tl.store(out_ptr + t * N + outs, y.to(dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -162,9 +241,11 @@ def _dot_kernel(
     bias_ptr,
     residual_ptr,
     out_ptr,
+    places,
     N,
     K,
     stride_x,
+    rotary_stride,
     T,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -174,12 +255,15 @@ def _dot_kernel(
     HAS_BIAS: tl.constexpr,
     SILU_MUL: tl.constexpr,
     ADD: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dtype = out_ptr.dtype.element_ty
-    outs, w_rows = _owned_rows(N, BLOCK_N, SILU_MUL)
+    outs, w_rows = _owned_rows(N, BLOCK_N, SILU_MUL, HALF)
     columns = tl.arange(0, BLOCK_K)
     tokens = tl.arange(0, BLOCK_T)
     some = tokens < T
@@ -190,6 +274,9 @@ def _dot_kernel(
         bias = tl.load(bias_ptr + w_rows).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    loaded = ()
+    if HALF:  # asked for now, so that nothing waits for it at the end
+        loaded = _load_places(places, rotary_stride, out_ptr, tokens, some, BLOCK_N, Q_HEADS, KV_HEADS, HALF)
     y = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
@@ -203,10 +290,13 @@ def _dot_kernel(
             w, x = w.to(tl.float32), x.to(tl.float32)
         y = tl.dot(w, x, y)
     y += bias[:, None]
-    if SILU_MUL:
-        y = _silu_mul(y, dtype, BLOCK_N // 2, BLOCK_T)
-    inside = some[None, :] & (outs < N)[:, None]
-    places = tokens[None, :] * N + outs[:, None]
-    if ADD:
-        y = y.to(dtype).to(tl.float32) + tl.load(residual_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + places, y.to(dtype), mask=inside)
+    if HALF:
+        _rotate_and_store(y, loaded, outs, some, dtype, BLOCK_N, BLOCK_T, (Q_HEADS + KV_HEADS) * 2 * HALF)
+    else:
+        if SILU_MUL:
+            y = _silu_mul(y, dtype, BLOCK_N // 2, BLOCK_T)
+        inside = some[None, :] & (outs < N)[:, None]
+        at = tokens[None, :] * N + outs[:, None]
+        if ADD:
+            y = y.to(dtype).to(tl.float32) + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, y.to(dtype), mask=inside)

@@ -1,15 +1,9 @@
-"""The operations around attention, as torch or as fused Triton kernels.
-
-The residual stream goes from one to the next as a pair (x, residual), whose value is residual + x, or x alone where
-residual is None. So whoever computes x may leave the addition to the norm that reads the stream next, or do it itself,
-whichever costs less at the number of tokens: each operation says which it takes and gives.
+"""The operations around attention (kernels/interface.py), as torch or as fused Triton kernels.
 
 A model is handed one `Kernels` when it is built. Triton is imported by nobody else, and only where it is chosen.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,64 +11,7 @@ from torch import Tensor
 
 from mini_infer.core.config import KernelChoice
 from mini_infer.core.errors import ConfigError
-
-
-class Kernels(Protocol):
-    """T tokens, hidden size H, Hq query heads and Hkv KV heads of size D. Arguments are contiguous unless said."""
-
-    name: str
-    fallback: str | None  # what `auto` would have preferred, and why it could not be had
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x and residual [T, H], the stream -> (its RMSNorm times weight [H], its value).
-
-        RMSNorm: Zhang & Sennrich 2019, arXiv:1910.07467, over H. Leaves its arguments as they are.
-        """
-
-    def norm_linear(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm_weight: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        silu_mul: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """`add_rms_norm`, of its first result `linear` and, on request, `silu_mul` -> (that, the stream's value)."""
-
-    def linear_add(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The stream of value residual [T, N] plus `linear` of x [T, K], whether the addition is done here or not."""
-
-    def rope_and_store(
-        self,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        slot_mapping: Tensor,
-        key_slots: Tensor,
-        value_slots: Tensor,
-    ) -> Tensor:
-        """Stores a step's K and V and returns its queries [T, Hq, D], whose tokens may lie apart.
-
-        Args:
-            qkv: [T, (Hq + 2 Hkv) * D], q heads | k heads | v heads.
-            q_weight, k_weight: [D] each, where q and k are normalised by head; else None.
-            eps: of that norm.
-            cos, sin: [T, 1, D] from RotaryTable, rows 2D apart.
-            slot_mapping: [T] int64, where in key_slots and value_slots [slots, Hkv, D] each token goes.
-        """
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2I] -> silu(gate) * up [T, I]."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x [T, K], weight [N, K] (of any strides), bias [N] -> [T, N], in `out`, of x's dtype, where it is given."""
+from mini_infer.kernels.interface import Kernels, Places, QKNorm
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
@@ -98,6 +35,22 @@ def _norm_linear(
     normed, total = kernels.add_rms_norm(x, residual, norm_weight, eps)
     y = kernels.linear(normed, weight, bias)
     return (kernels.silu_mul(y) if silu_mul else y), total
+
+
+def _norm_qkv_rope(
+    kernels: Kernels,
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    qk_norm: QKNorm | None,
+    places: Places,
+) -> tuple[Tensor, Tensor]:
+    qkv, total = kernels.norm_linear(x, residual, norm_weight, eps, weight, bias)
+    q_weight, k_weight, qk_eps = qk_norm or (None, None, 0.0)
+    return kernels.rope_and_store(qkv, q_weight, k_weight, qk_eps, *places), total
 
 
 class TorchKernels:
@@ -156,6 +109,19 @@ class TorchKernels:
         value_slots.index_copy_(0, slot_mapping, v)
         return q
 
+    def norm_qkv_rope(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        qk_norm: QKNorm | None,
+        places: Places,
+    ) -> tuple[Tensor, Tensor]:
+        return _norm_qkv_rope(self, x, residual, norm_weight, eps, weight, bias, qk_norm, places)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
@@ -176,7 +142,9 @@ class TritonKernels:
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
         self.rope_and_store = rope_and_store.rope_and_store
         self.silu_mul = silu_mul.silu_mul
-        self._gemv, self._gemv_is_faster, self._gemv_takes_norm = gemv.gemv, gemv.worth_it, gemv.takes_norm
+        self._gemv, self._qkv_gemv = gemv.gemv, gemv.qkv_gemv
+        self._gemv_is_faster, self._gemv_takes_norm = gemv.worth_it, gemv.takes_norm
+        self._gemv_takes_heads = gemv.takes_heads
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if residual is None:
@@ -195,10 +163,25 @@ class TritonKernels:
     ) -> tuple[Tensor, Tensor]:
         if not self._takes_gemv(x, weight):
             return _norm_linear(self, x, residual, norm_weight, eps, weight, bias, silu_mul)
-        if residual is None and self._gemv_takes_norm(*x.shape):
-            return self._gemv(x, weight, bias, norm=(norm_weight, eps), silu_mul=silu_mul), x
-        normed, total = self.add_rms_norm(x, residual, norm_weight, eps)
-        return self._gemv(normed, weight, bias, silu_mul=silu_mul), total
+        x, norm, total = self._normed_for_gemv(x, residual, norm_weight, eps)
+        return self._gemv(x, weight, bias, norm=norm, silu_mul=silu_mul), total
+
+    def norm_qkv_rope(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        qk_norm: QKNorm | None,
+        places: Places,
+    ) -> tuple[Tensor, Tensor]:
+        # A program of gemv has a few rows of a head, and QK-norm needs the sum over all of them.
+        if qk_norm is not None or not self._takes_gemv(x, weight) or not self._gemv_takes_heads(x.dtype, places):
+            return _norm_qkv_rope(self, x, residual, norm_weight, eps, weight, bias, qk_norm, places)
+        x, norm, total = self._normed_for_gemv(x, residual, norm_weight, eps)
+        return self._qkv_gemv(x, weight, bias, places, norm=norm), total
 
     def linear_add(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
@@ -211,6 +194,15 @@ class TritonKernels:
         if self._takes_gemv(x, weight):
             return self._gemv(x, weight, bias, out)
         return _linear(x, weight, bias, out)
+
+    def _normed_for_gemv(
+        self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, tuple[Tensor, float] | None, Tensor]:
+        """(what gemv reads; its norm, if that is left to it; the stream's value)."""
+        if residual is None and self._gemv_takes_norm(*x.shape):
+            return x, (norm_weight, eps), x
+        normed, total = self.add_rms_norm(x, residual, norm_weight, eps)
+        return normed, None, total
 
     def _takes_gemv(self, x: Tensor, weight: Tensor) -> bool:
         (rows, in_size), out_size = x.shape, weight.shape[0]

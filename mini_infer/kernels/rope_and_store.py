@@ -123,6 +123,12 @@ def _normed_and_rotated(
         scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / (2 * HALF) + eps)[:, None]
         first *= scale * first_weight
         second *= scale * second_weight
+    return rotate(first, second, cos, sin)
+
+
+@triton.jit
+def rotate(first, second, cos, sin):
+    """The halves of a head, turned. sin: that of the second half, whose sign is +."""
     return first * cos - second * sin, second * cos + first * sin
 
 

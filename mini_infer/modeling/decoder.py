@@ -2,13 +2,13 @@
 
 Each half of a layer reads the residual stream through a norm and a product, and adds a product to it:
 
-    stream --> norm, qkv_proj --> rope_and_store --> attend --> o_proj, add --> stream
-                                       |                ^
-                                       '--- KV cache ---'
+    stream --> norm, qkv_proj, rotary embedding --> attend --> o_proj, add --> stream
+                                     |                 ^
+                                     '--- KV cache ----'
     stream --> norm, gate_up_proj, SiLU-mul --> down_proj, add --> stream
 
-The stream is a pair (x, residual), and what stands between two arrows is one operation (kernels/ops.py): which kernels
-it is made of, and who adds x to residual, depends on the number of tokens.
+The stream is a pair (x, residual), and what stands between two arrows is one operation (kernels/interface.py): which
+kernels it is made of, and who adds x to residual, depends on the number of tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_infer.attention.context import AttentionContext
-from mini_infer.kernels.ops import Kernels, TorchKernels
+from mini_infer.kernels.interface import Kernels, Places, QKNorm
+from mini_infer.kernels.ops import TorchKernels
 from mini_infer.modeling.layers import Linear, RMSNorm, empty_parameter
 from mini_infer.modeling.rope import RotaryTable
 from mini_infer.modeling.spec import ModelSpec
@@ -27,7 +28,7 @@ from mini_infer.modeling.spec import ModelSpec
 class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
         super().__init__()
-        self._layer, self._eps, self._kernels = layer, spec.rms_norm_eps, kernels
+        self._layer, self._kernels = layer, kernels
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = Linear(spec.hidden_size, qkv, spec.qkv_bias, dtype, device, kernels)
@@ -46,18 +47,13 @@ class Attention(nn.Module):
         sin: Tensor,
         context: AttentionContext,
     ) -> tuple[Tensor, Tensor | None]:
-        qkv, residual = self.qkv_proj.of_stream(norm, x, residual)
-        q = self._kernels.rope_and_store(
-            qkv,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self._eps,
-            cos,
-            sin,
-            context.batch.slot_mapping,
-            context.key_slots(self._layer),
-            context.value_slots(self._layer),
-        )
+        qk_norm = None
+        if self.q_norm is not None and self.k_norm is not None:
+            qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        key_slots, value_slots = context.key_slots(self._layer), context.value_slots(self._layer)
+        places = Places(cos, sin, context.batch.slot_mapping, key_slots, value_slots)
+        weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
+        q, residual = self._kernels.norm_qkv_rope(x, residual, norm.weight, norm.eps, weight, bias, qk_norm, places)
         return self.o_proj.add_to_stream(context.attend(self._layer, q).flatten(1), residual)
 
 

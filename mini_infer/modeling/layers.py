@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mini_infer.kernels.ops import Kernels
+from mini_infer.kernels.interface import Kernels
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -22,12 +22,12 @@ class RMSNorm(nn.Module):
         self._kernels = kernels
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The residual stream (kernels/ops.py), [T, size] -> (its norm, its value)."""
+        """The residual stream (kernels/interface.py), [T, size] -> (its norm, its value)."""
         return self._kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Linear(nn.Module):
-    """[T, in_size] -> [T, sum of parts], from or to the residual stream (kernels/ops.py).
+    """[T, in_size] -> [T, sum of parts], from or to the residual stream (kernels/interface.py).
 
     `parts` names the checkpoint's projections that lie side by side in this one, with their output sizes: one matmul
     for q, k and v, one for gate and up.

@@ -8,7 +8,7 @@ import torch
 
 from mini_infer.core.config import Device, DType, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
-from mini_infer.kernels.ops import Kernels
+from mini_infer.kernels.interface import Kernels
 from mini_infer.modeling.checkpoint import checkpoint_dtype, fill_from, read_json, resolve_folder, safetensors_files
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.layers import RMSNorm

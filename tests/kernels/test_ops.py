@@ -16,8 +16,10 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import KernelChoice, ModelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels import ops
-from mini_infer.kernels.ops import Kernels, TorchKernels, TritonKernels, select_kernels
+from mini_infer.kernels.interface import Kernels, Places
+from mini_infer.kernels.ops import TorchKernels, TritonKernels, select_kernels
 from mini_infer.modeling.loader import load_model, load_spec
+from mini_infer.modeling.rope import RopeSpec, RotaryTable
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -96,7 +98,7 @@ class Counted:
         self.kernels, self.names = TritonKernels(), list[str]()
         rows = 4
         monkeypatch.setattr(self.kernels, "_gemv_is_faster", lambda t, n, k, dtype: t <= rows)
-        for name in ("_gemv", "_rms_norm", "_add_rms_norm", "silu_mul", "rope_and_store"):
+        for name in ("_gemv", "_qkv_gemv", "_rms_norm", "_add_rms_norm", "silu_mul", "rope_and_store"):
             monkeypatch.setattr(self.kernels, name, self._counting(name, getattr(self.kernels, name)))
 
     def _counting(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,12 +109,21 @@ class Counted:
         return call
 
 
+@pytest.mark.parametrize(
+    ("values", "before_attention"),
+    [(LLAMA, ["_qkv_gemv"]), (QWEN3, ["_gemv", "rope_and_store"])],
+    ids=["llama", "qwen3, with QK-norm"],
+)
 def test_a_small_step_is_made_of_fewer_kernels(
-    step_rows: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch, device: torch.device
+    values: dict[str, Any],
+    before_attention: list[str],
+    step_rows: Callable[..., SimpleNamespace],
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
 ) -> None:
     pytest.importorskip("triton")
     counted = Counted(monkeypatch)
-    values = LLAMA | {"intermediate_size": 48}
+    values = values | {"intermediate_size": 48}
     fused, plain = (Model(values, kernels, torch.float32, device) for kernels in (counted.kernels, TorchKernels()))
     for parameter in fused.model.parameters():
         parameter.data = parameter.data.contiguous()  # as on a GPU
@@ -123,7 +134,7 @@ def test_a_small_step_is_made_of_fewer_kernels(
         logits, expected = fused.step(step), plain.step(step)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(fused.store.kv, plain.store.kv, rtol=1e-4, atol=1e-4)
-    layer = ["_gemv", "rope_and_store", "_gemv", "_gemv", "_gemv"]
+    layer = [*before_attention, "_gemv", "_gemv", "_gemv"]
     assert counted.names == 2 * layer + ["_rms_norm", "_gemv"]
 
 
@@ -151,6 +162,47 @@ def test_norm_linear_of_a_stream_with_and_without_its_sum(
                 gate, up = expected.chunk(2, dim=-1)
                 expected = torch.nn.functional.silu(gate) * up
             torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "cache", "fused"),
+    [
+        (2, 16, torch.float32, True),
+        (5, 16, torch.float32, False),
+        (2, 8, torch.float32, False),
+        (2, 16, torch.bfloat16, False),
+    ],
+    ids=["fits", "many tokens", "small heads", "cache of another dtype"],
+)
+@pytest.mark.parametrize("pending", [False, True])
+def test_norm_qkv_rope_is_norm_linear_and_rope_and_store(
+    pending: bool,
+    tokens: int,
+    head_dim: int,
+    cache: torch.dtype,
+    fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+) -> None:
+    pytest.importorskip("triton")
+    x, residual, norm_weight, *_ = small(tokens, device)
+    weight = torch.randn(5 * head_dim, 40, device=device) / 40**0.5
+    cos, sin = RotaryTable(RopeSpec(1e4), head_dim, 9, x.dtype, device)(torch.arange(tokens, device=device) + 3)
+    results = []
+    counted = Counted(monkeypatch)
+    for kernels in (TorchKernels(), counted.kernels):
+        keys, values = torch.zeros(
+            2, 9, 1, head_dim, dtype=x.dtype if kernels.name == "torch" else cache, device=device
+        )
+        places = Places(cos, sin, torch.arange(tokens, device=device) + 2, keys, values)
+        stream = (x, residual if pending else None)
+        q, total = kernels.norm_qkv_rope(*stream, norm_weight, 1e-6, weight, None, None, places)
+        results.append((q, total, keys.float(), values.float()))
+    assert ("_qkv_gemv" in counted.names) == fused
+    assert ("rope_and_store" in counted.names) == (not fused)
+    tolerance = 1e-4 if cache == torch.float32 else 2e-2
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("tokens", [2, 5])
