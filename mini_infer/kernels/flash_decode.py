@@ -33,7 +33,7 @@ from mini_infer.kernels.paged_decode import (
     store_rows,
 )
 
-WHOLE_TILES = 4  # a row of no more is not worth a merge
+WHOLE_TILES = 6  # a row of no more is not worth a merge
 LONG_TILES = 14  # with longer parts an SM gets two programs, which hide each other's waiting; with shorter ones, one
 MAX_ROWS = 1024  # of a batch: for each part, all lengths are read
 MAX_TICKETS = 2**16

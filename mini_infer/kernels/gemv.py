@@ -243,15 +243,14 @@ def _fma_tile(rows: int, n: int, k: int) -> tuple[int, int, int, int]:
 
 
 def _dot_tile(rows: int, n: int, k: int) -> tuple[int, int, int]:
-    """(rows of W a program, BLOCK_K, stages), as measured: many bytes in flight, and room for all programs at once.
+    """(rows of W a program, BLOCK_K, stages), as measured in chains of layers: many bytes in flight, and room for all
+    programs at once.
 
     Each program reads all of x. So for many rows of x, or of W, it owns more rows of W: sixteen of each were as much to
     read again as W itself (gate and up of Qwen2.5-7B took 101 us instead of 65).
     """
-    if rows > 8:
-        return 64, 128, 4
+    if rows > 8 and n >= 4096:
+        return 64, 128, 2 if n >= 8192 else 4
     if n >= 8192:
-        return 32, 128, 4
-    if k >= 8192:
-        return 16, 128, 8
-    return 16, 256, 8 if n <= 2 * 16 * _SMS else 6
+        return 32, 256, 4
+    return 16, 256, 8 if n <= 2 * 16 * _SMS and k <= 8192 and rows <= 8 else 6
