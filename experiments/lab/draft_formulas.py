@@ -6,7 +6,9 @@ engine started (`Served.step_costs`). Step by step, over those without prompts,
     tokens    rows + a for each row's first draft + a^2 for its second ...: where all have k, rows (1 + a + ... + a^k)
     seconds   of a step with so many rows and drafts, proposing included, from the table
 
-and their ratio is the formula's tokens a second: expected tokens / (k c + v) of a step without drafts.
+and their ratio is the formula's tokens a second: expected tokens / (k c + v) of a step without drafts. With overlap
+some rows are of requests that have ended by then: they take their time, and their tokens, which nobody gets, do not
+count.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ class _Prediction:
 
     tokens: float
     seconds: float
-    rows: int
+    rows: int  # that brought tokens
     plain_s: float  # of the same steps without drafts
 
     # Of the steps with drafts:
@@ -102,7 +104,7 @@ class _Prediction:
 
 def _decoding(served: Served) -> list[StepRecord]:
     """Steps in which nothing but decoding was done."""
-    return [record for record in served.records if record.decode_tokens and not record.prefill_tokens]
+    return [record for record in served.records if record.decode_rows and not record.prefill_tokens]
 
 
 def _seconds(records: list[StepRecord]) -> float:
@@ -126,9 +128,10 @@ def _predict(served: Served) -> _Prediction | Missing:
     acceptance = _accepted(decoding) / tried if tried else 0.0
     tokens = seconds = plain_s = drafted_s = verify_s = draft_s = 0.0
     for record in steps:
-        rows = record.decode_tokens
+        rows = record.decode_rows
         step_s, without_s = _step_seconds(record, costs), costs.verify_seconds(rows, 1)
-        tokens += rows + sum(count * acceptance ** (place + 1) for place, count in enumerate(record.drafted))
+        computed = rows + sum(count * acceptance ** (place + 1) for place, count in enumerate(record.drafted))
+        tokens += computed * record.decode_tokens / rows
         seconds += step_s
         plain_s += without_s
         if record.drafted:
@@ -139,7 +142,7 @@ def _predict(served: Served) -> _Prediction | Missing:
 
 
 def _step_seconds(record: StepRecord, costs: StepCosts) -> float:
-    lengths = np.zeros(record.decode_tokens, dtype=np.int64)
+    lengths = np.zeros(record.decode_rows, dtype=np.int64)
     for count in record.drafted:  # rows with at least one draft, with at least two, ...
         lengths[:count] += 1
     return costs.step_seconds(lengths)
@@ -191,13 +194,13 @@ DRAFTS = {
         "tokens that a running request gets in a step, mean",
         "tokens",
         _HIGH,
-        of_engine(lambda s: 1 + _accepted(s) / max(1, sum(r.decode_tokens for r in s.records))),
+        of_engine(lambda s: 1 + _accepted(s) / max(1, sum(r.decode_rows for r in s.records))),
     ),
     "drafts_per_decode": of_pass(
         "drafts of a running request in a step, mean",
         "tokens",
         _LOW,
-        of_engine(lambda s: _drafted(s) / max(1, sum(r.decode_tokens for r in s.records))),
+        of_engine(lambda s: _drafted(s) / max(1, sum(r.decode_rows for r in s.records))),
     ),
     "decode_tokens_per_s": of_pass(
         "output tokens per second of the steps without prompts", "tokens/s", _HIGH, of_engine(_decode_rate)

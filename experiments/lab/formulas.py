@@ -122,7 +122,7 @@ def _mean_over_time(value: Callable[[StepRecord], float], per: Callable[[StepRec
 
 
 def _batch_size(served: Served) -> float | Missing:
-    decoding = [record.decode_tokens for record in served.records if record.decode_tokens]
+    decoding = [record.decode_rows for record in served.records if record.decode_rows]
     return sum(decoding) / len(decoding) if decoding else NOTHING
 
 

@@ -12,14 +12,14 @@ from statistics import median
 import numpy as np
 from matplotlib.axes import Axes
 
-from experiments.lab.plot_style import BOUND, INK, line_style, plain, spread, with_errors
+from experiments.lab.plot_intervals import intervals, mark_cut, medians, reach
+from experiments.lab.plot_style import BOUND, INK, line_style, plain, spread
 from experiments.lab.rows import Table
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store import Result
 from mini_infer.speculative.costs import leviathan_speedup
 
 FORMULA = "formula_tokens_per_s"
-TALL = 1.6  # times the highest median: an interval beyond it would only press the rest flat
 COSTS = ("draft_cost", "verify_cost", "drafts_per_decode")
 
 
@@ -40,13 +40,14 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     found = _over_metric(panel, result) if over_metric else _over_setting(panel, result)
     if not found:
         return False
-    highest = 1.0
+    drawn = [value for one in found for value in (*medians(one.speedups), *one.line[1])]
+    within = reach([1.0, *drawn])
     for one in found:
         style = line_style(one.colour, 0)
-        medians, errors = with_errors(one.speedups)
-        ax.errorbar(one.x, medians, yerr=errors, label=one.label, **{**style, "linestyle": "none"})
+        points = intervals(one.speedups, within)
+        ax.errorbar(one.x, points.medians, yerr=points.errors, label=one.label, **{**style, "linestyle": "none"})
+        mark_cut(ax, one.x, points, colour=style["color"])
         ax.plot(*one.line, color=style["color"], linewidth=1.1)
-        highest = max(highest, *medians, *one.line[1])
     ax.plot([], [], color=INK, linewidth=1.1, label="by the formula")
     ax.axhline(1, color=INK, linewidth=0.8, linestyle=":")
     if panel.mark is not None:
@@ -56,7 +57,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         places = spread(sorted({x for one in found for x in one.x}), np.log)
         ax.set_xticks(places, [plain(place) for place in places])
         ax.set_xticks([], minor=True)
-    ax.set_ylim(0, min(ax.get_ylim()[1], TALL * highest))
+    ax.set_ylim(bottom=0)
     metric, baseline = result.info.metrics.get(panel.x), result.info.variants[str(result.info.baseline)]
     ax.set_xlabel(panel.x_label or (metric.label if metric else panel.x.rpartition(".")[2]), fontsize=9)
     ax.set_ylabel(f"speed-up over {baseline}", fontsize=9)

@@ -27,17 +27,8 @@ from PIL import Image  # matplotlib writes its PNGs with it
 from experiments.lab import distributions, plot_formula, plot_matrix, wording
 from experiments.lab.claims import Claim
 from experiments.lab.metrics import Better, Metric
-from experiments.lab.plot_style import (
-    BOUND,
-    COLOURS,
-    HATCHES,
-    INK,
-    ON_TOP,
-    line_style,
-    plain,
-    spread,
-    with_errors,
-)
+from experiments.lab.plot_intervals import ARROW, Intervals, intervals, mark_cut, medians, reach
+from experiments.lab.plot_style import BOUND, COLOURS, HATCHES, INK, ON_TOP, line_style, plain, spread
 from experiments.lab.rows import Table
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import Result
@@ -146,7 +137,7 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, named: bool
         _linear(ax.xaxis, 5)
         ax.set_xlabel(axis_label(metric, 32), fontsize=9)
         return None
-    if panel.log_y and _all_positive(panel, result):
+    if _has_log_y(panel, result):
         _log(ax.yaxis, ax, False)
     else:
         ax.set_ylim(bottom=0)
@@ -183,10 +174,13 @@ def _is_horizontal(panel: PanelSpec, result: Result) -> bool:
 def _horizontal_bars(ax: Axes, panel: PanelSpec, result: Result, named: bool) -> bool:
     table, variants = Table(result.rows), result.info.variants
     tried = {v: any((r.variant, r.metric) == (v, panel.metric) for r in result.rows) for v in variants}
-    ends = []
-    for row, variant in enumerate(variants):
+    measured = []
+    for variant in variants:
         found = [table.values(variant, point, panel.metric) for point in result.info.points]
-        values = next((list(f.values()) for f in found if f), [])
+        measured.append(next((list(f.values()) for f in found if f), []))
+    within = reach(value for values in measured for value in values)
+    ends = []
+    for row, (variant, values) in enumerate(zip(variants, measured, strict=True)):
         if not values:
             ax.annotate(
                 "INVALID" if tried[variant] else "not measured",
@@ -197,12 +191,14 @@ def _horizontal_bars(ax: Axes, panel: PanelSpec, result: Result, named: bool) ->
                 fontsize=8,
             )
             continue
-        (median,), errors = with_errors([values])
-        ax.barh(row, median, 0.72, xerr=errors, **_bar_style(row))
+        bar = intervals([values], within)
+        ax.barh(row, bar.medians, 0.72, xerr=bar.errors, **_bar_style(row))
+        mark_cut(ax, [row], bar, "x")
         _dots(ax, values, [row] * len(values))
-        ends.append((np.nanmax([*values, median + errors[1][0]]), row, median))
-    for end, row, median in ends:
-        ax.annotate(wording.number(median), (end, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        ends.append((row, bar.medians[0], *_end(values, bar, 0)))
+    for row, median, end, away in ends:
+        ax.annotate(wording.number(median), (end, row), (1 + away, 0), textcoords="offset points", va="center",
+                    fontsize=8)  # fmt: skip
     ax.set_ylim(len(variants) - 0.4, -0.6)
     ax.set_yticks(range(len(variants)), [textwrap.fill(v, 26) for v in variants.values()] if named else [])
     ax.margins(x=0.16)
@@ -216,6 +212,7 @@ def _bars(ax: Axes, panel: PanelSpec, result: Result, width: float) -> dict[str,
     tried = {(row.variant, row.point) for row in result.rows if row.metric == panel.metric}
     step = 0.8 / len(variants)
     dense = width * 0.8 / max(1, len(points) * len(variants)) < DENSE
+    within = reach(v for name, _ in variants for p in points for v in table.values(name, p, panel.metric).values())
     for column, (variant, label) in enumerate(variants):
         places, values = [], []
         for group, point in enumerate(points):
@@ -227,16 +224,23 @@ def _bars(ax: Axes, panel: PanelSpec, result: Result, width: float) -> dict[str,
             elif (variant, point) in tried:
                 ax.annotate("INVALID", (place, 0), (0, 3), textcoords="offset points", ha="center", va="bottom",
                             fontsize=7.5, rotation=90)  # fmt: skip
-        medians, errors = with_errors(values)
-        ax.bar(places, medians, step * 0.92, yerr=errors, label=label, **_bar_style(column))
-        for place, median, above, repeats in zip(places, medians, errors[1], values, strict=True):
-            top = np.nanmax([*repeats, median + above])
-            ax.annotate(wording.number(median), (place, top), (0, 3), textcoords="offset points", ha="center",
-                        va="bottom", fontsize=7.5, rotation=90 if dense else 0)  # fmt: skip
+        bars = intervals(values, within)
+        ax.bar(places, bars.medians, step * 0.92, yerr=bars.errors, label=label, **_bar_style(column))
+        mark_cut(ax, places, bars)
+        for index, (place, repeats) in enumerate(zip(places, values, strict=True)):
+            top, away = _end(repeats, bars, index)
+            ax.annotate(wording.number(bars.medians[index]), (place, top), (0, away), textcoords="offset points",
+                        ha="center", va="bottom", fontsize=7.5, rotation=90 if dense else 0)  # fmt: skip
             _dots(ax, [place] * len(repeats), repeats)
     ax.margins(y=0.24 if dense else 0.1)
     _name_points(ax, panel, result, points, width)
     return {point: float(index) for index, point in enumerate(points)}
+
+
+def _end(repeats: Sequence[float], bars: Intervals, index: int) -> tuple[float, float]:
+    """Of all that is drawn at a bar, and points to leave free behind it."""
+    top = float(np.nanmax([*repeats, bars.medians[index] + bars.errors[1][index]]))
+    return top, 3 + ARROW * bars.cut[1][index]
 
 
 def _bar_style(index: int) -> dict[str, Any]:
@@ -295,6 +299,8 @@ def _lines(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
     alone = len(place_of) == len(measured)  # whatever else changes does so with x
     rests = {name: "" if alone else _rest(at_x[name], panel.x) for name in measured}
     others = list(dict.fromkeys(rests.values()))
+    every = [found for v in info.variants for name in measured if (found := table.values(v, name, panel.metric))]
+    within = reach(medians(list(found.values()) for found in every), _has_log_y(panel, result))
     for row, (variant, label) in enumerate(info.variants.items()):
         for kind, rest in enumerate(others):
             places: list[float] = []
@@ -307,9 +313,11 @@ def _lines(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
             if not places:
                 continue
             order = sorted(range(len(places)), key=places.__getitem__)
-            medians, errors = with_errors([values[i] for i in order])
+            x, y = [places[i] for i in order], intervals([values[i] for i in order], within)
             text = ", ".join(part for part in (label if len(info.variants) > 1 else "", rest) if part)
-            ax.errorbar([places[i] for i in order], medians, yerr=errors, label=text or label, **line_style(row, kind))
+            style = line_style(row, kind)
+            ax.errorbar(x, y.medians, yerr=y.errors, label=text or label, **style)
+            mark_cut(ax, x, y, colour=style["color"])
     shown = [place_of[value] for value in dict.fromkeys(at_x[name][panel.x] for name in measured)]
     if panel.log_x and names is None and min(shown, default=1) > 0:
         ax.set_xscale("log", base=10)
@@ -327,34 +335,43 @@ def _curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     that was really reached, say."""
     assert panel.x is not None
     table, info = Table(result.rows), result.info
-    drawn = named = False
-    for row, (variant, label) in enumerate(info.variants.items()):
-        found = [
+    measured = {
+        variant: [
             (point, list(xs.values()), list(ys.values()))
             for point in info.points
             if (xs := table.values(variant, point, panel.x)) and (ys := table.values(variant, point, panel.metric))
         ]
+        for variant in info.variants
+    }
+    every = [place for places in measured.values() for place in places]
+    within_x = reach(medians(xs for _, xs, _ in every), panel.log_x)
+    within_y = reach(medians(ys for _, _, ys in every), _has_log_y(panel, result))
+    named = False
+    for row, (variant, label) in enumerate(info.variants.items()):
+        found = measured[variant]
         if not found:
             continue
-        drawn = True
-        x, x_errors = with_errors([xs for _, xs, _ in found])
-        y, y_errors = with_errors([ys for _, _, ys in found])
-        ax.errorbar(x, y, xerr=x_errors, yerr=y_errors, label=label, **line_style(row, 0))
+        x = intervals([xs for _, xs, _ in found], within_x)
+        y = intervals([ys for _, _, ys in found], within_y)
+        style = line_style(row, 0)
+        ax.errorbar(x.medians, y.medians, xerr=x.errors, yerr=y.errors, label=label, **style)
         key = _only_key(result, [point for point, _, _ in found])
         if not named:
-            for (point, _, _), at_x, at_y in zip(found, x, y, strict=True):
+            for (point, _, _), at_x, at_y in zip(found, x.medians, y.medians, strict=True):
                 name = point if key is None else _setting(result, point)
                 ax.annotate(name, (at_x, at_y), (5, -10), textcoords="offset points", fontsize=7.5, **ON_TOP)
             if key is not None:
                 ax.set_title(f"{ax.get_title()} (small numbers: {key})", fontsize=8, color=INK)
             named = True
-    if panel.log_x and drawn:
+        mark_cut(ax, y.medians, x, "x", style["color"])
+        mark_cut(ax, x.medians, y, "y", style["color"])
+    if panel.log_x and every:
         _log(ax.xaxis, ax, True)
-    elif drawn:
+    elif every:
         ax.set_xlim(left=0)
         _linear(ax.xaxis, 5)
     ax.set_xlabel(panel.x_label or axis_label(info.metrics[panel.x], 44), fontsize=9)
-    return drawn
+    return bool(every)
 
 
 def _distribution(ax: Axes, panel: PanelSpec, result: Result) -> bool:
@@ -433,8 +450,8 @@ def _rest(settings: Mapping[str, Any], x: str) -> str:
     return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != x)
 
 
-def _all_positive(panel: PanelSpec, result: Result) -> bool:
-    return all(row.value > 0 for row in result.rows if row.valid and row.metric == panel.metric)
+def _has_log_y(panel: PanelSpec, result: Result) -> bool:
+    return panel.log_y and all(row.value > 0 for row in result.rows if row.valid and row.metric == panel.metric)
 
 
 def _log(axis: Axis, ax: Axes, is_x: bool) -> None:

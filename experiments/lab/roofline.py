@@ -92,14 +92,14 @@ def work(record: StepRecord) -> StepWork:
     chunks before it once, not n times; and several prompts in one step are taken to be of equal length, which has the
     fewest pairs. `used_slots` is counted after scheduling, so the step's own tokens are in it.
     """
-    rows, decode, prefill = record.decode_tokens, record.verified_tokens, record.prefill_tokens
-    prompts_done = max(record.sampled_tokens - rows - sum(record.accepted), 0)
+    rows, decode, prefill = record.decode_rows, record.verified_tokens, record.prefill_tokens
+    prompts_done = max(record.sampled_tokens - record.decode_tokens - sum(record.accepted), 0)
     prefill_rows = prompts_done + record.num_prefilling
     context = max(record.kv.used_slots, decode + prefill)
     pairs = round((context - prefill) * decode / max(rows, 1)) if rows else context - prefill
     if prefill:
         pairs += round(prefill * (prefill / max(prefill_rows, 1) + 1) / 2)
-    sampled = record.sampled_tokens - sum(record.accepted) + sum(record.drafted)
+    sampled = record.sampled_tokens + record.dropped_rows - sum(record.accepted) + sum(record.drafted)
     return StepWork(decode + prefill, sampled, rows + prefill_rows, context, pairs)
 
 

@@ -149,7 +149,7 @@ class StepRecord:
     execute_s: float
     update_s: float
     prefill_tokens: int
-    decode_tokens: int  # one a running request: drafts count apart
+    decode_tokens: int  # one a running request that had not ended by then: drafts count apart
     sampled_tokens: int
     num_running: int  # after the step
     num_prefilling: int
@@ -171,11 +171,17 @@ class StepRecord:
     drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
     draft_s: float = 0.0  # of execute_s, what proposing took; on a GPU, of the device's time
+    dropped_rows: int = 0  # of requests whose end was read after the step was launched: nobody got their tokens
+
+    @property
+    def decode_rows(self) -> int:
+        """Running requests of which tokens were computed: those that `drafted` and `accepted` count."""
+        return self.decode_tokens + self.dropped_rows
 
     @property
     def verified_tokens(self) -> int:
         """Tokens of running requests that were computed: the last ones, and drafts."""
-        return self.decode_tokens + sum(self.drafted)
+        return self.decode_rows + sum(self.drafted)
 
 
 def count_drafts(plan: StepPlan, result: StepResult) -> tuple[tuple[int, ...], tuple[int, ...]]:

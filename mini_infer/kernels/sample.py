@@ -1,6 +1,6 @@
 """One token a row of logits, greedy or random, by parameters that lie on the device: safe to capture in a CUDA graph.
 
-The rules, and the torch reference, are runtime/draw.py's: temperature -> top-k -> top-p -> min-p -> the inverse CDF at
+The rules, and the torch reference, are draw.py's: temperature -> top-k -> top-p -> min-p -> the inverse CDF at
 a hashed uniform, over probabilities in fixed point, whose sums do not depend on their order. Nothing is sorted:
 
     _maxima     row x tiles   the highest logit of every group of 64 tokens

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Columns of a row of parameters, as runtime/draw.py encodes them; floats and the uint64 as their bits. Kernels call it
+# Columns of a row of parameters, as draw.py encodes them; floats and the uint64 as their bits. Kernels call it
 # own_params: with an argument named params Triton's launcher does not work.
 NUM_PARAMS = 7
 TEMPERATURE, TAIL, TOP_K, MIN_P, SEED_LOW, SEED_HIGH, SEEDED = (tl.constexpr(column) for column in range(NUM_PARAMS))

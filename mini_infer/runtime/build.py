@@ -114,11 +114,10 @@ def build_parts(config: EngineConfig) -> EngineParts:
     if draft:
         draft_model = load_draft(draft, limits.max_model_len, lookahead, device, kernels)
         loaded_draft = LoadedDraft(draft, draft_model, *_select_draft_attention(config, draft, device, sampler))
+    captures_rows = no_graphs is None and (loaded_draft is None or loaded_draft.can_be_captured)
     if device.type == "cuda":  # the weights have taken their share, and steps will take theirs
         step_bytes = _try_largest_step(config, limits, model, loaded_draft, kv_shape, backends, sampler)
-        step_bytes += graph_bytes(spec, dtype, _prefill_sizes(config)) + row_logits_bytes(config, spec, dtype, draft)
-        if draft:
-            step_bytes += graph_bytes(draft.spec, draft.dtype, _prefill_sizes(config))
+        step_bytes += _bytes_of_graphs(config, spec, dtype, draft, captures_rows)
         limits = settle_limits(config, spec.max_model_len, kv_memory(config.cache, device, step_bytes) // block_bytes)
     store = allocate_kv(kv_shape, limits.num_blocks, device)
     host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
@@ -130,7 +129,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     graphs, captured = _capture(config, torch_model, slots, sampler, memory, no_graphs)
     captured_pieces = _capture_pieces(config, torch_model, memory)
     captured_rows = CaptureReport()
-    if memory is not None and no_graphs is None and drafts.can_be_captured:
+    if memory is not None and captures_rows:
         captured_rows = drafts.capture(config, memory, _prefill_sizes(config))
     runner = Runner(torch_model, slots, sampler, graphs, drafts.steps)
     step_costs = cache(partial(measure_costs, runner, config, limits, overlap, drafts.steps.graphs.captured))
@@ -365,6 +364,19 @@ def _prefill_sizes(config: EngineConfig) -> list[int]:
     if config.graphs.capture is When.never:
         return []
     return token_ladder(config.graphs.max_prefill_tokens, config.scheduler.max_num_batched_tokens)
+
+
+def _bytes_of_graphs(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, draft: DraftSpec | None, captures_rows: bool
+) -> int:
+    """What graphs of prompts will take of a GPU's memory, and those of rows with drafts where they are captured."""
+    sizes = _prefill_sizes(config)
+    taken = graph_bytes(spec, dtype, sizes)
+    if captures_rows:
+        taken += row_logits_bytes(config, spec, dtype, draft)
+        if draft is not None:
+            taken += graph_bytes(draft.spec, draft.dtype, sizes)
+    return taken
 
 
 def _capture_pieces(config: EngineConfig, model: TorchModel, memory: GraphMemory | None) -> CaptureReport:

@@ -4,9 +4,11 @@ where the engine is observed."""
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -344,7 +346,8 @@ class LLMEngine:
         self._laps.add(start, planned - start, executed - planned, end - executed)
         if flight or self._ended:
             num_dropped = sum(ending.num_dropped for ending in endings)
-            self._observe(flight or _Flight(plan, None, kv, evictions), result, updates, num_dropped, end)
+            # Where nothing was read, what was just launched is told of when it is.
+            self._observe(flight or _Flight(_nothing(plan.step), None, kv, 0), result, updates, num_dropped, end)
 
     def _drop_flights(self) -> None:
         """What is still under way computes tokens for requests that have ended meanwhile. Nobody waits for them."""
@@ -395,6 +398,7 @@ class LLMEngine:
     ) -> None:
         plan, scheduler = flight.plan, self.scheduler
         drafted, accepted = ((), ()) if flight.step is None else count_drafts(plan, result)
+        decode_tokens = bisect_left(updates, plan.num_decode_rows, key=_row_of)  # updates are in the order of rows
         laps, self._laps = self._laps, _Laps()
         in_step = [request for request, _, _ in updates if request.finish_reason is not None]
         by_text = [r for r in in_step if r.finish_reason is FinishReason.error]
@@ -407,7 +411,7 @@ class LLMEngine:
             execute_s=laps.execute_s,
             update_s=laps.update_s,
             prefill_tokens=plan.num_prefill_tokens,
-            decode_tokens=plan.num_decode_rows,
+            decode_tokens=decode_tokens,
             sampled_tokens=sum([len(token_ids) for _, token_ids, _ in updates]) - num_dropped,
             num_running=scheduler.num_running,
             num_prefilling=scheduler.num_prefilling,
@@ -426,6 +430,7 @@ class LLMEngine:
             drafted=drafted,
             accepted=accepted,
             draft_s=result.draft_s,
+            dropped_rows=plan.num_decode_rows - decode_tokens,
         )
         self.records.append(record)
         for observer in self.observers:
@@ -496,6 +501,13 @@ class _Laps:
         self.schedule_s += schedule_s
         self.execute_s += execute_s
         self.update_s += update_s
+
+
+_row_of = itemgetter(2)  # of a TokenUpdate
+
+
+def _nothing(step: int) -> StepPlan:
+    return StepPlan(step, slots=[], starts=[], counts=[], samples=[], num_decode_rows=0)
 
 
 class _Checked(NamedTuple):

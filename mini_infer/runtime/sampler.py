@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.request import SamplingParams, TokenLogprob
+from mini_infer.kernels.draw import NUM_PARAMS, PARAM_COLUMNS, Array, Draw, encode, pick_rows, pick_tokens
 from mini_infer.kernels.ops import Kernels
 from mini_infer.runtime.adjust import Adjustment, Penalties, adjust, padded
-from mini_infer.runtime.draw import NUM_PARAMS, PARAM_COLUMNS, Array, Draw, encode, pick_rows, pick_tokens
 from mini_infer.runtime.slots import StepInput
 from mini_infer.speculative.verify import verify_tokens
 

@@ -18,10 +18,7 @@ in flight, whose place is known though its value is not, and its next token is p
 for a request that has meanwhile ended is dropped when the step is booked. A request with a grammar sits out the steps
 before the booking: what may come next depends on the token in flight.
 
-Drafts in flight leave open where a request will stand. The next step may follow all the same: it takes for granted
-that they are accepted, which is how far the request can be at most, and the device, which knows, starts each row where
-it really stands. Where the host must know (a prompt is to be admitted, blocks are short, drafts are looked up in the
-text), the whole batch waits: it would fall into two halves that take turns.
+Drafts, and steps that are planned behind drafts in flight, are draft_plan.py's.
 
 A step serves running requests first, so a decode never waits behind a prompt; then prompts in progress, then
 swapped requests, then new ones. Whoever ranks last gives way when blocks run out. No tensors here: the same
@@ -35,8 +32,9 @@ from typing import TypeAlias
 
 from mini_infer.cache.kv_manager import NO_MATCH, KVManager
 from mini_infer.core.config import Batching, Policy, Preemption, SchedulerConfig
-from mini_infer.core.plan import Admission, Draft, Growth, KVUsage, PromptLogprobs, StepPlan, StepResult
+from mini_infer.core.plan import Admission, Growth, KVUsage, PromptLogprobs, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus
+from mini_infer.runtime.draft_plan import DraftPlanner
 from mini_infer.runtime.planned_step import PlannedStep
 from mini_infer.runtime.request_queue import Rank, RequestQueue
 from mini_infer.speculative.proposer import NoProposer, Proposer
@@ -53,7 +51,7 @@ class Scheduler:
         watermark: share of the pool that admission leaves free, so that running requests can grow for a while
             before somebody has to be preempted.
         proposer: of drafts for running requests.
-        follows: a step may be launched before drafts of the one before it are read: the device knows where rows stand.
+        follows: as of DraftPlanner.
     """
 
     def __init__(
@@ -66,9 +64,8 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.kv = kv
-        self._proposer = proposer or NoProposer()
-        self._follows = follows
         self._watermark_blocks = int(watermark * kv.num_blocks) if kv.requests_grow else 0
+        self._drafts = DraftPlanner(config, kv, proposer or NoProposer(), follows, self._watermark_blocks)
         self._by_priority = config.policy is Policy.priority
         self._requests: dict[Request, None] = {}  # all unfinished ones
         self._waiting = RequestQueue(RequestStatus.waiting)
@@ -148,7 +145,7 @@ class Scheduler:
         self._step += 1
         step = PlannedStep(now, self.config)
         following = any(under_way.num_drafts for under_way in self._planned.values())
-        if self._planned and (self._proposer.waits or (following and not self._can_follow())):
+        if self._planned and (self._drafts.proposer.waits or (following and not self._can_follow())):
             return step.plan(self._step)
         batch_is_open = self.config.batching is Batching.continuous or not (self._running or self._prefilling)
 
@@ -158,10 +155,8 @@ class Scheduler:
         if following:
             step.following = [row for row, (request, _) in enumerate(step.rows) if request.num_in_flight > 2]
         prompts = bool(self._prefilling) or (batch_is_open and everybody_grew and self._could_admit())
-        drafts = self._proposer.propose((request for request, _ in step.rows), prompts)
-        if drafts:
-            self._add_drafts(drafts, step)
-        step.keeps_up = self._proposer.keeps_up
+        whole_prompts = not self.config.chunked_prefill and bool(self._prefilling or self._next_in_line())
+        self._drafts.add_drafts(step, prompts=prompts, whole_prompts=whole_prompts)
         if not following:
             # Whoever was just thrown out must not come straight back.
             self._schedule_prompts(step, admit=batch_is_open and everybody_grew)
@@ -171,20 +166,12 @@ class Scheduler:
         return step.plan(self._step)
 
     def _can_follow(self) -> bool:
-        """Whether a step can be planned whose rows stand behind drafts that nobody has read yet, and so begin at most
-        where it says. It takes neither prompts nor requests whose sampling depends on where they are, and nobody may
-        have to give way for it."""
-        most = self._proposer.most
-        blocks = len(self._running) * (2 + most // self.kv.block_size)  # more than they can grow by
+        """Whether the next step can be planned behind drafts that nobody has read yet: it takes no prompts."""
         return (
-            self._follows
-            and not self._proposer.needs_tokens
-            and not self._prefilling
+            not self._prefilling
             and not self._could_admit()
             and not (self._by_priority and self._next_in_line() is not None)
-            and self.kv.num_free >= blocks
-            and all(step.num_decode_rows == len(step.rows) for step in self._planned.values())
-            and not any(request.must_be_read for request in self._running)
+            and self._drafts.can_follow(self._running, self._planned.values())
         )
 
     def _schedule_running(self, step: PlannedStep) -> bool:
@@ -230,42 +217,6 @@ class Scheduler:
         if self.config.chunked_prefill:  # a whole prompt needs the whole budget, or it would never be admitted
             step.budget -= len(slots)
         return everybody_grew
-
-    def _add_drafts(self, drafts: dict[int, Draft], step: PlannedStep) -> None:
-        """Puts drafts behind the tokens of running requests, as far as there is room: nobody gives way for them.
-
-        Args:
-            drafts: by row.
-        """
-        left = (self.config.max_num_batched_tokens - len(step.slots)) // 2  # prompts must get on, too
-        if not self.config.chunked_prefill and (self._prefilling or self._next_in_line() is not None):
-            return  # a whole prompt may take all that a step has memory for
-        block_size = self.kv.block_size
-        keep_free = max(self._watermark_blocks, len(step.rows))  # what running requests may need next
-        for row, draft in drafts.items():
-            request, known = step.rows[row][0], step.starts[row] + 1
-            # One token is sampled anyway: drafts that could only be accepted beyond the end are none.
-            count = min(draft.length, left, request.max_total_tokens - known - 1)
-            first = len(request.block_table)
-            if known + count > first * block_size and self.kv.num_free <= keep_free:
-                count = first * block_size - known
-            if count <= 0:
-                continue
-            blocks = self.kv.grow(request, known + count)
-            if blocks is None:
-                continue
-            if blocks:
-                step.growths.append(Growth(_slot(request), first, blocks))
-            step.counts[row] += count
-            step.num_drafts += count
-            if draft.token_ids:
-                step.drafts[row] = draft.token_ids[:count]
-            request.num_computed_tokens += count
-            request.num_in_flight += count
-            left -= count
-        step.sort_decode_rows()
-        if self.config.chunked_prefill:
-            step.budget -= step.num_drafts
 
     def _schedule_prompts(self, step: PlannedStep, admit: bool) -> None:
         """Prompts in progress and, with `admit`, newcomers: in rank order, as far as the budget goes."""
@@ -435,7 +386,9 @@ class Scheduler:
         commit, block_size = self.kv.commit, self.kv.block_size
         num_finished = 0
         planned = self._planned.pop(plan.step).rows
-        self._proposer.book(planned, plan, result, None if self._last_update is None else now - self._last_update)
+        self._drafts.proposer.book(
+            planned, plan, result, None if self._last_update is None else now - self._last_update
+        )
         num_verified = plan.num_decode_rows if plan.has_drafts else 0
         for row, entries in result.prompt_logprobs.items():
             request = planned[row][0]
@@ -507,7 +460,7 @@ class Scheduler:
 
     def _release(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         del self._requests[request]
-        self._proposer.forget(request)
+        self._drafts.proposer.forget(request)
         self.kv.free(request)
         if request.slot is not None:
             self._free_slots.append(request.slot)

@@ -22,6 +22,7 @@ from mini_infer.runtime.capture import GraphMemory
 from mini_infer.runtime.draft_kv import DraftKV
 from mini_infer.runtime.draft_steps import DraftSteps
 from mini_infer.runtime.drafter import Drafter, DraftModel, NoDrafter
+from mini_infer.runtime.graphs import BatchDescriptor
 from mini_infer.runtime.memory import KVShape, Limits, allocate_kv, require_room_for_weights, weight_bytes
 from mini_infer.runtime.progress import progress_bar
 from mini_infer.runtime.row_graphs import row_grid
@@ -195,7 +196,6 @@ class DraftParts:
     steps: DraftSteps
     model: TorchModel
     draft_model: TorchModel | None
-    can_be_captured: bool
 
     def capture(self, config: EngineConfig, memory: GraphMemory, prompt_sizes: Sequence[int]) -> CaptureReport:
         """CUDA graphs of steps of rows with drafts.
@@ -205,8 +205,7 @@ class DraftParts:
         """
         if self.draft_model is not None and prompt_sizes:
             self.draft_model.capture_pieces(prompt_sizes, memory, progress_bar("capturing CUDA graphs of the draft"))
-        most = config.scheduler.max_num_seqs
-        grid = row_grid(min(config.graphs.max_batch or most, most), config.speculation.most)
+        grid = _row_grid(config)
         new_draft_logits = None if self.draft_model is None else self.draft_model.new_logits
         progress = progress_bar("capturing CUDA graphs of drafts")
         return self.steps.graphs.capture(grid, self.model.new_logits, new_draft_logits, memory, progress)
@@ -237,14 +236,20 @@ def make_draft_steps(
             max_tokens=config.scheduler.max_num_batched_tokens,
         )
     steps = DraftSteps(model, slots, sampler, drafter, config.speculation.rate, always_rows=overlap)
-    return DraftParts(steps, model, draft_model, draft is None or draft.can_be_captured)
+    return DraftParts(steps, model, draft_model)
 
 
 def row_logits_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, draft: DraftSpec | None) -> int:
     """What graphs of rows with drafts keep for their logits, on a GPU."""
-    grid = row_grid(config.scheduler.max_num_seqs, config.speculation.most)
+    grid = _row_grid(config)
     target = max((d.num_tokens for d in grid), default=0) * spec.vocab_size * dtype.itemsize
     if draft is None:
         return target
     drafts = max((d.num_tokens - d.num_rows for d in grid), default=0)
     return target + drafts * draft.spec.vocab_size * draft.dtype.itemsize
+
+
+def _row_grid(config: EngineConfig) -> list[BatchDescriptor]:
+    """Steps of rows with drafts that are to be captured."""
+    most = config.scheduler.max_num_seqs
+    return row_grid(min(config.graphs.max_batch or most, most), config.speculation.most)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from mini_infer.core.uniforms import SYNTHETIC, Array, hash_seeds, uniforms
+from mini_infer.core.uniforms import SYNTHETIC, Array, uniforms
 
 _PRIME = 2**61 - 1
 
@@ -17,26 +15,7 @@ def synthetic_drafts(seed: int, position: int, k: int, vocab_size: int) -> list[
 
 def stands_at_rate(keys: Array, positions: Array, rate: float) -> Array:
     """Whether the draft at each position is accepted if those before it are: with a chance of `rate`, by a hash of
-    (key, position). keys (core.uniforms.hash_seeds) and positions broadcast."""
+    (key, position). keys (core.uniforms.hash_seeds) and positions broadcast.
+
+    Each has that chance by itself, so that the tokens of a step follow Leviathan's formula."""
     return uniforms(keys, positions + SYNTHETIC) < rate
-
-
-def synthetic_accepts(seeds: Array, positions: Array, num_drafts: Array, rate: float) -> Array:
-    """How many of each row's drafts are to be accepted.
-
-    Each has the rate `rate` by itself (`stands_at_rate`), so that the tokens a step follow Leviathan's formula.
-
-    Args:
-        seeds: [R], of the requests.
-        positions: [R], of their first drafts.
-        num_drafts: [R]
-        rate: from 0 to 1.
-
-    Returns:
-        [R] int64.
-    """
-    most = int(num_drafts.max(initial=0))
-    place = np.arange(most)
-    keys = hash_seeds(seeds.astype(np.uint64))[:, None]
-    heads = stands_at_rate(keys, positions[:, None] + place, rate)
-    return np.logical_and.accumulate(heads & (place < num_drafts[:, None]), axis=1).sum(axis=1)

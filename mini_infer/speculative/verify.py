@@ -19,7 +19,7 @@ needs no more bookkeeping than comparing the two (`keep_accepted` in runtime/run
   p(x), and otherwise the token follows p without x: modified rejection sampling for a proposal that is certain.
 - Drafts drawn from q (a draft model): accepted with probability min(1, p(x) / q(x)), otherwise the token is drawn from
   max(0, p - q), normalised (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318). p and q are
-  the truncated distributions, summed in integers as in runtime/draw.py.
+  the truncated distributions, summed in integers as in kernels/draw.py.
 
 What reproduces. Everything is a function of (logits, parameters, seed, position, draft), through the streams of
 core/uniforms.py: batch and slot do not matter. In the first two cases the token does not even depend on the draft:
@@ -43,7 +43,7 @@ from torch.nn.functional import pad
 
 from mini_infer.core.plan import NO_DRAFT
 from mini_infer.core.uniforms import ACCEPT, Array, uniforms
-from mini_infer.runtime.draw import PARAM_COLUMNS, Draw, invert, kept_weights, pick_rows
+from mini_infer.kernels.draw import PARAM_COLUMNS, Draw, invert, kept_weights, pick_rows
 
 _UNIT = 2.0**61  # a probability of 1 in fixed point: the sum of a row's fits into int64
 

@@ -101,6 +101,8 @@ def test_work_of_a_record():
     assert roofline.work(record()) == StepWork(tokens=8, sampled=8, rows=8, context=800, pairs=800)
     mixed = record(prefill_tokens=100, sampled_tokens=9, kv=KVUsage(100, 60, 0, 900, 960, 0))
     assert roofline.work(mixed) == StepWork(tokens=108, sampled=9, rows=9, context=900, pairs=800 + 100 * 101 // 2)
+    late = record(decode_tokens=7, sampled_tokens=7, dropped_rows=1)
+    assert roofline.work(late) == roofline.work(record()), "a row of a request that had ended was computed all the same"
     chunk = record(prefill_tokens=100, num_prefilling=1, kv=KVUsage(100, 60, 0, 900, 960, 0))
     assert roofline.work(chunk).rows == 9
 

@@ -85,6 +85,21 @@ def test_rows_with_unequal_drafts_are_predicted_row_by_row():
     assert value("formula_tokens_per_s", served(step)) == pytest.approx(expected / seconds)
 
 
+def test_rows_of_requests_that_had_ended_take_time_and_bring_nothing():
+    """One row of two whose request is still there, and a step for nobody."""
+    given = served(
+        two_drafts(0, 0.0, 1.4, (1, 1)),
+        record(1, 1.4, 2.8, decode_tokens=1, sampled_tokens=1, dropped_rows=1, drafted=(2, 2), accepted=(0, 0)),
+        record(2, 2.8, 4.2, dropped_rows=2, drafted=(2, 2), accepted=(0, 0)),
+    )
+    a, seconds = 2 / 7, 3 * (1.2 + 2 * 0.1)  # six tried in the first place, and one behind one that stood
+    tokens = (2 + 1) * (1 + a + a**2)
+    assert value("decode_tokens_per_s", given) == pytest.approx(5 / 4.2)
+    assert value("formula_tokens_per_s", given) == pytest.approx(tokens / seconds)
+    assert value("formula_share", given) == pytest.approx(5 / tokens)
+    assert value("drafts_per_decode", given) == pytest.approx(2.0), "of the rows that were computed"
+
+
 def test_steps_without_drafts_are_predicted_where_there_might_have_been_some():
     given = served(record(0, 0.0, 1.25, decode_tokens=2, sampled_tokens=2))
     assert value("formula_share", given) == pytest.approx(1 / 1.25)

@@ -1,4 +1,4 @@
-"""The fused sampler against the torch reference, runtime/draw.py's pick_rows."""
+"""The fused sampler against the torch reference, kernels/draw.py's pick_rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import triton.language as tl
 from mini_infer.core.request import SamplingParams
 from mini_infer.core.uniforms import hash_seeds, uniforms
 from mini_infer.kernels import sample_shared
+from mini_infer.kernels.draw import NUM_PARAMS, PARAM_COLUMNS, Draw, encode, pick_rows, truncate
 from mini_infer.kernels.sample import sample_rows
-from mini_infer.runtime.draw import NUM_PARAMS, PARAM_COLUMNS, Draw, encode, pick_rows, truncate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GREEDY, PLAIN = SamplingParams(temperature=0), SamplingParams()

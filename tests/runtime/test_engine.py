@@ -564,6 +564,40 @@ def test_swapping_out_needs_no_row_beside_it() -> None:
     assert tokens == {"short": expected[:1]} | dict.fromkeys(("first", "second", "late"), expected)
 
 
+@pytest.mark.parametrize("overlap", ["always", "never"])
+def test_decode_tokens_are_those_that_requests_got(overlap: str) -> None:
+    """With overlap a row is computed for a request whose stop token is not read yet, alone or beside others."""
+    engine = dry(scheduler={"overlap": overlap})
+    plain = engine.generate("hello", SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].token_ids
+    engine.records.clear()
+    stops = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=(plain[-1],))
+    outputs = engine.generate(["hello", "hello", "world"], [stops, stops, SamplingParams(temperature=0, max_tokens=9)])
+    alone = engine.add_request("hello", stops)
+    for step in range(8):
+        if step == 3:
+            engine.add_request("world", SamplingParams(temperature=0, max_tokens=2), request_id="next")
+        outputs += [output for output in engine.step() if output.finished]
+    assert {alone, "next"} < {output.request_id for output in outputs}
+    got = [len(output.outputs[0].token_ids) for output in outputs]
+    assert sum(r.sampled_tokens for r in engine.records) == sum(got)
+    assert sum(r.decode_tokens for r in engine.records) == sum(got) - len(got), "the first ones come with the prompts"
+    dropped = [(r.dropped_rows, r.decode_tokens) for r in engine.records if r.dropped_rows]
+    assert dropped == ([(2, 1), (1, 0)] if overlap == "always" else [])
+    assert all(r.decode_rows == r.decode_tokens + r.dropped_rows == r.verified_tokens for r in engine.records)
+
+
+def test_a_step_that_is_not_read_yet_is_not_told_of_beside_an_abort() -> None:
+    engine = dry(scheduler={"overlap": "always"})
+    engine.abort(engine.add_request(list(range(40, 50)), SamplingParams(temperature=0, max_tokens=5)))
+    engine.generate([list(range(50, 62))], SamplingParams(temperature=0, max_tokens=3))
+    assert [(r.prefill_tokens, r.decode_tokens, r.aborted) for r in engine.records] == [
+        (0, 0, ("request-0",)),
+        (12, 0, ()),
+        (0, 1, ()),
+        (0, 1, ()),
+    ]
+
+
 def test_no_step_is_left_under_way_when_all_requests_have_ended() -> None:
     """With overlap the step behind the last one is launched before anybody knows that it is one too many."""
     engine = dry(scheduler={"overlap": "always"})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_shapes import SHAPES
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import AttentionConfig, GraphsConfig, KernelChoice, ModelConfig, When
@@ -17,33 +18,6 @@ from mini_infer.core.errors import ConfigError
 
 pytestmark = pytest.mark.gpu
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 1808,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 5003,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    },
-    "qwen3": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 5003,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    },
-}
 REFERENCE = {"attention": AttentionConfig("sdpa", "sdpa"), "graphs": GraphsConfig(When.never)}  # type: ignore[arg-type]
 
 

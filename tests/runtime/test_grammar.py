@@ -20,8 +20,8 @@ from schemas import PERSON
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
 from mini_infer.core.grammar import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind
 from mini_infer.core.request import FinishReason
+from mini_infer.kernels.draw import pick_rows
 from mini_infer.runtime import grammar as grammar_module
-from mini_infer.runtime.draw import pick_rows
 from mini_infer.runtime.grammar import GrammarCompiler
 from mini_infer.runtime.sampler import Sampler
 from mini_infer.runtime.tokenizer import NoTokenizer

@@ -16,9 +16,9 @@ from mini_infer.attention.backend import AttentionBackend, AttentionStep, PagedK
 from mini_infer.attention.context import AttentionBatch
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.core.plan import Admission, Growth, StepPlan
+from mini_infer.kernels.draw import NUM_PARAMS
 from mini_infer.runtime.capture import GraphMemory
 from mini_infer.runtime.drafter import NoDrafter
-from mini_infer.runtime.draw import NUM_PARAMS
 from mini_infer.runtime.graphs import BatchDescriptor
 from mini_infer.runtime.row_graphs import RowGraphs, VerifiedRows, query_ladder, row_grid, row_ladder
 from mini_infer.runtime.slots import Samples, SlotState

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from mini_infer.core.request import SamplingParams
-from mini_infer.runtime.draw import pick_rows
+from mini_infer.kernels.draw import pick_rows
 from mini_infer.runtime.sampler import Sampler
 
 PATHS = [  # where the logits lie, and the main path: none, the torch reference of one, or the fused kernels

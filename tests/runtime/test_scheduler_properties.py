@@ -323,7 +323,7 @@ def test_traffic_changes_no_token_and_loses_no_block(
 
     def make_speculating_scheduler() -> Scheduler:
         made = make_scheduler()
-        made._proposer = oracle
+        made._drafts.proposer = oracle
         return made
 
     engine._parts = dataclasses.replace(engine._parts, make_scheduler=make_speculating_scheduler)

@@ -6,10 +6,14 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import StepPlan, StepResult, count_drafts
-from mini_infer.runtime import speculation
+from mini_infer.modeling.loader import load_spec
+from mini_infer.runtime import build, speculation
+from mini_infer.runtime.speculation import check_draft
+from mini_infer.runtime.tokenizer import load_tokenizer
 from mini_infer.speculative.adapt import DraftLengths
 from mini_infer.speculative.costs import StepCosts
 
@@ -128,7 +132,7 @@ def test_as_many_drafts_as_pay_are_made_of_the_right_tokens(without: LLMEngine, 
     engine = make_engine(
         {**DRAFT, "num_tokens": 3, "adaptive": True}, scheduler={"max_num_seqs": 4, "overlap": "always"}
     )
-    lengths = engine.scheduler._proposer._lengths
+    lengths = engine.scheduler._drafts.proposer._lengths
     assert isinstance(lengths, DraftLengths)
     lengths.costs = StepCosts({(1, 1): 1.0, (1, 4): 1.1, (4, 1): 1.0, (4, 4): 3.0}, {1: 0.01, 4: 0.2})
     assert tokens(engine, GREEDY) == tokens(without, GREEDY)
@@ -213,3 +217,19 @@ def test_a_draft_larger_than_the_target_is_warned_of(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING):
         LLMEngine(EngineConfig.from_dict({"model": {**TINY, "path": "tiny-draft"}, "speculation": speculation}))
     assert "larger than the target" in caplog.text
+
+
+def test_memory_is_kept_back_for_no_graph_that_is_not_captured() -> None:
+    def bytes_of_graphs(captures_rows: bool = True, **graphs: Any) -> int:
+        sections = {"model": TINY, "speculation": {**DRAFT, "num_tokens": 3}, "graphs": graphs}
+        config = EngineConfig.from_dict({**sections, "scheduler": {"max_num_seqs": 64}})
+        spec = load_spec(config.model)
+        draft = check_draft(config, spec, torch.float32, load_tokenizer(config.model), torch.device("cpu"))
+        return build._bytes_of_graphs(config, spec, torch.float32, draft, captures_rows)
+
+    assert bytes_of_graphs(captures_rows=False, capture="never") == 0
+    rows_alone, none = bytes_of_graphs(max_prefill_tokens=0), bytes_of_graphs(False, max_prefill_tokens=0)
+    vocab_size = load_spec(EngineConfig.from_dict({"model": TINY}).model).vocab_size
+    assert (rows_alone, none) == (64 * (4 + 3) * vocab_size * 4, 0), "logits of the target's tokens, and of the drafts"
+    assert bytes_of_graphs(max_prefill_tokens=0, max_batch=16) == rows_alone // 4
+    assert 0 < bytes_of_graphs(False) < bytes_of_graphs() - rows_alone, "prompts of the target, and of both"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu_shapes import SHAPES
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import Admission, StepPlan
@@ -18,18 +19,7 @@ from mini_infer.runtime.slots import Samples
 
 pytestmark = pytest.mark.gpu
 
-SHAPE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 1808,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 5003,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
+SHAPE = SHAPES["qwen2"]
 PROMPTS = [[(7 * i + j) % 5000 for j in range(5 + 13 * i)] for i in range(9)]
 DRAFT = {"method": "draft", "draft": {"hf_config": SHAPE, "load_format": "dummy"}, "num_tokens": 3, "adaptive": False}
 

@@ -24,7 +24,7 @@ def costs_of(**dry: float) -> DraftLengths:
         EngineConfig.from_dict({"model": model, "speculation": speculation, "scheduler": {"max_num_seqs": 4}})
     )
     assert engine.startup.speculation == "ngram, up to 3 tokens, as many as pay"
-    lengths = engine.scheduler._proposer._lengths
+    lengths = engine.scheduler._drafts.proposer._lengths
     assert isinstance(lengths, DraftLengths)
     return lengths
 

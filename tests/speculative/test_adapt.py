@@ -7,10 +7,10 @@ from itertools import product
 
 import numpy as np
 import pytest
+from at_rate import accepted_at_rate
 
 from mini_infer.speculative.adapt import CREDIT, OUTLIER, RESERVE, AcceptanceRate, DraftLengths, Spent, best_lengths
 from mini_infer.speculative.costs import StepCosts, expected_tokens
-from mini_infer.speculative.synthetic import synthetic_accepts
 
 
 def costs(token: float, draft: float = 0.0, padded: bool = False) -> StepCosts:
@@ -67,7 +67,7 @@ class TestAcceptanceRate:
 
     def test_is_unbiased(self) -> None:
         rate = AcceptanceRate(fade=1.0)
-        for accepted in synthetic_accepts(np.arange(5_000), np.arange(5_000) % 7, np.full(5_000, 4), 0.7):
+        for accepted in accepted_at_rate(np.arange(5_000), np.arange(5_000) % 7, np.full(5_000, 4), 0.7):
             rate.book(4, int(accepted))
         assert rate.estimate(0.0, 0) == pytest.approx(0.7, abs=0.02)
 
@@ -100,7 +100,7 @@ class Played:
         for step in range(steps):
             drafted = adaptive.choose(names, [4] * rows)
             place = np.full(rows, 8 * step)
-            accepted = synthetic_accepts(np.arange(rows), place, np.array(drafted), rate(step)).tolist()
+            accepted = accepted_at_rate(np.arange(rows), place, np.array(drafted), rate(step)).tolist()
             adaptive.book(names, drafted, accepted, UNTIMED)
             seconds += table.step_seconds(np.array(drafted))
             tokens += rows + sum(accepted)
@@ -187,7 +187,7 @@ class Timed:
             drafted = adaptive.choose(names, [4] * rows) if fixed is None else [fixed] * rows
             chance = rate if isinstance(rate, float) else rate(step)
             place = np.full(rows, 8 * step)
-            accepted = synthetic_accepts(np.arange(rows), place, np.array(drafted), chance).tolist()
+            accepted = accepted_at_rate(np.arange(rows), place, np.array(drafted), chance).tolist()
             drafting = {name for name, n in zip(names, drafted, strict=True) if n}
             catches_up = catching_up * len(drafting - before)
             before = drafting or before

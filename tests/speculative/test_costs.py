@@ -7,9 +7,9 @@ from itertools import product
 
 import numpy as np
 import pytest
+from at_rate import accepted_at_rate
 
 from mini_infer.speculative.costs import StepCosts, expected_tokens, leviathan_speedup
-from mini_infer.speculative.synthetic import synthetic_accepts
 
 
 def lengths(*numbers: int) -> np.ndarray:
@@ -27,7 +27,7 @@ class TestFormula:
 
     def test_is_what_trials_bring(self) -> None:
         n = 20_000
-        accepted = synthetic_accepts(np.arange(n), np.full(n, 9), np.full(n, 4), rate=0.7)
+        accepted = accepted_at_rate(np.arange(n), np.full(n, 9), np.full(n, 4), rate=0.7)
         assert 1 + accepted.mean() == pytest.approx(expected_tokens(0.7, 4), abs=0.04)
 
     def test_a_figure_of_the_paper(self) -> None:

@@ -1,6 +1,6 @@
 """One random token a row: temperature, top-k, top-p, min-p, then the inverse CDF at a uniform number.
 
-The rules are defined here, in torch operations; kernels/sample.py follows them on a GPU. Two things make a row's token
+The rules are defined here, in torch operations; sample.py follows them on a GPU. Two things make a row's token
 a function of (logits, parameters, seed, position) alone, whatever the batch around it, its slot, or a preemption in
 between. The uniform is a hash of (seed, position): there is no generator state to advance. And the distribution is
 summed in integers: float sums depend on their order, which a GPU scan chooses by the shape of the batch; integer sums

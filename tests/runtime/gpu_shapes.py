@@ -1,0 +1,33 @@
+"""Models for tests on a GPU, small but for their widths: enough to run every kernel and graph, filled at random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 1808,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 5003,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 5003,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+}
