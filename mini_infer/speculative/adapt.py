@@ -3,23 +3,27 @@
     expected tokens   from each request's rate of acceptance, what is not known yet being the engine's
     seconds           from a table measured at start-up (costs.py), corrected by what steps have taken (step_times.py)
 
-Beside these estimates there is an account of what drafts have really brought, in steps without drafts: a step that
-takes 1.5 times as long as one without, and brings 1.2 times its tokens, costs 0.3. Drafts are made while the account is
-above zero. It starts at RESERVE, never exceeds it, and is paid `exploring` for every step. It is also what finds out
-that things have changed: where the estimates are against drafts, one request gets one whenever the account can pay it,
-unless they would not even pay if all were accepted.
+Drafts are made where that promises MARGIN times the speed without. Where it does not, one request gets one draft as
+often as `exploring` of all steps pays for it (by the estimates): things change. Unless drafts would not even pay if all
+were accepted.
+
+Beside the estimates there is an account of what drafts have really brought, in steps without drafts: a step that takes
+1.5 times as long as one without, and brings 1.2 times its tokens, costs 0.3. Drafts are made while it is above zero. It
+starts at RESERVE, is paid `exploring` for every step, and keeps what drafts win, up to CREDIT. What was expected of a
+step is booked at once. What it cost beyond that is owed, up to CREDIT, and paid in instalments: bad luck, which good
+luck makes up for where drafts pay, and what is done once for many steps, as a draft model's catching up on a context.
 
 What is charged. Of a step with drafts, of one that waited for tokens to draft from, and of the one behind them: the
 time between the booking of the step before and its own, over the time of steps without drafts at about as many rows.
 That holds whatever came in that time: drafting, catching up, lookups, verification, host work that nothing hides. Where
 that time is not known, or is not comparable because prompts are in the step or somebody in it has ended, it is the
-table's estimate, as corrected, and what the draft model and the lookups took beyond it. What is done once for many
-steps, a draft model's catching up on a context and indexing it, is paid in instalments, up to CREDIT of it.
+table's estimate, as corrected, and what the draft model and the lookups took beyond it.
 
-So, whatever the estimates say: over any n steps drafts lose no more than RESERVE + CREDIT + exploring * n steps, and
-the excess of the steps under way. Not covered: what a step takes beyond OUTLIER times as long as expected (an accident
-is not the drafts' fault; a cost that stays comes to be expected within a few steps), and what the steps without drafts
-have changed by since they were measured (every few hundred steps). Steps with prompts in them have no drafts.
+So, whatever the estimates say: over an engine's first n steps drafts lose no more than RESERVE + CREDIT + exploring * n
+steps, over any n steps no more than 2 * CREDIT + exploring * n (of it CREDIT that they had won), and the excess of the
+steps under way. That rests on what steps without drafts take, measured every 64 steps: as far as that is wrong, so is
+the account. Not covered: what a step takes beyond OUTLIER times as long as expected (an accident is not the drafts'
+fault; a cost that stays comes to be expected, twice as much every eight steps). Steps with prompts have no drafts.
 """
 
 from __future__ import annotations
@@ -33,11 +37,11 @@ from mini_infer.core.uniforms import Array
 from mini_infer.speculative.costs import StepCosts
 from mini_infer.speculative.step_times import StepTimes
 
-RESERVE = 8.0  # a draft of 7 tokens that is rejected can cost two steps, and a few of them in a row mean little
-EXPLORING_FROM = 1.0  # on the account: no single try costs more
+MARGIN = 1.04  # estimates err, the best of many errs upwards, and a batch with drafts thins out towards its end
+RESERVE = 4.0  # a few steps whose drafts are all rejected
 CREDIT = 30.0  # 64 prompts of 1,000 tokens that arrive together take a draft of 0.5B about 20 steps of a target of 7B
-OUTLIER = 2.0
-_INSTALMENT = 0.01  # of what is due, each step
+OUTLIER = 2.0  # busy machines have steps of twice the usual length, and drafts seldom become so much dearer
+_INSTALMENT = 0.01  # of what is owed, each step: luck evens out over a hundred
 _THRESHOLDS = (0.8, 0.65, 0.5, 0.35, 0.2, 0.1)  # chances of being accepted that drafts are tried to be made from
 
 
@@ -78,7 +82,7 @@ class DraftLengths:
     """
     Args:
         most: drafts a row.
-        exploring: steps' share that drafts may lose.
+        exploring: steps' share that drafts may lose where they are not worth it.
     """
 
     def __init__(self, costs: StepCosts, most: int, exploring: float = 0.005) -> None:
@@ -90,10 +94,11 @@ class DraftLengths:
         self.most = most
         self.exploring = exploring
         self.account = RESERVE
-        self._due = 0.0  # what is paid in instalments
+        self._owed = 0.0
+        self._to_explore = 0.0  # what exploring has been paid beyond its cost: never above zero
         self._times = StepTimes()
         self._plain_before = True  # the step booked last had nothing of speculation in it
-        self._engine = AcceptanceRate(fade=0.999, accepted=8, trials=10)  # hope: what it may cost is bounded
+        self._engine = AcceptanceRate(fade=0.997, accepted=7, trials=10)  # hope
         self._requests: dict[Hashable, AcceptanceRate] = {}
         self._explorer: Hashable | None = None  # the request that explores: a draft model has caught up on it
         self._num_explorers = 0
@@ -110,11 +115,9 @@ class DraftLengths:
         rows = len(requests)
         if prompts or self.account <= 0 or not allowed.any() or self._times.wants_plain(rows):
             return [0] * rows
-        prior = self._prior()
-        rates = np.array([self._rate(request, prior) for request in requests])
         relative = self._times.relative(rows, self.most)
-        lengths = best_lengths(rates, allowed, self.costs, relative)
-        if not lengths.any() and self.account >= EXPLORING_FROM:
+        lengths = best_lengths(self._rates(requests), allowed, self.costs, relative)
+        if not lengths.any() and self._to_explore >= 0:
             could_pay = best_lengths(np.ones(rows), allowed, self.costs, relative).any()
             if could_pay:
                 lengths[self._place_to_explore(requests, allowed)] = 1
@@ -123,17 +126,16 @@ class DraftLengths:
     def book(self, requests: Sequence[Hashable], drafted: Sequence[int], accepted: Sequence[int], spent: Spent) -> None:
         """What became of a step: called for every one, also of those without drafts, in order."""
         self._times.next_step()
-        self._pay(_INSTALMENT * self._due)
-        self.account = min(RESERVE, self.account + self.exploring)
+        self._to_explore = min(0.0, self._to_explore + self.exploring)
         speculative = spent.speculative or any(drafted)
         if speculative or not self._plain_before:
-            gained = sum(accepted) / max(1, len(requests))
-            self.account += 1 + gained - self._steps(np.array(drafted, dtype=int), spent)
-            self._pay(max(0.0, self._due - CREDIT))
-            self.account = min(RESERVE, self.account)
+            self._charge(requests, np.array(drafted, dtype=int), sum(accepted), spent)
         elif spent.seconds is not None:
             rows = len(requests)
             self._times.learn_plain(rows, spent.seconds / self.costs.verify_seconds(rows))
+        owed = min(max(0.0, self._owed), CREDIT) * (1 - _INSTALMENT)  # good luck is paid out at once
+        self.account = min(CREDIT, self.account + self.exploring + owed - self._owed)
+        self._owed = owed
         self._plain_before = not speculative
         if spent.speculative and not any(drafted):
             self._explorer = None  # there was nothing to propose for it
@@ -148,34 +150,36 @@ class DraftLengths:
         if request is self._explorer:
             self._explorer = None
 
-    def _pay(self, instalment: float) -> None:
-        self._due -= instalment
-        self.account -= instalment
+    def _charge(self, requests: Sequence[Hashable], lengths: Array, accepted: int, spent: Spent) -> None:
+        rows = max(1, len(lengths))
+        hoped = _expected(_chances(self._rates(requests), int(lengths.max(initial=0))), lengths) / rows
+        expected, took = self._steps(lengths, spent)
+        self.account += 1 + hoped - expected
+        self._to_explore -= max(0.0, expected - 1 - hoped)
+        self._owed += took - expected + hoped - accepted / rows
 
-    def _steps(self, lengths: Array, spent: Spent) -> float:
-        """What a step took, in steps without drafts, but for what is paid in instalments."""
+    def _steps(self, lengths: Array, spent: Spent) -> tuple[float, float]:
+        """What a step was expected to take, and what it took, in steps without drafts."""
         rows, longest = len(lengths), int(lengths.max(initial=0))
         plain = self.costs.verify_seconds(rows)
         by_table = self.costs.step_seconds(lengths) / plain if longest else 1.0
         plain *= self._times.plain(rows)
         factor = self._times.relative(rows, longest)[-1]
-        expected = by_table * factor
+        expected = by_table * factor + spent.waited
         usual = factor * self.costs.proposing_seconds(lengths) * (1 if spent.seconds is None else OUTLIER)
         once = (max(0.0, spent.draft_s - usual) + spent.host_s) / plain
-        self._due += once
         if spent.seconds is None:
-            return expected + spent.waited
+            return expected, expected + once
         steps = spent.seconds / plain
         if longest:
             self._times.learn_relative(rows, longest, min(steps, OUTLIER * expected) / by_table)
-        return min(steps - once, OUTLIER * expected)
+        return expected, once + min(steps - once, OUTLIER * expected)
 
-    def _prior(self) -> float:
-        return self._engine.estimate(0.5, weight=0)
-
-    def _rate(self, request: Hashable, prior: float) -> float:
-        known = self._requests.get(request)
-        return prior if known is None else known.estimate(prior, weight=4)
+    def _rates(self, requests: Sequence[Hashable]) -> Array:
+        """[R] the chance of each request that its next draft is accepted: the engine's, until its own is known."""
+        prior = self._engine.estimate(0.5, weight=0)
+        known = (self._requests.get(request) for request in requests)
+        return np.array([prior if rate is None else rate.estimate(prior, weight=16) for rate in known])
 
     def _place_to_explore(self, requests: Sequence[Hashable], allowed: Array) -> int:
         """The place of the request that explored last: for another one a draft model would have to catch up. Where it
@@ -188,6 +192,16 @@ class DraftLengths:
         self._num_explorers += 1
         self._explorer = requests[place]
         return place
+
+
+def _chances(rates: Array, most: int) -> Array:
+    """[R, most] that all drafts up to this one are accepted."""
+    return rates[:, None] ** np.arange(1, most + 1)
+
+
+def _expected(chances: Array, lengths: Array) -> float:
+    """Drafts that are accepted on average, of so many for each row."""
+    return float(chances[np.arange(chances.shape[1]) < lengths[:, None]].sum())
 
 
 def best_lengths(rates: Array, limits: Array, costs: StepCosts, relative: Sequence[float]) -> Array:
@@ -203,17 +217,16 @@ def best_lengths(rates: Array, limits: Array, costs: StepCosts, relative: Sequen
             without drafts.
 
     Returns:
-        [R] int64, all zero where drafts bring nothing.
+        [R] int64, all zero where drafts do not bring MARGIN times what none bring.
     """
     rows, most = len(rates), int(limits.max())
-    chances = rates[:, None] ** np.arange(1, most + 1)  # [R, most]: that all drafts up to this one are accepted
-    accepted = np.concatenate([np.zeros((rows, 1)), chances.cumsum(axis=1)], axis=1)
+    chances = _chances(rates, most)
     candidates = [np.minimum(limits, k) for k in range(most + 1)]
     if costs.shape(rows, 1 + most) is None:
         candidates += [np.minimum(limits, (chances >= least).sum(axis=1)) for least in _THRESHOLDS]
-    row = np.arange(rows)
     speeds = [
-        (rows + accepted[row, lengths].sum()) / (costs.step_seconds(lengths) * relative[int(lengths.max())])
+        (rows + _expected(chances, lengths)) / (costs.step_seconds(lengths) * relative[int(lengths.max())])
         for lengths in candidates
     ]
+    speeds[0] *= MARGIN
     return candidates[int(np.argmax(speeds))].astype(np.int64)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from at_rate import accepted_at_rate
 
+from mini_infer.speculative import adapt
 from mini_infer.speculative.adapt import CREDIT, OUTLIER, RESERVE, AcceptanceRate, DraftLengths, Spent, best_lengths
 from mini_infer.speculative.costs import StepCosts, expected_tokens
 
@@ -20,6 +21,11 @@ def costs(token: float, draft: float = 0.0, padded: bool = False) -> StepCosts:
 
 
 UNTIMED = Spent()
+
+
+def worth(adaptive: DraftLengths) -> float:
+    """The account, less what is owed."""
+    return adaptive.account - adaptive._owed
 
 
 def best(rates: list[float], limits: list[int], table: StepCosts, relative: Sequence[float] = [1.0] * 9) -> list[int]:
@@ -150,6 +156,50 @@ class TestNeverMuchWorseThanOff:
         assert np.mean(played.lengths[1_100:]) < 0.1
 
 
+class TestGuarantee:
+    """Estimates that are always for drafts, which take 3 steps each and bring nothing."""
+
+    @pytest.fixture(autouse=True)
+    def hopeful(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(adapt, "best_lengths", lambda rates, limits, *_: limits.copy())
+
+    def lost(self, wins: int, seconds: float | None, steps: int = 4_000) -> list[float]:
+        """By step, after so many in which drafts won."""
+        adaptive = DraftLengths(costs(0.5), most=4)
+        lost = [0.0]
+        for step in range(wins + steps):
+            (drafted,) = adaptive.choose(["a"], [4])
+            won = drafted > 0 and step < wins
+            took = (seconds or 3.0) if drafted else 1.0
+            adaptive.book(
+                ["a"], [drafted], [4 * won], Spent(took if seconds or not drafted else None, speculative=drafted > 0)
+            )
+            lost.append(lost[-1] + took - 1 - 4 * won)
+        return lost[wins:]
+
+    @pytest.mark.parametrize("seconds", [None, 3.0])
+    def test_a_new_engine_loses_its_reserve_and_its_credit(self, seconds: float | None) -> None:
+        lost = np.array(self.lost(0, seconds))
+        assert (lost <= RESERVE + CREDIT + 0.005 * np.arange(len(lost)) + 2).all()
+        assert lost.max() > RESERVE
+
+    @pytest.mark.parametrize("seconds", [None, 3.0])
+    def test_beyond_that_no_more_than_what_was_won(self, seconds: float | None) -> None:
+        lost = np.array(self.lost(500, seconds))
+        assert (lost - lost[0] <= 2 * CREDIT + 0.005 * np.arange(len(lost)) + 2).all()
+
+    def test_bad_luck_is_paid_in_instalments_and_good_luck_at_once(self) -> None:
+        adaptive = DraftLengths(costs(0.0), most=4, exploring=0.0)
+        for _ in range(200):
+            adaptive._engine.book(4, 1)
+        hoped = adapt._expected(adapt._chances(np.array([0.5]), 4), np.array([4]))
+        adaptive.book(["a"], [4], [0], UNTIMED)
+        assert adaptive.account == pytest.approx(RESERVE + hoped, abs=0.1)
+        assert worth(adaptive) == pytest.approx(RESERVE)
+        adaptive.book(["a"], [4], [4], UNTIMED)
+        assert adaptive.account == worth(adaptive) == pytest.approx(RESERVE + 4)
+
+
 def test_no_proposals_no_drafts() -> None:
     assert DraftLengths(costs(0.01), most=4).choose(["a", "b"], [0, 0]) == [0, 0]
     assert DraftLengths(costs(0.01), most=4).choose([], []) == []
@@ -160,7 +210,7 @@ class Timed:
 
     Args:
         true: what steps take.
-        noise: of each step, relative; a tenth of a percent of them take ten times as long.
+        noise: of each step, as booked; a tenth of a percent of them take ten times as long.
         catching_up: seconds more for the drafts of a request that had none when there were some last.
     """
 
@@ -174,9 +224,10 @@ class Timed:
         noise: float = 0.0,
         catching_up: float = 0.0,
         fixed: int | None = None,
+        seed: int = 0,
     ) -> None:
         adaptive = DraftLengths(table, most=4)
-        random = np.random.default_rng(rows)
+        random = np.random.default_rng((rows, seed))
         names = [f"request {i}" for i in range(rows)]
         self.lengths: list[list[int]] = []
         self.lost = [0.0]  # by step, in steps without drafts
@@ -187,14 +238,15 @@ class Timed:
             drafted = adaptive.choose(names, [4] * rows) if fixed is None else [fixed] * rows
             chance = rate if isinstance(rate, float) else rate(step)
             place = np.full(rows, 8 * step)
-            accepted = accepted_at_rate(np.arange(rows), place, np.array(drafted), chance).tolist()
+            seeds = np.arange(rows) + 1_000 * seed
+            accepted = accepted_at_rate(seeds, place, np.array(drafted), chance).tolist()
             drafting = {name for name, n in zip(names, drafted, strict=True) if n}
             catches_up = catching_up * len(drafting - before)
             before = drafting or before
             draft_s = true.proposing_seconds(np.array(drafted)) + catches_up
             took = true.step_seconds(np.array(drafted)) + catches_up
-            took *= max(0.5, random.normal(1, noise)) * (10 if noise and random.random() < 0.001 else 1)
-            adaptive.book(names, drafted, accepted, Spent(took, draft_s, speculative=any(drafted)))
+            measured = took * max(0.5, random.normal(1, noise)) * (10 if noise and random.random() < 0.001 else 1)
+            adaptive.book(names, drafted, accepted, Spent(measured, draft_s, speculative=any(drafted)))
             seconds += took
             tokens += rows + sum(accepted)
             self.lengths.append(drafted)
@@ -253,6 +305,28 @@ class TestBySeconds:
         drafts = [np.mean(np.array(played.lengths).max(axis=1)) for played in (quiet, noisy)]
         assert drafts[1] == pytest.approx(drafts[0], rel=0.1, abs=0.1)
 
+    @pytest.mark.parametrize("rows", [1, 4])
+    def test_scatter_as_on_a_cpu_does_not_stop_drafts_that_pay(self, rows: int) -> None:
+        """A step varies by 15 %, and what is accepted by more: a run of bad luck says little."""
+        table = machine(verify=0.6 / rows / 4, draft=0.3)
+        best = max(Timed(table, table, 0.87, rows, 400, fixed=k).speed for k in range(1, 5))
+        speeds = [Timed(table, table, 0.87, rows, 600, noise=0.15, seed=seed).speed for seed in range(6)]
+        assert 1.25 < best < 1.5
+        assert np.mean(speeds) >= 0.95 * best
+        assert min(speeds) >= 0.88 * best
+
+    @pytest.mark.parametrize(("rows", "rate"), [(1, 0.5), (8, 0.5), (64, 0.45), (64, 0.2)])
+    @pytest.mark.parametrize(("noise", "steps"), [(0.03, 200), (0.15, 600)])
+    def test_drafts_that_just_do_not_pay_cost_less_than_two_percent(
+        self, rows: int, rate: float, noise: float, steps: int
+    ) -> None:
+        """By a table that promises more: 1 draft takes 0.1 of a step less there."""
+        draft = 0.3 / (1 + 3 * (rows - 1) / 127)
+        true, table = machine(0.24 / rows, draft), machine(0.14 / rows, draft)
+        assert 0.7 < Timed(true, true, rate, rows, 300, fixed=1).speed < 1
+        speeds = [Timed(table, true, rate, rows, steps, noise, seed=seed).speed for seed in range(4)]
+        assert np.mean(speeds) >= 0.98
+
     def test_a_draft_model_catches_up_on_one_request_alone(self) -> None:
         """Where drafts lose, the same request explores: for another the draft would compute the whole context."""
         table = machine(draft=0.3)
@@ -265,10 +339,10 @@ class TestBySeconds:
     def test_catching_up_and_indexing_are_paid_in_instalments(self, seconds: float | None) -> None:
         adaptive = DraftLengths(self.table, most=4, exploring=0.0)
         adaptive.book(["a"], [0], [0], Spent(seconds, draft_s=6.0, host_s=4.0))
-        assert adaptive.account == RESERVE
+        assert adaptive.account == pytest.approx(RESERVE - 0.1)
         for _ in range(20):
             adaptive.book(["a"], [0], [0], Spent(speculative=False))
-        assert adaptive.account == pytest.approx(RESERVE - 10 * (1 - 0.99**20))
+        assert adaptive.account == pytest.approx(RESERVE - 10 * (1 - 0.99**21))
         assert adaptive.choose(["a"], [4]) == [4]
         for _ in range(500):
             adaptive.book(["a"], [0], [0], Spent(speculative=False))
@@ -278,7 +352,7 @@ class TestBySeconds:
     def test_what_is_beyond_the_credit_is_paid_at_once(self) -> None:
         adaptive = DraftLengths(self.table, most=4, exploring=0.0)
         adaptive.book([], [], [], Spent(draft_s=CREDIT + 2))
-        assert adaptive.account == pytest.approx(RESERVE - 2)
+        assert adaptive.account == pytest.approx(RESERVE - 2 - 0.01 * CREDIT)
 
     def test_a_burst_of_prompts_does_not_stop_drafts_that_pay(self) -> None:
         played = Timed(self.table, machine(), 0.9, rows=20, catching_up=1.0, steps=500)
@@ -294,13 +368,13 @@ class TestBySeconds:
         """Where drafts are looked up it was planned late, and what it took shows it."""
         adaptive = DraftLengths(self.table, most=4, exploring=0.0)
         adaptive.book(["a"], [4], [4], Spent(1.5))
-        before = adaptive.account
+        before = worth(adaptive)
         adaptive.book(["a"], [0], [0], Spent(1.25, speculative=False))
-        assert adaptive.account == pytest.approx(before - 0.25)
+        assert worth(adaptive) == pytest.approx(before - 0.25)
         for _ in range(3):
             adaptive.book(["a"], [0], [0], Spent(1.5, speculative=False))
         adaptive.book(["a"], [1], [1], Spent(3.0))
-        assert adaptive.account == pytest.approx(before - 0.25 + 2 - 2)
+        assert worth(adaptive) == pytest.approx(before - 0.25 + 2 - 2)
 
     def test_contexts_that_get_shorter_are_noticed(self) -> None:
         """Steps without drafts get twice as fast, those with drafts do not: only the former can tell."""

@@ -17,6 +17,9 @@ def test_the_table_holds_until_two_of_three_say_otherwise() -> None:
     assert times.plain(7) == 2.0
     times.learn_plain(6, 9.0)
     assert times.plain(4) == 2.2
+    for _ in range(9):
+        times.learn_plain(4, 2.1)
+    assert times.plain(4) == 2.1, "the median of more"
     assert times.plain(8) == times.plain(3) == 1, "other numbers of rows"
 
 
@@ -28,6 +31,15 @@ def test_what_is_unknown_is_as_for_fewer_drafts() -> None:
     for _ in range(3):
         times.learn_relative(1, 4, 0.5)
     assert times.relative(1, 4) == [1, 1, 1.5, 1.5, 0.5]
+
+
+def test_what_is_unknown_of_rows_is_as_it_was_last_with_others() -> None:
+    times = StepTimes()
+    for rows, ratio in ((1, 1.5), (9, 1.2)):
+        for _ in range(3):
+            times.learn_relative(rows, 2, ratio)
+    assert times.relative(70, 3) == [1, 1, 1.2, 1.2]
+    assert times.relative(1, 3) == [1, 1, 1.5, 1.5]
 
 
 def test_a_number_of_drafts_that_was_too_dear_gets_another_try() -> None:
