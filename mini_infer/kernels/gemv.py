@@ -6,7 +6,7 @@ the order of every sum is fixed: equal inputs give equal bits.
   T <= 3    `_fma_kernel`: 16-byte loads of W straight into registers, fp32 multiply-adds, many small programs an SM.
   T <= 16   `_dot_kernel`: as rows are added the multiply-adds get dearer than the loads; the tensor cores take them.
             (`_fma_kernel` stays in fp32, which they would round, and at T = 4 with few rows of W; at T = 3 it leaves
-            large weights to the other.)
+            large models to the other.)
 
 At this size a kernel costs more to start and to end than to run, so they can do their neighbours' work as well:
 
@@ -218,8 +218,8 @@ def takes_heads(dtype: torch.dtype, places: Places) -> bool:
 def _uses_dot(rows: int, n: int, k: int, dtype: torch.dtype) -> bool:
     if dtype == torch.float32:  # no tensor cores for it: they would round to TF32
         return False
-    if rows == _MAX_FMA_ROWS:  # a large weight: the multiply-adds have begun to show
-        return not takes_norm(rows, k) and n * k >= 2**25
+    if rows == _MAX_FMA_ROWS:  # where multiply-adds have begun to show: in large models, and there in all products, since
+        return min(n, k) > 2048  # kernels that want L1 and kernels that want shared memory slow each other down
     return rows > _MAX_FMA_ROWS + 1 or (rows > _MAX_FMA_ROWS and n >= 3072)
 
 
