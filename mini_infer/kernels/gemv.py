@@ -218,8 +218,10 @@ def takes_heads(dtype: torch.dtype, places: Places) -> bool:
 def _uses_dot(rows: int, n: int, k: int, dtype: torch.dtype) -> bool:
     if dtype == torch.float32:  # no tensor cores for it: they would round to TF32
         return False
-    if rows == _MAX_FMA_ROWS:  # where multiply-adds have begun to show: in large models, and there in all products, since
-        return min(n, k) > 2048  # kernels that want L1 and kernels that want shared memory slow each other down
+    if rows == _MAX_FMA_ROWS:
+        # The multiply-adds have begun to show: in large models, and there in all products, since kernels that want L1
+        # and kernels that want shared memory slow each other down.
+        return min(n, k) > 2048
     return rows > _MAX_FMA_ROWS + 1 or (rows > _MAX_FMA_ROWS and n >= 3072)
 
 
