@@ -19,6 +19,9 @@ That holds whatever came in that time: drafting, catching up, lookups, verificat
 that time is not known, or is not comparable because prompts are in the step or somebody in it has ended, it is the
 table's estimate, as corrected, and what the draft model and the lookups took beyond it.
 
+The estimates are asked again when something was booked with drafts in it, when the batch changes, and every _REASK
+steps: on a CPU asking takes as long as a tenth of a small model's step.
+
 So, whatever the estimates say: over an engine's first n steps drafts lose no more than RESERVE + CREDIT + exploring * n
 steps, over any n steps no more than 2 * CREDIT + exploring * n (of it CREDIT that they had won), and the excess of the
 steps under way. That rests on what steps without drafts take, measured every 64 steps: as far as that is wrong, so is
@@ -41,6 +44,8 @@ MARGIN = 1.04  # estimates err, the best of many errs upwards, and a batch with 
 RESERVE = 4.0  # a few steps whose drafts are all rejected
 CREDIT = 30.0  # 64 prompts of 1,000 tokens that arrive together take a draft of 0.5B about 20 steps of a target of 7B
 OUTLIER = 2.0  # busy machines have steps of twice the usual length, and drafts seldom become so much dearer
+CATCHING_UP = 1.5  # times what drafting takes by itself
+_REASK = 16  # steps without drafts
 _INSTALMENT = 0.01  # of what is owed, each step: luck evens out over a hundred
 _THRESHOLDS = (0.8, 0.65, 0.5, 0.35, 0.2, 0.1)  # chances of being accepted that drafts are tried to be made from
 
@@ -100,6 +105,10 @@ class DraftLengths:
         self._plain_before = True  # the step booked last had nothing of speculation in it
         self._engine = AcceptanceRate(fade=0.997, accepted=7, trials=10)  # hope
         self._requests: dict[Hashable, AcceptanceRate] = {}
+        # What was last asked of the estimates, the answer (lengths, whether any could pay) and how often it was given.
+        self._question: object = None
+        self._answer: tuple[list[int], bool] = ([], False)
+        self._answer_age = 0
         self._explorer: Hashable | None = None  # the request that explores: a draft model has caught up on it
         self._num_explorers = 0
 
@@ -115,13 +124,18 @@ class DraftLengths:
         rows = len(requests)
         if prompts or self.account <= 0 or not allowed.any() or self._times.wants_plain(rows):
             return [0] * rows
-        relative = self._times.relative(rows, self.most)
-        lengths = best_lengths(self._rates(requests), allowed, self.costs, relative)
-        if not lengths.any() and self._to_explore >= 0:
-            could_pay = best_lengths(np.ones(rows), allowed, self.costs, relative).any()
-            if could_pay:
-                lengths[self._place_to_explore(requests, allowed)] = 1
-        return lengths.tolist()
+        question = tuple(requests), allowed.tobytes()
+        if question != self._question or self._answer_age == _REASK:
+            relative = self._times.relative(rows, self.most)
+            lengths = best_lengths(self._rates(requests), allowed, self.costs, relative)
+            could_pay = bool(lengths.any() or best_lengths(np.ones(rows), allowed, self.costs, relative).any())
+            self._question, self._answer, self._answer_age = question, (lengths.tolist(), could_pay), 0
+        self._answer_age += 1
+        best, could_pay = self._answer
+        best = best.copy()
+        if not any(best) and could_pay and self._to_explore >= 0:
+            best[self._place_to_explore(requests, allowed)] = 1
+        return best
 
     def book(self, requests: Sequence[Hashable], drafted: Sequence[int], accepted: Sequence[int], spent: Spent) -> None:
         """What became of a step: called for every one, also of those without drafts, in order."""
@@ -129,6 +143,7 @@ class DraftLengths:
         self._to_explore = min(0.0, self._to_explore + self.exploring)
         speculative = spent.speculative or any(drafted)
         if speculative or not self._plain_before:
+            self._question = None
             self._charge(requests, np.array(drafted, dtype=int), sum(accepted), spent)
         elif spent.seconds is not None:
             rows = len(requests)
@@ -146,6 +161,7 @@ class DraftLengths:
 
     def forget(self, request: Hashable) -> None:
         """The request has ended."""
+        self._question = None
         self._requests.pop(request, None)
         if request is self._explorer:
             self._explorer = None
@@ -165,14 +181,23 @@ class DraftLengths:
         by_table = self.costs.step_seconds(lengths) / plain if longest else 1.0
         plain *= self._times.plain(rows)
         factor = self._times.relative(rows, longest)[-1]
+        proposing = self.costs.proposing_seconds(lengths)
+        # After steps without drafts the draft model may have to catch up first: that says nothing about the next steps.
+        catches_up = self._plain_before and spent.draft_s > CATCHING_UP * factor * proposing
+        if catches_up:
+            factor = self._times.catching_up(rows)
         expected = by_table * factor + spent.waited
-        usual = factor * self.costs.proposing_seconds(lengths) * (1 if spent.seconds is None else OUTLIER)
+        usual = factor * proposing * (1 if spent.seconds is None else OUTLIER)
         once = (max(0.0, spent.draft_s - usual) + spent.host_s) / plain
         if spent.seconds is None:
             return expected, expected + once
         steps = spent.seconds / plain
         if longest:
-            self._times.learn_relative(rows, longest, min(steps, OUTLIER * expected) / by_table)
+            ratio = min(steps, OUTLIER * expected) / by_table
+            if catches_up:
+                self._times.learn_catching_up(rows, ratio)
+            else:
+                self._times.learn_relative(rows, longest, ratio)
         return expected, once + min(steps - once, OUTLIER * expected)
 
     def _rates(self, requests: Sequence[Hashable]) -> Array:

@@ -1,8 +1,9 @@
 """What steps really take, over what the table says of them.
 
-    plain      of steps without drafts: measured seconds over the table's
-    relative   of steps with drafts, in steps without: measured over the table's. So what slows all steps down, as long
-               contexts do, cancels out
+    plain         of steps without drafts: measured seconds over the table's
+    relative      of steps with drafts, in steps without: measured over the table's. So what slows all steps down, as
+                  long contexts do, cancels out
+    catching up   likewise of those in which the draft model catches up first, with whatever number of drafts
 
 Each is the median of the last ones, apart for each number of drafts and for rows between one power of two and the next.
 What is not known of a number of drafts is taken from what it was last with other rows (where the table is wrong about
@@ -16,6 +17,7 @@ from statistics import median
 
 _LAST = 15  # steps of a busy CPU scatter by 15 % and more: the median of so many, by 5 %
 _FIRST = 3  # until so many are known: one may be an accident (a garbage collection, another process)
+_CATCHING_UP = -1  # where others have a number of drafts
 _FORGET = 1_000  # steps after which a number of drafts that was too dear is worth another try
 _REMEASURE = 64  # steps after which it is measured again what one without drafts takes
 _PLAIN_STEPS = 3  # that are made for it: the first may still wait for one with drafts, and the last is not booked yet
@@ -43,6 +45,13 @@ class StepTimes:
             elsewhere = self._estimate((length, self._last_rows.get(length, 0)), factors[-1])
             factors.append(self._estimate((length, rows.bit_length()), elsewhere))
         return factors
+
+    def catching_up(self, rows: int) -> float:
+        """As `relative`, of a step in which the draft model catches up."""
+        return self._estimate((_CATCHING_UP, rows.bit_length()), 1.0)
+
+    def learn_catching_up(self, rows: int, ratio: float) -> None:
+        self.learn_relative(rows, _CATCHING_UP, ratio)
 
     def learn_plain(self, rows: int, ratio: float) -> None:
         self._timed = True

@@ -327,6 +327,32 @@ class TestBySeconds:
         speeds = [Timed(table, true, rate, rows, steps, noise, seed=seed).speed for seed in range(4)]
         assert np.mean(speeds) >= 0.98
 
+    def test_catching_up_says_nothing_about_the_steps_behind_it(self) -> None:
+        """One that explores now and then always catches up: its steps are dear, which those in a row would not be."""
+        table = machine(verify=0.02, draft=0.1)
+        adaptive = DraftLengths(table, most=4)
+        for _ in range(5):
+            adaptive.book(["a"], [0], [0], Spent(table.verify_seconds(1), speculative=False))
+            adaptive.book(["a"], [1], [1], Spent(3 * table.verify_seconds(1), draft_s=1.0))
+        assert adaptive._times.relative(1, 4) == [1.0] * 5
+        assert adaptive._times.catching_up(1) > 1.5
+
+    def test_an_answer_holds_while_nothing_is_learned(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[int] = []
+        estimate = adapt.best_lengths
+        monkeypatch.setattr(adapt, "best_lengths", lambda *a: asked.append(1) or estimate(*a))
+        adaptive = DraftLengths(costs(0.6), most=4)
+        for _ in range(adapt._REASK):
+            assert adaptive.choose(["a"], [4])[0] <= 1
+        once = len(asked)
+        adaptive.choose(["a"], [3])
+        assert len(asked) > once
+        adaptive.choose(["a"], [3])
+        adaptive.book(["a"], [1], [1], UNTIMED)
+        before = len(asked)
+        adaptive.choose(["a"], [3])
+        assert len(asked) > before >= once
+
     def test_a_draft_model_catches_up_on_one_request_alone(self) -> None:
         """Where drafts lose, the same request explores: for another the draft would compute the whole context."""
         table = machine(draft=0.3)
