@@ -29,7 +29,8 @@ from experiments.lab.kernel_case import (
     require_triton,
     row_error,
 )
-from mini_infer.kernels.ops import Kernels, TorchKernels, TritonKernels
+from mini_infer.kernels.interface import Kernels, Places, QKNorm
+from mini_infer.kernels.ops import TorchKernels, TritonKernels
 from mini_infer.modeling.rope import RopeSpec, RotaryTable
 
 EPS = 1e-6
@@ -178,7 +179,8 @@ class RopeAndStore(_Fused):
 
     def compute(self, kernels: Kernels, *inputs: Any) -> Tensor:
         qkv, q_weight, k_weight, cos, sin, _, slots, keys, values = inputs
-        return kernels.rope_and_store(qkv, q_weight, k_weight, EPS, cos, sin, slots, keys, values)
+        qk_norm = None if q_weight is None else QKNorm(q_weight, k_weight, EPS)
+        return kernels.rope_and_store(qkv, qk_norm, Places(cos, sin, slots, keys, values))
 
     def eager(self, *inputs: Any) -> Tensor:
         qkv, q_weight, k_weight, cos, _, sin, slots, keys, values = inputs

@@ -68,7 +68,7 @@ def qkv_gemv_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, places: Places, *, norm: tuple[Tensor, float] | None = None
 ) -> Tensor:
     """The definition. Arguments as `qkv_gemv`."""
-    return rope_and_store_reference(gemv_reference(x, weight, bias, norm=norm), None, None, 0.0, *places)
+    return rope_and_store_reference(gemv_reference(x, weight, bias, norm=norm), None, places)
 
 
 def gemv(

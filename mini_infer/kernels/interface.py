@@ -64,24 +64,11 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """The stream of value residual [T, N] plus `linear` of x [T, K], whether the addition is done here or not."""
 
-    def rope_and_store(
-        self,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        slot_mapping: Tensor,
-        key_slots: Tensor,
-        value_slots: Tensor,
-    ) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
         """Stores a step's K and V and returns its queries [T, Hq, D], whose tokens may lie apart.
 
         Args:
             qkv: [T, (Hq + 2 Hkv) * D], q heads | k heads | v heads.
-            q_weight, k_weight, eps: of QKNorm; or None, None and any number.
-            cos, sin, slot_mapping, key_slots, value_slots: of Places.
         """
 
     def norm_qkv_rope(

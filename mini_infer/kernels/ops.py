@@ -49,8 +49,7 @@ def _norm_qkv_rope(
     places: Places,
 ) -> tuple[Tensor, Tensor]:
     qkv, total = kernels.norm_linear(x, residual, norm_weight, eps, weight, bias)
-    q_weight, k_weight, qk_eps = qk_norm or (None, None, 0.0)
-    return kernels.rope_and_store(qkv, q_weight, k_weight, qk_eps, *places), total
+    return kernels.rope_and_store(qkv, qk_norm, places), total
 
 
 class TorchKernels:
@@ -82,23 +81,14 @@ class TorchKernels:
     ) -> tuple[Tensor, Tensor | None]:
         return self.linear(x, weight, bias), residual
 
-    def rope_and_store(
-        self,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        slot_mapping: Tensor,
-        key_slots: Tensor,
-        value_slots: Tensor,
-    ) -> Tensor:
+    def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
+        cos, sin, slot_mapping, key_slots, value_slots = places
         _, kv_heads, head_dim = key_slots.shape
         tokens, size = qkv.shape
         heads = size // head_dim - 2 * kv_heads
         qk, v = qkv.view(tokens, heads + 2 * kv_heads, head_dim).split((heads + kv_heads, kv_heads), dim=1)
-        if q_weight is not None and k_weight is not None:
+        if qk_norm is not None:
+            q_weight, k_weight, eps = qk_norm
             q, k = qk.split((heads, kv_heads), dim=1)
             q, k = F.rms_norm(q, q_weight.shape, q_weight, eps), F.rms_norm(k, k_weight.shape, k_weight, eps)
             qk = torch.cat((q, k), dim=1)

@@ -14,25 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mini_infer.kernels.interface import Places, QKNorm
 from mini_infer.kernels.pdl import launch_options
 from mini_infer.kernels.rms_norm import rms_norm_reference
 
 
-def rope_and_store_reference(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    slot_mapping: Tensor,
-    key_slots: Tensor,
-    value_slots: Tensor,
-) -> Tensor:
+def rope_and_store_reference(qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
     """The definition, step by step. Arguments as `rope_and_store`."""
+    cos, sin, slot_mapping, key_slots, value_slots = places
     kv_heads, head_dim = key_slots.shape[1:]
     q, k, v = qkv.unflatten(1, (-1, head_dim)).tensor_split((-2 * kv_heads, -kv_heads), dim=1)
-    if q_weight is not None and k_weight is not None:
+    if qk_norm is not None:
+        q_weight, k_weight, eps = qk_norm
         q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
     q, k = (x * cos + x.roll(head_dim // 2, dims=-1) * sin for x in (q, k))
     key_slots[slot_mapping] = k
@@ -138,28 +131,17 @@ def _store_halves(ptr, first, second, inside, HALF: tl.constexpr):
     tl.store(ptr + HALF, second.to(ptr.dtype.element_ty), mask=inside)
 
 
-def rope_and_store(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    slot_mapping: Tensor,
-    key_slots: Tensor,
-    value_slots: Tensor,
-) -> Tensor:
+def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
     """Writes k and v into their slots and returns q [T, Hq, D], contiguous and of qkv's dtype; computed in float32.
 
     Args, contiguous:
         qkv: [T, (Hq + 2 Hkv) * D].
-        q_weight, k_weight: [D] each, of the RMSNorm over a head of q or k; None: no norm.
-        eps: of that norm.
-        cos, sin: [T, 1, D], cos cos and -sin sin of each token's angles, as RotaryTable gives them; dimension i pairs
-            with i + D / 2. Alone of all arguments their rows may lie apart, both at one distance.
-        slot_mapping: [T] int64; of tokens that share a slot, any one stays.
-        key_slots, value_slots: [slots, Hkv, D] of any floating dtype.
+        qk_norm: None: no norm.
+        places: dimension i of a head pairs with i + D / 2. Of tokens that share a slot, any one stays. The cache may be
+            of any floating dtype. Rows of cos and sin alone may lie apart.
     """
+    cos, sin, slot_mapping, key_slots, value_slots = places
+    q_weight, k_weight, eps = qk_norm or (None, None, 0.0)
     tokens = qkv.shape[0]
     kv_heads, head_dim = key_slots.shape[1:]
     q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -188,7 +170,7 @@ def rope_and_store(
         HALF=head_dim // 2,
         BLOCK_HALF=block_half,
         BLOCK_HEADS=block_heads,
-        NORM=q_weight is not None,
+        NORM=qk_norm is not None,
         num_warps=num_warps,
         **launch_options(qkv.device),
     )

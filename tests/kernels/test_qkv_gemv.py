@@ -72,7 +72,7 @@ class Case:
 def unfused(
     x: Tensor, weight: Tensor, bias: Tensor | None, places: Places, *, norm: tuple[Tensor, float] | None = None
 ) -> Tensor:
-    return rope_and_store(gemv(x, weight, bias, norm=norm), None, None, 0.0, *places)
+    return rope_and_store(gemv(x, weight, bias, norm=norm), None, places)
 
 
 def assert_near(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from mini_infer.kernels.interface import Places, QKNorm
 from mini_infer.kernels.ops import TorchKernels
 from mini_infer.kernels.rope_and_store import rope_and_store, rope_and_store_reference
 from mini_infer.modeling.rope import RopeSpec, RotaryTable
@@ -65,12 +66,10 @@ class Case:
     def run(self, function: object, wide: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """(q, keys, values). wide: in float32 throughout."""
         assert callable(function)
-        weights = (self.q_weight, self.k_weight) if self.shape.norm else (None, None)
-        tensors = (self.qkv, *weights, self.cos, self.sin, *self.cache())
-        qkv, q_weight, k_weight, cos, sin, keys, values = (
-            tensor.float() if wide and tensor is not None else tensor for tensor in tensors
-        )
-        q = function(qkv, q_weight, k_weight, 1e-6, cos, sin, self.slot_mapping, keys, values)
+        tensors = (self.qkv, self.q_weight, self.k_weight, self.cos, self.sin, *self.cache())
+        qkv, q_weight, k_weight, cos, sin, keys, values = (tensor.float() if wide else tensor for tensor in tensors)
+        qk_norm = QKNorm(q_weight, k_weight, 1e-6) if self.shape.norm else None
+        q = function(qkv, qk_norm, Places(cos, sin, self.slot_mapping, keys, values))
         return q, keys, values
 
 
@@ -126,7 +125,7 @@ def test_rounds_once(norm: bool, device: torch.device) -> None:
 def test_a_cache_of_another_dtype(device: torch.device) -> None:
     case = Case(Shape(4, 2, 1, 16), torch.float32, device)
     keys, values = (tensor.to(torch.bfloat16) for tensor in case.cache())
-    rope_and_store(case.qkv, None, None, 1e-6, case.cos, case.sin, case.slot_mapping, keys, values)
+    rope_and_store(case.qkv, None, Places(case.cos, case.sin, case.slot_mapping, keys, values))
     _, expected_keys, expected_values = case.run(rope_and_store_reference)
     torch.testing.assert_close(keys.float(), expected_keys, rtol=1e-2, atol=1e-2, equal_nan=True)
     torch.testing.assert_close(values.float(), expected_values, rtol=1e-2, atol=1e-2, equal_nan=True)
@@ -140,7 +139,7 @@ def test_slots_beyond_32_bits(device: torch.device) -> None:
     keys, values = (torch.zeros(slots, heads, head_dim, dtype=torch.bfloat16, device=device) for _ in range(2))
     case = Case(Shape(2, 8, heads, head_dim), torch.bfloat16, device)
     mapping = torch.tensor([slots - 1, 3], device=device)
-    rope_and_store(case.qkv, None, None, 1e-6, case.cos, case.sin, mapping, keys, values)
+    rope_and_store(case.qkv, None, Places(case.cos, case.sin, mapping, keys, values))
     v = case.qkv.view(2, 3 * heads, head_dim)[:, 2 * heads :]
     assert torch.equal(values[mapping], v)
     assert torch.count_nonzero(values[:, 0, :8]) == torch.count_nonzero(v[:, 0, :8])
