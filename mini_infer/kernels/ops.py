@@ -14,44 +14,6 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.interface import Kernels, Places, QKNorm
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    if out is None:
-        return F.linear(x, weight, bias)
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _norm_linear(
-    kernels: Kernels,
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu_mul: bool,
-) -> tuple[Tensor, Tensor]:
-    normed, total = kernels.add_rms_norm(x, residual, norm_weight, eps)
-    y = kernels.linear(normed, weight, bias)
-    return (kernels.silu_mul(y) if silu_mul else y), total
-
-
-def _norm_qkv_rope(
-    kernels: Kernels,
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    qk_norm: QKNorm | None,
-    places: Places,
-) -> tuple[Tensor, Tensor]:
-    qkv, total = kernels.norm_linear(x, residual, norm_weight, eps, weight, bias)
-    return kernels.rope_and_store(qkv, qk_norm, places), total
-
-
 class TorchKernels:
     """Plain torch operations, on any device."""
 
@@ -74,7 +36,9 @@ class TorchKernels:
         bias: Tensor | None = None,
         silu_mul: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        return _norm_linear(self, x, residual, norm_weight, eps, weight, bias, silu_mul)
+        normed, total = self.add_rms_norm(x, residual, norm_weight, eps)
+        y = self.linear(normed, weight, bias)
+        return (self.silu_mul(y) if silu_mul else y), total
 
     def linear_add(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
@@ -110,28 +74,32 @@ class TorchKernels:
         qk_norm: QKNorm | None,
         places: Places,
     ) -> tuple[Tensor, Tensor]:
-        return _norm_qkv_rope(self, x, residual, norm_weight, eps, weight, bias, qk_norm, places)
+        qkv, total = self.norm_linear(x, residual, norm_weight, eps, weight, bias)
+        return self.rope_and_store(qkv, qk_norm, places), total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        return _linear(x, weight, bias, out)
+        if out is None:
+            return F.linear(x, weight, bias)
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
 
 
-class TritonKernels:
-    """One Triton kernel each. Raises ImportError where Triton is not installed."""
+class TritonKernels(TorchKernels):
+    """One Triton kernel each, or torch's where that is faster. Raises ImportError where Triton is not installed."""
 
     name = "triton"
-    fallback: str | None = None
 
     def __init__(self) -> None:
+        super().__init__()
         from mini_infer.kernels import gemv, rms_norm, rope_and_store, silu_mul
 
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
-        self.rope_and_store = rope_and_store.rope_and_store
-        self.silu_mul = silu_mul.silu_mul
+        self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
         self._gemv, self._qkv_gemv = gemv.gemv, gemv.qkv_gemv
         self._gemv_is_faster, self._gemv_takes_norm = gemv.worth_it, gemv.takes_norm
         self._gemv_takes_heads = gemv.takes_heads
@@ -152,7 +120,7 @@ class TritonKernels:
         silu_mul: bool = False,
     ) -> tuple[Tensor, Tensor]:
         if not self._takes_gemv(x, weight):
-            return _norm_linear(self, x, residual, norm_weight, eps, weight, bias, silu_mul)
+            return super().norm_linear(x, residual, norm_weight, eps, weight, bias, silu_mul)
         x, norm, total = self._normed_for_gemv(x, residual, norm_weight, eps)
         return self._gemv(x, weight, bias, norm=norm, silu_mul=silu_mul), total
 
@@ -169,21 +137,27 @@ class TritonKernels:
     ) -> tuple[Tensor, Tensor]:
         # A program of gemv has a few rows of a head, and QK-norm needs the sum over all of them.
         if qk_norm is not None or not self._takes_gemv(x, weight) or not self._gemv_takes_heads(x.dtype, places):
-            return _norm_qkv_rope(self, x, residual, norm_weight, eps, weight, bias, qk_norm, places)
+            return super().norm_qkv_rope(x, residual, norm_weight, eps, weight, bias, qk_norm, places)
         x, norm, total = self._normed_for_gemv(x, residual, norm_weight, eps)
         return self._qkv_gemv(x, weight, bias, places, norm=norm), total
+
+    def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
+        return self._rope_and_store(qkv, qk_norm, places)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._silu_mul(gate_up)
 
     def linear_add(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         if self._takes_gemv(x, weight):
             return self._gemv(x, weight, bias, residual=residual), None
-        return _linear(x, weight, bias, None), residual
+        return super().linear_add(x, residual, weight, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if self._takes_gemv(x, weight):
             return self._gemv(x, weight, bias, out)
-        return _linear(x, weight, bias, out)
+        return super().linear(x, weight, bias, out)
 
     def _normed_for_gemv(
         self, x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float
