@@ -27,7 +27,7 @@ from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.core.request import Request
-from mini_infer.runtime.scheduler import Scheduler
+from mini_infer.runtime.scheduler.scheduler import Scheduler
 
 VARIANT = "engine"
 VOCABULARY = 32_000

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from mini_infer.cli.chat import own_server
-from mini_infer.runtime.engine import RECORDS_KEPT
+from mini_infer.runtime.llm_engine import RECORDS_KEPT
 from mini_infer.serving.metrics import PREFIX
 
 MIB = 2**20

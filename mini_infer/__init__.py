@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from mini_infer.core.config import EngineConfig
     from mini_infer.core.errors import ConfigError, MiniInferError, ModelError, RequestError
     from mini_infer.core.request import CompletionOutput, RequestOutput, SamplingParams
-    from mini_infer.runtime.engine import LLMEngine
+    from mini_infer.runtime.llm_engine import LLMEngine
 
 # Looked up on first use: the scheduler and the configs can be imported where there is no torch.
 _HOME = {
     "CompletionOutput": "mini_infer.core.request",
     "ConfigError": "mini_infer.core.errors",
     "EngineConfig": "mini_infer.core.config",
-    "LLMEngine": "mini_infer.runtime.engine",
+    "LLMEngine": "mini_infer.runtime.llm_engine",
     "MiniInferError": "mini_infer.core.errors",
     "ModelError": "mini_infer.core.errors",
     "RequestError": "mini_infer.core.errors",

@@ -14,7 +14,7 @@ from experiments.lab.workloads import Item
 from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
-from mini_infer.runtime.startup import CaptureReport, StartupReport
+from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 
 __all__ = ["EngineSubject", "Kind", "Subject", "open_subject", "require_servable"]
 

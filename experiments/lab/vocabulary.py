@@ -8,7 +8,7 @@ from functools import cached_property
 from mini_infer.core.config import LoadFormat, ModelConfig
 from mini_infer.modeling.loader import load_spec
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.runtime.tokenizer import Tokenizer, load_tokenizer
+from mini_infer.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 
 class ModelVocabulary:

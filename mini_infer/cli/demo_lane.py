@@ -12,7 +12,7 @@ from statistics import median
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.plan import KVUsage, StepRecord
 from mini_infer.core.request import RequestOutput, SamplingParams
-from mini_infer.runtime.engine import LLMEngine
+from mini_infer.runtime.llm_engine import LLMEngine
 
 WINDOW_S = 0.5  # of the rate of tokens
 

@@ -32,7 +32,7 @@ The paths: /v1/models, /v1/chat/completions, /v1/completions, /tokenize, /detoke
 """
 EPILOG = f"""\
 Each setting can also stand in the environment, under the name that is given with it ({PREFIX}...); a flag wins.
-`uvicorn mini_infer.serving.app:app` reads the environment alone, and takes host, port and logging from uvicorn.
+`uvicorn mini_infer.serving.api.app:app` reads the environment alone, and takes host, port and logging from uvicorn.
 SIGTERM: no further requests are taken, those that run get --shutdown-timeout seconds, and the exit code is 0.
 """
 
@@ -60,10 +60,10 @@ async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
 
     # What takes a second to import, and no help text needs.
     if settings.api_processes > 1:
-        from mini_infer.serving.supervisor import Supervisor
+        from mini_infer.serving.processes.supervisor import Supervisor
 
         return await Supervisor(settings, sock, on_ready).run()
-    from mini_infer.serving.web import serve
+    from mini_infer.serving.api.web import serve
 
     return await serve(settings, sock, on_ready)
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mini_infer.serving.launch import child_environment
+from mini_infer.serving.processes.launch import child_environment
 
 SERVES = "mini-infer serves "  # begins the line that ends with the address
 

@@ -1,6 +1,6 @@
 """What a constrained text must look like: a JSON schema, any JSON object, a regular expression or a Lark grammar.
 
-Only the description lives here; runtime/grammar.py compiles it.
+Only the description lives here; runtime/text/grammar.py compiles it.
 """
 
 from __future__ import annotations

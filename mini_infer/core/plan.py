@@ -18,7 +18,7 @@ NO_DRAFT = -1  # where a token id may stand
 class Admission(NamedTuple):
     """A slot's new owner. Sent when a request is first admitted and again when it comes back from preemption."""
 
-    slot: int
+    req_index: int
     request_id: str
     token_ids: list[int]  # prompt and whatever output it already has
     prompt_len: int
@@ -31,7 +31,7 @@ class Admission(NamedTuple):
 class Growth(NamedTuple):
     """Blocks appended to the table of the request in `slot`, from table index `first` on."""
 
-    slot: int
+    req_index: int
     first: int
     blocks: list[int]
 
@@ -67,7 +67,7 @@ class StepPlan:
     """
 
     step: int
-    slots: list[int]
+    req_indices: list[int]
     starts: list[int]
     counts: list[int]
     samples: list[bool]
@@ -91,7 +91,7 @@ class StepPlan:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to do. A plan without rows may still have blocks to copy to the host."""
-        return not self.slots and not self.swap_out
+        return not self.req_indices and not self.swap_out
 
     @property
     def has_drafts(self) -> bool:
@@ -100,7 +100,7 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        return len(self.slots)
+        return len(self.req_indices)
 
     @property
     def num_tokens(self) -> int:

@@ -73,9 +73,9 @@ class Request:
         "priority",
         "prompt_len",
         "prompt_logprobs",
+        "req_index",
         "request_id",
         "seed",
-        "slot",
         "status",
         "stop_ids",
         "stop_reason",
@@ -123,7 +123,7 @@ class Request:
             self.prompt_logprobs = [None]
         self.order = 0  # arrival order, given by the scheduler
         self.status = RequestStatus.waiting
-        self.slot: int | None = None  # its row in the runner's per-slot state, while it is in a batch
+        self.req_index: int | None = None  # its row in the runner's per-slot state, while it is in a batch
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []  # chained hashes of its full blocks, as far as they were needed
         self.num_committed_blocks = 0  # leading blocks that are filled for sure, and may be shared
@@ -156,7 +156,7 @@ class Request:
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.value}, tokens={self.prompt_len}+{self.num_output_tokens}, "
-            f"computed={self.num_computed_tokens}, slot={self.slot})"
+            f"computed={self.num_computed_tokens}, slot={self.req_index})"
         )
 
 

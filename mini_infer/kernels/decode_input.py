@@ -77,9 +77,9 @@ def _gather(
     PARAMS: tl.constexpr,
 ):
     row, part = tl.program_id(0), tl.program_id(1)
-    slot, seq_len = tl.load(packed + row).to(tl.int64), tl.load(packed + num_rows + row)
+    req_index, seq_len = tl.load(packed + row).to(tl.int64), tl.load(packed + num_rows + row)
     grown, block = tl.load(packed + 2 * num_rows + row), tl.load(packed + 3 * num_rows + row)
-    begin = state + slot * width
+    begin = state + req_index * width
 
     column = part * TILE + tl.arange(0, TILE)
     inside = column < first_param - first_entry
@@ -93,7 +93,7 @@ def _gather(
         position = seq_len - 1
         tl.store(token_ids + row, tl.load(begin + position).to(tl.int64))
         tl.store(positions + row, position.to(tl.int64))
-        tl.store(places + row, slot * width + seq_len)
+        tl.store(places + row, req_index * width + seq_len)
         own = position // block_size
         holding = tl.where(own == grown, block, tl.load(begin + first_entry + own)).to(tl.int64)
         tl.store(slot_mapping + row, holding * block_size + position % block_size)
@@ -105,16 +105,16 @@ def _gather(
 
 def decode_input_reference(state: Tensor, packed: Tensor, *, table: int, params: int, block_size: int) -> DecodeInput:
     """The definition. Arguments as `decode_input`."""
-    slots, seq_lens, grown, blocks = packed.long()
+    req_indices, seq_lens, grown, blocks = packed.long()
     grows = grown >= 0
-    state[slots[grows], table + grown[grows]] = blocks[grows].int()
+    state[req_indices[grows], table + grown[grows]] = blocks[grows].int()
     positions = seq_lens - 1
-    held = state[slots, table + positions // block_size].long()
+    held = state[req_indices, table + positions // block_size].long()
     return DecodeInput(
-        token_ids=state[slots, positions].long(),
+        token_ids=state[req_indices, positions].long(),
         positions=positions,
         slot_mapping=held * block_size + positions % block_size,
-        block_tables=state[slots, table:params],
-        param_rows=state[slots, params:],
-        places=slots * state.shape[1] + seq_lens,
+        block_tables=state[req_indices, table:params],
+        param_rows=state[req_indices, params:],
+        places=req_indices * state.shape[1] + seq_lens,
     )

@@ -3,7 +3,7 @@
     gather_rows   history, block table and parameters of R rows  ->  tokens, positions, KV slots, drafts to verify
     settle_rows   the tokens that were picked                    ->  history, and where each row goes on
 
-The definitions, in torch, are runtime/draft_rows.py's.
+The definitions, in torch, are speculative/draft_rows.py's.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def _gather(
     PARAMS: tl.constexpr,
 ):
     row, part = tl.program_id(0), tl.program_id(1)
-    slot, start = tl.load(packed + row).to(tl.int64), tl.load(packed + num_rows + row)
-    begin = state + slot * width
+    req_index, start = tl.load(packed + row).to(tl.int64), tl.load(packed + num_rows + row)
+    begin = state + req_index * width
 
     column = part * TILE + tl.arange(0, TILE)
     inside = column < first_param - first_entry
@@ -99,7 +99,7 @@ def _gather(
     if part > 0:
         return
 
-    start = tl.where(start < 0, tl.load(next_starts + slot), start)
+    start = tl.where(start < 0, tl.load(next_starts + req_index), start)
     count = tl.load(packed + 2 * num_rows + row)
     place = tl.arange(0, QUERIES)
     some = place < QUERY
@@ -120,12 +120,12 @@ def _gather(
         own = tl.where((p == TEMPERATURE) & certain, 0, own)
         tl.store(param_rows + row * num_params + p, own, mask=p < num_params)
         last = place == QUERY - 1
-        tl.store(places + row + place * 0, slot * width + sampled, mask=last)
+        tl.store(places + row + place * 0, req_index * width + sampled, mask=last)
         tl.store(sampled_positions + row + place * 0, sampled.to(tl.int64) + _DRAFT, mask=last)
     else:
         here = at[:, None] * num_params + p[None, :]
         tl.store(param_rows + here, own[None, :], mask=some[:, None] & (p < num_params)[None, :])
-        tl.store(places + at, slot * width + sampled, mask=some)
+        tl.store(places + at, req_index * width + sampled, mask=some)
         tl.store(sampled_positions + at, sampled.to(tl.int64), mask=some)
         has_draft = place < count - 1
         draft = tl.load(begin + sampled, mask=has_draft, other=_NO_DRAFT).to(tl.int64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.core.request import SamplingParams
-from mini_infer.runtime.runner import Runner
+from mini_infer.runtime.worker.model_runner import Runner
 
 Probed = tuple[Sequence[int], int]  # tokens, and how many of them are the prompt
 
@@ -20,33 +20,35 @@ def probe(runner: Runner, rows: Sequence[Probed], config: EngineConfig) -> list[
     other, and then all rows decode together. Takes the first slots and blocks of the cache."""
     logits: list[list[Tensor]] = [[] for _ in rows]
     for plan in _plans(rows, config):
-        for slot, start in zip(plan.slots, plan.starts, strict=True):
-            token_ids, split = rows[slot]
+        for req_index, start in zip(plan.req_indices, plan.starts, strict=True):
+            token_ids, split = rows[req_index]
             if start >= split:  # the step before wrote its own choice there
-                runner.force_token(slot, position=start, token_id=token_ids[start])
+                runner.force_token(req_index, position=start, token_id=token_ids[start])
         step = runner.launch(plan)
         if step.logits is not None:
-            for slot, row in zip(plan.slots, step.logits.float().cpu(), strict=True):
-                logits[slot].append(row)
+            for req_index, row in zip(plan.req_indices, step.logits.float().cpu(), strict=True):
+                logits[req_index].append(row)
         runner.collect(step)
     return [torch.stack(own) for own in logits]
 
 
 def _plans(rows: Sequence[Probed], config: EngineConfig) -> Iterator[StepPlan]:
     budget, first_block = config.scheduler.max_num_batched_tokens, 0
-    for slot, (token_ids, split) in enumerate(rows):
+    for req_index, (token_ids, split) in enumerate(rows):
         blocks = range(first_block, first_block + blocks_of(token_ids, config))
         first_block = blocks.stop
         prompt = list(token_ids[:split])
-        admission = Admission(slot, f"probe {slot}", prompt, split, list(blocks), _GREEDY, 0, frozenset())
+        admission = Admission(req_index, f"probe {req_index}", prompt, split, list(blocks), _GREEDY, 0, frozenset())
         for start in range(0, split, budget):
             count = min(budget, split - start)
             samples = [start + count == split]
-            yield StepPlan(0, [slot], [start], [count], samples, 0, admissions=[] if start else [admission])
+            yield StepPlan(0, [req_index], [start], [count], samples, 0, admissions=[] if start else [admission])
     for step in range(max(len(token_ids) - split for token_ids, split in rows)):
-        slots = [slot for slot, (token_ids, split) in enumerate(rows) if split + step < len(token_ids)]
-        starts = [rows[slot][1] + step for slot in slots]
-        yield StepPlan(0, slots, starts, [1] * len(slots), [True] * len(slots), num_decode_rows=len(slots))
+        req_indices = [req_index for req_index, (token_ids, split) in enumerate(rows) if split + step < len(token_ids)]
+        starts = [rows[req_index][1] + step for req_index in req_indices]
+        yield StepPlan(
+            0, req_indices, starts, [1] * len(req_indices), [True] * len(req_indices), num_decode_rows=len(req_indices)
+        )
 
 
 def blocks_of(token_ids: Sequence[int], config: EngineConfig) -> int:

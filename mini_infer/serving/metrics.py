@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from mini_infer.serving.histograms import BOUNDS, Histogram
-from mini_infer.serving.wire import Ready, Stats
+from mini_infer.serving.processes.wire import Ready, Stats
 
 PREFIX = "mini_infer:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

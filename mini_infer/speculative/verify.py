@@ -11,7 +11,7 @@ after which a step samples, those of a row being neighbours:
                                                  y                0 accepted
 
 `verify_tokens` judges every position by itself. A token equals its draft exactly where the draft is accepted, so a row
-needs no more bookkeeping than comparing the two (`keep_accepted` in runtime/runner.py).
+needs no more bookkeeping than comparing the two (`keep_accepted` in runtime/worker/model_runner.py).
 
 - Greedy rows: the argmax.
 - Drafts that nothing random proposed (n-gram, suffix: no `sources`), and positions without one: the token that the

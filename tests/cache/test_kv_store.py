@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mini_infer.cache import swap
+from mini_infer.cache import transfer as swap
 from mini_infer.cache.kv_store import KVStore
-from mini_infer.cache.swap import HostStore
+from mini_infer.cache.transfer import HostStore
 
 DEVICES = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
 

@@ -13,7 +13,7 @@ from experiments.lab import clocks, driver
 from experiments.lab.progress import Steps
 from experiments.lab.workloads import Fixed
 from mini_infer.core.errors import ConfigError
-from mini_infer.runtime.dry import DryModel
+from mini_infer.runtime.executor.dry_model import DryModel
 
 pytestmark = pytest.mark.slow  # some seconds together
 

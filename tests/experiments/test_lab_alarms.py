@@ -12,7 +12,7 @@ from experiments.lab.claims import Verdict, judge, ratio
 from experiments.lab.progress import Steps
 from experiments.lab.rows import Table
 from mini_infer import LLMEngine
-from mini_infer.runtime import dry
+from mini_infer.runtime.executor import dry_model as dry
 
 pytestmark = pytest.mark.slow  # together they take half a minute
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from experiments.lab.subjects import _facts
-from mini_infer.runtime.startup import CaptureReport, StartupReport
+from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 
 STARTUP = StartupReport(
     device="A GPU",

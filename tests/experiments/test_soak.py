@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.soak import RECORD_MIB, Seen, main
-from mini_infer.runtime.engine import RECORDS_KEPT
+from mini_infer.runtime.llm_engine import RECORDS_KEPT
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import torch
 from mini_infer.core.plan import NO_DRAFT
 from mini_infer.core.request import SamplingParams
 from mini_infer.kernels.draw import encode
-from mini_infer.runtime import draft_rows as definition
-from mini_infer.runtime.draft_rows import GatheredRows
+from mini_infer.speculative import draft_rows as definition
+from mini_infer.speculative.draft_rows import GatheredRows
 
 draft_rows = pytest.importorskip("mini_infer.kernels.draft_rows")
 

@@ -6,7 +6,7 @@ from functools import cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mini_infer.runtime.tokenizer import HFTokenizer
+from mini_infer.runtime.text.tokenizer import HFTokenizer
 
 SENTENCES = [
     "Hello world, this is a test of the tokenizer. The world is large.",

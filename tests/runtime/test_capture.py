@@ -12,9 +12,9 @@ import torch
 from fake_graphs import LoggingGraph, numbered
 
 from mini_infer.core.plan import StepPlan
-from mini_infer.runtime.capture import Cutter, GraphMemory, capture_sizes
-from mini_infer.runtime.graphs import DecodeGraphs
-from mini_infer.runtime.slots import SlotState, StepInput
+from mini_infer.runtime.graphs.capture import Cutter, GraphMemory, capture_sizes
+from mini_infer.runtime.graphs.decode_graphs import DecodeGraphs
+from mini_infer.runtime.worker.request_states import RequestStates, StepInput
 
 CPU = torch.device("cpu")
 
@@ -112,7 +112,7 @@ def test_another_error_ends_the_capture() -> None:
 def test_decode_steps_of_all_sizes_share_a_stream_and_their_logits(pretended_gpu: SimpleNamespace) -> None:
     """At a vocabulary of 152,000, logits of its own for each size up to 256 would take 640 MB."""
     pytest.importorskip("triton")
-    slots = SlotState(4, 32, 16, num_params=3, device=CPU)
+    req_indices = RequestStates(4, 32, 16, num_params=3, device=CPU)
     logits = torch.zeros(4, 11)
     places: dict[int, int] = {}
 
@@ -121,14 +121,16 @@ def test_decode_steps_of_all_sizes_share_a_stream_and_their_logits(pretended_gpu
         out.fill_(len(out))
         return torch.full((len(out),), len(out))
 
-    graphs = DecodeGraphs(slots, decode, [1, 2, 4], logits, numbered([]))
+    graphs = DecodeGraphs(req_indices, decode, [1, 2, 4], logits, numbered([]))
     report = graphs.capture(GraphMemory(CPU))
     assert report.batch_sizes == (1, 2, 4)
     assert report.memory_bytes == logits.nbytes
     assert places == dict.fromkeys((1, 2, 4), logits.data_ptr())
     assert pretended_gpu.streams == 1
-    plan = StepPlan(step=0, slots=[0, 1, 2], starts=[1, 1, 1], counts=[1] * 3, samples=[True] * 3, num_decode_rows=3)
-    slots.mail.send_into = lambda target, numbers: target.copy_(numbers)  # type: ignore[assignment, method-assign]
+    plan = StepPlan(
+        step=0, req_indices=[0, 1, 2], starts=[1, 1, 1], counts=[1] * 3, samples=[True] * 3, num_decode_rows=3
+    )
+    req_indices.h2d.send_into = lambda target, numbers: target.copy_(numbers)  # type: ignore[assignment, method-assign]
     with torch.inference_mode():  # as the runner does
         replayed = graphs.replay(plan)
     assert replayed is not None

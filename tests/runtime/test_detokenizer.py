@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from small_tokenizers import byte_level, metaspace, sentencepiece, word_piece
 
 from mini_infer.core.request import SamplingParams
-from mini_infer.runtime.detokenizer import ByteStream, Detokenizer, StopChecker, WindowStream, open_stream
-from mini_infer.runtime.tokenizer import ByteTokenizer, NoTokenizer
+from mini_infer.runtime.text.detokenizer import ByteStream, Detokenizer, StopChecker, WindowStream, open_stream
+from mini_infer.runtime.text.tokenizer import ByteTokenizer, NoTokenizer
 
 FAMILIES = {
     "bytes": lambda: ByteTokenizer(512),

@@ -6,29 +6,29 @@ import numpy as np
 
 from mini_infer import SamplingParams
 from mini_infer.core.plan import Admission, Growth, StepPlan
-from mini_infer.runtime.draft_kv import DraftKV
+from mini_infer.speculative.draft_kv import DraftKV
 
 BLOCK = 4
 
 
 def make_kv() -> DraftKV:
-    return DraftKV(num_slots=3, longest=40, block_size=BLOCK, num_blocks=20, num_host_blocks=10)
+    return DraftKV(num_requests=3, longest=40, block_size=BLOCK, num_blocks=20, num_host_blocks=10)
 
 
 def plan(
-    slot: int, start: int, count: int, table: list[int] | None = None, growths: list[Growth] | None = None
+    req_index: int, start: int, count: int, table: list[int] | None = None, growths: list[Growth] | None = None
 ) -> StepPlan:
     tokens = [0] * (start + count)
-    admissions = [] if table is None else [Admission(slot, "", tokens, 1, table, SamplingParams(), 0, frozenset())]
-    return StepPlan(0, [slot], [start], [count], [True], 0, admissions=admissions, growths=growths or [])
+    admissions = [] if table is None else [Admission(req_index, "", tokens, 1, table, SamplingParams(), 0, frozenset())]
+    return StepPlan(0, [req_index], [start], [count], [True], 0, admissions=admissions, growths=growths or [])
 
 
-def computed(kv: DraftKV, slot: int) -> int:
-    return int(kv.computed(np.array([slot]))[0])
+def computed(kv: DraftKV, req_index: int) -> int:
+    return int(kv.computed(np.array([req_index]))[0])
 
 
-def advance(kv: DraftKV, slot: int, end: int) -> None:
-    kv.advance(np.array([slot]), np.array([end]))
+def advance(kv: DraftKV, req_index: int, end: int) -> None:
+    kv.advance(np.array([req_index]), np.array([end]))
 
 
 def test_a_prefix_is_there_where_the_draft_computed_it() -> None:

@@ -21,10 +21,10 @@ from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
 from mini_infer.core.grammar import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind
 from mini_infer.core.request import FinishReason
 from mini_infer.kernels.draw import pick_rows
-from mini_infer.runtime import grammar as grammar_module
-from mini_infer.runtime.grammar import GrammarCompiler
-from mini_infer.runtime.sampler import Sampler
-from mini_infer.runtime.tokenizer import NoTokenizer
+from mini_infer.runtime.sampling.sampler import Sampler
+from mini_infer.runtime.text import grammar as grammar_module
+from mini_infer.runtime.text.grammar import GrammarCompiler
+from mini_infer.runtime.text.tokenizer import NoTokenizer
 
 PLAIN = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

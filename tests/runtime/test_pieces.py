@@ -15,9 +15,9 @@ from fake_graphs import RecordingGraph, numbered
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.modeling.loader import load_spec
-from mini_infer.runtime.capture import GraphMemory
-from mini_infer.runtime.pieces import NoPieces, PiecewiseGraphs, graph_bytes, token_ladder
-from mini_infer.runtime.slots import Samples
+from mini_infer.runtime.graphs.capture import GraphMemory
+from mini_infer.runtime.graphs.pieces import NoPieces, PiecewiseGraphs, graph_bytes, token_ladder
+from mini_infer.runtime.worker.request_states import Samples
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -72,8 +72,8 @@ def with_pieces(engine: LLMEngine, sizes: list[int]) -> PiecewiseGraphs:
     """Puts recorded graphs where a GPU's would be."""
     model = engine._parts.runner._model
     store = model._store
-    spare_slot = (store.num_blocks - 1) * store.block_size
-    pieces = PiecewiseGraphs(model._model, store, sizes, spare_slot, RecordingGraph)
+    padding_index = (store.num_blocks - 1) * store.block_size
+    pieces = PiecewiseGraphs(model._model, store, sizes, padding_index, RecordingGraph)
     with torch.inference_mode():
         for size in sizes[::-1]:
             pieces._pieces[size] = pieces.capture_size(size)
@@ -223,8 +223,8 @@ def test_a_draft_model_never_looks_up_what_is_no_token_of_its_own() -> None:
         params = SamplingParams(temperature=0)
         admission = Admission(0, "", prompt, 3, [0], params, 0, frozenset())
         plan = StepPlan(0, [0], [0], [3], [True], 0, admissions=[admission])
-        runner._slots.apply(plan, [runner._sampler.admit(0, params, 0, 3, frozenset())])
-        step = runner._slots.build(plan, Samples.of(plan))
+        runner._states.apply(plan, [runner._sampler.admit(0, params, 0, 3, frozenset())])
+        step = runner._states.build(plan, Samples.of(plan))
         outputs.append(model.forward(step).clone())
         with_pieces(engine, [64])
         outputs.append(model.forward(step).clone())

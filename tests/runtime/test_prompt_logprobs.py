@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams, assets
 from mini_infer.core.request import FinishReason, TokenLogprob
-from mini_infer.runtime import prompt_logprobs
+from mini_infer.runtime.sampling import prompt_logprobs
 
 PROMPT = [40 + i * 7 % 60 for i in range(30)]
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)

@@ -17,12 +17,12 @@ from mini_infer.attention.context import AttentionBatch
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.core.plan import Admission, Growth, StepPlan
 from mini_infer.kernels.draw import NUM_PARAMS
-from mini_infer.runtime.capture import GraphMemory
-from mini_infer.runtime.drafter import NoDrafter
-from mini_infer.runtime.graphs import BatchDescriptor
-from mini_infer.runtime.row_graphs import RowGraphs, VerifiedRows, query_ladder, row_grid, row_ladder
-from mini_infer.runtime.slots import Samples, SlotState
-from mini_infer.runtime.torch_model import AttentionBackends
+from mini_infer.runtime.graphs.capture import GraphMemory
+from mini_infer.runtime.graphs.decode_graphs import BatchDescriptor
+from mini_infer.runtime.graphs.row_graphs import RowGraphs, VerifiedRows, query_ladder, row_grid, row_ladder
+from mini_infer.runtime.worker.request_states import RequestStates, Samples
+from mini_infer.runtime.worker.torch_model import AttentionBackends
+from mini_infer.speculative.drafter import NoDrafter
 
 BLOCK, SPARE_BLOCK = 4, 99
 ROWS = [(2, 9, 3), (0, 4, 1), (3, 6, 2)]  # slot, start, count
@@ -59,31 +59,42 @@ class DeviceOnly(AttentionBackend):
 DeviceOnly.__abstractmethods__ = frozenset()
 
 
-def filled_slots(lookahead: int = 4) -> SlotState:
-    slots = SlotState(5, 20, BLOCK, NUM_PARAMS, torch.device("cpu"), spare_block=SPARE_BLOCK, lookahead=lookahead)
-    tables = [[10 * slot + i for i in range(5)] for slot in range(5)]
+def filled_slots(lookahead: int = 4) -> RequestStates:
+    req_indices = RequestStates(
+        5, 20, BLOCK, NUM_PARAMS, torch.device("cpu"), padding_block=SPARE_BLOCK, lookahead=lookahead
+    )
+    tables = [[10 * req_index + i for i in range(5)] for req_index in range(5)]
     admissions = [
-        Admission(slot, "", list(range(100 * slot, 100 * slot + 20)), 5, tables[slot], SamplingParams(), 0, frozenset())
-        for slot in range(5)
+        Admission(
+            req_index,
+            "",
+            list(range(100 * req_index, 100 * req_index + 20)),
+            5,
+            tables[req_index],
+            SamplingParams(),
+            0,
+            frozenset(),
+        )
+        for req_index in range(5)
     ]
     plan = StepPlan(0, [], [], [], [], 0, admissions=admissions)
-    slots.apply(plan, [np.array([0, 0, slot, 0, 0, 0, 0], np.int32) for slot in range(5)])
-    return slots
+    req_indices.apply(plan, [np.array([0, 0, req_index, 0, 0, 0, 0], np.int32) for req_index in range(5)])
+    return req_indices
 
 
 def plan_of(rows: list[tuple[int, int, int]], following: tuple[int, ...] = ()) -> StepPlan:
-    slots, starts, counts = (list(column) for column in zip(*rows, strict=True))
+    req_indices, starts, counts = (list(column) for column in zip(*rows, strict=True))
     num_drafts = sum(counts) - len(rows)
     samples = [True] * len(rows)
-    return StepPlan(0, slots, starts, counts, samples, len(rows), num_drafts=num_drafts, following=following)
+    return StepPlan(0, req_indices, starts, counts, samples, len(rows), num_drafts=num_drafts, following=following)
 
 
 def test_rows_are_built_as_any_step_is() -> None:
-    slots = filled_slots()
+    req_indices = filled_slots()
     plan = plan_of(sorted(ROWS, key=lambda row: row[2]))
-    built = slots.build(plan, Samples.of(plan))
-    slots.pack_rows(plan, 4)
-    rows = slots.build_rows(4, query_len=4)
+    built = req_indices.build(plan, Samples.of(plan))
+    req_indices.pack_rows(plan, 4)
+    rows = req_indices.build_rows(4, query_len=4)
     real = torch.tensor([place < count for count in [*plan.counts, 0] for place in range(4)])
     for name in ("positions", "slot_mapping"):
         assert getattr(rows.step.batch, name)[real].tolist() == getattr(built.batch, name).tolist()
@@ -99,35 +110,35 @@ def test_rows_are_built_as_any_step_is() -> None:
 
 
 def test_what_no_block_is_there_for_goes_to_the_spare_one() -> None:
-    slots = filled_slots()
-    slots.apply(StepPlan(0, [], [], [], [], 0, growths=[Growth(1, 5, [77])]), [])
-    slots.pack_rows(plan_of([(1, 19, 3), (2, 19, 3)]), 2)
-    mapping = slots.build_rows(2, query_len=3).step.batch.slot_mapping.view(2, 3)
+    req_indices = filled_slots()
+    req_indices.apply(StepPlan(0, [], [], [], [], 0, growths=[Growth(1, 5, [77])]), [])
+    req_indices.pack_rows(plan_of([(1, 19, 3), (2, 19, 3)]), 2)
+    mapping = req_indices.build_rows(2, query_len=3).step.batch.slot_mapping.view(2, 3)
     assert (mapping // BLOCK).tolist() == [[14, 77, 77], [24, SPARE_BLOCK, SPARE_BLOCK]]
 
 
 def test_where_a_row_goes_on_is_known_to_the_device() -> None:
-    slots = filled_slots()
-    slots.pack_rows(plan_of([(0, 4, 3), (3, 6, 3)]), 2)
-    built = slots.build_rows(2, query_len=3)
-    slots.settle(built, torch.tensor([5, 7, 8, 307, 308, 310]), None, 1000)  # of drafts 5, 6 and 307, 308
-    assert slots.history[0, :9].tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 8]
-    slots.pack_rows(plan_of([(0, 7, 2), (3, 9, 2)], following=(0, 1)), 2)
-    rows = slots.build_rows(2, query_len=2)
+    req_indices = filled_slots()
+    req_indices.pack_rows(plan_of([(0, 4, 3), (3, 6, 3)]), 2)
+    built = req_indices.build_rows(2, query_len=3)
+    req_indices.settle(built, torch.tensor([5, 7, 8, 307, 308, 310]), None, 1000)  # of drafts 5, 6 and 307, 308
+    assert req_indices.history[0, :9].tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 8]
+    req_indices.pack_rows(plan_of([(0, 7, 2), (3, 9, 2)], following=(0, 1)), 2)
+    rows = req_indices.build_rows(2, query_len=2)
     assert rows.step.batch.positions.tolist() == [6, 7, 9, 10], "one of two drafts was accepted, and both"
     assert rows.step.token_ids.tolist() == [7, 8, 310, 310]
-    slots.pack_rows(plan_of([(0, 5, 2), (3, 9, 2)], following=(1,)), 2)
-    assert slots.build_rows(2, query_len=1).step.batch.positions.tolist() == [5, 9]
+    req_indices.pack_rows(plan_of([(0, 5, 2), (3, 9, 2)], following=(1,)), 2)
+    assert req_indices.build_rows(2, query_len=1).step.batch.positions.tolist() == [5, 9]
 
 
 def test_a_draft_model_reads_two_tokens_first() -> None:
-    slots = filled_slots()
-    slots.pack_rows(plan_of([(4, 9, 3)]), 2)
-    first = slots.build_rows(2, query_len=2, shift=-1, drafting=True).step
+    req_indices = filled_slots()
+    req_indices.pack_rows(plan_of([(4, 9, 3)]), 2)
+    first = req_indices.build_rows(2, query_len=2, shift=-1, drafting=True).step
     assert first.batch.positions.tolist() == [8, 9, 0, 0]
     assert first.sampled(torch.arange(4)).tolist() == [1, 3]
     assert first.batch.seq_lens.tolist() == [10, 1]
-    second = slots.build_rows(2, query_len=1, shift=1, drafting=True).step
+    second = req_indices.build_rows(2, query_len=1, shift=1, drafting=True).step
     assert second.batch.positions.tolist() == [10, 1]
     assert second.sampled_tokens is None
 
@@ -150,10 +161,12 @@ def test_a_batch_takes_the_next_larger_graph() -> None:
     def verify(num_rows: int, query_len: int, draft_logits: Tensor | None, out: Tensor | None = None) -> VerifiedRows:
         ran.append((num_rows, query_len, out is not None))
         zeros = torch.zeros(num_rows * query_len, dtype=torch.int64)
-        return VerifiedRows(slots.build_rows(num_rows, query_len), zeros[:, None], zeros, torch.stack((zeros, zeros)))
+        return VerifiedRows(
+            req_indices.build_rows(num_rows, query_len), zeros[:, None], zeros, torch.stack((zeros, zeros))
+        )
 
-    slots = filled_slots()
-    graphs = RowGraphs(slots, NoDrafter().chain, verify, RecordingGraph)
+    req_indices = filled_slots()
+    graphs = RowGraphs(req_indices, NoDrafter().chain, verify, RecordingGraph)
     grid = [BatchDescriptor(rows, length) for rows in (2, 4) for length in (2, 3)]
     report = graphs.capture(grid, lambda rows: torch.zeros(rows, 1), None, GraphMemory(torch.device("cpu")))
     assert report.batch_sizes == (4, 6, 8, 12)
@@ -167,7 +180,7 @@ def test_a_batch_takes_the_next_larger_graph() -> None:
     with torch.inference_mode():
         assert graphs.verify(BatchDescriptor(4, 3), None).logits.shape == (12, 1)
         assert not ran, "replayed"
-        slots.pack_rows(plan_of(ROWS), 5)
+        req_indices.pack_rows(plan_of(ROWS), 5)
         graphs.verify(BatchDescriptor(5, 2), None)
     assert ran == [(5, 2, False)], "what was not captured runs eagerly"
 
@@ -191,7 +204,7 @@ def test_tokens_are_the_same_through_graphs_of_rows(
     expected = [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
     steps = engine._parts.runner._drafts
     draft_model = steps._drafter._model
-    graphs = RowGraphs(steps._slots, steps._drafter.chain, steps.verify, RecordingGraph)
+    graphs = RowGraphs(steps._states, steps._drafter.chain, steps.verify, RecordingGraph)
     with monkeypatch.context() as patch:
         for model in (steps._model, draft_model):
             choice = dataclasses.replace(model._backends.decode, backend=DeviceOnly())

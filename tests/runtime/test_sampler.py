@@ -13,7 +13,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from mini_infer.core.request import SamplingParams
 from mini_infer.kernels.draw import pick_rows
-from mini_infer.runtime.sampler import Sampler
+from mini_infer.runtime.sampling.sampler import Sampler
 
 PATHS = [  # where the logits lie, and the main path: none, the torch reference of one, or the fused kernels
     ("cpu", None),

@@ -12,7 +12,7 @@ from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Layout, SchedulerConfig
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus, SamplingParams
-from mini_infer.runtime.scheduler import Scheduler, TokenUpdate
+from mini_infer.runtime.scheduler.scheduler import Scheduler, TokenUpdate
 
 BLOCK = 4
 
@@ -99,7 +99,7 @@ def test_static_batch_admits_the_next_requests_only_when_all_of_it_is_done() -> 
     bench.add("a", 4, max_tokens=1)
     b = bench.add("b", 4, max_tokens=4)
     c = bench.add("c", 4)
-    assert len(bench.step().slots) == 2
+    assert len(bench.step().req_indices) == 2
     while not b.finished:
         assert bench.step().counts == [1]
         assert c.status is RequestStatus.waiting
@@ -122,7 +122,7 @@ def test_last_arrival_gives_way_and_is_computed_again() -> None:
     bench.step()  # both tables are full: 8 tokens each
     plan = bench.step()
     assert plan.preempted == ["b"]
-    assert len(plan.slots) == 1
+    assert len(plan.req_indices) == 1
     assert (b.status, b.num_computed_tokens, b.block_table) == (RequestStatus.waiting, 0, [])
     assert b.num_preemptions == 1
     while not a.finished:
@@ -353,7 +353,7 @@ def test_abort_in_every_state_gives_everything_back(state: str) -> None:
     bench.scheduler.check_integrity()
     usage = bench.scheduler.usage()
     assert usage.used_blocks == usage.host_blocks_used == 0
-    assert not bench.plan().slots
+    assert not bench.plan().req_indices
 
 
 def test_request_ends_by_stop_token_length_and_not_before_min_tokens() -> None:
@@ -394,5 +394,5 @@ def test_plan_is_a_plain_record() -> None:
 
 
 def test_scheduler_and_cache_bookkeeping_need_no_torch() -> None:
-    code = "import sys, mini_infer.runtime.scheduler; sys.exit('torch' in sys.modules)"
+    code = "import sys, mini_infer.runtime.scheduler.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

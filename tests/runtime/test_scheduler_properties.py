@@ -22,11 +22,11 @@ from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import DryConfig
 from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import CompletionOutput, FinishReason, Request, RequestOutput, TokenLogprob
-from mini_infer.runtime.draft_kv import DraftKV
-from mini_infer.runtime.draft_steps import DraftSteps
-from mini_infer.runtime.drafter import DraftModel
-from mini_infer.runtime.dry import DryModel
-from mini_infer.runtime.scheduler import Scheduler
+from mini_infer.runtime.executor.dry_model import DryModel
+from mini_infer.runtime.scheduler.scheduler import Scheduler
+from mini_infer.speculative.draft_kv import DraftKV
+from mini_infer.speculative.draft_steps import DraftSteps
+from mini_infer.speculative.drafter import DraftModel
 
 MAX_LEN = 48
 PREFIXES = [[65 + i % 20 for i in range(40)], [65 + i % 20 for i in range(18)] + [50] * 22, [97] * 40]
@@ -124,10 +124,10 @@ class Inexact(DryModel):
 
 def with_draft_model(engine: LLMEngine, right: float) -> None:
     """Gives the engine one that computes what the scheduler asks it to."""
-    runner, kv, slots = engine._parts.runner, engine.scheduler.kv, engine._parts.runner._slots
+    runner, kv, slots = engine._parts.runner, engine.scheduler.kv, engine._parts.runner._states
     drafter = DraftModel(
         Inexact(right, kv.num_blocks, kv.block_size, kv.num_host_blocks),  # type: ignore[arg-type]
-        DraftKV(slots.spare_slot, slots.max_model_len, kv.block_size, kv.num_blocks + 1, kv.num_host_blocks),
+        DraftKV(slots.padding_index, slots.max_model_len, kv.block_size, kv.num_blocks + 1, kv.num_host_blocks),
         slots,
         runner._sampler,
         vocab_size=engine.vocab_size,

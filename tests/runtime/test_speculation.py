@@ -11,11 +11,12 @@ import torch
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import StepPlan, StepResult, count_drafts
 from mini_infer.modeling.loader import load_spec
-from mini_infer.runtime import build, speculation
-from mini_infer.runtime.speculation import check_draft
-from mini_infer.runtime.tokenizer import load_tokenizer
+from mini_infer.runtime.text.tokenizer import load_tokenizer
+from mini_infer.runtime.worker import build
+from mini_infer.speculative import loading as speculation
 from mini_infer.speculative.adapt import DraftLengths
 from mini_infer.speculative.costs import StepCosts
+from mini_infer.speculative.loading import check_draft
 
 TINY = {"path": "tiny-target", "device": "cpu", "max_model_len": 128}
 DRAFT = {"method": "draft", "draft": {"path": "tiny-draft"}, "adaptive": False}

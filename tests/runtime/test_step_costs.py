@@ -9,12 +9,12 @@ import pytest
 
 from mini_infer import EngineConfig, LLMEngine
 from mini_infer.core.plan import StepPlan, StepResult
-from mini_infer.runtime import step_costs
-from mini_infer.runtime.graphs import BatchDescriptor
-from mini_infer.runtime.memory import Limits
-from mini_infer.runtime.step_costs import measure_costs
+from mini_infer.runtime.graphs.decode_graphs import BatchDescriptor
+from mini_infer.runtime.worker.memory import Limits
+from mini_infer.speculative import step_costs
 from mini_infer.speculative.adapt import DraftLengths
 from mini_infer.speculative.costs import StepCosts
+from mini_infer.speculative.step_costs import measure_costs
 
 
 def costs_of(**dry: float) -> DraftLengths:
@@ -69,7 +69,7 @@ class Machine:
     def collect(self, plan: StepPlan) -> StepResult:
         self.under_way -= 1
         self.now += self._reading * 1e-3
-        return StepResult([[] for _ in plan.slots], draft_s=plan.num_drafts * self._drafts * 1e-3)
+        return StepResult([[] for _ in plan.req_indices], draft_s=plan.num_drafts * self._drafts * 1e-3)
 
 
 def measured(

@@ -7,7 +7,7 @@ from small_tokenizers import byte_level, sentencepiece
 
 from mini_infer.core.config import DryConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ModelError, RequestError
-from mini_infer.runtime.tokenizer import ByteTokenizer, HFTokenizer, NoTokenizer, load_tokenizer
+from mini_infer.runtime.text.tokenizer import ByteTokenizer, HFTokenizer, NoTokenizer, load_tokenizer
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "日本"}]
 

@@ -10,7 +10,7 @@ import pytest
 from served import HandDrivenServer, dry_config
 
 from mini_infer import EngineConfig
-from mini_infer.serving.launch import EngineProcess
+from mini_infer.serving.processes.launch import EngineProcess
 
 
 @pytest.fixture(scope="module", autouse=True)

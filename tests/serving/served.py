@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
-from mini_infer.serving.async_engine import AsyncEngine
-from mini_infer.serving.engine_process import EngineServer
-from mini_infer.serving.launch import MAX_QUEUED
-from mini_infer.serving.stream import Stream
-from mini_infer.serving.wire import (
+from mini_infer.serving.api.stream import Stream
+from mini_infer.serving.processes.async_engine import AsyncEngine
+from mini_infer.serving.processes.engine_process import EngineServer
+from mini_infer.serving.processes.launch import MAX_QUEUED
+from mini_infer.serving.processes.wire import (
     Add,
     Command,
     Delta,

@@ -9,9 +9,9 @@ import pytest
 from served import ENDLESS, PROMPT, SHORT, TIMEOUT_S, dry_config, until, whole, with_engine
 
 from mini_infer import LLMEngine, RequestError, SamplingParams
-from mini_infer.serving.async_engine import AsyncEngine, EngineDead, QueueFull
-from mini_infer.serving.launch import EngineProcess
-from mini_infer.serving.wire import Delta, Stats
+from mini_infer.serving.processes.async_engine import AsyncEngine, EngineDead, QueueFull
+from mini_infer.serving.processes.launch import EngineProcess
+from mini_infer.serving.processes.wire import Delta, Stats
 
 
 @pytest.mark.parametrize("streaming", [True, False])

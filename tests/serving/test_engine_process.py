@@ -30,8 +30,8 @@ from served import (
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import replace
-from mini_infer.serving.async_engine import AsyncEngine, EngineDead
-from mini_infer.serving.wire import Abort, Outputs, Refused, Stats
+from mini_infer.serving.processes.async_engine import AsyncEngine, EngineDead
+from mini_infer.serving.processes.wire import Abort, Outputs, Refused, Stats
 
 MakeServer = Callable[..., HandDrivenServer]
 
@@ -330,7 +330,7 @@ def test_the_engine_process_ends_with_its_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "from mini_infer import EngineConfig\n"
-        "from mini_infer.serving.launch import EngineProcess\n"
+        "from mini_infer.serving.processes.launch import EngineProcess\n"
         "process = EngineProcess(EngineConfig.from_dict({'model': {'load_format': 'dry'}}))\n"
         "print(process.pid, process.socket_path, flush=True)\n"
         "input()\n"

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from http_server import ROOT, Server, running, wait_for
 
-from mini_infer.serving.web import _pass_signals_to
+from mini_infer.serving.api.web import _pass_signals_to
 
 TEXT = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 8000, "ignore_eos": True}  # 80 s with steps of 10 ms
@@ -284,7 +284,7 @@ def test_uvicorn_reads_the_environment() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     own = {"MINI_INFER_DRY_RUN": "true", "MINI_INFER_CACHE__BLOCK_SIZE": "32", "MINI_INFER_SERVED_MODEL_NAME": "mine"}
-    command = [sys.executable, "-m", "uvicorn", "mini_infer.serving.app:app", "--port", str(port)]
+    command = [sys.executable, "-m", "uvicorn", "mini_infer.serving.api.app:app", "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **own}, stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mini_infer.serving.histograms import BOUNDS, Histogram
 from mini_infer.serving.metrics import HISTOGRAMS, Metrics
-from mini_infer.serving.wire import Ready, Stats
+from mini_infer.serving.processes.wire import Ready, Stats
 
 
 @pytest.fixture(scope="module")

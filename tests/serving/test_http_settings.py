@@ -14,7 +14,7 @@ from http_server import DRY, ROOT
 from mini_infer.cli.serve import main, parse
 from mini_infer.core.config import LoadFormat, When
 from mini_infer.core.errors import ConfigError
-from mini_infer.serving.app import create_app
+from mini_infer.serving.api.app import create_app
 from mini_infer.serving.settings import ServerSettings, from_environment, table
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 
-from mini_infer.serving.app import create_app
+from mini_infer.serving.api.app import create_app
 
 KEY = {"Authorization": "Bearer secret"}
 SMALL = ("--model.dry.max_model_len", "256", "--scheduler.max_num_seqs", "16", "--max-queued", "16")

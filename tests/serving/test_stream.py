@@ -8,9 +8,9 @@ from collections.abc import Collection
 import pytest
 
 from mini_infer.core.errors import RequestError
-from mini_infer.serving.body import begun
-from mini_infer.serving.stream import Blocked, Stream
-from mini_infer.serving.wire import Delta
+from mini_infer.serving.api.body import begun
+from mini_infer.serving.api.stream import Blocked, Stream
+from mini_infer.serving.processes.wire import Delta
 
 
 class Written:

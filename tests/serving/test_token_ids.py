@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mini_infer.serving.completions import CompletionRenderer
-from mini_infer.serving.schema import CompletionRequest
-from mini_infer.serving.wire import Delta
+from mini_infer.serving.api.completions import CompletionRenderer
+from mini_infer.serving.api.schema import CompletionRequest
+from mini_infer.serving.processes.wire import Delta
 
 
 def renderer(**body: Any) -> CompletionRenderer:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mini_infer.core.request import SamplingParams
 from mini_infer.core.uniforms import DRAFT, hash_seeds
 from mini_infer.kernels.draw import NUM_PARAMS, PARAM_COLUMNS, Draw, encode, pick_rows, truncate
-from mini_infer.runtime.runner import keep_accepted
+from mini_infer.runtime.worker.model_runner import keep_accepted
 from mini_infer.speculative.verify import NO_DRAFT
 
 Verify = Callable[..., Tensor]

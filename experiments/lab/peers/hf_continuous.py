@@ -24,7 +24,7 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import load_spec, resolve_device
-from mini_infer.runtime.memory import CPU_KV_GIB
+from mini_infer.runtime.worker.memory import CPU_KV_GIB
 
 CPU_BATCH_TOKENS = 1024  # of one step: its mask has so many rows over the whole pool; 512 to 4096 were equally fast
 POLL_S = 1.0  # how often a wait looks whether the manager's thread still lives

@@ -32,7 +32,7 @@ from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig, LoadFormat, replace
 from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
-from mini_infer.runtime.memory import weight_bytes
+from mini_infer.runtime.worker.memory import weight_bytes
 
 MODULES = {
     Kind.hf: "experiments.lab.peers.hf",

@@ -1,0 +1,152 @@
+"""What all captures of CUDA graphs have in common: memory, stream, order, and what happens where memory is short."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from mini_infer.runtime.worker.startup import CaptureReport
+
+
+class Graph(Protocol):
+    """What is used of a torch.cuda.CUDAGraph."""
+
+    def capture_begin(self, pool: Any = None) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+
+class Replayable(Protocol):
+    def replay(self) -> None: ...
+
+
+Captured = TypeVar("Captured", bound=Replayable)
+
+
+class GraphMemory:
+    """What an engine's graphs share, since only one of them runs at a time: a pool of memory and the stream that they
+    are captured on.
+
+    A pool's memory is used again only on the stream that it was taken for, and cuBLAS keeps a workspace (32 MiB on
+    Hopper) for each stream that it has worked on. So a second stream would cost both.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Runs what is captured next, which compiles kernels and makes library handles: capture forbids both."""
+        run()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # what it took is not the pool's
+
+
+class Cutter:
+    """Captures what runs while it is open, on the current stream: as one graph for each stretch between two cuts, and
+    as one graph where there are none. Whatever happens, no capture is left open."""
+
+    def __init__(self, new_graph: Callable[[], Graph], pool: Any) -> None:
+        self._new_graph = new_graph
+        self._pool = pool
+        self._open: Graph | None = None
+        self.graphs: list[Graph] = []
+
+    def __enter__(self) -> Cutter:
+        self._begin()
+        return self
+
+    def cut(self) -> None:
+        self._end()
+        self._begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._end()
+            return
+        with contextlib.suppress(RuntimeError):  # a capture that was broken says so, and `error` is the reason
+            self._end()
+
+    def _begin(self) -> None:
+        graph = self._new_graph()
+        graph.capture_begin(pool=self._pool)
+        self._open = graph
+
+    def _end(self) -> None:
+        graph, self._open = self._open, None
+        if graph is not None:
+            graph.capture_end()
+            self.graphs.append(graph)
+
+
+def capture_sizes(
+    sizes: Sequence[int],
+    capture: Callable[[int], Captured],
+    unit: str,
+    memory: GraphMemory,
+    static_bytes: int,
+    progress: Callable[[list[int]], Iterable[int]],
+) -> tuple[dict[int, Captured], CaptureReport]:
+    """Captures the sizes while nothing else runs on the GPU, the largest first: the others fit into its memory. One
+    that finds no memory is left out, and the report says so.
+
+    Args:
+        capture: captures one size, on the current stream.
+        unit: of a size, for the report.
+        static_bytes: of tensors that the graphs read and write, for the report: they have been taken already.
+    """
+    device, start = memory.device, time.perf_counter()
+    gc.collect()  # not during a capture: what it frees might be a graph
+    torch.cuda.empty_cache()  # what others have left is not counted as saved
+    free = torch.cuda.mem_get_info(device)[0]
+    captured: dict[int, Captured] = {}
+    limits = []
+    current = torch.cuda.current_stream(device)
+    memory.stream.wait_stream(current)
+    with torch.cuda.stream(memory.stream):
+        for size in progress(sorted(sizes, reverse=True)):
+            graphs = _try(capture, size, device)
+            if graphs is not None:
+                captured[size] = graphs
+                continue
+            # Not in _try: as long as the error is handled, its traceback holds what the size has taken. And a pool that
+            # has no graphs left must be empty before the next one is captured into it.
+            torch.cuda.empty_cache()
+            limits.append(f"no graph for {size} {unit}: out of GPU memory during capture")
+    current.wait_stream(memory.stream)
+    taken = free - torch.cuda.mem_get_info(device)[0]
+    return captured, CaptureReport(
+        batch_sizes=tuple(sorted(captured)),
+        seconds=time.perf_counter() - start,
+        memory_bytes=taken + static_bytes,
+        limits=tuple(limits),
+    )
+
+
+def _try(capture: Callable[[int], Captured], size: int, device: torch.device) -> Captured | None:
+    """None where it finds no memory."""
+    try:
+        graphs = capture(size)
+        graphs.replay()  # of padding: the first launch of a graph takes memory
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    return graphs
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Of torch's allocator, or of the driver, which takes memory for a graph by itself and has no error of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)

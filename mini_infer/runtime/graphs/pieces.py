@@ -1,0 +1,206 @@
+"""Piecewise CUDA graphs, for steps with prompts in them: everything between two attention calls as one launch.
+
+    token_ids, positions, slot_mapping --> [ graph 0 ] --> attend(0) --> [ graph 1 ] --> ... --> [ graph L ] --> hidden
+
+Attention depends on the rows of a step and on their lengths, so it is called as ever. All else depends on the number
+of tokens alone: there are graphs for a ladder of token counts, and a step takes the next larger one. It is filled up
+with padding tokens, which write to the spare block and whose results nobody reads. All graphs share one memory pool
+(runtime/graphs/capture.py).
+
+A graph knows addresses and nothing else. So what a graph reads is the model's parameters, the KV store, the static
+tensors of `_Static`, or memory of the pool that an earlier graph of the same step has written. The last is safe
+because the forward that is captured holds whatever it reads later (the residual stream, cos and sin) across its cuts.
+
+Kernels that are launched as programmatic dependents (kernels/pdl.py) stay safe: a graph starts when all that its
+stream did before has ended, attention's kernels included, so its first kernel has nothing to wait for; inside, the
+order is that of the stream it was captured on; and what follows a graph starts when all its kernels have ended. So
+each cut is a barrier, and a `gdc_wait` never has to see beyond one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mini_infer.attention.context import AttentionBatch, AttentionContext
+from mini_infer.cache.kv_store import KVStore
+from mini_infer.core.config import PREFILL_GRAPH_STEP
+from mini_infer.modeling.decoder import Decoder
+from mini_infer.modeling.spec import ModelSpec
+from mini_infer.runtime.graphs.capture import Cutter, Graph, GraphMemory, capture_sizes
+from mini_infer.runtime.worker.startup import CaptureReport
+
+
+def token_ladder(max_prefill_tokens: int, max_num_batched_tokens: int) -> list[int]:
+    """Token counts to capture, ascending. None of them is of use beyond the first that takes any step."""
+    largest = min(max_prefill_tokens, -(-max_num_batched_tokens // PREFILL_GRAPH_STEP) * PREFILL_GRAPH_STEP)
+    return list(range(PREFILL_GRAPH_STEP, largest + 1, PREFILL_GRAPH_STEP))
+
+
+def graph_bytes(spec: ModelSpec, dtype: torch.dtype, sizes: Sequence[int]) -> int:
+    """About how much memory the graphs of these token counts take; CaptureReport tells what it was.
+
+    The tensors of the largest size are counted as if a layer freed none. What the driver keeps of a graph is an
+    estimate, meant to be too high: 256 KiB for some ten kernels. cuBLAS takes up to 32 MiB for the stream of capture.
+    """
+    if not sizes:
+        return 0
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim  # the merged projection, and q again
+    layer = 4 * spec.hidden_size + heads + 3 * spec.intermediate_size
+    static = spec.hidden_size + 2 * spec.num_heads * spec.head_dim
+    graphs = len(sizes) * (spec.num_layers + 1)
+    return max(sizes) * (layer + static) * dtype.itemsize + graphs * 256 * 2**10 + 32 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class _Static:
+    """Where graphs read and write, whatever their size: a size takes the first rows."""
+
+    token_ids: Tensor  # [max] int64
+    positions: Tensor  # [max] int64
+    slot_mapping: Tensor  # [max] int64
+    q: Tensor  # [max, num_heads, head_dim], of the layer that attends next
+    attended: Tensor  # q's shape
+    hidden: Tensor  # [max, hidden_size], what the step gives
+
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in vars(self).values())
+
+
+@dataclass(frozen=True, eq=False)
+class _Pieces:
+    before: list[tuple[Graph, int]]  # each with the layer that attends after it
+    last: Graph
+
+    def replay(self) -> None:
+        """Without attention."""
+        for graph, _ in self.before:
+            graph.replay()
+        self.last.replay()
+
+
+class _CutContext(AttentionContext):
+    """Tokens and no rows: K and V are stored, and where a layer attends, the capture is cut."""
+
+    def __init__(self, size: int, static: _Static, store: KVStore, cut: Callable[[int], None]) -> None:
+        none = torch.empty(0, dtype=torch.int32, device=store.device)
+        batch = AttentionBatch(
+            positions=static.positions[:size],
+            slot_mapping=static.slot_mapping[:size],
+            block_tables=none[:, None],
+            query_starts=none,
+            seq_lens=none,
+            num_decode_rows=0,
+            decode_query_len=1,
+            max_decode_seq_len=0,
+            max_prefill_query_len=0,
+            max_prefill_seq_len=0,
+            host_query_starts=None,
+            host_seq_lens=None,
+        )
+        self.batch, self._kv_store = batch, store  # and no backend: nobody attends here
+        self._static, self._cut = static, cut
+
+    def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+        tokens = q.shape[0]
+        self._static.q[:tokens].copy_(q)
+        self._cut(layer)
+        return self._static.attended[:tokens]
+
+
+class PiecewiseGraphs:
+    """
+    Args:
+        sizes: token counts to capture.
+        padding_slot: the slot of the KV store that padding tokens write to.
+        new_graph: makes a graph that captures on the current stream.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        store: KVStore,
+        sizes: Sequence[int],
+        padding_slot: int,
+        new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._sizes = sorted(sizes)
+        self._padding_slot = padding_slot
+        self._new_graph = new_graph
+        self._pieces: dict[int, _Pieces] = {}
+        spec, largest = model.spec, self._sizes[-1]
+        # Zeros: a graph of any size finds tokens, positions and slots that exist, whatever step was there before.
+        rows = torch.zeros((3, largest), dtype=torch.int64, device=store.device)
+        q = torch.zeros((2, largest, spec.num_heads, spec.head_dim), dtype=store.dtype, device=store.device)
+        hidden = torch.zeros((largest, spec.hidden_size), dtype=store.dtype, device=store.device)
+        rows[2] = padding_slot
+        self._static = _Static(rows[0], rows[1], rows[2], q[0], q[1], hidden)
+
+    @torch.inference_mode()
+    def capture(self, memory: GraphMemory, progress: Callable[[list[int]], Iterable[int]] = iter) -> CaptureReport:
+        """Captures all sizes, on a GPU."""
+
+        def capture(size: int) -> _Pieces:
+            memory.warm_up(lambda: self._run(self._context(size, lambda layer: None)))
+            return self.capture_size(size, memory.pool)
+
+        self._pieces, report = capture_sizes(self._sizes, capture, "tokens", memory, self._static.num_bytes(), progress)
+        return report
+
+    def capture_size(self, size: int, pool: Any = None) -> _Pieces:
+        """Captures one forward on the current stream. Whatever it raises, it leaves nothing half captured."""
+        layers: list[int] = []
+        cutter = Cutter(self._new_graph, pool)
+
+        def cut(layer: int) -> None:
+            layers.append(layer)
+            cutter.cut()
+
+        context = self._context(size, cut)
+        with cutter:
+            self._run(context)
+        *before, last = cutter.graphs
+        return _Pieces(list(zip(before, layers, strict=True)), last)
+
+    def _context(self, size: int, cut: Callable[[int], None]) -> _CutContext:
+        return _CutContext(size, self._static, self._store, cut)
+
+    def _run(self, context: _CutContext) -> None:
+        """A forward between static tensors."""
+        static, size = self._static, context.batch.num_tokens
+        hidden = self._model(static.token_ids[:size], static.positions[:size], context)
+        # Copied, so that sizes share one tensor rather than each holding its own.
+        static.hidden[:size].copy_(hidden)
+
+    def replay(self, token_ids: Tensor, context: AttentionContext) -> Tensor | None:
+        """Hidden states [T, hidden_size] of a step of tokens [T], which stay until the next replay. None where there
+        are too many."""
+        count = token_ids.shape[0]
+        size = next((size for size in self._sizes if size >= count and size in self._pieces), None)
+        if size is None:
+            return None
+        static, pieces = self._static, self._pieces[size]
+        # Padding keeps the tokens and positions of an earlier step, but must not write where they did.
+        static.token_ids[:count].copy_(token_ids)
+        static.positions[:count].copy_(context.batch.positions)
+        static.slot_mapping[:count].copy_(context.batch.slot_mapping)
+        static.slot_mapping[count:size].fill_(self._padding_slot)
+        q, attended = static.q[:count], static.attended[:count]
+        for graph, layer in pieces.before:
+            graph.replay()
+            context.attend(layer, q, out=attended)
+        pieces.last.replay()
+        return static.hidden[:count]
+
+
+class NoPieces:
+    """Every operation is launched by itself."""
+
+    def replay(self, token_ids: Tensor, context: AttentionContext) -> None:
+        return None

@@ -1,0 +1,200 @@
+"""From tokens to what the caller sees: text, stop strings, logprobs, and the n completions of one request together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from mini_infer.core.plan import StepResult
+from mini_infer.core.request import (
+    CompletionOutput,
+    FinishReason,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprob,
+)
+from mini_infer.runtime.scheduler.scheduler import TokenUpdate
+from mini_infer.runtime.text.detokenizer import Detokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Ending(NamedTuple):
+    """A request that its text has ended."""
+
+    request: Request
+    reason: FinishReason
+    stop_reason: str | None
+    num_dropped: int = 0  # tokens of the same step behind the one that completed the stop string
+
+
+class _Completion:
+    """What one of a request's n sequences has produced so far."""
+
+    def __init__(self, index: int, request: Request, detokenizer: Detokenizer, stream: bool) -> None:
+        self.index = index
+        self.request = request
+        self.detokenizer = detokenizer
+        self.detokenizes_every_step = stream or bool(request.params.stop)
+        self.texts: list[str] = []
+        self.logprobs: list[TokenLogprob] | None = [] if request.params.logprobs is not None else None
+        self._detokenized = request.prompt_len  # tokens that have become text, or need not
+        self._reported_tokens = request.prompt_len  # what the caller has seen
+        self._reported_texts = 0
+
+    def detokenize(self) -> None:
+        """Turns the tokens since the last call into text. The token that ended the request is no text."""
+        request = self.request
+        end = request.num_tokens - request.ended_by_token
+        if end > self._detokenized:
+            self.texts.append(self.detokenizer.append(request.token_ids[self._detokenized : end]))
+            self._detokenized = end
+        if request.finish_reason is not None:
+            self.texts.append(self.detokenizer.finish())
+
+    def drop_tokens_behind_stop_string(self) -> int:
+        """Forgets the tokens that came with the one that ended the text, but after it. Returns their number."""
+        request = self.request
+        num_tokens = request.prompt_len + self.detokenizer.num_tokens
+        dropped = request.num_tokens - num_tokens
+        if dropped:
+            request.num_tokens, request.ended_by_token = num_tokens, False
+            del request.token_ids[num_tokens:], request.token_times[num_tokens - request.prompt_len :]
+            if self.logprobs is not None:
+                del self.logprobs[num_tokens - request.prompt_len :]
+        return dropped
+
+    def output(self) -> CompletionOutput:
+        """Everything since the last call."""
+        request, texts = self.request, self.texts
+        num_texts, num_tokens, reason = len(texts), request.num_tokens, request.finish_reason
+        first_text, self._reported_texts = self._reported_texts, num_texts
+        first_token, self._reported_tokens = self._reported_tokens, num_tokens
+        return CompletionOutput(
+            self.index,
+            texts[-1] if num_texts == first_text + 1 else "".join(texts[first_text:]),
+            request.token_ids[first_token:num_tokens],
+            reason,
+            request.stop_reason,
+            None if reason is None else _metrics(request),
+            texts,
+            num_texts,
+            request.token_ids,
+            (request.prompt_len, num_tokens),
+            self.logprobs,
+        )
+
+
+class _Group:
+    """The n sequences of one request of the caller's."""
+
+    def __init__(
+        self, request_id: str, prompt: str | None, sequences: list[tuple[Request, Detokenizer]], stream: bool
+    ) -> None:
+        leader = sequences[0][0]
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = leader.token_ids[: leader.prompt_len]
+        self.stream = stream
+        self.completions = [_Completion(i, request, detok, stream) for i, (request, detok) in enumerate(sequences)]
+        self.several = len(sequences) > 1
+        self.num_unfinished = len(sequences)
+        self.owes_prompt_logprobs = leader.prompt_logprobs is not None
+
+    def report(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        output = RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, not self.num_unfinished, outputs)
+        if self.owes_prompt_logprobs:
+            logprobs = self.completions[0].request.prompt_logprobs
+            if logprobs is not None and len(logprobs) == len(self.prompt_token_ids):
+                output.prompt_logprobs, self.owes_prompt_logprobs = logprobs, False
+        return output
+
+
+class OutputProcessor:
+    """Keeps the text state of every unfinished request."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _Group] = {}
+        self._of_request: dict[Request, tuple[_Group, _Completion]] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._groups
+
+    def add(
+        self, request_id: str, prompt: str | None, sequences: list[tuple[Request, Detokenizer]], stream: bool
+    ) -> None:
+        """`stream`: an output for every step that brings something new; else one at the end, which costs less."""
+        group = _Group(request_id, prompt, sequences, stream)
+        self._groups[request_id] = group
+        for completion in group.completions:
+            self._of_request[completion.request] = (group, completion)
+
+    def unfinished(self, request_id: str | None = None) -> list[Request]:
+        """The unfinished sequences of a request, or of all."""
+        if request_id is None:
+            return list(self._of_request)
+        group = self._groups.get(request_id)
+        return [c.request for c in group.completions if c.request in self._of_request] if group else []
+
+    def process(self, updates: Sequence[TokenUpdate], result: StepResult) -> list[Ending]:
+        """Takes in a step's tokens. Returns the requests that their text ends: by a stop string, or because it
+        cannot be made. The caller ends them before it collects the outputs."""
+        endings = []
+        of_request = self._of_request
+        for request, token_ids, row in updates:
+            _, completion = of_request[request]
+            if completion.logprobs is not None:
+                completion.logprobs += result.logprobs[row][: len(token_ids)]
+            if not completion.detokenizes_every_step and request.finish_reason is None:
+                continue
+            try:
+                completion.detokenize()
+            except Exception:  # one request's text must not cost the others theirs
+                logger.exception("request %r ends, because its tokens cannot be made text", request.request_id)
+                endings.append(Ending(request, FinishReason.error, None))
+                continue
+            if request.params.stop:
+                stop = completion.detokenizer.stop_string
+                if stop is not None:
+                    dropped = completion.drop_tokens_behind_stop_string()
+                    endings.append(Ending(request, FinishReason.stop, stop, dropped))
+        return endings
+
+    def collect(self, requests: Iterable[Request]) -> list[RequestOutput]:
+        """The outputs that the caller gets after `requests` have changed."""
+        outputs = []
+        several: dict[_Group, list[_Completion]] = {}  # what has changed of requests with n > 1
+        of_request = self._of_request
+        for request in requests:
+            group, completion = of_request[request]
+            if request.finish_reason is not None:
+                del of_request[request]
+                group.num_unfinished -= 1
+                if not group.num_unfinished:
+                    del self._groups[group.request_id]
+            if group.several:
+                several.setdefault(group, []).append(completion)
+            elif group.stream or not group.num_unfinished:
+                outputs.append(group.report([completion.output()]))
+        for group, changed in several.items():
+            if group.stream or not group.num_unfinished:
+                outputs.append(group.report([c.output() for c in (changed if group.stream else group.completions)]))
+        return outputs
+
+    def finish_texts(self, requests: Iterable[Request]) -> None:
+        """Completes the text of requests that end without a token: held-back characters come out."""
+        for request in requests:
+            if request.finish_reason is not FinishReason.error:
+                self._of_request[request][1].detokenize()
+
+
+def _metrics(request: Request) -> RequestMetrics:
+    return RequestMetrics(
+        arrival_time=request.arrival_time,
+        first_scheduled_time=request.first_scheduled_time,
+        token_times=tuple(request.token_times),
+        num_cached_tokens=request.num_cached_tokens or 0,
+        num_preemptions=request.num_preemptions,
+    )

@@ -1,0 +1,65 @@
+"""The three forms of a prompt, turned into token ids or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mini_infer.core.errors import RequestError
+from mini_infer.runtime.text.tokenizer import Tokenizer
+
+ChatMessage = Mapping[str, Any]  # {"role": ..., "content": ...}
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+
+
+def is_single_prompt(prompts: object) -> bool:
+    """Whether this is one prompt rather than a list of them."""
+    if isinstance(prompts, str):
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], (int, Mapping))
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tuple[str | None, list[int]]:
+    """The prompt's text, where it was given as text, and its token ids.
+
+    Raises:
+        RequestError: empty, of another type, or with a token id outside [0, vocab_size).
+    """
+    if isinstance(prompt, str):
+        return prompt, _checked(tokenizer.encode(prompt), vocab_size)
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
+        raise RequestError(
+            f"a prompt is a string, a list of token ids or a list of chat messages, not {type(prompt).__name__}",
+            "prompt",
+        )
+    if prompt and isinstance(prompt[0], Mapping):
+        return None, _checked(tokenizer.apply_chat_template(list(prompt)), vocab_size)  # type: ignore[arg-type]
+    return None, _checked(list(prompt), vocab_size)  # type: ignore[arg-type]
+
+
+def require_fit(num_tokens: int, max_model_len: int, why: str = "") -> None:
+    """Raises RequestError where a prompt leaves no room for an output token; `why`: what makes max_model_len."""
+    if num_tokens >= max_model_len:
+        reason = f" ({why})" if why else ""
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens; at most {max_model_len - 1} are allowed, so that one can be "
+            f"generated{reason}",
+            "prompt",
+        )
+
+
+def _checked(token_ids: list[int], vocab_size: int) -> list[int]:
+    if not token_ids:
+        raise RequestError("the prompt is empty: at least one token is needed", "prompt")
+    # One pass at C speed for the usual case; the slow search only to name the culprit.
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return token_ids
+    return [_checked_token(index, token, vocab_size) for index, token in enumerate(token_ids)]
+
+
+def _checked_token(index: int, token: Any, vocab_size: int) -> int:
+    if isinstance(token, bool) or not hasattr(token, "__index__"):  # numpy's integers have it too
+        raise RequestError(f"prompt token {index} is {token!r}: token ids are integers", "prompt")
+    if not 0 <= token < vocab_size:
+        raise RequestError(f"prompt token {index} has id {token}: ids from 0 to {vocab_size - 1} are allowed", "prompt")
+    return int(token)

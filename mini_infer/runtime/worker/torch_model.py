@@ -1,0 +1,114 @@
+"""A PyTorch model, its KV store and its attention backends, as one part of the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mini_infer.attention.backend import Kind, Requirements, Selection, select_backend
+from mini_infer.attention.context import AttentionContext
+from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.transfer import HostStore
+from mini_infer.core.config import AttentionConfig
+from mini_infer.modeling.decoder import Decoder
+from mini_infer.runtime.graphs.capture import GraphMemory
+from mini_infer.runtime.graphs.pieces import NoPieces, PiecewiseGraphs
+from mini_infer.runtime.worker.request_states import StepInput
+from mini_infer.runtime.worker.startup import CaptureReport
+
+
+@dataclass(frozen=True)
+class AttentionBackends:
+    prefill: Selection
+    decode: Selection
+
+    @classmethod
+    def select(cls, config: AttentionConfig, needs: Requirements) -> AttentionBackends:
+        """Raises ConfigError where a chosen backend cannot serve."""
+        return cls(select_backend(config.prefill, "prefill", needs), select_backend(config.decode, "decode", needs))
+
+
+class TorchModel:
+    """
+    Args:
+        known_tokens: of a draft model beside a target that has more. What is no token here stands for nothing, but must
+            not be looked up.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        store: KVStore,
+        host: HostStore | None,
+        backends: AttentionBackends,
+        known_tokens: int | None = None,
+    ) -> None:
+        self._model = model
+        self._last_token = None if known_tokens is None else known_tokens - 1
+        self._store = store
+        self._host = host
+        self._backends = backends
+        self._pieces: PiecewiseGraphs | NoPieces = NoPieces()
+        self._windows = model.spec.sliding_windows
+        self._scale = model.spec.head_dim**-0.5
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Computes the step's tokens and returns their hidden states [T, hidden_size], which stay until the next
+        call."""
+        context, token_ids = self._context(step), self._known(step.token_ids)
+        hidden = self._pieces.replay(token_ids, context)
+        return self._model(token_ids, step.batch.positions, context) if hidden is None else hidden
+
+    def forward_eagerly(self, step: StepInput) -> torch.Tensor:
+        """`forward` by operations that can be captured, if attention's can."""
+        return self._model(self._known(step.token_ids), step.batch.positions, self._context(step))
+
+    def _known(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return token_ids if self._last_token is None else token_ids.clamp(max=self._last_token)
+
+    def _context(self, step: StepInput) -> AttentionContext:
+        return AttentionContext(
+            step.batch,
+            self._store,
+            self._backends.prefill.backend,
+            self._backends.decode.backend,
+            self._windows,
+            self._scale,
+        )
+
+    def capture_pieces(
+        self, sizes: Sequence[int], memory: GraphMemory, progress: Callable[[list[int]], Iterable[int]]
+    ) -> CaptureReport:
+        """Captures steps of these numbers of tokens, which `forward` then replays. The last block of the store must be
+        nobody's: padding tokens write to it."""
+        padding_slot = (self._store.num_blocks - 1) * self._store.block_size
+        pieces = PiecewiseGraphs(self._model, self._store, sizes, padding_slot)
+        report = pieces.capture(memory, progress)
+        self._pieces = pieces
+        return report
+
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [N, hidden_size] -> [N, vocab_size], in `out` where it is given."""
+        return self._model.compute_logits(hidden, out)
+
+    def new_logits(self, num_rows: int) -> torch.Tensor:
+        """Memory for `compute_logits`, [num_rows, vocab_size]."""
+        head = self._model.lm_head
+        return torch.empty((num_rows, head.shape[0]), dtype=head.dtype, device=head.device)
+
+    def warm_up(self, max_rows: int) -> None:
+        """Compiles what attention will run, so that no step waits for a compiler."""
+        kinds: dict[Kind, Selection] = {"prefill": self._backends.prefill, "decode": self._backends.decode}
+        for kind, selection in kinds.items():
+            heads = self._model.spec.num_heads
+            selection.backend.warm_up(kind, self._store, heads, self._windows, self._scale, max_rows)
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        assert self._host is not None
+        self._host.swap_out(pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        assert self._host is not None
+        self._host.swap_in(pairs)

@@ -1,0 +1,211 @@
+"""The HTTP application: `mini-infer-serve`, or `uvicorn mini_infer.serving.api.app:app` with MINI_INFER_* variables."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request, Response, Security
+from fastapi.security import HTTPBearer
+from starlette.types import Receive, Scope, Send
+
+import mini_infer
+from mini_infer.core.errors import ConfigError
+from mini_infer.serving.api import errors, schema
+from mini_infer.serving.api.chat import chat, conversation
+from mini_infer.serving.api.completions import complete
+from mini_infer.serving.api.errors import ApiError
+from mini_infer.serving.api.intake import CheckedRoute
+from mini_infer.serving.api.service import Service
+from mini_infer.serving.api.sse import SERVER_SEND
+from mini_infer.serving.metrics import CONTENT_TYPE
+from mini_infer.serving.processes.open_files import allow_many_open_files
+from mini_infer.serving.settings import ServerSettings, from_environment
+
+logger = logging.getLogger("uvicorn.error")  # what the server's own messages go through
+
+LINGER_S = 2.0  # from the engine's death to the server's end: the running requests learn of it, and /healthz says so
+
+probes = APIRouter(tags=["state"])
+api = APIRouter(
+    route_class=CheckedRoute,
+    dependencies=[Security(HTTPBearer(auto_error=False, description="Where the server has an --api-key."))],
+    responses={"4XX": {"model": schema.ErrorResponse}, "5XX": {"model": schema.ErrorResponse}},
+)
+
+
+def create_app(
+    settings: ServerSettings | None = None,
+    on_engine_death: Callable[[], None] | None = None,
+    engine_path: str | None = None,
+) -> FastAPI:
+    """The app; its engine, or its connection to one, starts and ends with it (ASGI lifespan).
+
+    Args:
+        settings: if not given, read from the environment when the app starts.
+        on_engine_death: called when the engine process has been dead for LINGER_S.
+        engine_path: as with Service.start.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        allow_many_open_files()
+        service = await Service.start(settings or _alone(from_environment(os.environ)), engine_path)
+        app.state.service = service
+        if on_engine_death is not None:
+            service.engine.on_death(functools.partial(_linger, asyncio.get_running_loop(), on_engine_death))
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = _App(
+        title="mini-infer",
+        version=mini_infer.__version__,
+        description="The OpenAI API on a mini-infer engine.",
+        lifespan=lifespan,
+    )
+    app.include_router(probes)
+    app.include_router(api)
+    errors.install(app)
+    return app
+
+
+def _alone(settings: ServerSettings) -> ServerSettings:
+    if settings.api_processes > 1:
+        raise ConfigError("api_processes above 1 needs mini-infer-serve, which makes them; an app is one process")
+    return settings
+
+
+class _App(FastAPI):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SERVER_SEND] = send
+        await super().__call__(scope, receive, send)
+
+
+def _linger(loop: asyncio.AbstractEventLoop, end: Callable[[], None], reason: str) -> None:
+    logger.error("%s", reason)
+    loop.call_later(LINGER_S, end)
+
+
+def _service(request: Request) -> Service:
+    return request.app.state.service
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+# --- the state of the server --------------------------------------------------------------------------------------
+
+
+@probes.get("/healthz", summary="Whether the engine lives, with its settings")
+async def healthz(request: Request) -> Response:
+    service = _service(request)
+    info = service.engine.info
+    about = {
+        "model": service.model_name,
+        "max_model_len": info.max_model_len,
+        "engine_pid": info.pid,
+        "api_pid": os.getpid(),
+        "api_processes": service.settings.api_processes,
+        "settings": info.settings,
+        "startup": info.startup,
+    }
+    failure = service.engine.failure
+    if failure is not None:
+        return _json({"status": "dead", "reason": failure, **about}, 503)
+    return _json({"status": "ok", **about})
+
+
+@probes.get("/readyz", summary="Whether requests are taken")
+async def readyz(request: Request) -> Response:
+    service = _service(request)
+    if service.engine.failure is not None:
+        return _json({"status": "dead", "reason": service.engine.failure}, 503)
+    if service.stopping:
+        return _json({"status": "stopping"}, 503)
+    return _json({"status": "ready"})
+
+
+class _MetricsText(Response):
+    media_type = CONTENT_TYPE
+
+
+@probes.get("/metrics", summary="For Prometheus", response_class=_MetricsText)
+async def metrics(request: Request) -> Response:
+    return _MetricsText(_service(request).metrics.render())
+
+
+# --- the OpenAI API -----------------------------------------------------------------------------------------------
+
+EVENTS = {"text/event-stream": {"schema": {"type": "string"}, "example": 'data: {"id": ...}\n\ndata: [DONE]\n\n'}}
+
+
+@api.get("/v1/models", tags=["models"], response_model=schema.ModelList)
+async def models(request: Request) -> Response:
+    return _json({"object": "list", "data": [_card(_service(request))]})
+
+
+@api.get("/v1/models/{name:path}", tags=["models"], response_model=schema.ModelCard)
+async def model(request: Request, name: str) -> Response:
+    _service(request).require_model(name)
+    return _json(_card(_service(request)))
+
+
+def _card(service: Service) -> dict[str, Any]:
+    card = schema.ModelCard(
+        id=service.model_name,
+        created=service.started,
+        root=service.settings.model,
+        max_model_len=service.engine.info.max_model_len,
+    )
+    return card.model_dump()
+
+
+@api.post(
+    "/v1/chat/completions", tags=["generation"], responses={200: {"model": schema.ChatCompletion, "content": EVENTS}}
+)
+async def chat_completions(request: Request, body: schema.ChatRequest) -> Response:
+    return await chat(_service(request), body)
+
+
+@api.post("/v1/completions", tags=["generation"], responses={200: {"model": schema.Completion, "content": EVENTS}})
+async def completions(request: Request, body: schema.CompletionRequest) -> Response:
+    return await complete(_service(request), body)
+
+
+@api.post("/tokenize", tags=["tokens"], response_model=schema.TokenizeResponse)
+async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:
+    service = _service(request)
+    service.require_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt, a text, or messages, a conversation", param="prompt")
+    if body.messages is not None:
+        tokens = await service.tokens(conversation(body.messages), "messages")
+    else:
+        tokens = await service.tokens(body.prompt or "", "prompt")
+    return _json({"count": len(tokens), "max_model_len": service.engine.info.max_model_len, "tokens": tokens})
+
+
+@api.post("/detokenize", tags=["tokens"], response_model=schema.DetokenizeResponse)
+async def detokenize(request: Request, body: schema.DetokenizeRequest) -> Response:
+    service = _service(request)
+    service.require_model(body.model)
+    (text,) = await service.decode([body.tokens], "tokens")
+    return _json({"prompt": text})
+
+
+def _end_this_process() -> None:
+    # The server's own way to stop; it then ends by the signal, and whoever supervises it sees that.
+    signal.raise_signal(signal.SIGTERM)
+
+
+app = create_app(on_engine_death=_end_this_process)

@@ -1,0 +1,168 @@
+"""POST /v1/completions: prompts in, their continuations out."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Response
+
+from mini_infer.core.errors import RequestError
+from mini_infer.runtime.text.prompt import Prompt
+from mini_infer.serving.api.logprobs import completion_logprobs
+from mini_infer.serving.api.sampling import sampling_params
+from mini_infer.serving.api.schema import CompletionRequest
+from mini_infer.serving.api.service import Service
+from mini_infer.serving.api.sse import EventStream, EventTemplate, WholeAnswer
+from mini_infer.serving.processes.wire import Delta
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+async def complete(service: Service, body: CompletionRequest) -> Response:
+    service.require_model(body.model)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError("best_of is not supported beyond n: leave it out", "best_of")
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    more: dict[str, Any] = {}
+    if body.echo and body.logprobs is not None:
+        more["prompt_logprobs"] = body.logprobs
+    scoring = bool(body.echo) and max_tokens == 0
+    params = sampling_params(body, max_tokens + scoring, body.logprobs, **more)
+    prompts = as_prompts(body.prompt, service.max_requests)
+    encoded = await service.encode(prompts, "prompt")
+    texts = await _echoes(prompts, service) if body.echo else None
+    streams = service.submit(encoded, params, body)  # behind all that waits: nobody would end them if the client left
+    request_id = f"cmpl-{uuid.uuid4().hex}"
+    render = CompletionRenderer(request_id, service, body, params.n, encoded, texts, scoring)
+    answer = EventStream if body.stream else WholeAnswer
+    return answer(streams, render, service.running, request_id)
+
+
+def as_prompts(prompt: Any, limit: int) -> list[Prompt]:
+    """One prompt, or a list of at most `limit` of them, as a list."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if isinstance(prompt, list) and len(prompt) > limit:
+        raise RequestError(f"prompt holds {len(prompt)} prompts: at most {limit} are taken", "prompt")
+    if isinstance(prompt, list) and prompt and all(isinstance(each, str) or _holds_ids(each) for each in prompt):
+        return prompt
+    raise RequestError("prompt must be a string, a list of token ids, or a list of those", "prompt")
+
+
+def _holds_ids(prompt: Any) -> bool:
+    """As far as its first entry tells: whoever encodes it looks at all."""
+    return isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), dict)
+
+
+async def _echoes(prompts: Sequence[Prompt], service: Service) -> list[str]:
+    """Each prompt's text: as it was sent, or what its token ids stand for."""
+    decoded = iter(await service.decode([prompt for prompt in prompts if not isinstance(prompt, str)], "prompt"))
+    return [prompt if isinstance(prompt, str) else next(decoded) for prompt in prompts]
+
+
+class CompletionRenderer:
+    """Writes text_completion objects, whole ones and those of a stream.
+
+    Args:
+        num_choices: of each prompt; choice i of prompt p has the index p * num_choices + i.
+        prompts: their token ids.
+        echo: the prompts' texts, where each choice begins with its prompt.
+        scoring: the prompt alone was wanted; the engine computes a token, which is left out.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        service: Service,
+        body: CompletionRequest,
+        num_choices: int,
+        prompts: list[list[int]],
+        echo: list[str] | None,
+        scoring: bool,
+    ) -> None:
+        self._common = {
+            "id": request_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.model_name,
+        }
+        self._texts = service.texts
+        self._alternatives = body.logprobs
+        self._num_choices = num_choices
+        self._prompts = prompts
+        self._echo = echo
+        self._scoring = scoring
+        self._plain = body.logprobs is None and not scoring
+        self._with_token_ids = bool(body.return_token_ids)
+        self._unsaid = set(range(len(prompts) * num_choices)) if echo else set()  # choices that lack their echo
+        self._offsets = [0] * (len(prompts) * num_choices)  # characters that each choice has got
+        self._prompt_logprobs: dict[int, list] = {}
+        self._template: EventTemplate | None = None
+        if body.stream:
+            options = body.stream_options
+            self._template = EventTemplate(
+                self._common,
+                before=lambda choice, first: b'{"index":%d,"text":' % choice,
+                between=b"",
+                num_choices=len(prompts) * num_choices,
+                with_usage=bool(options and options.include_usage),
+            )
+
+    def event(self, prompt: int, delta: Delta) -> bytes:
+        assert self._template is not None
+        choice = prompt * self._num_choices + delta.index
+        if self._plain and delta.finish_reason is None and choice not in self._unsaid:
+            if self._with_token_ids:
+                return self._template.tokens(choice, delta.text, delta.token_ids)
+            return self._template.text(choice, delta.text) if delta.text else b""
+        text, logprobs = self._said(prompt, choice, delta)
+        return self._template.full(choice, text, logprobs, delta, delta.token_ids if self._with_token_ids else None)
+
+    def last_event(self, usage: dict[str, Any]) -> bytes:
+        assert self._template is not None
+        return self._template.usage(self._usage(usage))
+
+    def whole(self, prompts: Sequence[Sequence[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+        choices = []
+        for prompt, deltas in enumerate(prompts):
+            for delta in deltas:
+                choice = prompt * self._num_choices + delta.index
+                text, logprobs = self._said(prompt, choice, delta)
+                choices.append(
+                    {
+                        "index": choice,
+                        "text": text,
+                        "logprobs": logprobs,
+                        "finish_reason": delta.finish_reason,
+                        "stop_reason": delta.stop_reason,
+                        **({"token_ids": delta.token_ids} if self._with_token_ids else {}),
+                    }
+                )
+        return {**self._common, "choices": choices, "usage": self._usage(usage)}
+
+    def _said(self, prompt: int, choice: int, delta: Delta) -> tuple[str, dict[str, Any] | None]:
+        """A choice's text and logprobs of this delta, behind its echo where that is due."""
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt] = delta.prompt_logprobs
+        if self._scoring:
+            delta.text, delta.token_ids, delta.logprobs = "", [], []
+            delta.finish_reason, delta.stop_reason = "length", None
+        text, token_ids, tokens = delta.text, delta.token_ids, list(delta.logprobs or [])
+        if choice in self._unsaid and self._echo is not None:
+            self._unsaid.discard(choice)
+            token_ids = self._prompts[prompt] + token_ids
+            tokens = self._prompt_logprobs.get(prompt, []) + tokens
+            text = self._echo[prompt] + text
+        offset = self._offsets[choice]
+        self._offsets[choice] += len(text)
+        if self._alternatives is None:
+            return text, None
+        return text, completion_logprobs(tokens, token_ids, self._texts, self._alternatives, offset)
+
+    def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        if not self._scoring:
+            return usage
+        return {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}

@@ -1,0 +1,185 @@
+"""What every endpoint shares: the engine, the tokenizer, the model's names, and the way into the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from mini_infer.core.errors import RequestError
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.runtime.text.prompt import Prompt, require_fit
+from mini_infer.serving.api.errors import ApiError
+from mini_infer.serving.api.logprobs import TokenTexts
+from mini_infer.serving.api.sampling import deadline_s
+from mini_infer.serving.api.schema import GenerationRequest
+from mini_infer.serving.api.sse import Running
+from mini_infer.serving.api.stream import Stream
+from mini_infer.serving.metrics import Metrics
+from mini_infer.serving.processes.async_engine import AsyncEngine
+from mini_infer.serving.settings import ServerSettings
+
+T = TypeVar("T")
+
+LONG = 16_384  # characters to encode, or tokens to decode: some milliseconds
+IDS_PER_CHARACTER = 4  # a token id need only be looked at
+
+
+class Service:
+    """One model, served."""
+
+    def __init__(self, settings: ServerSettings, engine: AsyncEngine) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
+        self.texts = TokenTexts(engine.tokenizer)
+        self.running = Running()
+        self.started = int(time.time())
+        self.stopping = False
+        self._over: ApiError | None = None  # what ends all that is not ready when the server stops
+        self._arriving: set[asyncio.Task[Any]] = set()
+        self.model_name = settings.model_name
+        alone = settings.api_processes == 1
+        self.metrics = Metrics(self.model_name, engine.info, latest=lambda: engine.stats, own_process=alone)
+
+    @classmethod
+    async def start(cls, settings: ServerSettings, engine_path: str | None = None) -> Service:
+        """
+        Args:
+            engine_path: of an engine process that serves several API processes; without it, one is started.
+
+        Raises:
+            ConfigError, ModelError, EngineDead: the engine cannot start.
+        """
+        patience = settings.startup_timeout
+        if engine_path is not None:
+            return cls(settings, await AsyncEngine.connect(engine_path, startup_timeout=patience))
+        return cls(
+            settings,
+            await AsyncEngine.start(settings.engine, max_queued=settings.max_queued, startup_timeout=patience),
+        )
+
+    async def close(self) -> None:
+        self.stop()
+        await self.engine.close()
+
+    def stop(self) -> None:
+        """From here on /readyz says no, and what still runs ends with an error when the time for it is over."""
+        self.stopping = True
+
+    def end_running(self) -> None:
+        seconds = f"{self.settings.shutdown_timeout:g} s"
+        message = f"the server shuts down, and the request did not finish within the {seconds} left to it"
+        self._over = ApiError(503, message, type="server_error", code="shutting_down")
+        self.running.end_all(self._over)
+        for task in self._arriving:
+            task.cancel()
+
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Around the wait for the rest of a request, which ends with an error, too, when the time is over."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._arriving.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            raise self._over or asyncio.CancelledError from None
+        finally:
+            self._arriving.discard(task)
+
+    @property
+    def max_requests(self) -> int:
+        """As many as can run and wait together."""
+        return self.settings.max_queued + self.settings.engine.scheduler.max_num_seqs
+
+    # --- a request's way in ---------------------------------------------------------------------------------------
+
+    def require_model(self, name: str | None) -> None:
+        known = dict.fromkeys((self.model_name, self.settings.model))
+        if name is not None and name not in known:
+            names = " or ".join(repr(each) for each in known)
+            raise ApiError(
+                404, f"the model {name[:200]!r} does not exist; this server has {names}", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+
+    async def encode(self, prompts: Sequence[Prompt], param: str) -> list[list[int]]:
+        """Each prompt's token ids, known to fit into the model. `param` is the field that they came in, for messages.
+
+        Raises:
+            RequestError: one is none, or holds what cannot be encoded.
+            ApiError: one is too long.
+        """
+        cost = sum(map(_cost, prompts))
+        return await self.aside(cost, lambda: [self._fitting(prompt, param) for prompt in prompts])
+
+    async def tokens(self, prompt: Prompt, param: str) -> list[int]:
+        """A prompt's token ids, however many."""
+        return await self.aside(_cost(prompt), lambda: self._tokens(prompt, param))
+
+    async def decode(self, prompts: Sequence[Prompt], param: str) -> list[str]:
+        """What each prompt's token ids stand for, special tokens too. Raises RequestError where one is none."""
+
+        def text(token_ids: Prompt) -> str:
+            return self.tokenizer.decode(self._tokens(token_ids, param), skip_special_tokens=False)
+
+        return await self.aside(sum(map(len, prompts)), lambda: [text(token_ids) for token_ids in prompts])
+
+    async def aside(self, cost: int, work: Callable[[], T]) -> T:
+        """Does it in a thread where it takes long, so that the streams of the others go on meanwhile."""
+        return await asyncio.to_thread(work) if cost > LONG else work()
+
+    def _fitting(self, prompt: Prompt, param: str) -> list[int]:
+        if _is_token_ids(prompt):
+            self._require_fit(len(prompt), param)  # before each of them is looked at
+        token_ids = self._tokens(prompt, param)
+        self._require_fit(len(token_ids), param)
+        return token_ids
+
+    def _require_fit(self, num_tokens: int, param: str) -> None:
+        try:
+            require_fit(num_tokens, self.engine.info.max_model_len)
+        except RequestError as error:
+            raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
+
+    def _tokens(self, prompt: Prompt, param: str) -> list[int]:
+        try:
+            return self.engine.encode(prompt)
+        except RequestError as error:
+            raise RequestError(str(error), param) from error
+
+    def submit(self, prompts: Sequence[list[int]], params: SamplingParams, body: GenerationRequest) -> list[Stream]:
+        """One stream for each prompt, or an error and none."""
+        if self._over is not None:  # the time was over while a thread parsed or encoded it
+            raise self._over
+        options: dict[str, Any] = {
+            "priority": body.priority or 0,
+            "cache_salt": body.cache_salt or "",
+            "streaming": bool(body.stream),
+            "deadline_s": deadline_s(body, self.settings.request_timeout),
+        }
+        streams: list[Stream] = []
+        try:
+            for token_ids in prompts:
+                streams.append(self.engine.submit(token_ids, params, **options))
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        return streams
+
+
+def _cost(prompt: Prompt) -> int:
+    """Of encoding it, in characters of text."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if prompt and isinstance(prompt[0], Mapping):
+        return sum(len(message["content"]) for message in prompt)  # type: ignore[index,misc]
+    return len(prompt) // IDS_PER_CHARACTER
+
+
+def _is_token_ids(prompt: Prompt) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)

@@ -1,0 +1,297 @@
+"""Answers: a stream of server-sent events, or one JSON object. Both watch the client and end with its connection.
+
+A streamed token is the hot path of the API process: the constant parts of its event are made once a request, only the
+text is encoded, and the bytes go straight to ASGI's `send`, in the pass that takes in the engine's message. When the
+client or the event loop is slow, the engine's streams merge what nobody has fetched yet, so that later events carry
+more text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from fastapi import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from mini_infer.core.request import FinishReason
+from mini_infer.serving.api.body import body_writer
+from mini_infer.serving.api.errors import ApiError, as_api_error
+from mini_infer.serving.api.stream import Blocked, Stream
+from mini_infer.serving.processes.wire import DEADLINE, Delta, merge
+
+encode = msgspec.json.Encoder().encode  # a str in 0.1 us; never a lone surrogate in a decoded text
+DONE = b"data: [DONE]\n\n"
+CLIENT_LEFT = 499  # as other servers log it
+SERVER_SEND = "mini_infer.send"  # in the scope: the server's own `send`, without what the web framework wraps around it
+
+
+class Renderer(Protocol):
+    """How one request's outcome is written; `prompt` counts the prompts of a batch."""
+
+    def event(self, prompt: int, delta: Delta) -> bytes:
+        """The event that carries a delta; empty where there is nothing to tell."""
+
+    def last_event(self, usage: dict[str, Any]) -> bytes: ...
+
+    def whole(self, prompts: Sequence[Sequence[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
+        """One answer for everything: for each prompt, its completions in order."""
+
+
+class Running:
+    """The answers under way, so that all can be ended at once when the server shuts down."""
+
+    def __init__(self) -> None:
+        self._answers: set[_Answer] = set()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def add(self, answer: _Answer) -> None:
+        self._answers.add(answer)
+
+    def discard(self, answer: _Answer) -> None:
+        self._answers.discard(answer)
+
+    def end_all(self, error: ApiError) -> None:
+        """Each client gets this error, in its stream where that has begun."""
+        for answer in list(self._answers):
+            answer.end(error)
+
+
+class _Answer(Response):
+    """Ends its engine streams when it is done, when the client goes away, and when it is told to."""
+
+    def __init__(self, streams: Sequence[Stream], render: Renderer, running: Running, request_id: str) -> None:
+        self._streams = streams
+        self._render = render
+        self._running = running
+        self._ended_by: ApiError | None = None
+        self._aborted = False
+        self._common_headers = [(b"x-request-id", request_id.encode()), (b"cache-control", b"no-cache")]
+        self.background = None  # what FastAPI asks of a Response
+        self.status_code = 200
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._running.add(self)
+        watch = asyncio.ensure_future(_disconnected(receive))
+        watch.add_done_callback(self._abort)
+        try:
+            await self._run(send, scope.get(SERVER_SEND, send))
+        except Exception as error:
+            # The stream of a client that is gone, or of a server that shuts down, ends with an abort.
+            await self._fail(as_api_error(self._ended_by or error), send)
+        finally:
+            self._running.discard(self)
+            watch.cancel()
+            self._abort()
+
+    def end(self, error: ApiError) -> None:
+        self._ended_by = error
+        self._abort()
+
+    def _abort(self, _: object = None) -> None:
+        self._aborted = True
+        for stream in self._streams:
+            stream.abort()
+
+    def usage(self) -> dict[str, Any]:
+        used = [stream.usage for stream in self._streams]
+        prompt = sum(usage.prompt_tokens for usage in used)
+        completion = sum(usage.completion_tokens for usage in used)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in used)},
+        }
+
+    def _require_end(self) -> None:
+        """A stream that is aborted ends like one that is complete."""
+        if self._aborted:
+            raise ApiError(CLIENT_LEFT, "the client closed the connection", code="client_left")  # for the log alone
+
+    async def _run(self, send: Send, server_send: Send) -> None:
+        """`server_send` is quicker, and knows nothing of the framework's: for when `send` has begun the answer."""
+        raise NotImplementedError
+
+    async def _fail(self, error: ApiError, send: Send) -> None:
+        raise error
+
+
+class WholeAnswer(_Answer):
+    """One JSON object, when everything is computed."""
+
+    async def _run(self, send: Send, server_send: Send) -> None:
+        prompts = await _together([self._collect(stream) for stream in self._streams])
+        body = encode(self._render.whole(prompts, self.usage()))
+        size = (b"content-length", b"%d" % len(body))
+        await send(_start([(b"content-type", b"application/json"), size, *self._common_headers]))
+        await send({"type": "http.response.body", "body": body})
+
+    async def _collect(self, stream: Stream) -> list[Delta]:
+        completions: dict[int, Delta] = {}
+        async for delta in stream:
+            merge(completions, delta.index, delta)
+            _require_good_end(delta)
+        self._require_end()
+        return [completions[index] for index in sorted(completions)]
+
+
+class EventStream(_Answer):
+    """Server-sent events. The status line waits for the first of them, so that a refusal can still be a 400."""
+
+    _started = False
+
+    async def _run(self, send: Send, server_send: Send) -> None:
+        self._starting = asyncio.Lock()
+        work = [self._forward(prompt, stream, send, server_send) for prompt, stream in enumerate(self._streams)]
+        await _together(work)
+        body = self._render.last_event(self.usage()) + DONE
+        await send({"type": "http.response.body", "body": body})
+
+    async def _forward(self, prompt: int, stream: Stream, send: Send, server_send: Send) -> None:
+        send_body = body_writer(server_send)
+
+        def write(deltas: Collection[Delta]) -> Blocked:
+            body = self._events(prompt, deltas)
+            return send_body(body) if body else None
+
+        async for delta in stream:  # the first one: what is wrong with the request itself is known now
+            body = self._events(prompt, [delta])
+            if not self._started:
+                await self._start(send)
+            blocked = send_body(body) if body else None
+            if blocked is not None:
+                await blocked
+            break
+        await stream.forward(write)
+        self._require_end()
+
+    def _events(self, prompt: int, deltas: Collection[Delta]) -> bytes:
+        events = []
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                _require_good_end(delta)
+            events.append(self._render.event(prompt, delta))
+        return events[0] if len(events) == 1 else b"".join(events)
+
+    async def _start(self, send: Send) -> None:
+        async with self._starting:  # several prompts' streams share one answer
+            if not self._started:
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+                await send(_start([*headers, *self._common_headers]))
+                self._started = True
+
+    async def _fail(self, error: ApiError, send: Send) -> None:
+        if not self._started:
+            raise error
+        # No [DONE] behind it: the answer is not complete.
+        await send({"type": "http.response.body", "body": b"data: " + error.body + b"\n\n"})
+
+
+def _start(headers: list[tuple[bytes, bytes]]) -> Message:
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _together(work: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """All results in order; the first failure ends the rest.
+
+    Each in a task of its own, also a single one: a token that wakes it then finds it at once, and not at the end of
+    the dozen coroutines in which the web framework wraps an answer.
+    """
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _require_good_end(delta: Delta) -> None:
+    reason = delta.finish_reason
+    if reason in (FinishReason.error.value, FinishReason.abort.value, DEADLINE):
+        raise _bad_end(reason)
+
+
+def _bad_end(reason: str) -> ApiError:
+    if reason == DEADLINE:
+        return ApiError(
+            504,
+            "the request did not finish within its timeout: ask for fewer tokens, or for a longer `timeout`",
+            type="timeout_error",
+            code="deadline_exceeded",
+        )
+    message = f"the engine ended the request with {reason!r}; the server's log tells why"
+    return ApiError(500, message, type="server_error", code=f"request_{reason}")
+
+
+class EventTemplate:
+    """The constant parts of one choice's events, as bytes around the text.
+
+        data: {"id":...,"choices":[{"index":0,"delta":{"content":  TEXT  },"logprobs":null,"finish_reason":null}]}
+
+    Args:
+        common: id, object, created and model of every event.
+        before: makes what stands before the text, of a choice's number and whether it is its first event.
+        between: what closes the text.
+        num_choices: of all prompts together.
+        with_usage: each event says "usage": null, as OpenAI's do where the last one brings the usage.
+    """
+
+    def __init__(
+        self,
+        common: dict[str, Any],
+        before: Callable[[int, bool], bytes],
+        between: bytes,
+        num_choices: int,
+        with_usage: bool,
+    ) -> None:
+        self._common = b"data: " + encode(common)[:-1] + b',"choices":['
+        self._first_heads = {choice: self._common + before(choice, True) for choice in range(num_choices)}
+        self._heads = [self._common + before(choice, False) for choice in range(num_choices)]
+        self._between = between
+        self._close = b"]%s}\n\n" % (b',"usage":null' if with_usage else b"")
+        self._tail_alone = b',"logprobs":null,"finish_reason":null}' + self._close
+        self._tail = between + self._tail_alone
+        self._with_usage = with_usage
+
+    def text(self, choice: int, text: str) -> bytes:
+        return self._head(choice) + encode(text) + self._tail
+
+    def tokens(self, choice: int, text: str, token_ids: list[int]) -> bytes:
+        parts = (self._head(choice), encode(text), self._between, b',"token_ids":', encode(token_ids), self._tail_alone)
+        return b"".join(parts)
+
+    def full(
+        self,
+        choice: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        delta: Delta,
+        token_ids: list[int] | None = None,
+    ) -> bytes:
+        """With logprobs, or a finish reason."""
+        rest: dict[str, Any] = {
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if token_ids is not None:
+            rest["token_ids"] = token_ids
+        return self._head(choice) + encode(text) + self._between + b"," + encode(rest)[1:] + self._close
+
+    def _head(self, choice: int) -> bytes:
+        """Of the choice's next event."""
+        return self._first_heads.pop(choice, self._heads[choice])
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The last event, where the usage was asked for."""
+        return self._common + b'],"usage":' + encode(usage) + b"}\n\n" if self._with_usage else b""

@@ -1,0 +1,314 @@
+"""The process that owns the LLMEngine: commands in between two steps, one message out a step and connection.
+
+    while requests are unfinished:   read what has come -> add, abort, deadlines -> step -> send
+    else:                            wait in `select`
+
+Nobody whom it serves can slow it: it never waits for a connection, adds newcomers for a bounded time a step, and has
+grammars compiled by threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import heapq
+import logging
+import os
+import selectors
+import socket
+import sys
+import time
+
+import torch
+
+from mini_infer.core.config import EngineConfig, LoadFormat
+from mini_infer.core.errors import MiniInferError, RequestError
+from mini_infer.core.request import FinishReason, RequestOutput, SamplingParams
+from mini_infer.runtime.llm_engine import LLMEngine
+from mini_infer.serving.api.queue_bound import QueueBound
+from mini_infer.serving.processes.connection import Connection
+from mini_infer.serving.processes.engine_stats import EngineStats
+from mini_infer.serving.processes.launch import MAX_QUEUED
+from mini_infer.serving.processes.newcomers import Newcomer, Newcomers, Owner, num_completions
+from mini_infer.serving.processes.wire import DEADLINE, Abort, Add, Delta, Failed, FrameWriter, Ready, Refused
+
+logger = logging.getLogger(__name__)
+
+INTAKE_S = 0.002  # a step; a request takes about 50 microseconds
+STATS_INTERVAL_S = 0.1
+YOUNG_OBJECTS = 50_000  # before the garbage collector looks at them
+FAILURES_IN_A_ROW = 3  # steps; then it is not the requests' fault
+
+
+CANNOT_START = 2  # exit code
+
+
+class EngineServer:
+    """Serves an engine to every process that connects.
+
+    Args:
+        engine: with time.perf_counter as its clock.
+        listener: a listening Unix socket.
+        max_queued: completions that may wait, over all connections, beyond those that the engine runs at once.
+    """
+
+    def __init__(self, engine: LLMEngine, listener: socket.socket, max_queued: int = MAX_QUEUED) -> None:
+        self._engine = engine
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._stats = EngineStats(engine)
+        self._stats_due = 0.0
+        self._connections: list[Connection] = []
+        self._num_connections = 0
+        self._newcomers = Newcomers(engine.prepare)
+        self._bound = QueueBound(max_queued, engine.config.scheduler.max_num_seqs)
+        self._owners: dict[str, Owner] = {}  # of the engine's requests, but those that their owner has aborted
+        self._deadlines: list[tuple[float, str]] = []  # a heap
+        self._expired: set[str] = set()
+        self._failures = 0
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._newcomers.wakes, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Does not return. Raises what a step raised that leaves no hope for the next one."""
+        try:
+            while True:
+                self.turn()
+        except BaseException as error:
+            _tell_all([c.sock for c in self._connections], error)
+            raise
+
+    def turn(self) -> None:
+        """One step, or the wait for something to do."""
+        self._communicate(wait=not (self._newcomers or self._engine.has_unfinished_requests()))
+        self._take_in()
+        self._enforce_deadlines()
+        if self._engine.has_unfinished_requests():
+            self._hand_out(self._step())
+            self._bound.stepped(self._engine.scheduler)
+            now = time.perf_counter()
+            if now >= self._stats_due or not self._engine.has_unfinished_requests():
+                self._stats_due = now + STATS_INTERVAL_S
+                stats = self._stats.snapshot()
+                for connection in self._connections:
+                    connection.stats = stats
+        for connection in list(self._connections):
+            self._flush(connection)
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._selector.close()
+        self._newcomers.close()
+
+    # --- connections ----------------------------------------------------------------------------------------------
+
+    def _communicate(self, wait: bool) -> None:
+        for key, events in self._selector.select(None if wait else 0):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._newcomers.wakes:
+                self._newcomers.fetch_prepared()
+            elif events & selectors.EVENT_READ:
+                self._receive(key.data)
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        connection = Connection(sock, str(self._num_connections))
+        self._num_connections += 1
+        config = self._engine.config
+        dry = config.model.load_format is LoadFormat.dry
+        connection.notices.append(
+            Ready(
+                model="dry" if dry else config.model.path,
+                max_model_len=self._engine.max_model_len,
+                vocab_size=self._engine.vocab_size,
+                settings=config.to_dict(),
+                startup=self._engine.startup.to_dict(),
+                pid=os.getpid(),
+            )
+        )
+        connection.stats = self._stats.snapshot()
+        self._connections.append(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _receive(self, connection: Connection) -> None:
+        try:
+            commands = connection.receive()
+        except ConnectionError as error:
+            self._disconnect(connection, error)
+            return
+        for command in commands:
+            owner = Owner(connection, command.number)
+            if isinstance(command, Add):
+                self._receive_add(owner, command)
+            elif isinstance(command, Abort) and not self._newcomers.discard(owner):
+                self._abort(owner)
+
+    def _receive_add(self, owner: Owner, add: Add) -> None:
+        refusal = self._bound.refusal(
+            add.number, num_completions(add), self._engine.scheduler, self._newcomers.num_completions
+        )
+        if refusal is None:
+            self._newcomers.put(owner, add)
+        else:
+            owner.connection.notices.append(refusal)
+
+    def _flush(self, connection: Connection) -> None:
+        try:
+            done = connection.flush()
+        except ConnectionError as error:
+            self._disconnect(connection, error)
+            return
+        events = selectors.EVENT_READ if done else selectors.EVENT_READ | selectors.EVENT_WRITE
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, connection)
+
+    def _disconnect(self, connection: Connection, reason: ConnectionError) -> None:
+        logger.info("connection %s ends: %s", connection.name, reason)
+        self._selector.unregister(connection.sock)
+        connection.close()
+        self._connections.remove(connection)
+        self._newcomers.discard_all(connection)
+        for owner in [o for o in self._owners.values() if o.connection is connection]:
+            self._abort(owner)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        until = time.perf_counter() + INTAKE_S
+        while self._newcomers:
+            self._add(self._newcomers.pop())
+            if time.perf_counter() > until:
+                break
+
+    def _add(self, newcomer: Newcomer) -> None:
+        owner, add, failure = newcomer
+        request_id = _request_id(owner)
+        try:
+            if failure is not None:
+                raise failure
+            self._engine.add_request(
+                add.prompt,
+                SamplingParams(**add.params),
+                request_id=request_id,
+                priority=add.priority,
+                arrival_time=add.arrival_time,
+                cache_salt=add.cache_salt,
+                stream=add.streaming,
+            )
+        except RequestError as error:
+            owner.connection.notices.append(Refused(owner.number, str(error), error.param))
+            return
+        except Exception as error:  # whatever it is, it is this request's alone
+            logger.exception("request %s could not be added", request_id)
+            message = f"the engine failed to take the request: {error!r}"
+            owner.connection.notices.append(Refused(owner.number, message, None, internal=True))
+            return
+        self._owners[request_id] = owner
+        if add.deadline_time is not None:
+            heapq.heappush(self._deadlines, (add.deadline_time, request_id))
+
+    def _abort(self, owner: Owner) -> None:
+        request_id = _request_id(owner)
+        if self._owners.pop(request_id, None) is not None:
+            self._engine.abort(request_id)
+
+    def _enforce_deadlines(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= time.perf_counter():
+            _, request_id = heapq.heappop(self._deadlines)
+            if request_id in self._owners:
+                self._expired.add(request_id)
+                self._engine.abort(request_id)
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def _step(self) -> list[RequestOutput]:
+        computed = self._stats.computed_tokens
+        try:
+            outputs = self._engine.step()
+        except torch.AcceleratorError:  # the device's context is lost
+            raise
+        except Exception:
+            self._failures += 1
+            if self._failures == FAILURES_IN_A_ROW:
+                raise
+            logger.exception("a step failed; its requests end with an error")
+            return []  # the next step hands over how they ended
+        if self._stats.computed_tokens > computed:  # the step after a failure may only hand over what has ended
+            self._failures = 0
+        return outputs
+
+    def _hand_out(self, outputs: list[RequestOutput]) -> None:
+        owners = self._owners
+        for output in outputs:
+            request_id = output.request_id
+            owner = owners.get(request_id)
+            prompt_logprobs = output.prompt_logprobs
+            for new in output.outputs:
+                reason, cached = None, 0
+                if new.finish_reason is not None:
+                    assert new.metrics is not None
+                    expired = new.finish_reason is FinishReason.abort and request_id in self._expired
+                    reason = DEADLINE if expired else new.finish_reason.value
+                    cached = new.metrics.num_cached_tokens
+                    now = time.perf_counter()
+                    self._stats.finish(new, reason, len(output.prompt_token_ids), now)
+                    self._bound.finished(now)
+                if owner is not None:
+                    owner.connection.deltas.append(
+                        Delta(
+                            owner.number,
+                            new.index,
+                            new.text_delta,
+                            new.token_ids_delta,
+                            new.logprobs_delta,
+                            reason,
+                            new.stop_reason,
+                            cached,
+                            prompt_logprobs,
+                        )
+                    )
+                prompt_logprobs = None
+            if output.finished:
+                owners.pop(request_id, None)
+                self._expired.discard(request_id)
+
+
+def _request_id(owner: Owner) -> str:
+    return f"{owner.connection.name}-{owner.number}"
+
+
+def _tell_all(sockets: list[socket.socket], error: BaseException) -> None:
+    frame = FrameWriter().frame(Failed(type(error).__name__, str(error)))
+    for sock in sockets:
+        with contextlib.suppress(OSError):  # the end of the connection says enough
+            sock.send(frame)
+
+
+def run(config: EngineConfig, listener: socket.socket, max_queued: int) -> None:
+    """Makes the engine and serves it. Who is connected already learns why that failed."""
+    try:
+        engine = LLMEngine(config, records_kept=0)  # nobody reads them; EngineStats counts them as they come
+    except BaseException as error:
+        listeners = _waiting_at(listener)
+        _tell_all(listeners, error)
+        if isinstance(error, MiniInferError):  # says all there is to say, and whoever listens prints it
+            sys.exit(CANNOT_START if listeners else f"the engine cannot start: {error}")
+        raise
+    gc.collect()
+    gc.freeze()  # what lives as long as the process need not be looked at again and again
+    # A step makes thousands of objects that die without the collector's help; by default it looks twice a step.
+    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
+    EngineServer(engine, listener, max_queued).serve()
+
+
+def _waiting_at(listener: socket.socket) -> list[socket.socket]:
+    listener.setblocking(False)
+    sockets = []
+    try:
+        while True:
+            sockets.append(listener.accept()[0])
+    except OSError:
+        return sockets

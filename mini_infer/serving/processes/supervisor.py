@@ -1,0 +1,223 @@
+"""Several API processes behind one port, and one engine process: who starts them, and what happens when one ends.
+
+The supervisor alone accepts connections, and hands each to the API process that has the fewest open. Were the listening
+socket shared, whoever happens to be awake would take what has come, up to the whole backlog at once; with SO_REUSEPORT
+the kernel deals by a hash, so that of 256 streams on 8 processes the busiest has about 40, and a second server started
+on the same port by mistake would take half the clients and no error. Streams live long: who got too many keeps them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from mini_infer.serving.processes.api_process import ApiProcess
+from mini_infer.serving.processes.launch import EngineProcess
+from mini_infer.serving.processes.link import Link
+from mini_infer.serving.processes.wire import Outputs, Refused, Stats
+from mini_infer.serving.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+BACKLOG = 2048
+AT_ONCE = 64  # connections accepted before anything else gets a turn
+RETRY_S = 0.02
+FAILED_STARTS = 3  # in a row, of processes that shall take another's place; then the next would fare no better
+ENDING_S = 5.0  # for a process that has closed its channel
+BACKSTOP_S = 15.0  # beyond shutdown_timeout, until a process that does not end is killed
+
+
+class Supervisor:
+    """
+    Args:
+        listener: bound, and not listening yet: nobody can connect before there is somebody to answer.
+        on_ready: called when it listens.
+    """
+
+    def __init__(self, settings: ServerSettings, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._on_ready = on_ready
+        self._workers: list[ApiProcess] = []  # who got a connection last comes last
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._unplaced: socket.socket | None = None  # a connection that nobody can take yet
+        self._listening = False
+        self._failed_starts = 0
+        self._all_serve = asyncio.Event()
+        self._end = asyncio.Event()
+        self._failure: str | None = None
+        self._engine_died = False
+
+    async def run(self) -> int:
+        """Starts everything, and serves until a signal or a failure.
+
+        Returns:
+            The exit code: 0 after SIGTERM or SIGINT, 1 when the engine died or an API process could not start.
+
+        Raises:
+            ConfigError, ModelError, EngineDead: the engine cannot start.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._take_signal)
+        engine = EngineProcess(self._settings.engine, self._settings.max_queued)
+        self._engine_path = engine.socket_path
+        link: Link | None = None
+        try:
+            # They import while the engine is made, and hear what to serve when that is done.
+            for _ in range(self._settings.api_processes):
+                self._spawn()
+            opened = await self._unless_ended(Link.open(engine.socket_path, engine, self._settings.startup_timeout))
+            if opened is not None:
+                link, _ = opened
+                link.attach(self)
+                for worker in self._workers:
+                    worker.begin(self._settings)
+                if await self._unless_ended(self._all_serve.wait()):
+                    self._listen()
+                    await self._end.wait()
+            await self._wind_up()
+        finally:
+            for worker in self._workers:
+                worker.kill()
+            if link is not None:
+                link.close()
+            await asyncio.to_thread(engine.stop)
+        return 1 if self._failure else 0
+
+    async def _unless_ended(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Its result; None, and the work is given up, where the end comes first."""
+        task, end = asyncio.ensure_future(work), asyncio.ensure_future(self._end.wait())
+        await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
+        end.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        return None
+
+    async def _wind_up(self) -> None:
+        patience = self._settings.shutdown_timeout + BACKSTOP_S
+        if not self._engine_died:  # else they end by themselves, when they have told those who ask
+            self._stop_listening()
+            for worker in self._workers:
+                worker.terminate()
+        await asyncio.gather(*(worker.ended(patience) for worker in self._workers))
+        self._stop_listening()
+
+    def _take_signal(self) -> None:
+        if self._end.is_set():  # the second one is from somebody who does not want to wait
+            for worker in self._workers:
+                worker.kill()
+        self._end.set()
+
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        logger.error("%s", reason)
+        self._end.set()
+
+    # --- API processes --------------------------------------------------------------------------------------------
+
+    def _spawn(self) -> ApiProcess:
+        worker = ApiProcess(self._engine_path, self._serves, self._leave)
+        self._workers.append(worker)
+        return worker
+
+    def _serves(self) -> None:
+        self._failed_starts = 0
+        if all(worker.channel.serves for worker in self._workers):
+            self._all_serve.set()
+
+    def _leave(self, worker: ApiProcess) -> None:
+        if not self._end.is_set():
+            task = asyncio.ensure_future(self._replace(worker))
+            self._replacing.add(task)
+            task.add_done_callback(self._replacing.discard)
+
+    async def _replace(self, worker: ApiProcess) -> None:
+        how = await worker.ended(ENDING_S)
+        if self._end.is_set():
+            return
+        if worker.has_served:
+            logger.error("an API process %s: its streams are lost, and another takes its place", how)
+        else:
+            self._failed_starts += 1
+            if not self._listening or self._failed_starts == FAILED_STARTS:
+                self._fail(f"an API process {how} before it served")
+                return
+            logger.error("an API process %s before it served, and another takes its place", how)
+        self._workers.remove(worker)
+        self._spawn().begin(self._settings)
+
+    # --- connections ----------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        self._listener.setblocking(False)
+        self._listener.listen(BACKLOG)
+        self._listening = True
+        self._resume()
+        self._on_ready()
+
+    def _stop_listening(self) -> None:
+        if self._listening:
+            self._listening = False
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+        if self._unplaced is not None:
+            self._unplaced.close()
+            self._unplaced = None
+
+    def _resume(self) -> None:
+        if self._listening:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+            if self._unplaced is not None:  # no event of the listener's tells of it: it may be the only one
+                self._accept()
+
+    def _accept(self) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                if self._unplaced is None:
+                    self._unplaced = self._listener.accept()[0]
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptors are left, say
+                logger.error("a connection could not be accepted: %s", error)
+                self._pause()
+                return
+            if not self._place(self._unplaced):
+                self._pause()
+                return
+            self._unplaced.close()
+            self._unplaced = None
+
+    def _pause(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener)
+        loop.call_later(RETRY_S, self._resume)
+
+    def _place(self, connection: socket.socket) -> bool:
+        """Gives it to the process with the fewest; among equals, to the one that has waited longest."""
+        for worker in sorted(self._workers, key=lambda worker: worker.channel.num_open):
+            if worker.channel.serves and worker.channel.give(connection):
+                self._workers.remove(worker)
+                self._workers.append(worker)
+                return True
+        return False
+
+    # --- the engine -----------------------------------------------------------------------------------------------
+
+    def take_death(self, reason: str) -> None:
+        self._engine_died = True
+        self._fail(reason)
+
+    def take_stats(self, stats: Stats) -> None: ...
+
+    def take_outputs(self, outputs: Outputs) -> None: ...
+
+    def take_refusal(self, refused: Refused) -> None: ...
+
+    def take_pause(self) -> None: ...

@@ -1,0 +1,104 @@
+"""Drafts in a step's plan: how many stand behind each running request's token, and what is planned behind drafts that
+are not read yet.
+
+Drafts in flight leave open where a request will stand. The next step may follow all the same: it takes for granted
+that they are accepted, which is how far the request can be at most, and the device, which knows, starts each row where
+it really stands. Where the host must know (a prompt is to be admitted, blocks are short, drafts are looked up in the
+text), the whole batch waits: it would fall into two halves that take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from mini_infer.cache.kv_manager import KVManager
+from mini_infer.core.config import SchedulerConfig
+from mini_infer.core.plan import Draft, Growth
+from mini_infer.core.request import Request
+from mini_infer.runtime.scheduler.planned_step import PlannedStep
+from mini_infer.speculative.proposer import NoProposer, Proposer
+
+
+class DraftPlanner:
+    """
+    Args:
+        follows: a step may be launched before drafts of the one before it are read: the device knows where rows stand.
+        watermark_blocks: that drafts leave free.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        proposer: Proposer | NoProposer,
+        follows: bool,
+        watermark_blocks: int,
+    ) -> None:
+        self.proposer = proposer
+        self._config = config
+        self._kv = kv
+        self._follows = follows
+        self._watermark_blocks = watermark_blocks
+
+    def can_follow(self, running: Sequence[Request], planned: Collection[PlannedStep]) -> bool:
+        """Whether a step of the running requests alone can be planned while drafts of theirs are in flight, and its
+        rows so begin at most where it says: no request's sampling may depend on where it is, and nobody may have to
+        give way.
+
+        Args:
+            planned: steps that are not booked yet.
+        """
+        blocks = len(running) * (2 + self.proposer.most // self._kv.block_size)  # more than they can grow by
+        return (
+            self._follows
+            and not self.proposer.needs_tokens
+            and self._kv.num_free >= blocks
+            and all(step.num_decode_rows == len(step.rows) for step in planned)
+            and not any(request.must_be_read for request in running)
+        )
+
+    def add_drafts(self, step: PlannedStep, *, prompts: bool, whole_prompts: bool) -> None:
+        """Puts drafts behind the tokens of a step's running requests, which are all of its rows so far.
+
+        Args:
+            prompts: there may be prompts in the step, too.
+            whole_prompts: likewise, and they cannot be cut: one may take all that a step has memory for.
+        """
+        drafts = self.proposer.propose((request for request, _ in step.rows), prompts)
+        step.keeps_up = self.proposer.keeps_up
+        if drafts and not whole_prompts:
+            self._add(drafts, step)
+
+    def _add(self, drafts: Mapping[int, Draft], step: PlannedStep) -> None:
+        """As far as there is room: nobody gives way for drafts.
+
+        Args:
+            drafts: by row.
+        """
+        kv, block_size = self._kv, self._kv.block_size
+        left = (self._config.max_num_batched_tokens - len(step.req_indices)) // 2  # prompts must get on, too
+        keep_free = max(self._watermark_blocks, len(step.rows))  # what running requests may need next
+        for row, draft in drafts.items():
+            request, known = step.rows[row][0], step.starts[row] + 1
+            # One token is sampled anyway: drafts that could only be accepted beyond the end are none.
+            count = min(draft.length, left, request.max_total_tokens - known - 1)
+            first = len(request.block_table)
+            if known + count > first * block_size and kv.num_free <= keep_free:
+                count = first * block_size - known
+            if count <= 0:
+                continue
+            blocks = kv.grow(request, known + count)
+            if blocks is None:
+                continue
+            if blocks:
+                step.growths.append(Growth(step.req_indices[row], first, blocks))
+            step.counts[row] += count
+            step.num_drafts += count
+            if draft.token_ids:
+                step.drafts[row] = draft.token_ids[:count]
+            request.num_computed_tokens += count
+            request.num_in_flight += count
+            left -= count
+        step.sort_decode_rows()
+        if self._config.chunked_prefill:
+            step.budget -= step.num_drafts

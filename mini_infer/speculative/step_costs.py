@@ -1,0 +1,146 @@
+"""What steps cost on this machine, measured when the engine starts: decode steps with and without drafts, by rows."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from statistics import median
+
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.plan import Admission, StepPlan
+from mini_infer.core.request import SamplingParams
+from mini_infer.core.speculation_config import SpeculationMethod
+from mini_infer.runtime.graphs.decode_graphs import BatchDescriptor
+from mini_infer.runtime.worker.memory import Limits
+from mini_infer.runtime.worker.model_runner import Runner
+from mini_infer.speculative.costs import StepCosts
+
+CONTEXT_TOKENS = 256  # of each row, where requests may be as long
+REPEATS = 7  # the first of them fills the pipeline, where steps overlap
+PLAN_S = 0.1  # of timed runs of one plan, after which it is not repeated any more
+BUDGET_S = 2.0  # of timed runs, beyond those of the smallest and the largest number of rows
+
+logger = logging.getLogger(__name__)
+
+
+def measure_costs(
+    runner: Runner, config: EngineConfig, limits: Limits, overlap: bool, captured: Sequence[BatchDescriptor] = ()
+) -> StepCosts:
+    """Times steps of all numbers of tokens a row, with the fewest rows, with the most, and with as many numbers of rows
+    in between as the budget allows. The first run of each plan, which may compile, is not counted.
+
+    Takes slots and blocks as it pleases: nobody may hold any.
+
+    Args:
+        overlap: steps are launched before the one before is read, for which rows with drafts are padded. Drafts that
+            are looked up have to wait.
+        captured: graphs of steps with drafts.
+    """
+    looked_up = config.speculation.method in (SpeculationMethod.ngram, SpeculationMethod.suffix)
+    target: dict[tuple[int, int], float] = {}
+    draft: dict[int, float] = {}
+    waiting = 0.0
+    spent = 0.0
+    for number, rows in enumerate(_row_counts(config, captured)):
+        if spent > BUDGET_S:
+            break
+        runner.collect(runner.launch(_admit(rows, config, limits)))
+        for count in _token_counts(config, captured):
+            plan = _decode(rows, count, config, limits)
+            seconds, drafting, took = _time(runner, plan, overlap and (count == 1 or not looked_up))
+            spent += took if number > 1 else 0
+            target[rows, count] = seconds - drafting
+            if count > 1 and config.speculation.has_draft_model:
+                draft[rows] = drafting / (count - 1)
+            if count == 1 and overlap and looked_up:
+                alone, _, _ = _time(runner, plan, overlap=False)
+                waiting = max(waiting, alone / seconds - 1)
+    graphs = [(descriptor.num_rows, descriptor.query_len) for descriptor in captured]
+    costs = StepCosts(target, draft or None, graphs, padded=overlap and not looked_up, waiting=waiting)
+    logger.info("step costs: %s", costs)
+    return costs
+
+
+def _time(runner: Runner, plan: StepPlan, overlap: bool) -> tuple[float, float, float]:
+    """Seconds of a step, of them those of the draft model, and what all runs took but the first. With `overlap` a step
+    lasts from the reading of the one before it to its own, as in an engine that is busy."""
+    runner.collect(runner.launch(plan))  # it compiles what is not compiled yet
+    steps: list[float] = []
+    drafting: list[float] = []
+    started = last = time.perf_counter()
+    under_way = [runner.launch(plan)] if overlap else []
+    while len(steps) < REPEATS and last - started < PLAN_S:
+        under_way.append(runner.launch(plan))
+        drafting.append(runner.collect(under_way.pop(0)).draft_s)
+        now = time.perf_counter()
+        steps.append(now - last)
+        last = now
+    for step in under_way:
+        runner.collect(step)
+    # Whatever else the machine does makes a step longer; but one that is read late makes the next one shorter.
+    return median(steps), median(drafting), time.perf_counter() - started
+
+
+def _token_counts(config: EngineConfig, captured: Sequence[BatchDescriptor]) -> list[int]:
+    """Tokens a row to measure: 1, the most there can be, and what is captured or lies in between."""
+    most = config.speculation.num_tokens
+    between = {d.query_len for d in captured if d.query_len <= 1 + most} or {2, 1 + (most + 1) // 2}
+    return sorted({1, *between, 1 + most})
+
+
+def _row_counts(config: EngineConfig, captured: Sequence[BatchDescriptor]) -> list[int]:
+    """Numbers of rows to measure: the fewest, the most, and then so that the gaps get smaller and smaller."""
+    scheduler = config.scheduler
+    most = scheduler.max_num_batched_tokens // (1 + config.speculation.num_tokens)
+    largest = max(1, min(scheduler.max_num_seqs, most))
+    between = {d.num_rows for d in captured} or {2**i for i in range(largest.bit_length())}
+    rows = sorted({1, *(r for r in between if r < largest), largest})
+    ordered = dict.fromkeys((rows[0], rows[-1]))
+    for halvings in range(1, 1 + len(rows).bit_length()):
+        stride = max(1, len(rows) >> halvings)
+        ordered.update(dict.fromkeys(rows[::stride]))
+    return list(ordered)
+
+
+def _context(config: EngineConfig, limits: Limits) -> int:
+    return max(1, min(CONTEXT_TOKENS, limits.max_model_len - 1 - config.speculation.num_tokens))
+
+
+def _admit(rows: int, config: EngineConfig, limits: Limits) -> StepPlan:
+    """Gives rows their slots, with a context that nobody computes: what is in it does not matter."""
+    context = _context(config, limits)
+    width = -(-(context + 1 + config.speculation.num_tokens) // config.cache.block_size)
+    params = SamplingParams(temperature=0)
+    admissions = [
+        Admission(
+            row,
+            "a measurement",
+            [0] * context,
+            context,
+            [(row * width + i) % limits.num_blocks for i in range(width)],
+            params,
+            row,
+            frozenset(),
+        )
+        for row in range(rows)
+    ]
+    starts = [context - 1] * rows
+    return StepPlan(0, list(range(rows)), starts, [1] * rows, [True] * rows, num_decode_rows=0, admissions=admissions)
+
+
+def _decode(rows: int, count: int, config: EngineConfig, limits: Limits) -> StepPlan:
+    """A step of `count` tokens a row."""
+    drafts: dict[int, Sequence[int]] = {}
+    if not config.speculation.has_draft_model:
+        drafts = {row: [0] * (count - 1) for row in range(rows)}
+    return StepPlan(
+        0,
+        list(range(rows)),
+        [_context(config, limits) - 1] * rows,
+        [count] * rows,
+        [True] * rows,
+        num_decode_rows=rows,
+        drafts=drafts,
+        num_drafts=rows * (count - 1),
+    )
