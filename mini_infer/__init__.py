@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from mini_infer.core.config import EngineConfig
     from mini_infer.core.errors import ConfigError, MiniInferError, ModelError, RequestError
     from mini_infer.core.request import CompletionOutput, RequestOutput, SamplingParams
+    from mini_infer.llm import LLM
     from mini_infer.runtime.llm_engine import LLMEngine
 
 # Looked up on first use: the scheduler and the configs can be imported where there is no torch.
@@ -16,6 +17,7 @@ _HOME = {
     "CompletionOutput": "mini_infer.core.request",
     "ConfigError": "mini_infer.core.errors",
     "EngineConfig": "mini_infer.core.config",
+    "LLM": "mini_infer.llm",
     "LLMEngine": "mini_infer.runtime.llm_engine",
     "MiniInferError": "mini_infer.core.errors",
     "ModelError": "mini_infer.core.errors",
@@ -25,6 +27,7 @@ _HOME = {
 }
 
 __all__ = [
+    "LLM",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",

@@ -52,7 +52,8 @@ class Lending:
         if lent is None or not _lives(lent.subject):
             lent = Lent(self._open(kind, config))
         elif isinstance(lent.subject, EngineSubject):
-            lent.subject.engine.reserve_memory()  # whatever was opened since its last turn has emptied the allocator
+            # Whatever was opened since its last turn has emptied the allocator.
+            lent.subject.reserve_memory()
         about = self.about.setdefault(variant, [])
         told = lent.subject.about
         if told and told not in about and not (about and kind is Kind.engine):  # which takes another time to start

@@ -36,6 +36,7 @@ from mini_infer.core.config import (
     When,
 )
 from mini_infer.modeling.checkpoint import read_json, resolve_folder
+from mini_infer.runtime.probe import probe_batch, probe_logits
 
 LAYERS = 2
 PROMPTS = (7, 40, 250, 1100)  # tokens: below a block, some blocks, within a chunk, more than a chunk of 512 or 1,024
@@ -120,9 +121,9 @@ def measure(config: EngineConfig) -> LogitError:
             ([*prompt, *output.outputs[0].token_ids], len(prompt))
             for prompt, output in zip(prompts, exact.generate(prompts, params), strict=True)
         ]
-        expected = torch.cat([exact.probe_logits(*row) for row in rows])
-        alone = torch.cat([engine.probe_logits(*row) for row in rows])
-        together = torch.cat(engine.probe_batch(rows))
+        expected = torch.cat([probe_logits(exact, *row) for row in rows])
+        alone = torch.cat([probe_logits(engine, *row) for row in rows])
+        together = torch.cat(probe_batch(engine, rows))
         return compare(torch.cat((alone, together)), torch.cat((expected, expected)), _against(lengths))
     finally:
         engine.close()

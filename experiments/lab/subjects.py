@@ -15,6 +15,7 @@ from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
+from mini_infer.speculative.costs import StepCosts
 
 __all__ = ["EngineSubject", "Kind", "Subject", "open_subject", "require_servable"]
 
@@ -42,7 +43,7 @@ class EngineSubject:
 
     def __init__(self, config: EngineConfig) -> None:
         self.engine = LLMEngine(config)
-        self._step_costs = self.engine.step_costs()
+        self._step_costs = _measured_costs(self.engine)
         self.about = _facts(self.engine.startup)
         self._memory = MemoryWatch(config)
         self._salt = ""
@@ -63,8 +64,20 @@ class EngineSubject:
         self._forgot += 1
         self._salt = f"after {self._forgot}"
 
+    def reserve_memory(self) -> None:
+        self.engine.executor.reserve_memory()
+
     def close(self) -> None:
         self.engine.close()
+
+
+def _measured_costs(engine: LLMEngine) -> StepCosts | None:
+    """What steps cost by rows and drafts; None without speculation."""
+    if not engine.config.speculation.most:
+        return None
+    costs = engine.executor.step_costs()
+    engine.core.reset()
+    return costs
 
 
 def _facts(startup: StartupReport) -> dict[str, Any]:

@@ -83,7 +83,10 @@ class CacheConfig:
     memory_gib: float | None = None  # GiB for KV; default: 0.5 on a CPU, what gpu_memory_utilization leaves on a GPU
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV together
     prefix_caching: bool = True  # prompts that begin alike share the KV of their beginning, also over time
-    num_host_blocks: int | None = None  # blocks of swap space; default: num_blocks with preemption=swap, else none
+    num_host_blocks: int | None = None  # blocks of swap space, for preemption=swap; or give host_memory_gib
+    host_memory_gib: float | None = (
+        None  # GiB of it, page-locked; default: what the pool has, up to 4, if they are free
+    )
     watermark: float = 0.01  # share of the pool that admission leaves free for running requests to grow
 
     def __post_init__(self) -> None:
@@ -93,8 +96,12 @@ class CacheConfig:
             at_least(self, "num_blocks", 1)
         if self.num_host_blocks is not None:
             at_least(self, "num_host_blocks", 0)
-        if self.memory_gib is not None and not self.memory_gib > 0:
-            raise ConfigError(f"cache.memory_gib must be above 0, got {self.memory_gib}")
+            if self.host_memory_gib is not None:
+                raise ConfigError("cache.num_host_blocks and cache.host_memory_gib say the same: set one of them")
+        for name in ("memory_gib", "host_memory_gib"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"cache.{name} must be above 0, got {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"cache.gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if not 0 <= self.watermark < 1:
@@ -175,7 +182,7 @@ class EngineConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     graphs: GraphsConfig = field(default_factory=GraphsConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    seed: int = 0  # what the seeds of requests that bring none are made from
+    seed: int | None = None  # what the seeds of requests that bring none are made from; default: fresh each time
 
     if TYPE_CHECKING:
 
@@ -187,7 +194,7 @@ class EngineConfig:
             attention: AttentionConfig = ...,
             graphs: GraphsConfig = ...,
             speculation: SpeculationConfig = ...,
-            seed: int = ...,
+            seed: int | None = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -195,15 +202,15 @@ class EngineConfig:
             object.__setattr__(self, "model", ModelConfig(path=self.model))
         coerce(self)
         swap = self.scheduler.preemption is Preemption.swap
-        if not swap and self.cache.num_host_blocks:
-            raise ConfigError(
-                f"cache.num_host_blocks={self.cache.num_host_blocks} needs scheduler.preemption=swap: "
-                "recomputing uses no host memory"
-            )
+        for name in ("num_host_blocks", "host_memory_gib"):
+            if not swap and getattr(self.cache, name):
+                raise ConfigError(
+                    f"cache.{name}={getattr(self.cache, name)} needs scheduler.preemption=swap: "
+                    "recomputing uses no host memory"
+                )
         if swap and self.cache.num_host_blocks == 0:
             raise ConfigError(
-                "scheduler.preemption=swap needs host memory: leave cache.num_host_blocks unset (as many as on the "
-                "device), or give at least 1"
+                "scheduler.preemption=swap needs host memory: leave cache.num_host_blocks unset, or give at least 1"
             )
         if self.speculation.has_draft_model and self.model.load_format is LoadFormat.dry:
             raise ConfigError(

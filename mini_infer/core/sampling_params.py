@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ class SamplingParams:
 
     n: int = 1  # completions of the same prompt, which share the prompt's KV blocks
     temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all, as -1 does, which becomes 0
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches top_p
     min_p: float = 0.0  # keep tokens at least min_p times as likely as the most likely one
     seed: int | None = None  # the same seed and prompt give the same tokens, whatever else is in the batch
@@ -63,7 +64,9 @@ class SamplingParams:
                 _integer(name, getattr(self, name))
         _require("n", self.n, 1 <= self.n <= 256, "from 1 to 256")
         _require("temperature", self.temperature, 0 <= self.temperature <= 100, "from 0 (greedy) to 100")
-        _require("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more")
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        _require("top_k", self.top_k, self.top_k >= 0, "0 or -1 (all tokens), or more")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
         _require("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
         _require(
@@ -99,6 +102,22 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.grammar is not None:
             object.__setattr__(self, "grammar", Grammar.of(self.grammar))
+
+    @classmethod
+    def of(cls, given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+        """From itself, from a mapping of its arguments, or from nothing. Raises RequestError for anything else."""
+        if isinstance(given, cls):
+            return given
+        if given is not None and not isinstance(given, Mapping):
+            raise RequestError(f"sampling parameters are SamplingParams or a mapping, not {type(given).__name__}")
+        values = dict(given or {})
+        known = cls.__dataclass_fields__
+        for name in values:
+            if name not in known:
+                close = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise RequestError(f"unknown sampling parameter {name!r}{hint} Known: {', '.join(known)}", str(name))
+        return cls(**values)
 
     @property
     def greedy(self) -> bool:

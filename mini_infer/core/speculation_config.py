@@ -124,3 +124,11 @@ class SpeculationConfig:
     def most(self) -> int:
         """Drafts of a request in a step, at most: 0 without speculation."""
         return 0 if self.method is SpeculationMethod.none else self.num_tokens
+
+    def describe(self) -> str:
+        """For a run's record: "draft, up to 4 tokens, as many as pay". What is synthetic says so."""
+        if not self.most:
+            return self.method.value
+        many = "as many as pay" if self.adaptive else "always"
+        rate = "" if self.rate is None else f" at a rate of {self.rate}"
+        return f"{self.method.value}{rate}, up to {self.num_tokens} tokens, {many}"

@@ -8,16 +8,52 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import RequestError
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.core.request import SamplingParams
+from mini_infer.runtime.llm_engine import LLMEngine
 from mini_infer.runtime.worker.model_runner import Runner
 
 Probed = tuple[Sequence[int], int]  # tokens, and how many of them are the prompt
 
 
-def probe(runner: Runner, rows: Sequence[Probed], config: EngineConfig) -> list[Tensor]:
-    """Of each row [tokens behind the prompt + 1, vocab_size] float32 on the CPU. Prompts are computed one after the
-    other, and then all rows decode together. Takes the first slots and blocks of the cache."""
+def probe_logits(engine: LLMEngine, token_ids: Sequence[int], split: int) -> Tensor:
+    """`probe_batch` of one row."""
+    return probe_batch(engine, [(token_ids, split)])[0]
+
+
+def probe_batch(engine: LLMEngine, rows: Sequence[Probed]) -> list[Tensor]:
+    """The logits that an engine's own steps give, through whatever kernels, attention and CUDA graphs it runs: of each
+    (token_ids, split) the prompt token_ids[:split], alone; and then each further token in a decode step together with
+    those of the other rows. It takes the first blocks of the cache, which is empty afterwards.
+
+    Returns:
+        Of each row [len(token_ids) - split + 1, vocab_size] float32 on the CPU: of the token behind
+        token_ids[:split], behind token_ids[: split + 1], and so on.
+
+    Raises:
+        RuntimeError: requests are unfinished.
+        RequestError: there are too many rows, or too many tokens.
+    """
+    engine.core.require_idle()
+    config, most = engine.config, engine.config.scheduler.max_num_seqs
+    if not 0 < len(rows) <= most:
+        raise RequestError(f"a probe takes from 1 to {most} rows (scheduler.max_num_seqs), not {len(rows)}")
+    for token_ids, split in rows:
+        if not 0 < split <= len(token_ids) < engine.max_model_len:
+            raise RequestError(
+                f"a probe takes from 1 to {engine.max_model_len - 1} tokens, of which {split} come first"
+            )
+    needed, there = sum(_blocks_of(ids, config) for ids, _ in rows), engine.startup.num_kv_blocks
+    if needed > there:
+        raise RequestError(f"the rows of a probe take {needed} KV blocks, and there are {there}")
+    try:
+        return _probe(engine.executor.runner, rows, config)
+    finally:
+        engine.core.reset()
+
+
+def _probe(runner: Runner, rows: Sequence[Probed], config: EngineConfig) -> list[Tensor]:
     logits: list[list[Tensor]] = [[] for _ in rows]
     for plan in _plans(rows, config):
         for req_index, start in zip(plan.req_indices, plan.starts, strict=True):
@@ -35,7 +71,7 @@ def probe(runner: Runner, rows: Sequence[Probed], config: EngineConfig) -> list[
 def _plans(rows: Sequence[Probed], config: EngineConfig) -> Iterator[StepPlan]:
     budget, first_block = config.scheduler.max_num_batched_tokens, 0
     for req_index, (token_ids, split) in enumerate(rows):
-        blocks = range(first_block, first_block + blocks_of(token_ids, config))
+        blocks = range(first_block, first_block + _blocks_of(token_ids, config))
         first_block = blocks.stop
         prompt = list(token_ids[:split])
         admission = Admission(req_index, f"probe {req_index}", prompt, split, list(blocks), _GREEDY, 0, frozenset())
@@ -51,7 +87,7 @@ def _plans(rows: Sequence[Probed], config: EngineConfig) -> Iterator[StepPlan]:
         )
 
 
-def blocks_of(token_ids: Sequence[int], config: EngineConfig) -> int:
+def _blocks_of(token_ids: Sequence[int], config: EngineConfig) -> int:
     """Blocks that a row of these tokens takes."""
     return len(token_ids) // config.cache.block_size + 1
 

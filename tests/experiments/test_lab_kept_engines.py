@@ -10,7 +10,6 @@ from experiments.lab import cells, lending, points
 from experiments.lab.points import Point
 from experiments.lab.progress import Steps
 from experiments.lab.subjects import EngineSubject, Kind
-from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
@@ -122,14 +121,14 @@ def test_what_fails_in_the_middle_closes_all_engines(build, calls, monkeypatch):
 def test_an_engine_takes_its_memory_again_when_its_turn_comes_again(build, monkeypatch):
     """A fresh one has it, and within a turn nobody takes it away."""
     noted = []
-    for name, owner in {"reserve_memory": LLMEngine, "serve": EngineSubject}.items():
-        real = getattr(owner, name)
+    for name in ("reserve_memory", "serve"):
+        real = getattr(EngineSubject, name)
 
         def noting(self, *arguments, _real=real, _name=name):
-            noted.append((_name, (self if _name == "reserve_memory" else self.engine).config.seed))
+            noted.append((_name, self.engine.config.seed))
             return _real(self, *arguments)
 
-        monkeypatch.setattr(owner, name, noting)
+        monkeypatch.setattr(EngineSubject, name, noting)
     measure(build(points={}))
     own = [name for name, seed in noted if seed == 7]
     assert own == ["serve", "serve", "reserve_memory", "serve"]

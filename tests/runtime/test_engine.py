@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mini_infer import ConfigError, EngineConfig, LLMEngine, RequestError, SamplingParams
+from mini_infer import LLM, ConfigError, EngineConfig, LLMEngine, RequestError, SamplingParams
+from mini_infer.core.config import When
 from mini_infer.core.request import FinishReason
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -126,12 +127,52 @@ def test_n_completions_differ_and_reproduce(engine: LLMEngine) -> None:
     assert all(c.metrics is not None and len(c.metrics.token_times) == 12 for c in first.outputs)
 
 
-def test_unseeded_requests_differ_but_an_engine_reproduces() -> None:
+def test_unseeded_requests_differ_in_every_engine_and_a_stated_seed_reproduces() -> None:
     params = SamplingParams(temperature=3.0, max_tokens=12, ignore_eos=True)
-    first = [out.outputs[0].token_ids for out in dry().generate(["same"] * 3, params)]
-    assert len({tuple(tokens) for tokens in first}) == 3
-    assert first == [out.outputs[0].token_ids for out in dry().generate(["same"] * 3, params)]
-    assert first != [out.outputs[0].token_ids for out in dry(seed=1).generate(["same"] * 3, params)]
+
+    def tokens(**settings: object) -> list[tuple[int, ...]]:
+        return [tuple(out.outputs[0].token_ids) for out in dry(**settings).generate(["same"] * 3, params)]
+
+    assert len({*tokens(), *tokens(), *tokens()}) == 9, "every engine draws from entropy of its own"
+    assert tokens(seed=7) == tokens(seed=7) != tokens(seed=8)
+    seeded = SamplingParams(temperature=3.0, max_tokens=12, ignore_eos=True, seed=3)
+    one, other = (dry().generate("same", seeded)[0].outputs[0].token_ids for _ in range(2))
+    assert one == other
+
+
+def test_a_mapping_stands_for_sampling_parameters(engine: LLMEngine) -> None:
+    assert len(engine.generate(["a"], {"max_tokens": 2, "ignore_eos": True})[0].outputs[0].token_ids) == 2
+    with pytest.raises(RequestError, match=r"unknown sampling parameter 'max_token'; did you mean 'max_tokens'"):
+        engine.generate(["a"], {"max_token": 2})
+
+
+@pytest.mark.parametrize("prompts", [5, None, 2.5, {"a": 1}, {1, 2}, object()])
+def test_what_is_no_prompt_is_refused(engine: LLMEngine, prompts: object) -> None:
+    with pytest.raises(RequestError, match="one prompt or a list of them"):
+        engine.generate(prompts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [5, "greedy", {1, 2}])
+def test_what_are_no_sampling_parameters_is_refused(engine: LLMEngine, params: object) -> None:
+    with pytest.raises(RequestError, match="sampling parameters are"):
+        engine.generate(["a"], params)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="sampling parameters are"):
+        engine.add_request("a", params)  # type: ignore[arg-type]
+
+
+def test_top_k_of_minus_one_keeps_all() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+
+
+def test_llm_takes_the_names_of_others() -> None:
+    llm = LLM("dry", load_format="dry", enforce_eager=True, max_num_seqs=4, tensor_parallel_size=1, seed=1)
+    config = llm.engine.config
+    assert (config.graphs.capture, config.scheduler.max_num_seqs, config.seed) == (When.never, 4, 1)
+    output = llm.generate(["Hello"], sampling_params=SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))[0]
+    assert len(output.outputs[0].token_ids) == 3
+    assert llm.chat([{"role": "user", "content": "Hello"}], {"max_tokens": 1})[0].finished
+    with pytest.raises(ConfigError, match=r"no option 'tensor_parallel_size'=2. Known: tokenizer"):
+        LLM("dry", load_format="dry", tensor_parallel_size=2)
 
 
 def test_stop_string_ends_the_request_and_is_left_out(engine: LLMEngine) -> None:
@@ -260,7 +301,7 @@ def test_prompt_over_the_caches_limit_says_so() -> None:
         ({"temperature": "hot"}, "finite number"),
         ({"top_p": 0}, "top_p must be above 0"),
         ({"top_p": 1.1}, "top_p"),
-        ({"top_k": -1}, "top_k must be 0"),
+        ({"top_k": -2}, "top_k must be 0"),
         ({"top_k": 1.5}, "integer"),
         ({"min_p": 2}, "min_p"),
         ({"n": 0}, "n must be from 1"),
@@ -416,7 +457,7 @@ def test_request_timestamps_are_in_order_on_the_engines_clock() -> None:
 
 def test_failure_while_a_step_runs_ends_its_requests_and_leaves_a_usable_engine(engine: LLMEngine, monkeypatch) -> None:
     expected = engine.generate("next", GREEDY)[0].outputs[0].token_ids
-    runner = engine._parts.runner
+    runner = engine.executor.runner
     execute = runner.launch
 
     def fail(plan):
@@ -442,14 +483,14 @@ def test_request_swapped_out_in_a_failed_step_is_computed_again(monkeypatch: pyt
     prompts = ["0123456789abcd", "ABCDEFGHIJKLMN"]
     expected = [out.outputs[0].token_ids for out in make().generate(prompts, params)]
     engine = make()
-    execute = engine._parts.runner.launch
+    execute = engine.executor.runner.launch
 
     def fail_when_swapping(plan):
         if plan.swap_out:
             raise RuntimeError("the copy failed")
         return execute(plan)
 
-    monkeypatch.setattr(engine._parts.runner, "launch", fail_when_swapping)
+    monkeypatch.setattr(engine.executor, "launch", fail_when_swapping)
     first, second = (engine.add_request(prompt, params) for prompt in prompts)
     tokens: dict[str, list[int]] = {first: [], second: []}
     reasons = {}
@@ -604,10 +645,10 @@ def test_no_step_is_left_under_way_when_all_requests_have_ended() -> None:
     stop = engine.generate("hello", SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].token_ids[-1]
     engine.generate("hello", SamplingParams(temperature=0, max_tokens=9, stop_token_ids=(stop,)))
     assert not engine.has_unfinished_requests()
-    assert not engine._flights
+    assert not engine.core._in_flight
     engine.scheduler.check_integrity()
     aborted = engine.add_request("hello", SamplingParams(temperature=0, max_tokens=9))
     engine.step()
     engine.abort(aborted)
     assert engine.step()[0].outputs[0].finish_reason is FinishReason.abort
-    assert not engine._flights
+    assert not engine.core._in_flight

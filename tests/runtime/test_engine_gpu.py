@@ -15,6 +15,7 @@ from gpu_shapes import SHAPES
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import AttentionConfig, GraphsConfig, KernelChoice, ModelConfig, When
 from mini_infer.core.errors import ConfigError
+from mini_infer.runtime.probe import probe_batch, probe_logits
 
 pytestmark = pytest.mark.gpu
 
@@ -90,7 +91,7 @@ def test_captured_steps_give_the_logits_of_eager_steps(shape: str, split: int) -
     assert captured.startup.graphs.batch_sizes == (1, 2, 4, 8, 16, 24)
     assert not eager.startup.graphs.batch_sizes
     ids = torch.randint(0, 5003, (split + 20,), generator=torch.Generator().manual_seed(1)).tolist()
-    assert torch.equal(captured.probe_logits(ids, split), eager.probe_logits(ids, split))
+    assert torch.equal(probe_logits(captured, ids, split), probe_logits(eager, ids, split))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 2e-2)])
@@ -103,7 +104,7 @@ def test_captured_batches_give_the_logits_of_eager_ones(shape: str, dtype: str, 
         (torch.randint(0, 5003, (split + more,), generator=generator).tolist(), split)
         for split, more in ((1, 20), (77, 12), (300, 20))
     ]
-    for found, expected in zip(captured.probe_batch(rows), eager.probe_batch(rows), strict=True):
+    for found, expected in zip(probe_batch(captured, rows), probe_batch(eager, rows), strict=True):
         assert ((found - expected).norm(dim=1) / expected.norm(dim=1)).max() < bound
 
 
@@ -119,8 +120,9 @@ def test_relative_logit_error_against_the_reference_in_fp32(shape: str, kernels:
         pytest.importorskip("flash_attn.cute")
     ids = torch.randint(0, 5003, (420,), generator=torch.Generator().manual_seed(2)).tolist()
     reference = make(shape, kernels="torch", dtype="float32", **REFERENCE)
-    exact = reference.probe_logits(ids, 400)
-    logits = make(shape, kernels=kernels, attention=AttentionConfig(backend, backend)).probe_logits(ids, 400)  # type: ignore[arg-type]
+    exact = probe_logits(reference, ids, 400)
+    engine = make(shape, kernels=kernels, attention=AttentionConfig(backend, backend))  # type: ignore[arg-type]
+    logits = probe_logits(engine, ids, 400)
     error = (logits - exact).norm(dim=1) / exact.norm(dim=1)
     assert error.max() < 2e-2
 
@@ -143,7 +145,7 @@ def test_chunks_and_hits_and_preemption_compose_with_graphs(shape: str) -> None:
 
 def replays(engine: LLMEngine) -> list[bool]:
     """Grows with every step that no decode graph takes: whether pieces took it."""
-    model, taken = engine._parts.runner._model, []
+    model, taken = engine.executor.runner._model, []
     pieces = model._pieces  # type: ignore[attr-defined]
     replay = pieces.replay
 
@@ -167,7 +169,7 @@ def test_pieces_give_the_logits_of_eager_steps(shape: str, dtype: str, tolerance
     taken = replays(captured)
     for split in (1, 63, 64, 65, 128, 150, 192, 256, 257, 300, 40):  # the last finds what larger steps have left
         ids = torch.randint(0, 5003, (split + 2,), generator=torch.Generator().manual_seed(split)).tolist()
-        expected, found = eager.probe_logits(ids, split), captured.probe_logits(ids, split)
+        expected, found = probe_logits(eager, ids, split), probe_logits(captured, ids, split)
         error = (found - expected).norm(dim=1) / expected.norm(dim=1)
         assert error.max() < tolerance, f"a prompt of {split} tokens"
     assert taken.count(False) == 2, "257 and 300 tokens are too many"
@@ -196,11 +198,11 @@ def test_pieces_stay_right_when_the_memory_around_them_is_used_again(shape: str)
     """A graph reads addresses: whatever is not held is soon somebody else's."""
     captured = make(shape, dtype="float32", graphs=GraphsConfig(max_prefill_tokens=128))
     ids = torch.randint(0, 5003, (100,), generator=torch.Generator().manual_seed(4)).tolist()
-    expected = make(shape, dtype="float32", graphs=GraphsConfig(When.never)).probe_logits(ids, 100)
+    expected = probe_logits(make(shape, dtype="float32", graphs=GraphsConfig(When.never)), ids, 100)
     gc.collect()
     torch.cuda.empty_cache()
     held = [torch.full((2**n,), torch.nan, device="cuda") for n in range(6, 26) for _ in range(4)]
-    found = captured.probe_logits(ids, 100)
+    found = probe_logits(captured, ids, 100)
     assert ((found - expected).norm() / expected.norm()) < 1e-5
     del held
 

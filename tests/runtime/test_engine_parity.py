@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
+from mini_infer.runtime.probe import probe_batch, probe_logits
 
 VOCAB = 200
 MAX_LEN = 128
@@ -74,12 +75,12 @@ def test_probed_rows_are_the_same_in_any_company(checkpoint: tuple[Path, Any]) -
     )
     ids = prompts()
     rows = [(ids[0], 40), (ids[4] + ids[5], 1), (ids[7], 33)]
-    alone = [engine.probe_logits(*row) for row in rows]
+    alone = [probe_logits(engine, *row) for row in rows]
     assert [len(logits) for logits in alone] == [4, 18, 1]
-    torch.testing.assert_close(engine.probe_batch(rows), alone)
+    torch.testing.assert_close(probe_batch(engine, rows), alone)
     many = [([1, 2], 1)] * (engine.config.scheduler.max_num_seqs + 1)
     with pytest.raises(RequestError, match=r"a probe takes from 1 to \d+ rows \(scheduler.max_num_seqs\), not"):
-        engine.probe_batch(many)
+        probe_batch(engine, many)
     engine.close()
 
 
@@ -87,7 +88,7 @@ def test_a_probe_of_more_than_the_cache_holds_is_refused(checkpoint: tuple[Path,
     model = {"path": str(checkpoint[0]), "device": "cpu"}
     engine = LLMEngine(EngineConfig.from_dict({"model": model, "cache": {"num_blocks": 8, "block_size": 16}}))
     with pytest.raises(RequestError, match="the rows of a probe take 9 KV blocks, and there are 8"):
-        engine.probe_batch([([1] * 40, 40)] * 3)
+        probe_batch(engine, [([1] * 40, 40)] * 3)
     engine.close()
 
 

@@ -156,7 +156,7 @@ class TestOverlap:
         alone = dry(scheduler={"overlap": "always"})
         output = alone.generate("x", regex("[a-z]{5}", n=2))[0]
         assert all(re.fullmatch("[a-z]{5}", completion.text) for completion in output.outputs)
-        assert not alone._flights
+        assert not alone.core._in_flight
         alone.scheduler.check_integrity()
 
 

@@ -17,6 +17,7 @@ from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.modeling.loader import load_spec
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.pieces import NoPieces, PiecewiseGraphs, graph_bytes, token_ladder
+from mini_infer.runtime.probe import probe_logits
 from mini_infer.runtime.worker.request_states import Samples
 
 SHAPE = {
@@ -70,7 +71,7 @@ def make(**sections: dict[str, Any]) -> LLMEngine:
 
 def with_pieces(engine: LLMEngine, sizes: list[int]) -> PiecewiseGraphs:
     """Puts recorded graphs where a GPU's would be."""
-    model = engine._parts.runner._model
+    model = engine.executor.runner._model
     store = model._store
     padding_index = (store.num_blocks - 1) * store.block_size
     pieces = PiecewiseGraphs(model._model, store, sizes, padding_index, RecordingGraph)
@@ -100,7 +101,7 @@ def captured() -> Iterator[LLMEngine]:
 @pytest.mark.parametrize("split", [1, 63, 64, 65, 128, 129, 300])
 def test_pieces_give_the_logits_of_an_eager_step(eager: LLMEngine, captured: LLMEngine, split: int) -> None:
     ids = torch.randint(0, 301, (split + 3,), generator=torch.Generator().manual_seed(split)).tolist()
-    expected, found = eager.probe_logits(ids, split), captured.probe_logits(ids, split)
+    expected, found = probe_logits(eager, ids, split), probe_logits(captured, ids, split)
     assert ((found - expected).norm(dim=1) / expected.norm(dim=1)).max() < 1e-5
 
 
@@ -117,7 +118,7 @@ def test_mixed_steps_give_the_tokens_of_eager_ones(eager: LLMEngine, captured: L
 def test_padding_writes_to_the_spare_block_alone() -> None:
     engine = make(cache={"num_blocks": 40, "prefix_caching": False})
     with_pieces(engine, [64])
-    store = engine._parts.runner._model._store
+    store = engine.executor.runner._model._store
     store.kv.fill_(7.0)
     engine.generate([[5] * 40], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
     touched = (store.kv != 7.0).flatten(3).any(-1)[0, 0]  # [blocks, block_size * ...] -> blocks
@@ -134,7 +135,7 @@ def test_a_graph_that_was_not_captured_is_passed_over(eager: LLMEngine) -> None:
     for graph, _ in pieces._pieces[128].before:
         graph.replay = lambda graph=graph: (replayed.append(128), replay(graph))  # type: ignore[method-assign, misc]
     ids = list(range(40))
-    torch.testing.assert_close(engine.probe_logits(ids, 40), eager.probe_logits(ids, 40), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(probe_logits(engine, ids, 40), probe_logits(eager, ids, 40), rtol=1e-4, atol=1e-4)
     assert replayed == [128] * 3
 
 
@@ -143,7 +144,7 @@ def test_a_forward_that_fails_leaves_no_graphs() -> None:
     pieces = with_pieces(engine, [64])
     log: list[str] = []
     pieces._new_graph = numbered(log)
-    model = engine._parts.runner._model._model
+    model = engine.executor.runner._model._model
     model.layers[1].mlp.forward = _fail
     with torch.inference_mode(), pytest.raises(torch.OutOfMemoryError, match="layer 1"):
         pieces.capture_size(64, "pool")
@@ -171,7 +172,7 @@ def test_a_size_whose_first_launch_finds_no_memory_is_not_used(eager: LLMEngine)
     assert report.batch_sizes == (128,)
     assert report.limits == ("no graph for 64 tokens: out of GPU memory during capture",)
     ids = list(range(40))
-    torch.testing.assert_close(engine.probe_logits(ids, 40), eager.probe_logits(ids, 40), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(probe_logits(engine, ids, 40), probe_logits(eager, ids, 40), rtol=1e-4, atol=1e-4)
 
 
 def _fail(*_: object) -> torch.Tensor:
@@ -215,7 +216,7 @@ def test_a_dry_engine_says_so_too() -> None:
 def test_a_draft_model_never_looks_up_what_is_no_token_of_its_own() -> None:
     """Beside a target with a larger vocabulary, in pieces as well as without."""
     engine = make()
-    runner = engine._parts.runner
+    runner = engine.executor.runner
     model = runner._model
     model._last_token = 299
     outputs = []

@@ -77,7 +77,7 @@ def test_few_logits_at_a_time(expected: list, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(prompt_logprobs, "LOGITS_AT_A_TIME", 2 * 512 + 1)
     engine = dry()
     sizes = []
-    model = engine._parts.runner._model
+    model = engine.executor.runner._model
     compute = model.compute_logits
     monkeypatch.setattr(model, "compute_logits", lambda hidden: sizes.append(len(hidden)) or compute(hidden))
     assert engine.generate([PROMPT], PARAMS)[0].prompt_logprobs == expected

@@ -202,7 +202,7 @@ def test_tokens_are_the_same_through_graphs_of_rows(
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=14 + i, ignore_eos=True) for i in range(3)]
     prompts = [[40, 50, 60], [70] * 17, [90, 80]]
     expected = [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
-    steps = engine._parts.runner._drafts
+    steps = engine.executor.runner._drafts
     draft_model = steps._drafter._model
     graphs = RowGraphs(steps._states, steps._drafter.chain, steps.verify, RecordingGraph)
     with monkeypatch.context() as patch:

@@ -7,7 +7,6 @@ block, stale slot or lost swap shows in the output.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import random
 from collections.abc import Iterable, Sequence
@@ -124,7 +123,7 @@ class Inexact(DryModel):
 
 def with_draft_model(engine: LLMEngine, right: float) -> None:
     """Gives the engine one that computes what the scheduler asks it to."""
-    runner, kv, slots = engine._parts.runner, engine.scheduler.kv, engine._parts.runner._states
+    runner, kv, slots = engine.executor.runner, engine.scheduler.kv, engine.executor.runner._states
     drafter = DraftModel(
         Inexact(right, kv.num_blocks, kv.block_size, kv.num_host_blocks),  # type: ignore[arg-type]
         DraftKV(slots.padding_index, slots.max_model_len, kv.block_size, kv.num_blocks + 1, kv.num_host_blocks),
@@ -243,7 +242,7 @@ def output_alone(prompt: list[int], params: SamplingParams) -> RequestOutput:
 def drive(engine: LLMEngine, traffic: list[Arrival], failing_step: int | None, failing_verb: str) -> dict[str, Answer]:
     """Runs the traffic with integrity checked after every step. Returns each request's answer."""
     produced: dict[str, Answer] = {}
-    runner = engine._parts.runner
+    runner = engine.executor.runner
     working = getattr(runner, failing_verb)
     for step in itertools.count():
         assert step < 3000, "the engine makes no progress"
@@ -319,15 +318,15 @@ def test_traffic_changes_no_token_and_loses_no_block(
     engine = make_engine(memory, scheduler, oracle.most)
     if oracle.most and machine["drafts"]["model"]:
         with_draft_model(engine, machine["drafts"]["right"])
-    make_scheduler = engine._parts.make_scheduler
+    make_scheduler = engine._make_scheduler
 
     def make_speculating_scheduler() -> Scheduler:
         made = make_scheduler()
         made._drafts.proposer = oracle
         return made
 
-    engine._parts = dataclasses.replace(engine._parts, make_scheduler=make_speculating_scheduler)
-    engine.scheduler = make_speculating_scheduler()
+    engine.core._make_scheduler = make_speculating_scheduler
+    engine.core.scheduler = make_speculating_scheduler()
     produced = drive(engine, traffic, failing_step, failing_verb)
 
     for number, arrival in enumerate(traffic):

@@ -6,17 +6,14 @@ import logging
 from typing import Any
 
 import pytest
-import torch
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import StepPlan, StepResult, count_drafts
 from mini_infer.modeling.loader import load_spec
-from mini_infer.runtime.text.tokenizer import load_tokenizer
-from mini_infer.runtime.worker import build
-from mini_infer.speculative import loading as speculation
+from mini_infer.runtime.worker import draft
+from mini_infer.runtime.worker.worker import Worker
 from mini_infer.speculative.adapt import DraftLengths
 from mini_infer.speculative.costs import StepCosts
-from mini_infer.speculative.loading import check_draft
 
 TINY = {"path": "tiny-target", "device": "cpu", "max_model_len": 128}
 DRAFT = {"method": "draft", "draft": {"path": "tiny-draft"}, "adaptive": False}
@@ -121,10 +118,10 @@ def test_a_seed_reproduces_in_any_company(without: LLMEngine, machine: str) -> N
 
 def test_drafts_that_were_drawn_are_often_right() -> None:
     params = SamplingParams(temperature=0.6, max_tokens=16, ignore_eos=True)
-    engine = make_engine({**DRAFT, "num_tokens": 3})
+    engine = make_engine({**DRAFT, "num_tokens": 3}, seed=0)
     first = tokens(engine, params)
     assert sum(sum(r.accepted) for r in engine.records) > 0.4 * sum(sum(r.drafted) for r in engine.records)
-    assert first == tokens(make_engine({**DRAFT, "num_tokens": 3}), params)
+    assert first == tokens(make_engine({**DRAFT, "num_tokens": 3}, seed=0), params)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
@@ -202,7 +199,7 @@ def test_no_room_for_the_drafts_kv_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     def no_room(*arguments: object) -> None:
         raise ConfigError("a KV cache of 8 blocks takes 9 GiB, which the GPU has not free: lower cache.num_blocks")
 
-    monkeypatch.setattr(speculation, "allocate_kv", no_room)
+    monkeypatch.setattr(draft, "allocate_kv", no_room)
     with pytest.raises(ConfigError, match=r"speculation.draft has as many KV blocks .* cache.num_blocks"):
         make_engine(DRAFT)
 
@@ -220,13 +217,11 @@ def test_a_draft_larger_than_the_target_is_warned_of(caplog: pytest.LogCaptureFi
     assert "larger than the target" in caplog.text
 
 
-def test_memory_is_kept_back_for_no_graph_that_is_not_captured() -> None:
+def test_memory_is_kept_back_for_no_graph_that_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     def bytes_of_graphs(captures_rows: bool = True, **graphs: Any) -> int:
         sections = {"model": TINY, "speculation": {**DRAFT, "num_tokens": 3}, "graphs": graphs}
-        config = EngineConfig.from_dict({**sections, "scheduler": {"max_num_seqs": 64}})
-        spec = load_spec(config.model)
-        draft = check_draft(config, spec, torch.float32, load_tokenizer(config.model), torch.device("cpu"))
-        return build._bytes_of_graphs(config, spec, torch.float32, draft, captures_rows)
+        monkeypatch.setattr(Worker, "_captures_rows", captures_rows)
+        return Worker(EngineConfig.from_dict({**sections, "scheduler": {"max_num_seqs": 64}}))._bytes_of_graphs()
 
     assert bytes_of_graphs(captures_rows=False, capture="never") == 0
     rows_alone, none = bytes_of_graphs(max_prefill_tokens=0), bytes_of_graphs(False, max_prefill_tokens=0)

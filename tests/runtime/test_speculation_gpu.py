@@ -106,7 +106,7 @@ def test_a_seed_reproduces_in_any_company(capture: str) -> None:
 def test_rows_with_drafts_have_the_logits_of_any_step(dtype: str, tolerance: float, rows: int) -> None:
     """Captured, padded and with ragged drafts, against one forward of the same tokens that knows where they are."""
     engine = make(DRAFT, dtype)
-    runner, block = engine._parts.runner, engine.config.cache.block_size
+    runner, block = engine.executor.runner, engine.config.cache.block_size
     steps, req_indices = runner._drafts, runner._states
     lengths = [block * (2 + row) + (row % 3) - 1 for row in range(rows)]  # also at the last place of a block
     counts = sorted(1 + row % 4 for row in range(rows))

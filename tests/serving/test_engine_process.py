@@ -361,7 +361,7 @@ def test_the_engine_process_ends_with_its_parent(tmp_path: Path) -> None:
 
 def failing(engine: LLMEngine, times: int) -> LLMEngine:
     """Its first launches fail."""
-    launch, left = engine._parts.runner.launch, [times]
+    launch, left = engine.executor.runner.launch, [times]
 
     def planted(plan: object) -> object:
         if left[0]:
@@ -369,7 +369,7 @@ def failing(engine: LLMEngine, times: int) -> LLMEngine:
             raise RuntimeError("planted")
         return launch(plan)  # type: ignore[arg-type]
 
-    engine._parts.runner.launch = planted  # type: ignore[method-assign, assignment]
+    engine.executor.runner.launch = planted  # type: ignore[method-assign, assignment]
     return engine
 
 

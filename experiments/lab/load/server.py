@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from mini_infer.cli.arguments import REFUSED
 from mini_infer.cli.server_process import discard, read_address, start_server

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from mini_infer.core.plan import StepResult
 from mini_infer.core.request import (
@@ -15,19 +14,11 @@ from mini_infer.core.request import (
     RequestOutput,
     TokenLogprob,
 )
+from mini_infer.runtime.engine_core import Ending
 from mini_infer.runtime.scheduler.scheduler import TokenUpdate
 from mini_infer.runtime.text.detokenizer import Detokenizer
 
 logger = logging.getLogger(__name__)
-
-
-class Ending(NamedTuple):
-    """A request that its text has ended."""
-
-    request: Request
-    reason: FinishReason
-    stop_reason: str | None
-    num_dropped: int = 0  # tokens of the same step behind the one that completed the stop string
 
 
 class _Completion:

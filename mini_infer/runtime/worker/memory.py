@@ -3,7 +3,6 @@ been tried."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
@@ -19,16 +18,6 @@ from mini_infer.modeling.spec import ModelSpec
 CPU_KV_GIB = 0.5
 _SMALL_TENSOR, _SMALL_MEMORY = 2**19, 32 * 2**20  # torch's allocator keeps tensors up to 1 MiB apart
 _GRAPHS_RESERVE = 512 * 2**20  # captured decode steps: the driver's share and their tensors
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The longest request and the size of the pool, settled."""
-
-    max_model_len: int
-    reason: str
-    num_blocks: int
-    num_host_blocks: int
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -39,8 +39,6 @@ def sampling_params(
         RequestError: a value that is not allowed.
     """
     given = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
-    if given.get("top_k") == -1:  # what other servers call all tokens
-        given["top_k"] = 0
     if body.logit_bias:
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
     grammar = _grammar(body.response_format)

@@ -1,0 +1,244 @@
+"""EngineCore: the loop schedule -> launch -> collect -> update -> observe.
+
+It knows a scheduler, an executor and a clock: no tensors, no text, no API. So the same loop drives a GPU, several, the
+dry model and a simulated clock. With an executor that overlaps, what is collected is not the step just launched but the
+one before it: the device computes a step while the host books the last one and plans the next one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
+
+from mini_infer.core.plan import KVUsage, StepPlan, StepRecord, StepResult, count_drafts
+from mini_infer.core.request import FinishReason, Request, RequestStatus
+from mini_infer.runtime.executor.base import Executor
+from mini_infer.runtime.scheduler.scheduler import Scheduler, TokenUpdate
+
+_row_of = itemgetter(2)  # of a TokenUpdate
+
+
+class Ending(NamedTuple):
+    """A request that what its tokens say has ended."""
+
+    request: Request
+    reason: FinishReason
+    stop_reason: str | None
+    num_dropped: int = 0  # tokens of the same step behind the one that completed the stop string
+
+
+class Outputs(Protocol):
+    """Who takes in what steps bring."""
+
+    def process(self, updates: Sequence[TokenUpdate], result: StepResult) -> Sequence[Ending]:
+        """Takes in a step's tokens, and says which requests end by what they mean."""
+
+    def post(self, requests: Sequence[Request]) -> None:
+        """Something about these requests has changed: new tokens, or their end. Called once they are booked."""
+
+    def unfinished(self) -> list[Request]:
+        """Those whose end has not been posted yet."""
+
+
+class EngineCore:
+    """
+    Args:
+        make_scheduler: a scheduler without requests; asked again after an error in the bookkeeping itself.
+        clock: seconds, monotonic; all timestamps are read from it.
+        records_kept: how many of the latest StepRecords `records` holds; observers are told all of them.
+    """
+
+    def __init__(
+        self,
+        make_scheduler: Callable[[], Scheduler],
+        executor: Executor,
+        clock: Callable[[], float],
+        outputs: Outputs,
+        records_kept: int,
+    ) -> None:
+        self.scheduler = make_scheduler()
+        self.executor = executor
+        self.clock = clock
+        self.records: deque[StepRecord] = deque(maxlen=records_kept)
+        self.observers: list[Callable[[StepRecord], None]] = []  # each is called with every StepRecord
+        self._make_scheduler = make_scheduler
+        self._outputs = outputs
+        self._in_flight: deque[_InFlightStep] = deque()  # oldest first; with overlap one stays between two steps
+        self._ended: list[Request] = []  # aborted or failed since the last StepRecord
+        self._laps = _Laps()
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """Ends requests at any moment. Their end is posted by `post_ended`."""
+        for request in requests:
+            self.scheduler.finish(request, FinishReason.abort)
+
+    def post_ended(self, requests: Sequence[Request]) -> None:
+        """Tells of requests that ended outside a step, here and in the next StepRecord."""
+        self._ended += requests
+        self._outputs.post(requests)
+
+    def reset(self) -> None:
+        """Forgets all KV, as after a use of the executor that wrote where it pleased. RuntimeError where requests are
+        unfinished."""
+        self.require_idle()
+        self.scheduler = self._make_scheduler()
+
+    def require_idle(self) -> None:
+        """Raises RuntimeError where requests are unfinished; nothing is in flight afterwards."""
+        if self.scheduler.num_unfinished:
+            raise RuntimeError("the engine has unfinished requests: this is possible only while it has none")
+        self.drop_in_flight()
+
+    def drop_in_flight(self) -> None:
+        """What is still under way computes tokens for requests that have ended meanwhile. Nobody waits for them."""
+        while self._in_flight:
+            self.scheduler.fail(self._in_flight.popleft().plan)
+
+    def step(self) -> None:
+        """Runs one step. An error of the executor ends the requests of its plan and is raised; one in the bookkeeping
+        ends all of them."""
+        start = self.clock()
+        plan, kv, evictions = self._schedule(start)
+        planned = self.clock()
+        if not plan.empty:
+            self._in_flight.append(_InFlightStep(plan, self._launch(plan), kv, evictions))
+        waits = self.executor.overlap and not plan.empty  # for the step after it, unless there is none
+        step = self._in_flight.popleft() if len(self._in_flight) > waits else None
+        result = self._collect(step) if step else StepResult([])
+        executed = self.clock()
+        try:
+            updates = self.scheduler.update(step.plan, result, executed) if step else []
+            endings = self._outputs.process(updates, result)
+            for request, reason, stop, _ in endings:
+                self.scheduler.finish(request, reason, stop)
+            self._outputs.post([request for request, _, _ in updates])
+        except BaseException:
+            self._start_over()
+            raise
+        if not self.scheduler.num_unfinished:
+            self.drop_in_flight()
+        end = self.clock()
+        self._laps.add(start, planned - start, executed - planned, end - executed)
+        if step or self._ended:
+            num_dropped = sum(ending.num_dropped for ending in endings)
+            # Where nothing was read, what was just launched is told of when it is.
+            self._observe(step or _InFlightStep(_nothing(plan.step), None, kv, 0), result, updates, num_dropped, end)
+
+    def _schedule(self, now: float) -> tuple[StepPlan, KVUsage, int]:
+        """The next plan, the KV memory as it will be then, and the evictions that it caused."""
+        evictions = self.scheduler.kv.num_evictions
+        try:
+            plan = self.scheduler.schedule(now)
+            return plan, self.scheduler.usage(), self.scheduler.kv.num_evictions - evictions
+        except BaseException:
+            self._start_over()
+            raise
+
+    def _launch(self, plan: StepPlan) -> Any:
+        try:
+            return self.executor.launch(plan)
+        except BaseException:
+            self._give_up(plan)
+            raise
+
+    def _collect(self, step: _InFlightStep) -> StepResult:
+        try:
+            return self.executor.collect(step.handle)
+        except BaseException:
+            self._give_up(step.plan)
+            raise
+
+    def _give_up(self, plan: StepPlan) -> None:
+        """The KV of the plan's requests is unknown now. Nobody else's is: blocks become shareable only once their step
+        is booked."""
+        self.post_ended(self.scheduler.fail(plan))
+
+    def _start_over(self) -> None:
+        """After an error or an interrupt in the bookkeeping itself nothing in it can be trusted."""
+        lost = self._outputs.unfinished()
+        for request in lost:
+            request.status, request.finish_reason = RequestStatus.finished, FinishReason.error
+        self.scheduler = self._make_scheduler()
+        self._in_flight.clear()
+        self.post_ended(lost)
+
+    def _observe(
+        self, step: _InFlightStep, result: StepResult, updates: Sequence[TokenUpdate], num_dropped: int, end: float
+    ) -> None:
+        plan, scheduler = step.plan, self.scheduler
+        drafted, accepted = ((), ()) if step.handle is None else count_drafts(plan, result)
+        decode_tokens = bisect_left(updates, plan.num_decode_rows, key=_row_of)  # updates are in the order of rows
+        laps, self._laps = self._laps, _Laps()
+        in_step = [request for request, _, _ in updates if request.finish_reason is not None]
+        by_text = [r for r in in_step if r.finish_reason is FinishReason.error]
+        ended, self._ended = self._ended, []
+        record = StepRecord(
+            step=plan.step,
+            start_time=laps.start,
+            end_time=end,
+            schedule_s=laps.schedule_s,
+            execute_s=laps.execute_s,
+            update_s=laps.update_s,
+            prefill_tokens=plan.num_prefill_tokens,
+            decode_tokens=decode_tokens,
+            sampled_tokens=sum([len(token_ids) for _, token_ids, _ in updates]) - num_dropped,
+            num_running=scheduler.num_running,
+            num_prefilling=scheduler.num_prefilling,
+            num_waiting=scheduler.num_waiting,
+            num_swapped=scheduler.num_swapped,
+            kv=step.kv,
+            prefix_queried_tokens=plan.prefix_queried_tokens,
+            prefix_hit_tokens=plan.prefix_hit_tokens,
+            evictions=step.evictions,
+            preempted=tuple(plan.preempted),
+            swapped_out_blocks=len(plan.swap_out),
+            swapped_in_blocks=len(plan.swap_in),
+            finished=_names(r for r in in_step if r.finish_reason is not FinishReason.error),
+            aborted=_names(r for r in ended if r.finish_reason is FinishReason.abort),
+            failed=_names(r for r in [*ended, *by_text] if r.finish_reason is FinishReason.error),
+            drafted=drafted,
+            accepted=accepted,
+            draft_s=result.draft_s,
+            dropped_rows=plan.num_decode_rows - decode_tokens,
+        )
+        self.records.append(record)
+        for observer in self.observers:
+            observer(record)
+
+
+class _InFlightStep(NamedTuple):
+    """A step that was launched and is not booked yet."""
+
+    plan: StepPlan
+    handle: Any  # the executor's; None: it has no rows
+    kv: KVUsage
+    evictions: int
+
+
+@dataclass
+class _Laps:
+    """Where the host's time went since the last StepRecord."""
+
+    start: float = 0.0
+    schedule_s: float = 0.0
+    execute_s: float = 0.0
+    update_s: float = 0.0
+
+    def add(self, start: float, schedule_s: float, execute_s: float, update_s: float) -> None:
+        if not (self.schedule_s or self.execute_s or self.update_s):
+            self.start = start
+        self.schedule_s += schedule_s
+        self.execute_s += execute_s
+        self.update_s += update_s
+
+
+def _nothing(step: int) -> StepPlan:
+    return StepPlan(step, req_indices=[], starts=[], counts=[], samples=[], num_decode_rows=0)
+
+
+def _names(requests: Iterable[Request]) -> tuple[str, ...]:
+    return tuple(request.request_id for request in requests)

@@ -1,0 +1,36 @@
+"""Executor: the seam between the engine's loop and whatever computes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from mini_infer.core.plan import StepPlan, StepResult
+from mini_infer.runtime.text.tokenizer import Tokenizer
+from mini_infer.runtime.worker.limits import Limits
+from mini_infer.runtime.worker.model_runner import Runner
+from mini_infer.runtime.worker.startup import StartupReport
+from mini_infer.speculative.costs import StepCosts
+
+
+class Executor(Protocol):
+    """Steps are launched and collected in one order. Up to two are in flight."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    limits: Limits
+    overlap: bool  # a step may be launched before the tokens of the step before it are collected
+    startup: StartupReport
+    runner: Runner  # for probes: what works in this process
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Starts a plan that is not empty, and returns without waiting where the device works by itself."""
+
+    def collect(self, handle: Any) -> StepResult:
+        """Waits for what `launch` started."""
+
+    def step_costs(self) -> StepCosts:
+        """What steps cost by rows and drafts, measured when first asked for. It overwrites KV: nobody may hold any."""
+
+    def reserve_memory(self) -> None:
+        """Takes what the largest step needs from the device, where something else may have taken it since the start."""

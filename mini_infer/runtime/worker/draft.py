@@ -1,0 +1,139 @@
+"""The draft model of a worker: whether it goes with the target, and its part of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mini_infer.cache.transfer import HostStore
+from mini_infer.core.config import EngineConfig, ModelConfig
+from mini_infer.core.errors import ConfigError, ModelError
+from mini_infer.modeling.decoder import Decoder
+from mini_infer.runtime.graphs.capture import GraphMemory
+from mini_infer.runtime.graphs.decode_graphs import BatchDescriptor
+from mini_infer.runtime.graphs.row_graphs import row_grid
+from mini_infer.runtime.sampling.sampler import Sampler
+from mini_infer.runtime.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from mini_infer.runtime.worker.limits import Limits
+from mini_infer.runtime.worker.memory import allocate_kv
+from mini_infer.runtime.worker.progress import progress_bar
+from mini_infer.runtime.worker.request_states import RequestStates
+from mini_infer.runtime.worker.served_model import ServedModel
+from mini_infer.runtime.worker.startup import CaptureReport
+from mini_infer.runtime.worker.torch_model import TorchModel
+from mini_infer.speculative.draft_kv import DraftKV
+from mini_infer.speculative.draft_steps import DraftSteps
+from mini_infer.speculative.drafter import Drafter, DraftModel, NoDrafter
+
+logger = logging.getLogger(__name__)
+
+PADDING_IDS = 1024  # models of one family round the size of one vocabulary up, each in its own way
+
+
+def plan_draft(
+    config: EngineConfig, target: ServedModel, tokenizer: Tokenizer, sampler_name: str | None
+) -> ServedModel | None:
+    """The draft model, None where there is none. Raises ConfigError where it cannot propose for the target."""
+    if not config.speculation.has_draft_model:
+        return None
+    name = f"speculation.draft.path={config.speculation.draft.path}"
+    try:
+        draft = ServedModel.plan(config, config.speculation.draft.model(config.model), target.device, sampler_name)
+    except ModelError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    vocab_size, known = draft.spec.vocab_size, target.spec.vocab_size
+    if abs(vocab_size - known) > PADDING_IDS or not _same_tokenizer(draft.config, tokenizer):
+        raise ConfigError(
+            f"{name} has another vocabulary than the target ({vocab_size} tokens and {known}): its "
+            "drafts would mean something else there. Take a smaller model of the target's family"
+        )
+    if draft.weight_bytes > target.weight_bytes:
+        logger.warning("%s is larger than the target: drafting will take longer than it can save", name)
+    return draft
+
+
+def _same_tokenizer(draft: ModelConfig, target: Tokenizer) -> bool:
+    """As far as both are there: a shape alone has none."""
+    if draft.hf_config is not None or isinstance(target, NoTokenizer):
+        return True
+    own = load_tokenizer(draft)
+    if isinstance(own, NoTokenizer) or own.definition == target.definition:
+        return True
+    return own.token_bytes is not None and own.token_bytes == target.token_bytes
+
+
+@dataclass(frozen=True)
+class DraftParts:
+    steps: DraftSteps
+    model: TorchModel
+    draft_model: TorchModel | None
+
+    def capture(self, config: EngineConfig, memory: GraphMemory, prompt_sizes: Sequence[int]) -> CaptureReport:
+        """CUDA graphs of steps of rows with drafts.
+
+        Args:
+            prompt_sizes: numbers of tokens of prompts that a draft model computes as graphs in pieces.
+        """
+        if self.draft_model is not None and prompt_sizes:
+            self.draft_model.capture_pieces(prompt_sizes, memory, progress_bar("capturing CUDA graphs of the draft"))
+        grid = _row_grid(config)
+        new_draft_logits = None if self.draft_model is None else self.draft_model.new_logits
+        progress = progress_bar("capturing CUDA graphs of drafts")
+        return self.steps.graphs.capture(grid, self.model.new_logits, new_draft_logits, memory, progress)
+
+
+def make_draft_steps(
+    config: EngineConfig,
+    model: TorchModel,
+    draft: tuple[ServedModel, Decoder] | None,
+    limits: Limits,
+    states: RequestStates,
+    sampler: Sampler,
+    overlap: bool,
+) -> DraftParts:
+    """Takes the draft's KV memory: as many blocks as the target's, each with the same number."""
+    drafter: Drafter = NoDrafter()
+    draft_model = None
+    if draft is not None:
+        served, weights = draft
+        try:
+            store = allocate_kv(served.kv_shape, limits.num_blocks, served.device)
+        except ConfigError as error:
+            raise ConfigError(f"speculation.draft has as many KV blocks as the target: {error}") from error
+        host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
+        vocab_size = min(served.spec.vocab_size, sampler.vocab_size)
+        fewer = vocab_size if vocab_size < sampler.vocab_size else None
+        draft_model = TorchModel(weights, store, host, served.backends, known_tokens=fewer)
+        longest, block_size = states.max_model_len, config.cache.block_size
+        drafter = DraftModel(
+            draft_model,
+            DraftKV(states.padding_index, longest, block_size, limits.num_blocks + 1, limits.num_host_blocks),
+            states,
+            sampler,
+            vocab_size=vocab_size,
+            max_tokens=config.scheduler.max_num_batched_tokens,
+        )
+    steps = DraftSteps(model, states, sampler, drafter, config.speculation.rate, always_rows=overlap)
+    return DraftParts(steps, model, draft_model)
+
+
+def row_logits_bytes(config: EngineConfig, target: ServedModel, draft: ServedModel | None) -> int:
+    """What graphs of rows with drafts keep for their logits, on a GPU."""
+    grid = _row_grid(config)
+    taken = max((d.num_tokens for d in grid), default=0) * _logits_row(target)
+    if draft is not None:
+        taken += max((d.num_tokens - d.num_rows for d in grid), default=0) * _logits_row(draft)
+    return taken
+
+
+def _logits_row(model: ServedModel) -> int:
+    return model.spec.vocab_size * torch.empty(0, dtype=model.dtype).element_size()
+
+
+def _row_grid(config: EngineConfig) -> list[BatchDescriptor]:
+    """Steps of rows with drafts that are to be captured."""
+    most = config.scheduler.max_num_seqs
+    return row_grid(min(config.graphs.max_batch or most, most), config.speculation.most)

@@ -1,0 +1,92 @@
+"""The longest request and the sizes of the KV pool and of the swap space, settled from what is asked for and what there
+is. Without torch: the simulator and the planner ask it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+
+from mini_infer.core.config import CacheConfig, EngineConfig, Preemption
+from mini_infer.core.errors import ConfigError
+
+HOST_GIB = 4.0  # of swap space, where nothing else is said
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_model_len: int  # tokens of prompt and output
+    reason: str  # what sets max_model_len, for the message to who exceeds it
+    num_blocks: int
+    num_host_blocks: int
+
+
+def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int, block_bytes: int) -> Limits:
+    """
+    Args:
+        model_limit: tokens that the model's positions reach.
+        affordable_blocks: KV blocks that fit in memory; used where cache.num_blocks is not given.
+        block_bytes: of a block in host memory; 0 where it takes none.
+
+    Raises:
+        ConfigError: what is asked for contradicts itself, or the machine.
+    """
+    cache, scheduler, asked = config.cache, config.scheduler, config.model.max_model_len
+    if asked is not None and asked > model_limit:
+        raise ConfigError(
+            f"model.max_model_len={asked} is beyond the model's own limit of {model_limit} tokens. Lower it, or "
+            "stretch the model with rope scaling (linear or yarn) in its config.json"
+        )
+    length = asked or model_limit
+    reason = f"model.max_model_len={asked}" if asked else f"the model's limit is {model_limit} tokens"
+    longest = -(-length // cache.block_size)
+    num_blocks = cache.num_blocks or min(affordable_blocks, scheduler.max_num_seqs * longest)
+    if num_blocks < longest:
+        capacity = num_blocks * cache.block_size
+        pool = f"the KV pool holds {capacity} tokens ({num_blocks} blocks of {cache.block_size})"
+        way_out = "raise cache.num_blocks" if cache.num_blocks else "give the cache more memory (cache.memory_gib)"
+        if asked is not None or capacity < 2:
+            raise ConfigError(
+                f"{pool}, too few for one request of {length} tokens: {way_out}, or lower model.max_model_len"
+            )
+        length, reason = capacity, f"{pool}: {way_out}"
+    if not scheduler.chunked_prefill and scheduler.max_num_batched_tokens < length:
+        raise ConfigError(
+            f"scheduler.chunked_prefill=false computes a prompt in one step, but "
+            f"scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens} is less than the longest prompt "
+            f"({length} tokens, {reason}): raise it to {length}, or lower model.max_model_len"
+        )
+    drafts = config.speculation.most
+    if drafts > length - 2:  # a prompt of one token, and the one behind the draft
+        raise ConfigError(
+            f"speculation.num_tokens={drafts} drafts do not fit in a request of {length} tokens "
+            f"(model.max_model_len): lower the first to {max(1, length - 2)} or less, or raise the second"
+        )
+    num_host_blocks = 0
+    if scheduler.preemption is Preemption.swap:
+        num_host_blocks = _host_blocks(cache, num_blocks, block_bytes)
+    return Limits(length, reason, num_blocks, num_host_blocks)
+
+
+def _host_blocks(cache: CacheConfig, num_blocks: int, block_bytes: int) -> int:
+    """Page-locked memory is taken from everybody else on the machine: unasked no more than HOST_GIB, and never more
+    than half of what is free."""
+    room = psutil.virtual_memory().available // 2
+    if cache.num_host_blocks is None and cache.host_memory_gib is None:
+        room = min(room, int(HOST_GIB * 2**30))
+        return max(1, min(num_blocks, room // block_bytes)) if block_bytes else num_blocks
+    if cache.num_host_blocks is not None:
+        asked, key = cache.num_host_blocks, f"cache.num_host_blocks={cache.num_host_blocks}"
+    else:
+        assert cache.host_memory_gib is not None
+        asked = int(cache.host_memory_gib * 2**30) // block_bytes if block_bytes else num_blocks
+        key = f"cache.host_memory_gib={cache.host_memory_gib}"
+    if asked < 1:
+        raise ConfigError(f"{key} is less than one KV block of {block_bytes} bytes: raise it")
+    if asked * block_bytes > room:
+        raise ConfigError(
+            f"{key} takes {asked * block_bytes / 2**30:.1f} GiB of page-locked host memory, and no more than "
+            f"{room / 2**30:.1f} GiB, half of what is free, may be taken: lower it, or set "
+            "scheduler.preemption=recompute"
+        )
+    return asked

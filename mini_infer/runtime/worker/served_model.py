@@ -1,0 +1,100 @@
+"""A model that a worker is to serve, target or draft: what is known of it without its weights, and loading them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from mini_infer.attention.backend import Requirements
+from mini_infer.cache.kv_store import KVStore
+from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig, When
+from mini_infer.core.errors import ConfigError
+from mini_infer.kernels.ops import Kernels
+from mini_infer.modeling.checkpoint import resolve_folder
+from mini_infer.modeling.decoder import Decoder
+from mini_infer.modeling.loader import load_model, load_spec, resolve_dtype
+from mini_infer.modeling.spec import ModelSpec
+from mini_infer.runtime.worker.memory import KVShape, require_room_for_weights, weight_bytes
+from mini_infer.runtime.worker.torch_model import AttentionBackends
+
+NEEDS_GPU = "CUDA graphs need a GPU, not cpu"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    config: ModelConfig
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+    kv_shape: KVShape
+    backends: AttentionBackends
+    no_graphs: str | None  # why its steps cannot be captured in CUDA graphs; None where they can
+
+    @classmethod
+    def plan(
+        cls, config: EngineConfig, model: ModelConfig, device: torch.device, sampler_name: str | None
+    ) -> ServedModel:
+        """
+        Args:
+            sampler_name: of a sampler that cannot be captured; None for one that can.
+
+        Raises:
+            ConfigError, ModelError: it cannot be served with these settings.
+        """
+        if model.hf_config is None:  # a hub name is looked up once; from here on it is a folder
+            folder = resolve_folder(model.path, weights=model.load_format is LoadFormat.auto)
+            model = dataclasses.replace(model, path=str(folder))
+        spec = load_spec(model)
+        dtype = resolve_dtype(model, spec, device)
+        needs = Requirements(
+            head_size=spec.head_dim,
+            block_size=config.cache.block_size,
+            dtype=dtype,
+            device=device,
+            sliding_window=any(spec.sliding_windows),
+        )
+        backends, no_graphs = _select_attention(config, needs, sampler_name)
+        kv_shape: KVShape = {
+            "num_layers": spec.num_layers,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim,
+            "block_size": config.cache.block_size,
+            "dtype": dtype,
+        }
+        return cls(model, spec, dtype, device, kv_shape, backends, no_graphs)
+
+    @property
+    def block_bytes(self) -> int:
+        return KVStore.bytes_per_block(**self.kv_shape)
+
+    @property
+    def weight_bytes(self) -> int:
+        return weight_bytes(self.spec, self.dtype)
+
+    def load(self, max_len: int, kernels: Kernels) -> Decoder:
+        """The weights, for positions below `max_len`. Raises ConfigError where they will not fit."""
+        require_room_for_weights(self.weight_bytes, self.config.path, self.dtype, self.device)
+        return load_model(self.config, self.spec, self.dtype, self.device, max_len, kernels)
+
+
+def _select_attention(
+    config: EngineConfig, needs: Requirements, sampler_name: str | None
+) -> tuple[AttentionBackends, str | None]:
+    """The backends, and why decode steps will not be captured in CUDA graphs; None where they will."""
+    capture = config.graphs.capture
+    if capture is When.never:
+        reason = "graphs.capture=never"
+    elif needs.device.type != "cuda":
+        reason = NEEDS_GPU
+    elif sampler_name is not None:
+        reason = f"the {sampler_name} sampler cannot be captured"
+    else:
+        try:
+            return AttentionBackends.select(config.attention, dataclasses.replace(needs, graphs=True)), None
+        except ConfigError as error:
+            reason = str(error)
+    if capture is When.always:
+        raise ConfigError(f"graphs.capture=always: {reason}. Set graphs.capture=auto or never")
+    return AttentionBackends.select(config.attention, needs), reason
