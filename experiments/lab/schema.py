@@ -110,8 +110,7 @@ class TrackerSettings:
 class RunConfig:
     """The root of the config. `workload` and `experiment` take their types from what was chosen."""
 
-    # What is measured can be measured again: seeds that requests do not bring are made from this one.
-    engine: EngineConfig = field(default_factory=lambda: EngineConfig(seed=0))
+    engine: EngineConfig = field(default_factory=EngineConfig)
     workload: Any = None
     measure: Measure = field(default_factory=Measure)
     hardware: Hardware = field(default_factory=Hardware)
