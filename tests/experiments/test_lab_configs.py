@@ -43,7 +43,7 @@ def test_every_option_composes_into_valid_settings(compose_config, group, option
 
 
 def test_the_default_config_is_the_engines_own(compose_config):
-    assert schema.engine_config(compose_config().engine) == EngineConfig()
+    assert schema.engine_config(compose_config().engine) == EngineConfig(seed=0)
 
 
 def test_options_do_what_they_say(compose_config):
