@@ -20,6 +20,7 @@ from experiments.lab.kernel_case import Case, Implementation, VariantAbsent, Wor
 from mini_infer.attention.backend import Kind, Requirements, select_backend
 from mini_infer.attention.context import AttentionBatch
 from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import AttentionChoice
 from mini_infer.core.errors import ConfigError
 
@@ -102,15 +103,12 @@ class _Attention(Case):
         block_size, head_dim = self.shape["block_size"], self.shape["head_dim"]
         width = math.ceil(self.length / block_size)
         self._store = KVStore(
-            num_layers=copies,
-            num_kv_heads=self._kv_heads,
-            head_dim=head_dim,
+            KVLayout.of_heads(copies, self._kv_heads, head_dim, self.dtype),
             num_blocks=self.count * width,
             block_size=block_size,
-            dtype=self.dtype,
             device=self.device,
         )
-        self._store.kv.normal_()
+        self._store.tensors[0].normal_()
         order = np.random.default_rng(0).permutation(self.count * width).reshape(self.count, width)
         rows = Rows(self.count, self.length, self.queries, order, block_size, self.kind == "decode")
         self._batch = AttentionBatch.build(rows, self.device)
@@ -168,7 +166,7 @@ class FlashDecode(_Attention):
 
     def implementation(self, variant: str) -> Implementation:
         if variant == FA4:
-            return self._backend(AttentionChoice.flash_attn, self._store.num_layers)
+            return self._backend(AttentionChoice.flash_attn, self._store.layout.num_layers)
         require_triton(self.device)
         from mini_infer.kernels.flash_decode import flash_decode, split_rows
         from mini_infer.kernels.paged_decode import paged_decode
@@ -203,7 +201,7 @@ class _Backends(_Attention):
     variants = tuple(choice.value for choice in AttentionChoice if choice is not AttentionChoice.auto)
 
     def implementation(self, variant: str) -> Implementation:
-        return self._backend(AttentionChoice(variant), self._store.num_layers)
+        return self._backend(AttentionChoice(variant), self._store.layout.num_layers)
 
 
 class DecodeAttention(_Backends):

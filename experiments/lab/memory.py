@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.plan import StepRecord
 from mini_infer.modeling.decoder import Decoder
@@ -29,13 +29,8 @@ class MemoryWatch:
         dtype = resolve_dtype(config.model, spec, self._device)
         shape = Decoder(spec, max_len=1, dtype=dtype, device=torch.device("meta"))  # takes no memory
         self._weights = sum(p.numel() * p.element_size() for p in shape.parameters())
-        self._block = KVStore.bytes_per_block(
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            block_size=config.cache.block_size,
-            dtype=dtype,
-        )
+        layout = KVLayout.of_heads(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
+        self._block = layout.bytes_per_block(config.cache.block_size)
         self._reserved = 0
 
     def start(self) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
+from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import AttentionChoice
 from mini_infer.core.errors import ConfigError
 
@@ -43,23 +44,21 @@ AUTO_ORDER: dict[str, dict[Kind, Sequence[AttentionChoice]]] = {
 class PagedKV(Protocol):
     """What attention needs of the KV cache; cache/kv_store.py is one."""
 
+    layout: KVLayout
     num_blocks: int
     block_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
+
+    def plane(self, layer: int, name: str) -> Tensor:
+        """[num_blocks, block_size, *shape], as the layout says"""
+
+    def slots(self, layer: int, name: str) -> Tensor:
+        """The plane as [num_blocks * block_size, *shape]"""
 
     def keys(self, layer: int) -> Tensor:
         """[num_blocks, block_size, num_kv_heads, head_dim]"""
 
     def values(self, layer: int) -> Tensor:
         """[num_blocks, block_size, num_kv_heads, head_dim]"""
-
-    def key_slots(self, layer: int) -> Tensor:
-        """The keys as [num_blocks * block_size, num_kv_heads, head_dim]"""
-
-    def value_slots(self, layer: int) -> Tensor:
-        """The values as [num_blocks * block_size, num_kv_heads, head_dim]"""
 
     def blocks(self, layer: int) -> Tensor:
         """[2 * num_blocks, block_size * num_kv_heads * head_dim]: row b is block b's keys, num_blocks + b its

@@ -138,11 +138,11 @@ class AttentionContext:
 
     def key_slots(self, layer: int) -> Tensor:
         """[num_blocks * block_size, num_kv_heads, head_dim], where batch.slot_mapping points."""
-        return self._kv_store.key_slots(layer)
+        return self._kv_store.slots(layer, "k")
 
     def value_slots(self, layer: int) -> Tensor:
         """[num_blocks * block_size, num_kv_heads, head_dim], where batch.slot_mapping points."""
-        return self._kv_store.value_slots(layer)
+        return self._kv_store.slots(layer, "v")
 
     def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
         """Attends with q [T, num_heads, head_dim] to the K and V stored so far, this step's among them; returns q's

@@ -71,7 +71,7 @@ class _Gather:
         self._index = torch.cat((blocks, blocks + kv_store.num_blocks))
         self._out = scratch.take(len(self._index), kv_store.blocks(0))
         rows = block_tables.shape[0]
-        self.k, self.v = self._out.view(2, rows, -1, kv_store.num_kv_heads, kv_store.head_dim)
+        self.k, self.v = self._out.view(2, rows, -1, *kv_store.keys(0).shape[2:])
 
     def __call__(self, layer: int) -> None:
         """Fills k and v."""
@@ -156,7 +156,7 @@ class _DecodePart:
         scratch: _Scratch,
     ) -> None:
         self._rows, self._n = positions.shape
-        self._kv_heads, self._scale = kv_store.num_kv_heads, scale
+        self._kv_heads, self._scale = kv_store.keys(0).shape[2], scale
         length = int(seq_lens.max())
         self._gather = _Gather(kv_store, block_tables[:, : math.ceil(length / kv_store.block_size)], scratch)
         self._k = self._gather.k[:, :length].transpose(1, 2)
@@ -167,7 +167,7 @@ class _DecodePart:
         self._masks: dict[int | None, Tensor | None] = {}  # [R, 1, n, length]
         for window in set(self._windows):
             needed = window is not None or self._n > 1 or not same_length
-            self._masks[window] = _mask(positions, keys, window, kv_store.dtype)[:, None] if needed else None
+            self._masks[window] = _mask(positions, keys, window, kv_store.keys(0).dtype)[:, None] if needed else None
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         self._gather(layer)
@@ -230,7 +230,7 @@ class _Prefill:
             width = math.ceil(length / kv_store.block_size)
             table = batch.block_tables[row : row + 1, :width]
             gather = _Gather(kv_store, table, scratch)
-            views = {window: _view(start, length, window, kv_store.dtype, table.device) for window in distinct}
+            views = {window: _view(start, length, window, kv_store.keys(0).dtype, table.device) for window in distinct}
             self._rows.append(_Row(begin, end, length, gather, views))
 
     def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -26,10 +26,11 @@ def run_small_steps(
 
     max_query_len is what the step says of its longest row.
     """
-    device = kv_store.keys(0).device
+    keys = kv_store.keys(0)
+    device = keys.device
     long = 1 + max((window for window in windows if window is not None), default=0)
     decode_rows = num_rows if kind == "decode" else 0
-    q = torch.zeros(num_rows, num_heads, kv_store.head_dim, dtype=kv_store.dtype, device=device)
+    q = torch.zeros(num_rows, num_heads, keys.shape[-1], dtype=keys.dtype, device=device)
     zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
     for length in {1, long}:
         batch = AttentionBatch(

@@ -23,16 +23,18 @@ class HostStore:
     def __init__(self, store: KVStore, num_host_blocks: int) -> None:
         self._store = store
         self.num_host_blocks = num_host_blocks
-        num_layers, two, _, *block = store.kv.shape
+        num_layers, two, _, *block = store.tensors[0].shape
         self._host = torch.empty(
-            (num_host_blocks, num_layers, two, *block), dtype=store.dtype, pin_memory=store.device.type == "cuda"
+            (num_host_blocks, num_layers, two, *block),
+            dtype=store.tensors[0].dtype,
+            pin_memory=store.device.type == "cuda",
         )
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies (device block, host block) pairs to the host."""
         for part in _parts(pairs):
             blocks = self._index([device for device, _ in part])
-            staged = self._store.kv.index_select(2, blocks).movedim(2, 0).contiguous()
+            staged = self._store.tensors[0].index_select(2, blocks).movedim(2, 0).contiguous()
             for row, (_, host) in enumerate(part):
                 self._host[host].copy_(staged[row], non_blocking=True)
 
@@ -40,10 +42,10 @@ class HostStore:
         """Copies (host block, device block) pairs to the device."""
         for part in _parts(pairs):
             blocks = self._index([device for _, device in part])
-            staged = torch.empty((len(part), *self._host.shape[1:]), dtype=self._store.dtype, device=self._store.device)
+            staged = torch.empty((len(part), *self._host.shape[1:]), dtype=self._host.dtype, device=self._store.device)
             for row, (host, _) in enumerate(part):
                 staged[row].copy_(self._host[host], non_blocking=True)
-            self._store.kv.index_copy_(2, blocks, staged.movedim(0, 2))
+            self._store.tensors[0].index_copy_(2, blocks, staged.movedim(0, 2))
 
     def _index(self, blocks: list[int]) -> torch.Tensor:
         # torch keeps page-locked memory for its next user until the copy is done.

@@ -11,6 +11,7 @@ import torch
 from mini_infer.attention.backend import AttentionBackend
 from mini_infer.attention.context import AttentionBatch, AttentionContext
 from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.layout import KVLayout
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,9 @@ def make_step(
     lengths = [start + count for start, count in rows]
     widths = [-(-length // g.block_size) for length in lengths]
     order = torch.randperm(sum(widths) + 2, generator=generator)
-    store = KVStore(
-        num_layers=len(windows),
-        num_kv_heads=g.kv_heads,
-        head_dim=g.head_dim,
-        num_blocks=len(order),
-        block_size=g.block_size,
-        dtype=dtype,
-        device=device,
-    )
-    store.kv.fill_(blank)
+    layout = KVLayout.of_heads(len(windows), g.kv_heads, g.head_dim, dtype)
+    store = KVStore(layout, num_blocks=len(order), block_size=g.block_size, device=device)
+    store.tensors[0].fill_(blank)
     tables = order[-1].repeat(len(rows), max(widths) + 1)
     for row, own in enumerate(order[:-2].split(widths)):
         tables[row, : widths[row]] = own
@@ -107,8 +101,8 @@ def make_step(
     values = [[numbers(length, g.kv_heads, g.head_dim) for length in lengths] for _ in windows]
     for layer in range(len(windows)):
         for row, own in enumerate(slots):
-            store.key_slots(layer)[own.to(device)] = keys[layer][row]
-            store.value_slots(layer)[own.to(device)] = values[layer][row]
+            store.slots(layer, "k")[own.to(device)] = keys[layer][row]
+            store.slots(layer, "v")[own.to(device)] = values[layer][row]
     batch = make_batch(rows, num_decode_rows, tables, slots, device)
     # As a split of q, k and v leaves them: a token's heads together, and a gap to the next token.
     queries = [numbers(batch.num_tokens, g.heads + 2, g.head_dim)[:, : g.heads] for _ in windows]

@@ -143,9 +143,9 @@ def test_warming_up_changes_nothing(make_backend: type[AttentionBackend], kind: 
     backend = make_backend()
     dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
     step = make_step([(3, 2)], 0, Geometry(4, 2, 16, 8), (None, 5), DEVICE, dtype)
-    before = step.store.kv.clone()
+    before = step.store.tensors[0].clone()
     backend.warm_up(kind, step.store, 4, step.windows, 0.1, max_rows=1)
-    assert torch.equal(step.store.kv, before)
+    assert torch.equal(step.store.tensors[0], before)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from torch import Tensor
 from mini_infer.attention.context import AttentionBatch, AttentionContext
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import KernelChoice, ModelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels import ops
@@ -51,9 +52,7 @@ class Model:
         self.model = load_model(config, self.spec, dtype, device, kernels=kernels)
         for parameter in self.model.parameters():
             parameter.data.mul_(5)  # not so small that every activation is close to linear
-        self.store = KVStore(
-            num_layers=2, num_kv_heads=1, head_dim=32, num_blocks=10, block_size=4, dtype=dtype, device=device
-        )
+        self.store = KVStore(KVLayout.of_heads(2, 1, 32, dtype), num_blocks=10, block_size=4, device=device)
 
     @torch.inference_mode()
     def step(self, rows: SimpleNamespace) -> Tensor:
@@ -87,8 +86,10 @@ def test_a_model_computes_the_same(
         assert logits.dtype == dtype
         assert expected.float().std() > 0.1
         assert (logits - expected).float().norm() / expected.float().norm() < tolerance
-        assert (fused.store.kv - plain.store.kv).float().norm() / plain.store.kv.float().norm() < tolerance
-        assert torch.equal(fused.store.kv == 0, plain.store.kv == 0), "the same slots are written"
+        assert (fused.store.tensors[0] - plain.store.tensors[0]).float().norm() / plain.store.tensors[
+            0
+        ].float().norm() < tolerance
+        assert torch.equal(fused.store.tensors[0] == 0, plain.store.tensors[0] == 0), "the same slots are written"
 
 
 class Counted:
@@ -133,7 +134,7 @@ def test_a_small_step_is_made_of_fewer_kernels(
         counted.names.clear()
         logits, expected = fused.step(step), plain.step(step)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(fused.store.kv, plain.store.kv, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(fused.store.tensors[0], plain.store.tensors[0], rtol=1e-4, atol=1e-4)
     layer = [*before_attention, "_gemv", "_gemv", "_gemv"]
     assert counted.names == 2 * layer + ["_rms_norm", "_gemv"]
 

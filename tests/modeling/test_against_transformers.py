@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from mini_infer.attention.backend import Requirements, select_backend
 from mini_infer.attention.context import AttentionBatch, AttentionContext
 from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import AttentionChoice, ModelConfig
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.loader import load_model, load_spec
@@ -128,15 +129,8 @@ class PagedModel:
 
     def new_store(self) -> KVStore:
         spec = self.spec
-        return KVStore(
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            num_blocks=96,
-            block_size=BLOCK,
-            dtype=torch.float32,
-            device=CPU,
-        )
+        layout = KVLayout.of_heads(spec.num_layers, spec.num_kv_heads, spec.head_dim, torch.float32)
+        return KVStore(layout, num_blocks=96, block_size=BLOCK, device=CPU)
 
     def table(self) -> list[int]:
         """Blocks for one sequence of LENGTH tokens."""

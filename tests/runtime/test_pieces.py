@@ -119,9 +119,9 @@ def test_padding_writes_to_the_spare_block_alone() -> None:
     engine = make(cache={"num_blocks": 40, "prefix_caching": False})
     with_pieces(engine, [64])
     store = engine.executor.runner._model._store
-    store.kv.fill_(7.0)
+    store.tensors[0].fill_(7.0)
     engine.generate([[5] * 40], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-    touched = (store.kv != 7.0).flatten(3).any(-1)[0, 0]  # [blocks, block_size * ...] -> blocks
+    touched = (store.tensors[0] != 7.0).flatten(3).any(-1)[0, 0]  # [blocks, block_size * ...] -> blocks
     assert touched.sum() == 3 + 1, "a prompt of 40 tokens, in blocks of 16, and the spare block"
     assert touched[-1]
 
@@ -183,7 +183,7 @@ def test_what_graphs_read_lives_as_long_as_they_do() -> None:
     """Graphs hold addresses: the parameters, the store and the static tensors are the object's to hold."""
     engine = make()
     pieces = with_pieces(engine, [64])
-    store = weakref.ref(pieces._store.kv.untyped_storage())
+    store = weakref.ref(pieces._store.tensors[0].untyped_storage())
     weight = weakref.ref(pieces._model.embed_tokens)
     pieces._pieces = {}  # these recordings, unlike graphs, hold tensors themselves
     engine.close()

@@ -128,11 +128,11 @@ def test_rows_with_drafts_have_the_logits_of_any_step(dtype: str, tolerance: flo
         )
     history = req_indices.history.clone()
     store = steps._model._store
-    before = store.kv.clone()
+    before = store.tensors[0].clone()
     step = req_indices.build(plan, Samples.of(plan))
     expected = steps._model.compute_logits(steps._model.forward(step)).float()
-    expected_kv = store.kv.clone()
-    store.kv.copy_(before)
+    expected_kv = store.tensors[0].clone()
+    store.tensors[0].copy_(before)
     descriptor = steps.graphs.fit(rows, max(2, counts[-1]))
     assert descriptor is not None
     req_indices.pack_rows(plan, descriptor.num_rows)
@@ -143,7 +143,7 @@ def test_rows_with_drafts_have_the_logits_of_any_step(dtype: str, tolerance: flo
     assert torch.equal(history[every, :20], req_indices.history[every, :20]), "what is known is not written to"
     touched = {tables[row][(starts[row] + i) // block] for row in every for i in range(descriptor.query_len)}
     others = [i for i in range(store.num_blocks - 1) if i not in touched]
-    kv, expected_kv = (whole.view(whole.shape[0], 2, store.num_blocks, -1) for whole in (store.kv, expected_kv))
+    kv, expected_kv = (whole.view(whole.shape[0], 2, store.num_blocks, -1) for whole in (store.tensors[0], expected_kv))
     assert torch.equal(kv[:, :, others], expected_kv[:, :, others]), (
         "padding writes to its own blocks and the spare one"
     )

@@ -134,11 +134,11 @@ class PiecewiseGraphs:
         self._padding_slot = padding_slot
         self._new_graph = new_graph
         self._pieces: dict[int, _Pieces] = {}
-        spec, largest = model.spec, self._sizes[-1]
+        spec, largest, dtype = model.spec, self._sizes[-1], model.embed_tokens.dtype
         # Zeros: a graph of any size finds tokens, positions and slots that exist, whatever step was there before.
         rows = torch.zeros((3, largest), dtype=torch.int64, device=store.device)
-        q = torch.zeros((2, largest, spec.num_heads, spec.head_dim), dtype=store.dtype, device=store.device)
-        hidden = torch.zeros((largest, spec.hidden_size), dtype=store.dtype, device=store.device)
+        q = torch.zeros((2, largest, spec.num_heads, spec.head_dim), dtype=dtype, device=store.device)
+        hidden = torch.zeros((largest, spec.hidden_size), dtype=dtype, device=store.device)
         rows[2] = padding_slot
         self._static = _Static(rows[0], rows[1], rows[2], q[0], q[1], hidden)
 

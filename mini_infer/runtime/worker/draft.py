@@ -100,7 +100,7 @@ def make_draft_steps(
     if draft is not None:
         served, weights = draft
         try:
-            store = allocate_kv(served.kv_shape, limits.num_blocks, served.device)
+            store = allocate_kv(served.kv_layout, limits.num_blocks, config.cache.block_size, served.device)
         except ConfigError as error:
             raise ConfigError(f"speculation.draft has as many KV blocks as the target: {error}") from error
         host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None

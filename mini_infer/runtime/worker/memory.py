@@ -3,11 +3,10 @@ been tried."""
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 import torch
 
 from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import CacheConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Admission, StepPlan
@@ -46,20 +45,12 @@ def kv_memory(cache: CacheConfig, device: torch.device, step_bytes: int = 0) -> 
     return max(0, int(total * cache.gpu_memory_utilization) - (total - free) - step_bytes - _GRAPHS_RESERVE)
 
 
-class KVShape(TypedDict):
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-
-
-def allocate_kv(shape: KVShape, num_blocks: int, device: torch.device) -> KVStore:
+def allocate_kv(layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> KVStore:
     """A KV store of `num_blocks` blocks and a spare one. Raises ConfigError where they do not fit."""
     try:
-        return KVStore(**shape, num_blocks=num_blocks + 1, device=device)
+        return KVStore(layout, num_blocks=num_blocks + 1, block_size=block_size, device=device)
     except torch.OutOfMemoryError as error:
-        needed = KVStore.bytes_per_block(**shape) * (num_blocks + 1)
+        needed = layout.bytes_per_block(block_size) * (num_blocks + 1)
         raise ConfigError(
             f"a KV cache of {num_blocks} blocks takes {gib(needed)}, which the GPU has not free: lower "
             "cache.num_blocks, cache.memory_gib or cache.gpu_memory_utilization"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mini_infer.attention.backend import Requirements
-from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.ops import Kernels
@@ -16,7 +16,7 @@ from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.loader import load_model, load_spec, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.runtime.worker.memory import KVShape, require_room_for_weights, weight_bytes
+from mini_infer.runtime.worker.memory import require_room_for_weights, weight_bytes
 from mini_infer.runtime.worker.torch_model import AttentionBackends
 
 NEEDS_GPU = "CUDA graphs need a GPU, not cpu"
@@ -28,7 +28,8 @@ class ServedModel:
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device
-    kv_shape: KVShape
+    kv_layout: KVLayout
+    block_bytes: int  # of KV
     backends: AttentionBackends
     no_graphs: str | None  # why its steps cannot be captured in CUDA graphs; None where they can
 
@@ -48,6 +49,7 @@ class ServedModel:
             model = dataclasses.replace(model, path=str(folder))
         spec = load_spec(model)
         dtype = resolve_dtype(model, spec, device)
+        kv_layout = KVLayout.of_heads(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
         needs = Requirements(
             head_size=spec.head_dim,
             block_size=config.cache.block_size,
@@ -56,18 +58,8 @@ class ServedModel:
             sliding_window=any(spec.sliding_windows),
         )
         backends, no_graphs = _select_attention(config, needs, sampler_name)
-        kv_shape: KVShape = {
-            "num_layers": spec.num_layers,
-            "num_kv_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim,
-            "block_size": config.cache.block_size,
-            "dtype": dtype,
-        }
-        return cls(model, spec, dtype, device, kv_shape, backends, no_graphs)
-
-    @property
-    def block_bytes(self) -> int:
-        return KVStore.bytes_per_block(**self.kv_shape)
+        block_bytes = kv_layout.bytes_per_block(config.cache.block_size)
+        return cls(model, spec, dtype, device, kv_layout, block_bytes, backends, no_graphs)
 
     @property
     def weight_bytes(self) -> int:

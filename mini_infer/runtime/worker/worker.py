@@ -143,7 +143,7 @@ class Worker:
     def _parts(self, limits: Limits, overlap: bool) -> tuple[TorchModel, RequestStates, DraftParts]:
         """What computes steps, with KV memory of its own."""
         config = self._config
-        store = allocate_kv(self.target.kv_shape, limits.num_blocks, self.device)
+        store = allocate_kv(self.target.kv_layout, limits.num_blocks, config.cache.block_size, self.device)
         host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
         model = TorchModel(self._model, store, host, self.target.backends)
         states = RequestStates(
