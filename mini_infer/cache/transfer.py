@@ -1,57 +1,180 @@
-"""Host memory for the blocks of preempted requests."""
+"""Copies of blocks between the device and the host, beside the steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from mini_infer.cache.kv_store import KVStore
+from mini_infer.core.errors import ConfigError
+from mini_infer.core.plan import Transfer
 
-# Blocks travel through a contiguous device buffer, because a block's layers lie apart in the store. This many at a
-# time bounds that buffer: 32 blocks of 16 tokens of a 7B model are about 30 MB.
-_STAGED_BLOCKS = 32
+_STAGED_BYTES = 32 * 2**20  # of device memory, or one block
+_CHUNK_BYTES = 256 * 2**20  # of host memory
 
 
-class HostStore:
-    """`num_host_blocks` blocks in host memory, page-locked where the store is on a GPU.
+class Event(Protocol):
+    def query(self) -> bool:
+        """Whether the work has ended."""
 
-    Copies are queued on the current CUDA stream and never waited for: a block swapped out may be given to another
-    request at once, since what overwrites it is queued behind the copy, and a block swapped in is read behind it.
+    def synchronize(self) -> None:
+        """Waits until it has."""
+
+
+class Stream(Protocol):
+    def uses(self, tensor: Tensor) -> None:
+        """The tensor's memory must not be given away before the stream is done with it."""
+
+    def run(self, work: Callable[[], None]) -> Event:
+        """Does the work behind all that the caller's stream was given so far, and after earlier work."""
+
+
+class SideStream:
+    """A CUDA stream; nobody waits for it. The caller's stream may go on at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def uses(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._stream)
+
+    def run(self, work: Callable[[], None]) -> Event:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            work()
+        return self._stream.record_event()
+
+
+class AtOnce:
+    """On a CPU a copy has ended when its call returns."""
+
+    def uses(self, tensor: Tensor) -> None:
+        pass
+
+    def run(self, work: Callable[[], None]) -> Event:
+        work()
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class KVTransfer:
+    """Between KV stores, which give a block the same number, and `num_host_blocks` blocks of host memory.
+
+        device   [layers, planes, num_blocks, ...] --gather--> staged [n, layers, planes, ...]
+                                                                  |  one copy for neighbouring host blocks
+        host                                     [num_host_blocks, layers, planes, ...], page-locked on a GPU
+
+    A block's layers lie apart on the device: gathered there, a block is one copy over PCIe instead of one a layer.
+
+    Transfers end in the order in which they were started. A block must not be written to (source), nor read or written
+    to (destination), before `poll` has named its transfer. Raises ConfigError where the host has too little memory.
     """
 
-    def __init__(self, store: KVStore, num_host_blocks: int) -> None:
-        self._store = store
-        self.num_host_blocks = num_host_blocks
-        num_layers, two, _, *block = store.tensors[0].shape
-        self._host = torch.empty(
-            (num_host_blocks, num_layers, two, *block),
-            dtype=store.tensors[0].dtype,
-            pin_memory=store.device.type == "cuda",
-        )
+    def __init__(self, stores: Sequence[KVStore], num_host_blocks: int, stream: Stream | None = None) -> None:
+        self._device = stores[0].device
+        on_gpu = self._device.type == "cuda"
+        self._stream: Stream = stream or (SideStream(self._device) if on_gpu else AtOnce())
+        self._under_way: deque[tuple[int, Event]] = deque()
+        all_blocks = [_words(tensor) for store in stores for tensor in store.tensors]
+        block_bytes = sum(store.layout.bytes_per_block(store.block_size) for store in stores)
+        try:
+            host = [_host_memory(blocks, num_host_blocks) for blocks in all_blocks]
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cache.num_host_blocks={num_host_blocks} takes {num_host_blocks * block_bytes / 2**30:.1f} GiB of "
+                f"{'page-locked ' if on_gpu else ''}host memory, which this machine does not give ({error}): lower "
+                "cache.num_host_blocks, or set scheduler.preemption=recompute, which needs none"
+            ) from error
+        self._num_staged = min(max(1, _STAGED_BYTES // block_bytes), num_host_blocks)
+        self._parts = [
+            _Part(blocks, blocks.new_empty((self._num_staged, *blocks.shape[1:])), chunks)
+            for blocks, chunks in zip(all_blocks, host, strict=True)
+        ]
+        for part in self._parts:
+            self._stream.uses(part.blocks)
+            self._stream.uses(part.staged)
 
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (device block, host block) pairs to the host."""
-        for part in _parts(pairs):
-            blocks = self._index([device for device, _ in part])
-            staged = self._store.tensors[0].index_select(2, blocks).movedim(2, 0).contiguous()
-            for row, (_, host) in enumerate(part):
-                self._host[host].copy_(staged[row], non_blocking=True)
+    def start(self, transfer: Transfer) -> None:
+        """Queues the copies behind what the current stream was given so far, whose writes they see."""
+        event = self._stream.run(lambda: self._copy(transfer))
+        self._under_way.append((transfer.transfer_id, event))
 
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (host block, device block) pairs to the device."""
-        for part in _parts(pairs):
-            blocks = self._index([device for _, device in part])
-            staged = torch.empty((len(part), *self._host.shape[1:]), dtype=self._host.dtype, device=self._store.device)
-            for row, (host, _) in enumerate(part):
-                staged[row].copy_(self._host[host], non_blocking=True)
-            self._store.tensors[0].index_copy_(2, blocks, staged.movedim(0, 2))
+    def poll(self, wait: bool = False) -> tuple[int, ...]:
+        """Ids of transfers that have ended since the last call; where it is to wait, of all that were started.
 
-    def _index(self, blocks: list[int]) -> torch.Tensor:
-        # torch keeps page-locked memory for its next user until the copy is done.
-        pinned = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._store.device.type == "cuda")
-        return pinned.to(self._store.device, non_blocking=True)
+        Steps that are launched after this see what the copies wrote: whatever is queued after an event was seen to have
+        passed runs after it, on any stream.
+        """
+        ended = []
+        while self._under_way and (wait or self._under_way[0][1].query()):
+            transfer_id, event = self._under_way.popleft()
+            event.synchronize()
+            ended.append(transfer_id)
+        return tuple(ended)
+
+    def _copy(self, transfer: Transfer) -> None:
+        # (host block, device block), so ordered that copies are few: what order they come in makes no difference.
+        pairs = sorted((pair[::-1] if transfer.to_host else pair) for pair in transfer.pairs)
+        for first in range(0, len(pairs), self._num_staged):
+            host, device = zip(*pairs[first : first + self._num_staged], strict=True)
+            pinned = torch.tensor(device, pin_memory=self._device.type == "cuda")
+            index = pinned.to(self._device, non_blocking=True)
+            for part in self._parts:
+                (part.to_host if transfer.to_host else part.to_device)(host, index)
 
 
-def _parts(pairs: Sequence[tuple[int, int]]) -> list[Sequence[tuple[int, int]]]:
-    return [pairs[i : i + _STAGED_BLOCKS] for i in range(0, len(pairs), _STAGED_BLOCKS)]
+class _Part(NamedTuple):
+    """One tensor of a store, its staging memory and its host memory. N is its layers times planes, W the words of a
+    block of each."""
+
+    blocks: Tensor  # [num_blocks, N, W], not contiguous
+    staged: Tensor  # [n, N, W] on the device
+    chunks: list[Tensor]  # host memory in pieces of equal length, but for the last: [m, N, W] each
+
+    def to_host(self, host: Sequence[int], index: Tensor) -> None:
+        """Block index[i] of the device to host[i]; host is ascending."""
+        torch.index_select(self.blocks, 0, index, out=self.staged[: len(host)])
+        for on_host, staged in self._runs(host):
+            on_host.copy_(staged, non_blocking=True)
+
+    def to_device(self, host: Sequence[int], index: Tensor) -> None:
+        """Block host[i] to index[i] of the device; host is ascending."""
+        for on_host, staged in self._runs(host):
+            staged.copy_(on_host, non_blocking=True)
+        self.blocks.index_copy_(0, index, self.staged[: len(host)])
+
+    def _runs(self, host: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Neighbouring host blocks, each run with its place in `staged`."""
+        size = len(self.chunks[0])
+        begin = 0
+        for end in range(1, len(host) + 1):
+            if end == len(host) or host[end] != host[end - 1] + 1 or host[end] % size == 0:
+                chunk, first = divmod(host[begin], size)
+                yield self.chunks[chunk][first : first + end - begin], self.staged[begin:end]
+                begin = end
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """A store's tensor as [num_blocks, N, W]. Of 8 bytes where they fit: what they stand for is nothing to a copy, and
+    not every dtype can be gathered."""
+    flat = tensor.flatten(0, 1).flatten(2)  # [N, num_blocks, numbers of a block]
+    return flat.view(torch.int64 if flat.shape[2] * flat.itemsize % 8 == 0 else torch.uint8).transpose(0, 1)
+
+
+def _host_memory(blocks: Tensor, num_host_blocks: int) -> list[Tensor]:
+    """Raises RuntimeError where there is too little. In chunks, because torch rounds page-locked memory up to a power
+    of two: 33 GiB in one piece would take 64."""
+    shape = blocks.shape[1:]
+    size = max(1, _CHUNK_BYTES // (math.prod(shape) * blocks.itemsize))
+    counts = [min(size, num_host_blocks - first) for first in range(0, num_host_blocks, size)]
+    return [torch.empty((n, *shape), dtype=blocks.dtype, pin_memory=blocks.is_cuda) for n in counts]

@@ -51,6 +51,14 @@ class PromptLogprobs(NamedTuple):
     num_top: int  # alternatives beside each
 
 
+class Transfer(NamedTuple):
+    """Blocks to copy between the device and the host."""
+
+    transfer_id: int
+    to_host: bool
+    pairs: list[tuple[int, int]]  # (source block, destination block)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step's batch, row by row. Row i computes tokens [starts[i], starts[i] + counts[i]) of the request in

@@ -3,10 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mini_infer.cache import transfer as swap
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout, Plane
-from mini_infer.cache.transfer import HostStore
 
 DEVICES = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
 
@@ -77,39 +75,3 @@ def test_blocks_are_keys_then_values(store: KVStore) -> None:
     assert torch.equal(store.blocks(2)[7], store.keys(2)[7].flatten())
     assert torch.equal(store.blocks(2)[10 + 7], store.values(2)[7].flatten())
     assert store.blocks(2).data_ptr() == store.keys(2).data_ptr()
-
-
-@pytest.mark.parametrize("staged", [1, 2, 32])
-def test_swap_roundtrip(store: KVStore, monkeypatch: pytest.MonkeyPatch, staged: int) -> None:
-    monkeypatch.setattr(swap, "_STAGED_BLOCKS", staged)
-    host = HostStore(store, num_host_blocks=4)
-    store.tensors[0].normal_()
-    before = store.tensors[0].clone()
-    host.swap_out([(7, 3), (2, 0), (5, 1)])
-    assert torch.equal(store.tensors[0], before)
-    store.tensors[0][:, :, [7, 2, 5]] = -1.0  # their next owners write
-    host.swap_in([(0, 9), (3, 2), (1, 5)])
-    for source, target in ((2, 9), (7, 2), (5, 5)):
-        assert torch.equal(store.tensors[0][:, :, target], before[:, :, source])
-    untouched = [0, 1, 3, 4, 6, 8]
-    assert torch.equal(store.tensors[0][:, :, untouched], before[:, :, untouched])
-
-
-def test_swapped_blocks_may_be_reused_in_the_same_step(store: KVStore) -> None:
-    """A step swaps out first, then in: the block that one request leaves is the one another comes back to."""
-    host = HostStore(store, num_host_blocks=2)
-    store.tensors[0].normal_()
-    first, second = store.tensors[0][:, :, 1].clone(), store.tensors[0][:, :, 2].clone()
-    host.swap_out([(1, 0)])
-    host.swap_out([(2, 1)])
-    host.swap_in([(0, 2)])
-    assert torch.equal(store.tensors[0][:, :, 2], first)
-    host.swap_in([(1, 2)])
-    assert torch.equal(store.tensors[0][:, :, 2], second)
-
-
-def test_swapping_nothing(store: KVStore) -> None:
-    host = HostStore(store, num_host_blocks=1)
-    host.swap_out([])
-    host.swap_in([])
-    assert not store.tensors[0].any()

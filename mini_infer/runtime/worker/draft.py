@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mini_infer.cache.transfer import HostStore
+from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.modeling.decoder import Decoder
@@ -103,10 +103,10 @@ def make_draft_steps(
             store = allocate_kv(served.kv_layout, limits.num_blocks, config.cache.block_size, served.device)
         except ConfigError as error:
             raise ConfigError(f"speculation.draft has as many KV blocks as the target: {error}") from error
-        host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
+        transfers = KVTransfer([store], limits.num_host_blocks) if limits.num_host_blocks else None
         vocab_size = min(served.spec.vocab_size, sampler.vocab_size)
         fewer = vocab_size if vocab_size < sampler.vocab_size else None
-        draft_model = TorchModel(weights, store, host, served.backends, known_tokens=fewer)
+        draft_model = TorchModel(weights, store, transfers, served.backends, known_tokens=fewer)
         longest, block_size = states.max_model_len, config.cache.block_size
         drafter = DraftModel(
             draft_model,

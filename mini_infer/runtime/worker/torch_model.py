@@ -10,8 +10,9 @@ import torch
 from mini_infer.attention.backend import Kind, Requirements, Selection, select_backend
 from mini_infer.attention.context import AttentionContext
 from mini_infer.cache.kv_store import KVStore
-from mini_infer.cache.transfer import HostStore
+from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import AttentionConfig
+from mini_infer.core.plan import Transfer
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.pieces import NoPieces, PiecewiseGraphs
@@ -41,14 +42,14 @@ class TorchModel:
         self,
         model: Decoder,
         store: KVStore,
-        host: HostStore | None,
+        transfers: KVTransfer | None,
         backends: AttentionBackends,
         known_tokens: int | None = None,
     ) -> None:
         self._model = model
         self._last_token = None if known_tokens is None else known_tokens - 1
         self._store = store
-        self._host = host
+        self._transfers = transfers
         self._backends = backends
         self._pieces: PiecewiseGraphs | NoPieces = NoPieces()
         self._windows = model.spec.sliding_windows
@@ -106,9 +107,13 @@ class TorchModel:
             selection.backend.warm_up(kind, self._store, heads, self._windows, self._scale, max_rows)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        assert self._host is not None
-        self._host.swap_out(pairs)
+        self._copy(to_host=True, pairs=pairs)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        assert self._host is not None
-        self._host.swap_in(pairs)
+        self._copy(to_host=False, pairs=pairs)
+
+    def _copy(self, to_host: bool, pairs: Sequence[tuple[int, int]]) -> None:
+        """The scheduler takes blocks for moved when the step is launched, so the host waits for them."""
+        assert self._transfers is not None
+        self._transfers.start(Transfer(0, to_host, list(pairs)))
+        self._transfers.poll(wait=True)

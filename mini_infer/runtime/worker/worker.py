@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mini_infer.cache.transfer import HostStore
+from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepPlan
@@ -144,8 +144,8 @@ class Worker:
         """What computes steps, with KV memory of its own."""
         config = self._config
         store = allocate_kv(self.target.kv_layout, limits.num_blocks, config.cache.block_size, self.device)
-        host = HostStore(store, limits.num_host_blocks) if limits.num_host_blocks else None
-        model = TorchModel(self._model, store, host, self.target.backends)
+        transfers = KVTransfer([store], limits.num_host_blocks) if limits.num_host_blocks else None
+        model = TorchModel(self._model, store, transfers, self.target.backends)
         states = RequestStates(
             config.scheduler.max_num_seqs,
             limits.max_model_len,
