@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+
+from mini_infer.attention.context import AttentionBatch
 
 if not torch.cuda.is_available():
     # Read when triton is imported, by whichever test comes first: kernels then run on the CPU, slowly.
@@ -23,28 +24,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def step_rows() -> Callable[..., SimpleNamespace]:
-    """Makes the host side of a step's input from each row's (start, count, block table)."""
+def step_rows() -> Callable[..., AttentionBatch]:
+    """Makes an AttentionBatch from each row's (start, count, block table)."""
 
     def make(
-        rows: list[tuple[int, int, list[int]]], num_decode_rows: int, block_size: int, unused_block: int = 0
-    ) -> SimpleNamespace:
+        rows: list[tuple[int, int, list[int]]],
+        num_decode_rows: int,
+        block_size: int,
+        unused_block: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> AttentionBatch:
         width = max(-(-(start + count) // block_size) for start, count, _ in rows)
-        tables = np.full((len(rows), width), unused_block, dtype=np.int32)
+        tables = torch.full((len(rows), width), unused_block, dtype=torch.int32)
         positions, slots = [], []
         for row, (start, count, table) in enumerate(rows):
             used = table[: -(-(start + count) // block_size)]
-            tables[row, : len(used)] = used
+            tables[row, : len(used)] = torch.tensor(used)
             for position in range(start, start + count):
                 positions.append(position)
                 slots.append(table[position // block_size] * block_size + position % block_size)
-        return SimpleNamespace(
-            starts=np.array([start for start, _, _ in rows]),
-            counts=np.array([count for _, count, _ in rows]),
-            num_decode_rows=num_decode_rows,
-            positions=np.array(positions),
-            slot_mapping=np.array(slots),
-            block_tables=tables,
+        query_starts = np.cumsum([0] + [count for _, count, _ in rows])
+        seq_lens = np.array([start + count for start, count, _ in rows])
+        return AttentionBatch.of_rows(
+            torch.tensor(positions, device=device),
+            torch.tensor(slots, device=device),
+            tables.to(device),
+            torch.tensor(query_starts, dtype=torch.int32, device=device),
+            torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            num_decode_rows,
+            query_starts,
+            seq_lens,
         )
 
     return make

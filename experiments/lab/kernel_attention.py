@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,40 +26,6 @@ from mini_infer.core.errors import ConfigError
 CHECKED_ROWS = 4  # sequences whose output is compared with the reference's
 CHECKED_QUERIES = 8  # of each
 SINGLE_PASS, SPLIT_K, FA4 = "single_pass", "split_k", "fa4"
-
-
-@dataclass(frozen=True)
-class Rows:
-    """`count` sequences of `length` tokens, the last `queries` of which are computed: a StepRows of
-    attention/context.py."""
-
-    count: int
-    length: int
-    queries: int
-    block_tables: np.ndarray  # [count, W]
-    block_size: int
-    is_decode: bool
-
-    @property
-    def starts(self) -> np.ndarray:
-        return np.full(self.count, self.length - self.queries)
-
-    @property
-    def counts(self) -> np.ndarray:
-        return np.full(self.count, self.queries)
-
-    @property
-    def num_decode_rows(self) -> int:
-        return self.count if self.is_decode else 0
-
-    @property
-    def positions(self) -> np.ndarray:
-        return np.tile(np.arange(self.length - self.queries, self.length), self.count)
-
-    @property
-    def slot_mapping(self) -> np.ndarray:
-        places = np.arange(self.length - self.queries, self.length)
-        return (self.block_tables[:, places // self.block_size] * self.block_size + places % self.block_size).ravel()
 
 
 class _Attention(Case):
@@ -110,13 +75,32 @@ class _Attention(Case):
         )
         self._store.tensors[0].normal_()
         order = np.random.default_rng(0).permutation(self.count * width).reshape(self.count, width)
-        rows = Rows(self.count, self.length, self.queries, order, block_size, self.kind == "decode")
-        self._batch = AttentionBatch.build(rows, self.device)
+        self._batch = self._new_batch(order, block_size)
         self._q = [self.random(self.count * self.queries, self._heads, head_dim) for _ in range(copies)]
+
+    def _new_batch(self, block_tables: np.ndarray, block_size: int) -> AttentionBatch:
+        """`count` sequences of `length` tokens, the last `queries` of which are computed. block_tables [count, W]"""
+        places = np.arange(self.length - self.queries, self.length)
+        slots = block_tables[:, places // block_size] * block_size + places % block_size
+        starts, lens = np.arange(self.count + 1) * self.queries, np.full(self.count, self.length)
+
+        def put(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(array).to(self.device, dtype)
+
+        return AttentionBatch.of_rows(
+            put(np.tile(places, self.count), torch.int64),
+            put(slots.ravel(), torch.int64),
+            put(block_tables, torch.int32),
+            put(starts, torch.int32),
+            put(lens, torch.int32),
+            num_decode_rows=self.count if self.kind == "decode" else 0,
+            host_query_starts=starts,
+            host_seq_lens=lens,
+        )
 
     def _backend(self, choice: AttentionChoice, copies: int) -> Implementation:
         needs = Requirements(
-            head_size=self.shape["head_dim"],
+            layout=self._store.layout,
             block_size=self.shape["block_size"],
             dtype=self.dtype,
             device=self.device,

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
+from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import AttentionChoice
 from mini_infer.core.errors import ConfigError
+from mini_infer.kernels.limits import AttentionLimits, names
 
 if TYPE_CHECKING:
     from mini_infer.attention.context import AttentionBatch
@@ -41,37 +43,13 @@ AUTO_ORDER: dict[str, dict[Kind, Sequence[AttentionChoice]]] = {
 }
 
 
-class PagedKV(Protocol):
-    """What attention needs of the KV cache; cache/kv_store.py is one."""
-
-    layout: KVLayout
-    num_blocks: int
-    block_size: int
-
-    def plane(self, layer: int, name: str) -> Tensor:
-        """[num_blocks, block_size, *shape], as the layout says"""
-
-    def slots(self, layer: int, name: str) -> Tensor:
-        """The plane as [num_blocks * block_size, *shape]"""
-
-    def keys(self, layer: int) -> Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_dim]"""
-
-    def values(self, layer: int) -> Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_dim]"""
-
-    def blocks(self, layer: int) -> Tensor:
-        """[2 * num_blocks, block_size * num_kv_heads * head_dim]: row b is block b's keys, num_blocks + b its
-        values."""
-
-
 @dataclass(frozen=True)
 class Requirements:
     """What a model, a cache and a machine ask of a backend."""
 
-    head_size: int
+    layout: KVLayout
     block_size: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of queries
     device: torch.device
     sliding_window: bool  # some layer has one
     graphs: bool = False  # decode steps will be captured in CUDA graphs
@@ -79,35 +57,33 @@ class Requirements:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do. None where it takes any."""
+    """What a backend can do: what its kernels take of keys and values, which all of them want in two planes."""
 
-    prefill: bool
-    decode: bool
-    head_sizes: Collection[int] | None
-    block_sizes: Collection[int] | None
-    dtypes: Collection[torch.dtype]
+    prefill: AttentionLimits | None  # None: it has none
+    decode: AttentionLimits | None
     devices: Collection[str]
     sliding_window: bool
     graph_safe: bool  # decode may be captured in a CUDA graph and replayed with other lengths
-    gpu_generations: Collection[int] | None = None  # major compute capabilities
+    gpu_generations: Collection[int] | None = None  # major compute capabilities; None: any
 
     def refusal(self, kind: Kind, needs: Requirements) -> str | None:
         """Why this backend cannot serve, or None if it can."""
-        if not (self.prefill if kind == "prefill" else self.decode):
+        limits = self.prefill if kind == "prefill" else self.decode
+        if limits is None:
             return f"it has no {kind}"
         if needs.device.type not in self.devices:
-            return f"it runs on {_names(self.devices)}, not {needs.device.type}"
+            return f"it runs on {names(self.devices)}, not {needs.device.type}"
         if needs.device.type == "cuda" and self.gpu_generations is not None:
             major, minor = torch.cuda.get_device_capability(needs.device)
             if major not in self.gpu_generations:
-                takes = _names([f"{generation}.x" for generation in self.gpu_generations])
+                takes = names([f"{generation}.x" for generation in self.gpu_generations])
                 return f"it takes GPUs of compute capability {takes}, not {major}.{minor}"
-        if needs.dtype not in self.dtypes:
-            return f"it takes {_names(self.dtypes)}, not {needs.dtype}"
-        if self.head_sizes is not None and needs.head_size not in self.head_sizes:
-            return f"it takes head sizes {_names(self.head_sizes)}, not {needs.head_size}"
-        if self.block_sizes is not None and needs.block_size not in self.block_sizes:
-            return f"it takes block sizes {_names(self.block_sizes)}, not {needs.block_size}"
+        heads = needs.layout.heads
+        if heads is None or heads.dtype != needs.dtype:
+            return f"it takes keys and values [heads, head size] of the queries' {needs.dtype}, alike in all layers"
+        refusal = limits.refusal(heads.head_dim, needs.block_size, needs.dtype)
+        if refusal is not None:
+            return refusal
         if needs.sliding_window and not self.sliding_window:
             return "it has no sliding window, which this model needs"
         if kind == "decode" and needs.graphs and not self.graph_safe:
@@ -133,26 +109,26 @@ class AttentionBackend(ABC):
     Decode rows have batch.decode_query_len tokens each: one, or 1 + k where k drafts are verified. They are the last of
     their sequences, and a token sees those before it. Rows that differ in their number of tokens are prefill rows.
 
-    The constructor takes nothing, and raises ImportError with the remedy where a dependency is missing.
+    The constructor takes nothing, and raises ImportError with the remedy where an optional dependency is missing.
     """
 
     capabilities: Capabilities
 
     @abstractmethod
     def decode(
-        self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
+        self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float
     ) -> AttentionStep: ...
 
     @abstractmethod
     def prefill(
-        self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
+        self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float
     ) -> AttentionStep: ...
 
     def check(self, device: torch.device) -> None:  # noqa: B027 most have nothing to try
         """Raises whatever error shows that the backend, although it can be imported, does not work on this machine."""
 
     def warm_up(  # noqa: B027 most backends have nothing to compile
-        self, kind: Kind, kv_store: PagedKV, num_heads: int, windows: Sequence[int | None], scale: float, max_rows: int
+        self, kind: Kind, kv_store: KVStore, num_heads: int, windows: Sequence[int | None], scale: float, max_rows: int
     ) -> None:
         """Compiles everything that steps of up to max_rows rows will run, so that none of them waits for a compiler.
         Reads block 0, and leaves the cache as it is."""
@@ -189,7 +165,10 @@ def select_backend(choice: AttentionChoice, kind: Kind, needs: Requirements) -> 
 def _load(candidate: AttentionChoice, kind: Kind, needs: Requirements) -> AttentionBackend | str:
     """The backend, or why it cannot serve."""
     module, _, name = BACKENDS[candidate].partition(":")
-    backend: type[AttentionBackend] = getattr(importlib.import_module(module), name)
+    try:
+        backend: type[AttentionBackend] = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        return f"it cannot be imported ({error})"
     refusal = backend.capabilities.refusal(kind, needs)
     if refusal is not None:
         return refusal
@@ -206,9 +185,3 @@ def _load(candidate: AttentionChoice, kind: Kind, needs: Requirements) -> Attent
 def effective_windows(windows: Sequence[int | None], length: int) -> list[int | None]:
     """A window that covers every sequence of a step, the longest of `length` tokens, is none."""
     return [None if window is None or window >= length else window for window in windows]
-
-
-def _names(values: Collection) -> str:
-    if isinstance(values, range):
-        return f"{values[0]} to {values[-1]}"
-    return ", ".join(str(value) for value in sorted(values, key=lambda value: (len(str(value)), str(value))))

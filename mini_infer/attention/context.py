@@ -4,40 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from mini_infer.attention.backend import AttentionBackend, PagedKV
-
-
-class StepRows(Protocol):
-    """What a step's input says of its rows, on the host: row i computes tokens [starts[i], starts[i] + counts[i])."""
-
-    @property
-    def starts(self) -> np.ndarray:
-        """[R] integers"""
-
-    @property
-    def counts(self) -> np.ndarray:
-        """[R] integers"""
-
-    @property
-    def num_decode_rows(self) -> int: ...
-
-    @property
-    def positions(self) -> np.ndarray:
-        """[T] integers"""
-
-    @property
-    def slot_mapping(self) -> np.ndarray:
-        """[T] integers"""
-
-    @property
-    def block_tables(self) -> np.ndarray:
-        """[R, W] integers"""
+from mini_infer.attention.backend import AttentionBackend
+from mini_infer.cache.kv_store import KVStore
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,12 +31,12 @@ class AttentionBatch:
     query_starts: Tensor  # [R + 1] int32
     seq_lens: Tensor  # [R] int32
     num_decode_rows: int
-    decode_query_len: int  # tokens of each decode row: 1, or 1 + k where k drafts are verified
-    max_decode_seq_len: int  # 0 where there are no such rows
-    max_prefill_query_len: int
-    max_prefill_seq_len: int
-    host_query_starts: np.ndarray | None  # [R + 1]
-    host_seq_lens: np.ndarray | None  # [R]
+    decode_query_len: int = 1  # tokens of each decode row: 1, or 1 + k where k drafts are verified
+    max_decode_seq_len: int = 0  # 0 where there are no such rows
+    max_prefill_query_len: int = 0
+    max_prefill_seq_len: int = 0
+    host_query_starts: np.ndarray | None = None  # [R + 1]
+    host_seq_lens: np.ndarray | None = None  # [R]
 
     @property
     def num_rows(self) -> int:
@@ -85,45 +57,49 @@ class AttentionBatch:
         return self.query_starts[self.num_decode_rows :] - self.num_decode_tokens
 
     @classmethod
-    def build(cls, step: StepRows, device: torch.device) -> AttentionBatch:
-        """Raises ValueError where decode rows differ in their number of tokens."""
-        n = step.num_decode_rows
-        decode_counts, prefill_counts = step.counts[:n], step.counts[n:]
-        if n and (decode_counts != decode_counts[0]).any():
-            raise ValueError(f"decode rows must have the same number of tokens, got {decode_counts.tolist()}")
-        query_starts = np.concatenate(([0], np.cumsum(step.counts)))
-        seq_lens = step.starts + step.counts
-
-        def put(array: np.ndarray, dtype: type) -> Tensor:
-            return torch.from_numpy(array.astype(dtype, copy=False)).to(device, non_blocking=True)
-
+    def of_rows(
+        cls,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        seq_lens: Tensor,
+        num_decode_rows: int,
+        host_query_starts: np.ndarray,
+        host_seq_lens: np.ndarray,
+    ) -> AttentionBatch:
+        """Rows whose lengths the host knows. Raises ValueError where decode rows differ in their number of tokens."""
+        n, counts = num_decode_rows, np.diff(host_query_starts)
+        if n and (counts[:n] != counts[0]).any():
+            raise ValueError(f"decode rows must have the same number of tokens, got {counts[:n].tolist()}")
         return cls(
-            positions=put(step.positions, np.int64),
-            slot_mapping=put(step.slot_mapping, np.int64),
-            block_tables=put(step.block_tables, np.int32),
-            query_starts=put(query_starts, np.int32),
-            seq_lens=put(seq_lens, np.int32),
+            positions,
+            slot_mapping,
+            block_tables,
+            query_starts,
+            seq_lens,
             num_decode_rows=n,
-            decode_query_len=int(decode_counts[0]) if n else 1,
-            max_decode_seq_len=int(seq_lens[:n].max(initial=0)),
-            max_prefill_query_len=int(prefill_counts.max(initial=0)),
-            max_prefill_seq_len=int(seq_lens[n:].max(initial=0)),
-            host_query_starts=query_starts,
-            host_seq_lens=seq_lens,
+            decode_query_len=int(counts[0]) if n else 1,
+            max_decode_seq_len=int(host_seq_lens[:n].max(initial=0)),
+            max_prefill_query_len=int(counts[n:].max(initial=0)),
+            max_prefill_seq_len=int(host_seq_lens[n:].max(initial=0)),
+            host_query_starts=host_query_starts,
+            host_seq_lens=host_seq_lens,
         )
 
 
 class AttentionContext:
     """The argument through which a model's attention layers reach the KV cache in one step.
 
-    A layer first stores its K and V in key_slots and value_slots at batch.slot_mapping, and then attends.
+    A layer first stores its K and V, by `store` or, fused with other operations, in key_slots and value_slots at
+    batch.slot_mapping; and then it attends.
     windows[layer] is the layer's sliding window, or None for full attention. scale multiplies q.k.
     """
 
     def __init__(
         self,
         batch: AttentionBatch,
-        kv_store: PagedKV,
+        kv_store: KVStore,
         prefill_backend: AttentionBackend,
         decode_backend: AttentionBackend,
         windows: Sequence[int | None],
@@ -143,6 +119,11 @@ class AttentionContext:
     def value_slots(self, layer: int) -> Tensor:
         """[num_blocks * block_size, num_kv_heads, head_dim], where batch.slot_mapping points."""
         return self._kv_store.slots(layer, "v")
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """k and v [T, num_kv_heads, head_dim] of the cache's dtype, of any strides."""
+        self.key_slots(layer).index_copy_(0, self.batch.slot_mapping, k)
+        self.value_slots(layer).index_copy_(0, self.batch.slot_mapping, v)
 
     def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
         """Attends with q [T, num_heads, head_dim] to the K and V stored so far, this step's among them; returns q's

@@ -15,21 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_infer.attention.backend import AttentionBackend, Capabilities, Kind, PagedKV, effective_windows
+from mini_infer.attention.backend import AttentionBackend, Capabilities, Kind, effective_windows
 from mini_infer.attention.context import AttentionBatch
 from mini_infer.attention.warm_up import run_small_steps
+from mini_infer.cache.kv_store import KVStore
+from mini_infer.kernels.limits import AttentionLimits
 
+# Of a paged cache, on both generations.
+_LIMITS = AttentionLimits(
+    dtypes=frozenset({torch.bfloat16, torch.float16}), head_sizes=frozenset({*range(16, 129, 16), 256})
+)
 # Above this many rows the package's scheduler looks rows up in a table, which is a further variant.
 _ROWS_WITHOUT_TABLE = 256
 
 
 class FlashAttnBackend(AttentionBackend):
     capabilities = Capabilities(
-        prefill=True,
-        decode=True,
-        head_sizes=frozenset({*range(16, 129, 16), 256}),  # of a paged cache, on both generations
-        block_sizes=None,
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        prefill=_LIMITS,
+        decode=_LIMITS,
         devices=frozenset({"cuda"}),
         sliding_window=True,
         graph_safe=True,
@@ -43,18 +46,18 @@ class FlashAttnBackend(AttentionBackend):
             raise ImportError(f"it is not installed ({error}): pip install 'mini-infer[flash]'") from error
         self._kernels = _Kernels(_flash_attn_fwd)
 
-    def decode(self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float) -> _Step:
+    def decode(self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float) -> _Step:
         n = batch.num_decode_rows
         rows = _Rows(batch.query_starts[: n + 1], batch.seq_lens[:n], batch.block_tables[:n], scale)
         return _Step(self._kernels, kv_store, effective_windows(windows, batch.max_decode_seq_len), rows)
 
-    def prefill(self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float) -> _Step:
+    def prefill(self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float) -> _Step:
         n = batch.num_decode_rows
         rows = _Rows(batch.prefill_query_starts(), batch.seq_lens[n:], batch.block_tables[n:], scale)
         return _Step(self._kernels, kv_store, effective_windows(windows, batch.max_prefill_seq_len), rows)
 
     def warm_up(
-        self, kind: Kind, kv_store: PagedKV, num_heads: int, windows: Sequence[int | None], scale: float, max_rows: int
+        self, kind: Kind, kv_store: KVStore, num_heads: int, windows: Sequence[int | None], scale: float, max_rows: int
     ) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the compiler's, about its own package
@@ -74,7 +77,7 @@ class _Rows:
 
 
 class _Step:
-    def __init__(self, kernels: _Kernels, kv_store: PagedKV, windows: Sequence[int | None], rows: _Rows) -> None:
+    def __init__(self, kernels: _Kernels, kv_store: KVStore, windows: Sequence[int | None], rows: _Rows) -> None:
         self._kernels, self._kv_store, self._windows, self._rows = kernels, kv_store, windows, rows
 
     def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -15,17 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_infer.attention.backend import AttentionBackend, Capabilities, PagedKV, effective_windows
+from mini_infer.attention.backend import AttentionBackend, Capabilities, effective_windows
 from mini_infer.attention.context import AttentionBatch
+from mini_infer.cache.kv_store import KVStore
+from mini_infer.kernels.limits import AttentionLimits
+
+_LIMITS = AttentionLimits(dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}))
 
 
 class SdpaBackend(AttentionBackend):
     capabilities = Capabilities(
-        prefill=True,
-        decode=True,
-        head_sizes=None,
-        block_sizes=None,
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        prefill=_LIMITS,
+        decode=_LIMITS,
         devices=frozenset({"cpu", "cuda"}),
         sliding_window=True,
         graph_safe=False,
@@ -34,11 +35,11 @@ class SdpaBackend(AttentionBackend):
     def __init__(self) -> None:
         self._scratch = _Scratch()
 
-    def decode(self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float) -> _Decode:
+    def decode(self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float) -> _Decode:
         return _Decode(batch, kv_store, windows, scale, self._scratch)
 
     def prefill(
-        self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
+        self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float
     ) -> _Prefill:
         return _Prefill(batch, kv_store, windows, scale, self._scratch)
 
@@ -65,7 +66,7 @@ class _Gather:
     Keys and values come in one index_select: they are rows b and num_blocks + b of the same matrix.
     """
 
-    def __init__(self, kv_store: PagedKV, block_tables: Tensor, scratch: _Scratch) -> None:
+    def __init__(self, kv_store: KVStore, block_tables: Tensor, scratch: _Scratch) -> None:
         self._kv_store = kv_store
         blocks = block_tables.flatten()
         self._index = torch.cat((blocks, blocks + kv_store.num_blocks))
@@ -88,7 +89,7 @@ class _Decode:
     def __init__(
         self,
         batch: AttentionBatch,
-        kv_store: PagedKV,
+        kv_store: KVStore,
         windows: Sequence[int | None],
         scale: float,
         scratch: _Scratch,
@@ -150,7 +151,7 @@ class _DecodePart:
         positions: Tensor,  # [R, n]
         block_tables: Tensor,  # [R, W]
         seq_lens: np.ndarray,  # [R]
-        kv_store: PagedKV,
+        kv_store: KVStore,
         windows: Sequence[int | None],
         scale: float,
         scratch: _Scratch,
@@ -212,7 +213,7 @@ class _Prefill:
     def __init__(
         self,
         batch: AttentionBatch,
-        kv_store: PagedKV,
+        kv_store: KVStore,
         windows: Sequence[int | None],
         scale: float,
         scratch: _Scratch,

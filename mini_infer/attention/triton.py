@@ -15,40 +15,30 @@ from mini_infer.attention.backend import (
     AttentionStep,
     Capabilities,
     Kind,
-    PagedKV,
     effective_windows,
 )
 from mini_infer.attention.context import AttentionBatch
 from mini_infer.attention.warm_up import run_small_steps
+from mini_infer.cache.kv_store import KVStore
+from mini_infer.kernels import flash_decode, paged_decode, paged_prefill
 from mini_infer.kernels.ops import TritonKernels
 
 
 class TritonBackend(AttentionBackend):
     capabilities = Capabilities(
-        prefill=True,
-        decode=True,
-        head_sizes=range(1, 257),
-        block_sizes=None,
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        prefill=paged_prefill.LIMITS,
+        decode=paged_decode.LIMITS,
         # Triton itself reads this variable: its interpreter runs kernels on a CPU, slowly, for tests.
         devices=frozenset({"cuda", "cpu"} if os.environ.get("TRITON_INTERPRET") == "1" else {"cuda"}),
         sliding_window=True,
         graph_safe=True,
     )
 
-    def __init__(self) -> None:
-        try:
-            from mini_infer.kernels import flash_decode, paged_prefill
-        except ImportError as error:
-            raise ImportError(f"Triton cannot be imported ({error})") from error
-        self._flash_decode, self._split_rows = flash_decode.flash_decode, flash_decode.split_rows
-        self._paged_prefill = paged_prefill.paged_prefill
-
     def check(self, device: torch.device) -> None:
         TritonKernels().check(device)
 
     def decode(
-        self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
+        self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float
     ) -> AttentionStep:
         n = batch.num_decode_rows
         windows = effective_windows(windows, batch.max_decode_seq_len)
@@ -59,14 +49,14 @@ class TritonBackend(AttentionBackend):
             q, keys, values = q.contiguous(), kv_store.keys(layer), kv_store.values(layer)
             rows: dict[str, Any] = {"window": windows[layer], "query_len": batch.decode_query_len}
             if windows[layer] not in parts:
-                parts[windows[layer]] = self._split_rows(q, keys, seq_lens, **rows)
+                parts[windows[layer]] = flash_decode.split_rows(q, keys, seq_lens, **rows)
             rows |= {"scale": scale, "parts": parts[windows[layer]], "out": out}
-            return self._flash_decode(q, keys, values, block_tables, seq_lens, **rows)
+            return flash_decode.flash_decode(q, keys, values, block_tables, seq_lens, **rows)
 
         return step
 
     def prefill(
-        self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
+        self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float
     ) -> AttentionStep:
         n = batch.num_decode_rows
         windows = effective_windows(windows, batch.max_prefill_seq_len)
@@ -74,7 +64,7 @@ class TritonBackend(AttentionBackend):
         query_starts = batch.prefill_query_starts()
 
         def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-            return self._paged_prefill(
+            return paged_prefill.paged_prefill(
                 q,
                 kv_store.keys(layer),
                 kv_store.values(layer),
@@ -90,7 +80,7 @@ class TritonBackend(AttentionBackend):
         return step
 
     def warm_up(
-        self, kind: Kind, kv_store: PagedKV, num_heads: int, windows: Sequence[int | None], scale: float, max_rows: int
+        self, kind: Kind, kv_store: KVStore, num_heads: int, windows: Sequence[int | None], scale: float, max_rows: int
     ) -> None:
         warm_up = partial(run_small_steps, self, kind, kv_store, num_heads, windows, scale)
         if kind == "prefill":

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from mini_infer.attention.backend import AttentionBackend, Kind, PagedKV
+from mini_infer.attention.backend import AttentionBackend, Kind
 from mini_infer.attention.context import AttentionBatch
+from mini_infer.cache.kv_store import KVStore
 
 
 @torch.inference_mode()
 def run_small_steps(
     backend: AttentionBackend,
     kind: Kind,
-    kv_store: PagedKV,
+    kv_store: KVStore,
     num_heads: int,
     windows: Sequence[int | None],
     scale: float,
@@ -40,12 +41,9 @@ def run_small_steps(
             query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
             seq_lens=torch.ones(num_rows, dtype=torch.int32, device=device),
             num_decode_rows=decode_rows,
-            decode_query_len=1,
             max_decode_seq_len=length,
             max_prefill_query_len=max_query_len,
             max_prefill_seq_len=length,
-            host_query_starts=None,
-            host_seq_lens=None,
         )
         step = (backend.decode if decode_rows else backend.prefill)(batch, kv_store, windows, scale)
         for window in set(windows):

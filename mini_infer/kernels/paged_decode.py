@@ -15,6 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mini_infer.kernels.limits import AttentionLimits
+
+# Heads are padded to a power of two by masks; one of 512 would not fit into the registers.
+LIMITS = AttentionLimits(dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), head_sizes=range(1, 257))
 UNBOUNDED = 2**30  # a window that no sequence fills
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -220,8 +224,9 @@ def paged_decode(
 def decode_shape(q: Tensor, keys: Tensor, query_len: int) -> dict[str, Any]:
     """The compile-time arguments of a decode kernel: the shapes, and what is fastest for them on an H200."""
     num_heads, (_, block_size, num_kv_heads, head_dim) = q.shape[1], keys.shape
-    if head_dim % 8 or head_dim > 256:
-        raise ValueError(f"head_dim must be a multiple of 8 up to 256, got {head_dim}")
+    refusal = LIMITS.refusal(head_dim, block_size, q.dtype)
+    if refusal is not None:
+        raise ValueError(f"paged decode: {refusal}")
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
     group = num_heads // num_kv_heads

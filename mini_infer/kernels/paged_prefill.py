@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mini_infer.kernels.limits import AttentionLimits
+
 
 def paged_prefill_reference(
     q: Tensor,
@@ -197,6 +199,8 @@ def _paged_prefill_kernel(
         tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+# Heads are padded to a power of two by masks; tiles of 512 would not fit into shared memory.
+LIMITS = AttentionLimits(dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), head_sizes=range(1, 257))
 _DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 if triton.knobs.runtime.interpret:
     _DOT[torch.bfloat16] = tl.float32  # the interpreter multiplies the bits of a bfloat16
@@ -254,7 +258,7 @@ def paged_prefill(
     h // (num_heads // num_kv_heads). Softmax and accumulation are in float32.
 
     Args:
-        q: [T, num_heads, head_dim] float32, bfloat16 or float16, a token's heads contiguous; head_dim at most 256.
+        q: [T, num_heads, head_dim] as LIMITS says, a token's heads contiguous.
         keys, values: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, of q's dtype.
         block_tables: [R, W] int32. Entries past a row's last block are not read.
         query_starts: [R + 1] int32 from 0: row r's queries are the tokens [query_starts[r], query_starts[r + 1]).
@@ -265,9 +269,15 @@ def paged_prefill(
 
     Returns:
         [T, num_heads, head_dim] of q's dtype, contiguous.
+
+    Raises:
+        ValueError: LIMITS says no.
     """
     tokens, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = keys.shape
+    refusal = LIMITS.refusal(head_dim, block_size, q.dtype)
+    if refusal is not None:
+        raise ValueError(f"paged prefill: {refusal}")
     if out is None:
         out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if not tokens:

@@ -117,21 +117,16 @@ def make_batch(
     device: torch.device,
 ) -> AttentionBatch:
     starts, counts = np.array(rows).T
-    n = num_decode_rows
     query_starts, seq_lens = np.concatenate(([0], np.cumsum(counts))), starts + counts
     positions = [np.arange(start, start + count) for start, count in rows]
     new_slots = [own[start : start + count] for own, (start, count) in zip(slots, rows, strict=True)]
-    return AttentionBatch(
-        positions=torch.from_numpy(np.concatenate(positions)).to(device),
-        slot_mapping=torch.cat(new_slots).to(device),
-        block_tables=tables.int().to(device),
-        query_starts=torch.from_numpy(query_starts).int().to(device),
-        seq_lens=torch.from_numpy(seq_lens).int().to(device),
-        num_decode_rows=n,
-        decode_query_len=int(counts[0]) if n else 1,
-        max_decode_seq_len=int(seq_lens[:n].max(initial=0)),
-        max_prefill_query_len=int(counts[n:].max(initial=0)),
-        max_prefill_seq_len=int(seq_lens[n:].max(initial=0)),
+    return AttentionBatch.of_rows(
+        torch.from_numpy(np.concatenate(positions)).to(device),
+        torch.cat(new_slots).to(device),
+        tables.int().to(device),
+        torch.from_numpy(query_starts).int().to(device),
+        torch.from_numpy(seq_lens).int().to(device),
+        num_decode_rows=num_decode_rows,
         host_query_starts=query_starts,
         host_seq_lens=seq_lens,
     )

@@ -13,7 +13,6 @@ from small_cache import Geometry, Step, make_step
 from mini_infer.attention.backend import AttentionBackend
 from mini_infer.attention.flash_attn import FlashAttnBackend
 from mini_infer.attention.torch_sdpa import SdpaBackend
-from mini_infer.attention.triton import TritonBackend
 
 # The compiler of flash_attn warns about its own package.
 pytestmark = [
@@ -32,9 +31,8 @@ def flash_attn() -> FlashAttnBackend:
     return FlashAttnBackend()
 
 
-def triton() -> TritonBackend:
-    pytest.importorskip("triton")
-    return TritonBackend()
+def triton() -> AttentionBackend:
+    return pytest.importorskip("mini_infer.attention.triton").TritonBackend()
 
 
 def outputs(step: Step, backend: AttentionBackend) -> list[torch.Tensor]:
@@ -85,6 +83,8 @@ GPU_CASES = {  # each compiles for ten seconds
     "one KV head, 300 rows": Case(Geometry(8, 1, 64, 16), rows=300),
     "head 80, block of five": Case(Geometry(8, 4, 80, 5)),
     "head 96, block of 256": Case(Geometry(12, 2, 96, 256)),
+    "head 100": Case(Geometry(8, 4, 100, 16)),
+    "head 33, block of seven": Case(Geometry(6, 3, 33, 7)),
     "head 256": Case(Geometry(8, 4, 256, 16)),
     "block of 128": Case(Geometry(16, 8, 128, 128)),
 }

@@ -13,23 +13,35 @@ from mini_infer.attention import backend as backends
 from mini_infer.attention.backend import AttentionBackend, Capabilities, Requirements, select_backend
 from mini_infer.attention.flash_attn import FlashAttnBackend
 from mini_infer.attention.torch_sdpa import SdpaBackend
-from mini_infer.attention.triton import TritonBackend
+from mini_infer.cache.layout import KVLayout, Plane
 from mini_infer.core.config import AttentionChoice
 from mini_infer.core.errors import ConfigError
+from mini_infer.kernels.limits import AttentionLimits
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-NEEDS = Requirements(head_size=128, block_size=16, dtype=torch.bfloat16, device=CUDA, sliding_window=False)
+
+
+def layout(head_size: int, dtype: torch.dtype = torch.bfloat16) -> KVLayout:
+    return KVLayout.of_heads(2, 4, head_size, dtype)
+
+
+def other(**changes: Any) -> Requirements:
+    """NEEDS, with the cache's dtype following the queries'."""
+    dtype, head_size = changes.get("dtype", torch.bfloat16), changes.pop("head_size", 128)
+    return dataclasses.replace(NEEDS, **{"layout": layout(head_size, dtype), **changes})
+
+
+NEEDS = Requirements(layout=layout(128), block_size=16, dtype=torch.bfloat16, device=CUDA, sliding_window=False)
 
 
 class Picky(AttentionBackend):
     """Decodes on a Hopper GPU only, and little else."""
 
     capabilities = Capabilities(
-        prefill=False,
-        decode=True,
-        head_sizes=frozenset({64, 128}),
-        block_sizes=frozenset({8, 16}),
-        dtypes=frozenset({torch.bfloat16}),
+        prefill=None,
+        decode=AttentionLimits(
+            dtypes=frozenset({torch.bfloat16}), head_sizes=frozenset({64, 128}), block_sizes=frozenset({8, 16})
+        ),
         devices=frozenset({"cuda"}),
         sliding_window=False,
         graph_safe=False,
@@ -78,7 +90,7 @@ class TestAuto:
         monkeypatch.setattr("mini_infer.kernels.ops.TritonKernels.check", lambda self, device: None)
         decode = select_backend(AttentionChoice.auto, "decode", dataclasses.replace(NEEDS, graphs=True))
         assert (decode.choice, decode.passed_over) == (AttentionChoice.triton, ())
-        prefill = select_backend(AttentionChoice.auto, "prefill", dataclasses.replace(NEEDS, head_size=256))
+        prefill = select_backend(AttentionChoice.auto, "prefill", other(head_size=256))
         assert prefill.choice is AttentionChoice.triton
         assert prefill.passed_over == ("flash_attn: it has no prefill",)
 
@@ -101,6 +113,8 @@ class TestRefusal:
             ("decode", {"head_size": 96}, "head sizes 64, 128, not 96"),
             ("decode", {"block_size": 32}, "block sizes 8, 16, not 32"),
             ("decode", {"dtype": torch.float32}, r"torch\.bfloat16, not torch\.float32"),
+            ("decode", {"layout": layout(128, torch.float8_e4m3fn)}, r"of the queries' torch\.bfloat16"),
+            ("decode", {"layout": KVLayout.alike(2, Plane("latent", (576,), torch.bfloat16))}, "keys and values"),
             ("decode", {"device": CPU}, "runs on cuda, not cpu"),
             ("decode", {"sliding_window": True}, "no sliding window"),
             ("decode", {"graphs": True}, "cannot be captured in a CUDA graph"),
@@ -110,7 +124,7 @@ class TestRefusal:
         self, monkeypatch: pytest.MonkeyPatch, kind: Any, changes: dict[str, Any], reason: str
     ) -> None:
         use(monkeypatch, triton=Picky)
-        needs = dataclasses.replace(NEEDS, **changes)
+        needs = other(**changes)
         with pytest.raises(ConfigError, match=rf"attention\.{kind}=triton cannot serve.*{reason}.*Others: auto, fl"):
             select_backend(AttentionChoice.triton, kind, needs)
 
@@ -125,11 +139,11 @@ class TestRefusal:
             select_backend(AttentionChoice.flash_attn, "prefill", NEEDS)
 
     def test_triton_that_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("flash_decode", "paged_prefill"):
-            monkeypatch.delitem(sys.modules, f"mini_infer.kernels.{name}", raising=False)
-            monkeypatch.delattr(f"mini_infer.kernels.{name}", raising=False)
+        for name in ("attention.triton", "kernels.flash_decode", "kernels.paged_decode", "kernels.paged_prefill"):
+            monkeypatch.delitem(sys.modules, f"mini_infer.{name}", raising=False)
+            monkeypatch.delattr(f"mini_infer.{name}", raising=False)
         monkeypatch.setitem(sys.modules, "triton", None)
-        with pytest.raises(ConfigError, match="triton: Triton cannot be imported"):
+        with pytest.raises(ConfigError, match=r"triton: it cannot be imported .*triton"):
             select_backend(AttentionChoice.triton, "decode", NEEDS)
 
     def test_triton_that_cannot_compile(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,20 +153,22 @@ class TestRefusal:
             raise RuntimeError("no C compiler\nset CC")
 
         monkeypatch.setattr("mini_infer.kernels.ops.TritonKernels.check", fails)
-        selection = select_backend(AttentionChoice.auto, "decode", dataclasses.replace(NEEDS, dtype=torch.float32))
+        selection = select_backend(AttentionChoice.auto, "decode", other(dtype=torch.float32))
         assert selection.choice is AttentionChoice.sdpa
         assert selection.passed_over[0] == "triton: it does not work here (RuntimeError: no C compiler)"
 
 
 def test_what_the_backends_declare() -> None:
     def takes(backend: type[AttentionBackend], **changes: Any) -> bool:
-        needs = dataclasses.replace(NEEDS, **changes)
+        needs = other(**changes)
         return all(backend.capabilities.refusal(kind, needs) is None for kind in ("prefill", "decode"))
 
     everything = {"sliding_window": True, "block_size": 1}
+    TritonBackend = pytest.importorskip("mini_infer.attention.triton").TritonBackend
     assert takes(SdpaBackend, head_size=80, device=CPU, dtype=torch.float32, **everything)
     assert not takes(SdpaBackend, graphs=True)
     assert takes(TritonBackend, head_size=80, dtype=torch.float32, graphs=True, **everything)
+    assert takes(TritonBackend, head_size=100)
     assert not takes(TritonBackend, head_size=512)
     assert takes(FlashAttnBackend, graphs=True, **everything)
     assert not takes(FlashAttnBackend, device=CPU)

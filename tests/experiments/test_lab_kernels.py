@@ -19,7 +19,6 @@ from experiments.lab import kernel_fused, kernel_timer
 from experiments.lab.execute import execute
 from experiments.lab.kernel_case import Implementation, VariantAbsent, Work, row_error
 from experiments.lab.progress import Steps
-from mini_infer.attention.triton import TritonBackend
 from mini_infer.core.config import DType
 from mini_infer.core.errors import ConfigError, MiniInferError
 
@@ -179,6 +178,7 @@ def test_copies_outgrow_the_cache(monkeypatch):
 @pytest.fixture
 def no_interpreter(monkeypatch):
     """Tests of kernels switch Triton's interpreter on for the whole process."""
+    TritonBackend = pytest.importorskip("mini_infer.attention.triton").TritonBackend
     capabilities = dataclasses.replace(TritonBackend.capabilities, devices=frozenset({"cuda"}))
     monkeypatch.setattr(TritonBackend, "capabilities", capabilities)
 

@@ -97,6 +97,8 @@ CASES: dict[str, dict[str, Any]] = {
     "block size 100": {"seq_lens": [203, 66], "block_size": 100},
     "head size 128": {"seq_lens": [300, 10], "head_dim": 128},
     "head size 80": {"seq_lens": [300, 10], "head_dim": 80},
+    "head size 100": {"seq_lens": [300, 10], "head_dim": 100},
+    "head size 33, 4 tokens": {"seq_lens": [300, 10], "head_dim": 33, "query_len": 4},
     "head size 8": {"seq_lens": [300, 10], "head_dim": 8},
     "head size 256": {"seq_lens": [70, 10], "head_dim": 256, "heads": (2, 1)},
     "4 tokens": {"seq_lens": [4, 5, 66, 300, 64], "query_len": 4},
@@ -130,8 +132,8 @@ def test_no_rows(function: Callable[..., Tensor], device: torch.device) -> None:
 
 @pytest.mark.parametrize("function", KERNELS)
 def test_shapes_that_are_refused(function: Callable[..., Tensor], device: torch.device) -> None:
-    with pytest.raises(ValueError, match="head_dim must be a multiple of 8 up to 256, got 36"):
-        make_case(device, [3], head_dim=36)(function)
+    with pytest.raises(ValueError, match="head sizes 1 to 256, not 264"):
+        make_case(device, [3], head_dim=264)(function)
     with pytest.raises(ValueError, match=r"num_heads \(3\) must be a multiple of num_kv_heads \(2\)"):
         make_case(device, [3], heads=(3, 2))(function)
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,9 +54,8 @@ class Model:
         self.store = KVStore(KVLayout.of_heads(2, 1, 32, dtype), num_blocks=10, block_size=4, device=device)
 
     @torch.inference_mode()
-    def step(self, rows: SimpleNamespace) -> Tensor:
+    def step(self, batch: AttentionBatch) -> Tensor:
         device = self.store.device
-        batch = AttentionBatch.build(rows, device)
         backend = SdpaBackend()
         context = AttentionContext(batch, self.store, backend, backend, self.spec.sliding_windows, 32**-0.5)
         tokens = torch.arange(batch.num_tokens, device=device) * 7 % SHAPE["vocab_size"]
@@ -75,13 +73,13 @@ def test_a_model_computes_the_same(
     values: dict[str, Any],
     dtype: torch.dtype,
     tolerance: float,
-    step_rows: Callable[..., SimpleNamespace],
+    step_rows: Callable[..., AttentionBatch],
     device: torch.device,
 ) -> None:
     pytest.importorskip("triton")
     fused, plain = (Model(values, kernels, dtype, device) for kernels in (TritonKernels(), TorchKernels()))
     for rows, num_decode_rows in ((PAST, 0), (ROWS, 2)):
-        step = step_rows(rows, num_decode_rows, 4, unused_block=0)
+        step = step_rows(rows, num_decode_rows, 4, unused_block=0, device=device)
         logits, expected = fused.step(step), plain.step(step)
         assert logits.dtype == dtype
         assert expected.float().std() > 0.1
@@ -118,7 +116,7 @@ class Counted:
 def test_a_small_step_is_made_of_fewer_kernels(
     values: dict[str, Any],
     before_attention: list[str],
-    step_rows: Callable[..., SimpleNamespace],
+    step_rows: Callable[..., AttentionBatch],
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
 ) -> None:
@@ -130,7 +128,7 @@ def test_a_small_step_is_made_of_fewer_kernels(
         parameter.data = parameter.data.contiguous()  # as on a GPU
     # Prompts, which take the kernels of large steps; then a row of one token and one of two.
     for rows, num_decode_rows in ((PAST, 0), ([(9, 1, [5, 1, 7]), (5, 2, [3, 9])], 1)):
-        step = step_rows(rows, num_decode_rows, 4, unused_block=0)
+        step = step_rows(rows, num_decode_rows, 4, unused_block=0, device=device)
         counted.names.clear()
         logits, expected = fused.step(step), plain.step(step)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from mini_infer.attention.backend import Requirements, select_backend
-from mini_infer.attention.context import AttentionBatch, AttentionContext
+from mini_infer.attention.context import AttentionContext
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import AttentionChoice, ModelConfig
@@ -123,7 +123,7 @@ class PagedModel:
         self.model = load_model(config, self.spec, torch.float32, CPU)
         self._rows = step_rows
         self.store = self.new_store()
-        needs = Requirements(self.spec.head_dim, BLOCK, torch.float32, CPU, any(self.spec.sliding_windows))
+        needs = Requirements(self.store.layout, BLOCK, torch.float32, CPU, any(self.spec.sliding_windows))
         self._backend = select_backend(AttentionChoice.auto, "prefill", needs).backend
         self._free: list[int] = torch.randperm(96, generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -141,8 +141,7 @@ class PagedModel:
     @torch.inference_mode()
     def step(self, rows: list[tuple[list[int], int, int, list[int]]], num_decode_rows: int) -> list[torch.Tensor]:
         """rows: (sequence, start, count, block table). Returns each row's logits [count, vocab]."""
-        step = self._rows([row[1:] for row in rows], num_decode_rows, BLOCK, unused_block=rows[0][3][0])
-        batch = AttentionBatch.build(step, CPU)
+        batch = self._rows([row[1:] for row in rows], num_decode_rows, BLOCK, unused_block=rows[0][3][0])
         scale = self.spec.head_dim**-0.5
         context = AttentionContext(batch, self.store, self._backend, self._backend, self.spec.sliding_windows, scale)
         tokens = torch.tensor([t for sequence, start, count, _ in rows for t in sequence[start : start + count]])

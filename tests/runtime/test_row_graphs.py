@@ -12,9 +12,10 @@ from fake_graphs import RecordingGraph
 from torch import Tensor
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
-from mini_infer.attention.backend import AttentionBackend, AttentionStep, PagedKV
+from mini_infer.attention.backend import AttentionBackend, AttentionStep
 from mini_infer.attention.context import AttentionBatch
 from mini_infer.attention.torch_sdpa import SdpaBackend
+from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.plan import Admission, Growth, StepPlan
 from mini_infer.kernels.draw import NUM_PARAMS
 from mini_infer.runtime.graphs.capture import GraphMemory
@@ -34,7 +35,7 @@ class DeviceOnly(AttentionBackend):
     capabilities = SdpaBackend.capabilities
 
     def decode(
-        self, batch: AttentionBatch, kv_store: PagedKV, windows: Sequence[int | None], scale: float
+        self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float
     ) -> AttentionStep:
         assert batch.host_seq_lens is None
         n = batch.decode_query_len

@@ -51,7 +51,7 @@ class ServedModel:
         dtype = resolve_dtype(model, spec, device)
         kv_layout = KVLayout.of_heads(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
         needs = Requirements(
-            head_size=spec.head_dim,
+            layout=kv_layout,
             block_size=config.cache.block_size,
             dtype=dtype,
             device=device,

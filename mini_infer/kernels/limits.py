@@ -1,0 +1,35 @@
+"""What an attention kernel takes, as a value that stands beside the kernel: its own checks and what a backend declares
+are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionLimits:
+    """Of keys and values [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype. None where it takes any."""
+
+    dtypes: Collection[torch.dtype]
+    head_sizes: Collection[int] | None = None
+    block_sizes: Collection[int] | None = None
+
+    def refusal(self, head_size: int, block_size: int, dtype: torch.dtype) -> str | None:
+        """Why the kernel cannot, or None if it can."""
+        if dtype not in self.dtypes:
+            return f"it takes {names(self.dtypes)}, not {dtype}"
+        if self.head_sizes is not None and head_size not in self.head_sizes:
+            return f"it takes head sizes {names(self.head_sizes)}, not {head_size}"
+        if self.block_sizes is not None and block_size not in self.block_sizes:
+            return f"it takes block sizes {names(self.block_sizes)}, not {block_size}"
+        return None
+
+
+def names(values: Collection) -> str:
+    """For a message: in order, a range by its ends."""
+    if isinstance(values, range):
+        return f"{values[0]} to {values[-1]}"
+    return ", ".join(str(value) for value in sorted(values, key=lambda value: (len(str(value)), str(value))))
