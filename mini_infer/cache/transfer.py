@@ -91,9 +91,9 @@ class KVTransfer:
             host = [_host_memory(blocks, num_host_blocks) for blocks in all_blocks]
         except RuntimeError as error:
             raise ConfigError(
-                f"cache.num_host_blocks={num_host_blocks} takes {num_host_blocks * block_bytes / 2**30:.1f} GiB of "
-                f"{'page-locked ' if on_gpu else ''}host memory, which this machine does not give ({error}): lower "
-                "cache.num_host_blocks, or set scheduler.preemption=recompute, which needs none"
+                f"{num_host_blocks} KV blocks in host memory take {num_host_blocks * block_bytes / 2**30:.1f} GiB"
+                f"{', page-locked,' if on_gpu else ''} which this machine does not give ({error}): lower "
+                "cache.num_host_blocks or cache.host_memory_gib, or set scheduler.preemption=recompute"
             ) from error
         self._num_staged = min(max(1, _STAGED_BYTES // block_bytes), num_host_blocks)
         self._parts = [

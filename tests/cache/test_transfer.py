@@ -156,7 +156,10 @@ def test_too_little_host_memory_names_the_setting(monkeypatch: pytest.MonkeyPatc
 
     store = filled(LAYOUTS["latent"], 2, CPU)
     monkeypatch.setattr(torch, "empty", fails)
-    with pytest.raises(ConfigError, match=r"cache\.num_host_blocks=7 takes .* GiB of host .*preemption=recompute"):
+    with pytest.raises(
+        ConfigError,
+        match=r"7 KV blocks in host memory take .* GiB.*lower cache\.num_host_blocks .*preemption=recompute",
+    ):
         KVTransfer([store], num_host_blocks=7)
 
 
