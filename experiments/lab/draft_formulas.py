@@ -21,7 +21,7 @@ import numpy as np
 from experiments.lab.formula import NOT_A_PEERS, NOTHING, Better, Compute, Context, Missing, of_engine, of_pass, total
 from experiments.lab.traces import Served
 from mini_infer.core.plan import StepRecord
-from mini_infer.speculative.costs import StepCosts
+from mini_infer.speculative.policy.costs import StepCosts
 
 PLACES = 8  # behind a request's last token, of which acceptance is told one by one
 NO_DRAFTS = Missing("there were no drafts", applies=False)

@@ -17,7 +17,7 @@ from experiments.lab.plot_style import BOUND, INK, line_style, plain, spread
 from experiments.lab.rows import Table
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store import Result
-from mini_infer.speculative.costs import leviathan_speedup
+from mini_infer.speculative.policy.costs import leviathan_speedup
 
 FORMULA = "formula_tokens_per_s"
 COSTS = ("draft_cost", "verify_cost", "drafts_per_decode")

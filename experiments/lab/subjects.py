@@ -15,7 +15,7 @@ from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
-from mini_infer.speculative.costs import StepCosts
+from mini_infer.speculative.policy.costs import StepCosts
 
 __all__ = ["EngineSubject", "Kind", "Subject", "open_subject", "require_servable"]
 

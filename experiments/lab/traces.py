@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from mini_infer.core.plan import StepRecord
-from mini_infer.speculative.costs import StepCosts
+from mini_infer.speculative.policy.costs import StepCosts
 
 
 @dataclass(frozen=True)

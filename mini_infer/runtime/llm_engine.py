@@ -21,7 +21,7 @@ from mini_infer.runtime.text.grammar import CompiledGrammar, GrammarCompiler
 from mini_infer.runtime.text.output import OutputProcessor
 from mini_infer.runtime.text.prompt import Prompt, encode_prompt, is_single_prompt, require_fit
 from mini_infer.runtime.text.tokenizer import checked_text
-from mini_infer.speculative.loading import make_proposer
+from mini_infer.speculative.loading import make_speculator
 
 RECORDS_KEPT = 100_000
 Params = SamplingParams | Mapping[str, Any]  # a mapping holds arguments of SamplingParams
@@ -78,7 +78,7 @@ class LLMEngine:
             prefix_caching=config.cache.prefix_caching,
             num_host_blocks=limits.num_host_blocks,
         )
-        proposer = make_proposer(config.speculation, self.vocab_size, self.executor.step_costs)
+        proposer = make_speculator(config.speculation, self.vocab_size, self.executor.step_costs)
         return Scheduler(config.scheduler, kv, config.cache.watermark, proposer, self.executor.overlap)
 
     @property

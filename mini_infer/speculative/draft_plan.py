@@ -16,7 +16,7 @@ from mini_infer.core.config import SchedulerConfig
 from mini_infer.core.plan import Draft, Growth
 from mini_infer.core.request import Request
 from mini_infer.runtime.scheduler.planned_step import PlannedStep
-from mini_infer.speculative.proposer import NoProposer, Proposer
+from mini_infer.speculative.speculator import NoSpeculation, Speculator
 
 
 class DraftPlanner:
@@ -30,7 +30,7 @@ class DraftPlanner:
         self,
         config: SchedulerConfig,
         kv: KVManager,
-        proposer: Proposer | NoProposer,
+        proposer: Speculator | NoSpeculation,
         follows: bool,
         watermark_blocks: int,
     ) -> None:
@@ -64,7 +64,7 @@ class DraftPlanner:
             prompts: there may be prompts in the step, too.
             whole_prompts: likewise, and they cannot be cut: one may take all that a step has memory for.
         """
-        drafts = self.proposer.propose((request for request, _ in step.rows), prompts)
+        drafts = self.proposer.plan([request for request, _ in step.rows], prompts)
         step.keeps_up = self.proposer.keeps_up
         if drafts and not whole_prompts:
             self._add(drafts, step)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mini_infer.core.plan import NO_DRAFT
 from mini_infer.core.uniforms import DRAFT
 from mini_infer.kernels.draw import PARAM_COLUMNS, SEEDED, TEMPERATURE
-from mini_infer.speculative.synthetic import stands_at_rate
+from mini_infer.speculative.proposers.synthetic import stands_at_rate
 
 
 class GatheredRows(NamedTuple):

@@ -25,7 +25,7 @@ from mini_infer.runtime.sampling.sampler import Drawn, Sampler
 from mini_infer.runtime.worker.launched import HostTokens, LaunchedStep, Stopwatch
 from mini_infer.runtime.worker.request_states import IntArray, RequestStates, Samples
 from mini_infer.speculative.drafter import Drafter, NoDrafter
-from mini_infer.speculative.synthetic import stands_at_rate
+from mini_infer.speculative.proposers.synthetic import stands_at_rate
 
 Result = TypeVar("Result")
 

@@ -14,7 +14,7 @@ from mini_infer.core.speculation_config import SpeculationMethod
 from mini_infer.runtime.graphs.decode_graphs import BatchDescriptor
 from mini_infer.runtime.worker.limits import Limits
 from mini_infer.runtime.worker.model_runner import Runner
-from mini_infer.speculative.costs import StepCosts
+from mini_infer.speculative.policy.costs import StepCosts
 
 CONTEXT_TOKENS = 256  # of each row, where requests may be as long
 REPEATS = 7  # the first of them fills the pipeline, where steps overlap

@@ -1,7 +1,6 @@
 """Which drafts stand, and the token that follows them: exact, whatever proposed them.
 
-The reference, in torch operations; kernels/verify.py follows it on a GPU. It works on the flat list of N positions
-after which a step samples, those of a row being neighbours:
+The reference of kernels/verify.py, over the flat list of N positions after which a step samples:
 
     position n         0     1     2     3   |   4     5          row 0 has three drafts, row 1 has one
     its input          last  d0    d1    d2  |   last  e0
@@ -10,28 +9,20 @@ after which a step samples, those of a row being neighbours:
     a row keeps        d0    d1    x                              2 accepted: up to the first that is not its draft
                                                  y                0 accepted
 
-`verify_tokens` judges every position by itself. A token equals its draft exactly where the draft is accepted, so a row
-needs no more bookkeeping than comparing the two (`keep_accepted` in runtime/worker/model_runner.py).
+`verify_tokens` judges every position by itself. A token equals its draft exactly where the draft is accepted.
 
 - Greedy rows: the argmax.
 - Drafts that nothing random proposed (n-gram, suffix: no `sources`), and positions without one: the token that the
-  sampler would have drawn there anyway. A draft x is thus accepted with the target's probability
-  p(x), and otherwise the token follows p without x: modified rejection sampling for a proposal that is certain.
+  sampler draws there anyway, which is modified rejection sampling for a proposal that is certain.
 - Drafts drawn from q (a draft model): accepted with probability min(1, p(x) / q(x)), otherwise the token is drawn from
   max(0, p - q), normalised (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318). p and q are
   the truncated distributions, summed in integers as in kernels/draw.py.
 
-What reproduces. Everything is a function of (logits, parameters, seed, position, draft), through the streams of
-core/uniforms.py: batch and slot do not matter. In the first two cases the token does not even depend on the draft:
-given the same logits, a request's tokens are those without speculation, for any number of drafts. In the third they are
-not (their distribution is): which number decides a token depends on whether its position had a draft. Such a request
-reproduces if the same positions have drafts: with a fixed k, but not where k follows the batch or after a preemption.
-For a request that must reproduce (it brings a seed), draft greedily and say NO_DRAFT in `sources`: tokens are then
-those without speculation, and somewhat fewer drafts are accepted (of the shipped pair's at temperature 1, 0.7 and 0.3:
-0.50, 0.57 and 0.63, where rejection sampling accepts 0.65).
+Everything is a function of (logits, parameters, seed, position, draft), through the streams of core/uniforms.py. In the
+first two cases the token does not even depend on the draft; in the third its distribution alone does not
+(docs/speculation.md: what reproduces).
 
-What a caller must not do: discard a draft drawn from q because of what it is. That would bias what is left. Whether
-there is a next draft may depend on anything before it.
+A caller must not discard a draft drawn from q because of what it is: that would bias what is left.
 """
 
 from __future__ import annotations
@@ -82,8 +73,8 @@ def verify_tokens(
     own, places = params[judged], positions.cpu().numpy()[judged]
     p, draw = _probabilities(logits[at], own, places)
     q, _ = _probabilities(draft_logits[sources[at]], own, places)
-    luck = torch.from_numpy(uniforms(own["key"], places + ACCEPT)[:, None]).to(logits.device)
-    return tokens.index_copy(0, at, _judge(p, _as_wide(q, p), drafts[at], luck, draw.uniforms))
+    accepting = torch.from_numpy(uniforms(own["key"], places + ACCEPT)[:, None]).to(logits.device)
+    return tokens.index_copy(0, at, _judge(p, _as_wide(q, p), drafts[at], accepting, draw.uniforms))
 
 
 def _probabilities(logits: Tensor, params: Array, positions: Array) -> tuple[Tensor, Draw]:
@@ -99,16 +90,16 @@ def _as_wide(q: Tensor, p: Tensor) -> Tensor:
     return pad(q, (0, p.shape[1] - q.shape[1]))  # a negative width cuts
 
 
-def _judge(p: Tensor, q: Tensor, drafts: Tensor, luck: Tensor, residual_uniforms: Tensor) -> Tensor:
+def _judge(p: Tensor, q: Tensor, drafts: Tensor, accepting: Tensor, residual_uniforms: Tensor) -> Tensor:
     """Modified rejection sampling of J drafts [J] ~ q [J, V]: each, or a token from what p has more of than q.
 
     Args:
-        luck, residual_uniforms: [J, 1] float64 in [0, 1), independent of each other and of the drafts.
+        accepting, residual_uniforms: [J, 1] float64 in [0, 1), independent of each other and of the drafts.
     """
     draft = drafts[:, None]
     known = draft < p.shape[1]
     at_draft = draft.where(known, 0)
-    accepted = known & (luck * q.gather(1, at_draft) < p.gather(1, at_draft))
+    accepted = known & (accepting * q.gather(1, at_draft) < p.gather(1, at_draft))
     residual = (p - q).clamp_(min=0).long()
     accepted |= known & (residual.sum(dim=1, keepdim=True) == 0)  # p equals q, but for rounding
     return torch.where(accepted.squeeze(1), drafts, invert(residual, residual_uniforms))

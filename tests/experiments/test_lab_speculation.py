@@ -15,7 +15,7 @@ from experiments.lab.metrics import Better, Metric, Served
 from experiments.lab.rows import Row
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from mini_infer.core.errors import ConfigError
-from mini_infer.speculative.costs import StepCosts, leviathan_speedup
+from mini_infer.speculative.policy.costs import StepCosts, leviathan_speedup
 
 # A step of 1, 2 or 3 tokens a row takes 1, 1.1 or 1.2 s, whatever the rows, and a draft token 0.1 s.
 COSTS = StepCosts(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -192,7 +192,7 @@ class Oracle:
     def keeps_up(self) -> bool:
         return self._random.random() < 0.7
 
-    def propose(self, requests: Iterable[Request], prompts: bool) -> dict[int, Draft]:
+    def plan(self, requests: Sequence[Request], prompts: bool) -> dict[int, Draft]:
         drafts = {}
         for index, request in enumerate(requests):
             length = self._random.randint(0, self.most)
@@ -215,9 +215,7 @@ class Oracle:
                 ]
         raise AssertionError(f"{request} is off its way")
 
-    def book(
-        self, rows: Sequence[tuple[Request, int]], plan: StepPlan, result: StepResult, seconds: float | None
-    ) -> None:
+    def book(self, requests: Sequence[Request], plan: StepPlan, result: StepResult, seconds: float | None) -> None:
         self.num_booked += plan.num_drafts
         for count, tokens in zip(plan.counts[: plan.num_decode_rows], result.tokens, strict=False):
             assert 1 <= len(tokens) <= count <= self.most + 1

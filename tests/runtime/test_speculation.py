@@ -12,8 +12,8 @@ from mini_infer.core.plan import StepPlan, StepResult, count_drafts
 from mini_infer.modeling.loader import load_spec
 from mini_infer.runtime.worker import draft
 from mini_infer.runtime.worker.worker import Worker
-from mini_infer.speculative.adapt import DraftLengths
-from mini_infer.speculative.costs import StepCosts
+from mini_infer.speculative.policy.adaptive import AdaptiveDraftLength
+from mini_infer.speculative.policy.costs import StepCosts
 
 TINY = {"path": "tiny-target", "device": "cpu", "max_model_len": 128}
 DRAFT = {"method": "draft", "draft": {"path": "tiny-draft"}, "adaptive": False}
@@ -130,8 +130,8 @@ def test_as_many_drafts_as_pay_are_made_of_the_right_tokens(without: LLMEngine, 
     engine = make_engine(
         {**DRAFT, "num_tokens": 3, "adaptive": True}, scheduler={"max_num_seqs": 4, "overlap": "always"}
     )
-    lengths = engine.scheduler._drafts.proposer._lengths
-    assert isinstance(lengths, DraftLengths)
+    lengths = engine.scheduler._drafts.proposer.policy
+    assert isinstance(lengths, AdaptiveDraftLength)
     lengths.costs = StepCosts({(1, 1): 1.0, (1, 4): 1.1, (4, 1): 1.0, (4, 4): 3.0}, {1: 0.01, 4: 0.2})
     assert tokens(engine, GREEDY) == tokens(without, GREEDY)
     widths = [len(r.drafted) for r in engine.records if r.decode_tokens]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from itertools import pairwise
 
 import pytest
@@ -12,33 +13,48 @@ from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.runtime.graphs.decode_graphs import BatchDescriptor
 from mini_infer.runtime.worker.limits import Limits
 from mini_infer.speculative import step_costs
-from mini_infer.speculative.adapt import DraftLengths
-from mini_infer.speculative.costs import StepCosts
+from mini_infer.speculative.policy.adaptive import AdaptiveDraftLength
+from mini_infer.speculative.policy.costs import StepCosts
 from mini_infer.speculative.step_costs import measure_costs
 
 
-def costs_of(**dry: float) -> DraftLengths:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that passes only while the dry model takes it: what else the machine does, does not show."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+
+def policy_of(**dry: float) -> AdaptiveDraftLength:
     model = {"load_format": "dry", "dry": {"max_model_len": 64, **dry}}
     speculation = {"method": "ngram", "num_tokens": 3}
     engine = LLMEngine(
         EngineConfig.from_dict({"model": model, "speculation": speculation, "scheduler": {"max_num_seqs": 4}})
     )
     assert engine.startup.speculation == "ngram, up to 3 tokens, as many as pay"
-    lengths = engine.scheduler._drafts.proposer._lengths
-    assert isinstance(lengths, DraftLengths)
-    return lengths
+    policy = engine.scheduler._drafts.proposer.policy
+    assert isinstance(policy, AdaptiveDraftLength)
+    return policy
 
 
+@pytest.mark.usefixtures("clock")
 def test_costs_are_those_of_the_machine() -> None:
-    costs = costs_of(step_ms=4.0, decode_token_us=1000.0).costs
-    assert costs.verify_seconds(1, 1) == pytest.approx(0.005, rel=0.3)
-    assert costs.verify_seconds(4, 1) == pytest.approx(0.008, rel=0.3)
+    costs = policy_of(step_ms=4.0, decode_token_us=1000.0).costs
+    assert costs.verify_seconds(1, 1) == pytest.approx(0.005)
+    assert costs.verify_seconds(4, 1) == pytest.approx(0.008)
     assert costs.verify_seconds(1, 4) < 1.8 * costs.verify_seconds(1, 1), "drafts cost this model next to nothing"
     assert costs.draft_seconds(4) == 0
 
 
+@pytest.mark.usefixtures("clock")
 def test_drafts_that_cost_nothing_are_made() -> None:
-    assert costs_of(step_ms=4.0).choose(["a", "b"], [3, 2]) == [3, 2]
+    assert policy_of(step_ms=4.0).choose(["a", "b"], [3, 2]) == [3, 2]
 
 
 class Machine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mini_infer.core.uniforms import Array, hash_seeds
-from mini_infer.speculative.synthetic import stands_at_rate
+from mini_infer.speculative.proposers.synthetic import stands_at_rate
 
 
 def accepted_at_rate(seeds: Array, positions: Array, num_drafts: Array, rate: float) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from at_rate import accepted_at_rate
 
-from mini_infer.speculative.costs import StepCosts, expected_tokens, leviathan_speedup
+from mini_infer.speculative.policy.costs import StepCosts, expected_tokens, leviathan_speedup
 
 
 def lengths(*numbers: int) -> np.ndarray:

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import pytest
 
-from mini_infer.speculative import step_times
-from mini_infer.speculative.step_times import StepTimes
+from mini_infer.speculative.policy import step_times
+from mini_infer.speculative.policy.step_times import StepTimes
 
 
 def test_the_table_holds_until_two_of_three_say_otherwise() -> None:
     times = StepTimes()
     assert times.plain(4) == 1
-    times.learn_plain(4, 2.0)
+    times.learn(0, 4, 2.0)
     assert times.plain(4) == 1, "one may be an accident"
-    times.learn_plain(5, 2.2)
+    times.learn(0, 5, 2.2)
     assert times.plain(7) == 2.0
-    times.learn_plain(6, 9.0)
+    times.learn(0, 6, 9.0)
     assert times.plain(4) == 2.2
     for _ in range(9):
-        times.learn_plain(4, 2.1)
+        times.learn(0, 4, 2.1)
     assert times.plain(4) == 2.1, "the median of more"
-    assert times.plain(8) == times.plain(3) == 1, "other numbers of rows"
+    assert times.plain(8) == times.plain(3) == 2.1, "as it was last with other rows"
+    for _ in range(3):
+        times.learn(0, 1, 3.0)
+    assert (times.plain(1), times.plain(4)) == (3.0, 2.1)
 
 
 def test_what_is_unknown_is_as_for_fewer_drafts() -> None:
     times = StepTimes()
     for _ in range(3):
-        times.learn_relative(1, 2, 1.5)
+        times.learn(2, 1, 1.5)
     assert times.relative(1, 4) == [1, 1, 1.5, 1.5, 1.5]
     for _ in range(3):
-        times.learn_relative(1, 4, 0.5)
+        times.learn(4, 1, 0.5)
     assert times.relative(1, 4) == [1, 1, 1.5, 1.5, 0.5]
 
 
@@ -37,7 +40,7 @@ def test_what_is_unknown_of_rows_is_as_it_was_last_with_others() -> None:
     times = StepTimes()
     for rows, ratio in ((1, 1.5), (9, 1.2)):
         for _ in range(3):
-            times.learn_relative(rows, 2, ratio)
+            times.learn(2, rows, ratio)
     assert times.relative(70, 3) == [1, 1, 1.2, 1.2]
     assert times.relative(1, 3) == [1, 1, 1.5, 1.5]
 
@@ -45,40 +48,27 @@ def test_what_is_unknown_of_rows_is_as_it_was_last_with_others() -> None:
 def test_a_number_of_drafts_that_was_too_dear_gets_another_try() -> None:
     times = StepTimes()
     for _ in range(3):
-        times.learn_relative(1, 2, 4.0)
+        times.learn(2, 1, 4.0)
     for _ in range(step_times._FORGET):
-        times.next_step()
+        times.next_step(timed=True)
     assert times.relative(1, 2) == [1, 1, 1]
-    times.learn_relative(1, 2, 1.0)
-    times.learn_relative(1, 2, 1.0)
+    times.learn(2, 1, 1.0)
+    times.learn(2, 1, 1.0)
     assert times.relative(1, 2) == [1, 1, 1]
 
 
-def wanted(times: StepTimes, steps: int, plain: bool = False) -> list[bool]:
-    asked = []
-    for _ in range(steps):
-        asked.append(times.wants_plain(1))
-        times.next_step()
-        if plain or asked[-1]:
-            times.learn_plain(1, 1.0)
-        else:
-            times.learn_relative(1, 2, 1.0)
-    return asked
-
-
-def test_steps_without_drafts_are_measured_from_time_to_time() -> None:
-    asked = wanted(StepTimes(), 1 + 4 * (step_times._REMEASURE + step_times._PLAIN_STEPS))
-    assert asked[1 : 1 + step_times._PLAIN_STEPS] == [True] * step_times._PLAIN_STEPS, "first of all"
+def test_steps_without_drafts_are_measured_first_of_all_and_from_time_to_time() -> None:
+    times, asked = StepTimes(), []
+    for _ in range(1 + 4 * step_times._PERIOD):
+        asked.append(times.wants_plain())
+        times.next_step(timed=True)
+    assert asked[: 1 + step_times._PLAIN_STEPS] == [False] + [True] * step_times._PLAIN_STEPS
     assert sum(asked) == 4 * step_times._PLAIN_STEPS
-
-
-def test_not_where_they_come_anyway() -> None:
-    assert not any(wanted(StepTimes(), 1_000, plain=True)[step_times._PLAIN_STEPS + 1 :])
 
 
 @pytest.mark.parametrize("steps", [10, 500])
 def test_not_where_nobody_measures(steps: int) -> None:
     times = StepTimes()
     for _ in range(steps):
-        times.next_step()
-        assert not times.wants_plain(1)
+        times.next_step(timed=False)
+        assert not times.wants_plain()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_infer.speculative.automaton import END, SuffixAutomaton
-from mini_infer.speculative.suffix import NOTHING, Proposal, SuffixCorpus, SuffixProposer
+from mini_infer.speculative.proposers.automaton import END, Continuation, SuffixAutomaton
+from mini_infer.speculative.proposers.suffix import FinishedOutputs, SuffixIndex
 
 texts = st.lists(st.integers(0, 3), max_size=40)
 
@@ -32,9 +30,9 @@ def longest(text: Sequence[int], context: Sequence[int], max_match: int, followe
     return []
 
 
-def continuation(text: Sequence[int], context: list[int], k: int, bound: float, max_match: int) -> Proposal:
+def continuation(text: Sequence[int], context: list[int], k: int, bound: float, max_match: int) -> Continuation:
     tokens: list[int] = []
-    probabilities: list[float] = []
+    products: list[float] = []
     while len(tokens) < k:
         context = longest(text, context, max_match, followed=True)
         if not context:
@@ -43,17 +41,29 @@ def continuation(text: Sequence[int], context: list[int], k: int, bound: float, 
         # Of equally frequent tokens the latest.
         token = max(set(nexts), key=lambda t: (nexts.count(t), max(i for i, x in enumerate(nexts) if x == t)))
         probability = nexts.count(token) / (len(nexts) + 3 / len(context))
-        product = list(accumulate([*probabilities, probability], mul))[-1]
+        product = probability * (products[-1] if products else 1)
         if token == END or product < bound:
             break
         tokens.append(token)
-        probabilities.append(probability)
+        products.append(product)
         context = [*context, token]
-    return Proposal(tokens, probabilities)
+    return Continuation(tokens, sum(products))
 
 
-def close(got: Proposal, expected: Proposal) -> bool:
-    return got.token_ids == expected.token_ids and got.probabilities == pytest.approx(expected.probabilities)
+def close(got: Continuation, expected: Continuation) -> bool:
+    return got.token_ids == expected.token_ids and got.expected_accepted == pytest.approx(expected.expected_accepted)
+
+
+def index_of(text: Sequence[int], outputs: Sequence[Sequence[int]] = (), **options: float) -> SuffixIndex:
+    """Of a request whose salt has these finished outputs."""
+    return SuffixIndex(text, kept(outputs), **options)
+
+
+def kept(outputs: Sequence[Sequence[int]], max_tokens: int = 4_000, max_match: int = 32) -> FinishedOutputs:
+    finished = FinishedOutputs(max_tokens, max_match)
+    for output in outputs:
+        finished.add("", output)
+    return finished
 
 
 @given(texts, st.integers(1, 5))
@@ -82,103 +92,125 @@ def test_a_match_is_the_longest(text: list[int], other: list[int], max_match: in
 @given(st.lists(texts, min_size=1, max_size=4), st.integers(1, 6), st.sampled_from([0.0, 0.1, 0.4]), st.integers(1, 6))
 def test_a_request_continues_its_own_text(pieces: list[list[int]], k: int, bound: float, max_match: int) -> None:
     """After each of several extensions."""
-    proposer = SuffixProposer([], None, bound, max_match)
+    index = SuffixIndex([], kept([], max_match=max_match), min_probability=bound)
     text: list[int] = []
     for piece in pieces:
-        proposer.extend(piece)
+        index.extend(piece)
         text += piece
         context = longest(text[:-1], text, max_match) if text else []
-        assert close(proposer.propose(k), continuation(text, context, k, bound, max_match))
+        expected = continuation(text, context, k, bound, max_match)
+        assert close(index._own.repeated.continuation(k, bound), expected)
+        assert index.propose(k) == expected.token_ids
 
 
 @given(st.lists(texts, min_size=1, max_size=4), texts, st.integers(1, 6), st.integers(1, 6))
 def test_a_corpus_continues_what_a_request_ends_with(
     outputs: list[list[int]], prompt: list[int], k: int, max_match: int
 ) -> None:
-    corpus = SuffixCorpus(4_000, max_match)
-    for output in outputs:
-        corpus.add(output)
+    outputs = [output for output in outputs if output]  # of an empty one nothing is kept
     text = [token for output in outputs for token in [*output, END]]
     context = longest(text, prompt, max_match)
-    match = corpus.parts[0].match(prompt)
-    assert close(Proposal(*match.continuation(k, 0.1)), continuation(text, context, k, 0.1, max_match))
+    for part in kept(outputs, max_match=max_match).parts(""):
+        assert close(part.match(prompt).continuation(k, 0.1), continuation(text, context, k, 0.1, max_match))
 
 
 @given(st.lists(texts, min_size=2, max_size=4), texts)
 def test_a_match_is_late_at_most_by_its_length(outputs: list[list[int]], text: list[int]) -> None:
     """Outputs come while the request goes on; when it has gone on for max_match tokens, it has noticed."""
-    corpus = SuffixCorpus(4_000, max_match=3)
-    corpus.add(outputs[0])
-    proposer = SuffixProposer([0, 1], corpus, max_match=3)
+    finished = kept(outputs[:1], max_match=3)
+    index = SuffixIndex([0, 1], finished)
     for output in outputs[1:]:
-        proposer.propose(4)
-        proposer.extend([2])
-        corpus.add(output)
-    proposer.extend([*text, 3, 1, 0])
-    fresh = SuffixProposer([*text, 3, 1, 0], corpus, max_match=3)
-    assert [m.length for m in list(proposer._all_matches())[1:]] == [m.length for m in list(fresh._all_matches())[1:]]
+        index.propose(4)
+        index.extend([2])
+        finished.add("", output)
+    index.extend([*text, 3, 1, 0])
+    fresh = SuffixIndex([*text, 3, 1, 0], finished)
+    assert [m.length for m in list(index._all_matches())[1:]] == [m.length for m in list(fresh._all_matches())[1:]]
 
 
 def test_the_better_promise_wins() -> None:
-    corpus = SuffixCorpus(1_000)
-    proposer = SuffixProposer([5, 6, 7, 8, 5, 6], corpus)
-    assert proposer.propose(2).token_ids == [7, 8]
-    for _ in range(3):
-        corpus.add([1, 2, 5, 6, 9, 9, 9])
-    assert proposer.propose(3).token_ids == [9, 9, 9]
-    assert SuffixProposer([5, 6, 7, 8, 5, 6]).propose(2).token_ids == [7, 8]
+    assert index_of([5, 6, 7, 8, 5, 6]).propose(2) == [7, 8]
+    assert index_of([5, 6, 7, 8, 5, 6], [[1, 2, 5, 6, 9, 9, 9]] * 3).propose(3) == [9, 9, 9]
 
 
 def test_nothing_matches() -> None:
-    assert SuffixProposer([]).propose(4) == NOTHING
-    assert SuffixProposer([1, 2, 3], SuffixCorpus(100)).propose(4) == NOTHING
+    assert index_of([]).propose(4) == []
+    assert index_of([1, 2, 3], [[7, 8]]).propose(4) == []
 
 
 def test_a_period_goes_on() -> None:
-    assert SuffixProposer([1, 2] * 10).propose(5).token_ids == [1, 2, 1, 2, 1]
+    assert index_of([1, 2] * 10).propose(5) == [1, 2, 1, 2, 1]
 
 
 def test_a_draft_ends_where_it_is_probably_wrong() -> None:
     text = [7, 1, 2, 3, 7, 1, 2, 4, 7, 1, 2, 5, 7]
-    assert SuffixProposer(text, min_probability=0.2).propose(3).token_ids == [1, 2]
-    assert SuffixProposer(text, min_probability=0.05).propose(3).token_ids == [1, 2, 5]
+    assert index_of(text, min_probability=0.2).propose(3) == [1, 2]
+    assert index_of(text, min_probability=0.05).propose(3) == [1, 2, 5]
 
 
 def test_an_output_that_ended_is_not_gone_on_with() -> None:
-    corpus = SuffixCorpus(1_000)
-    corpus.add([1, 2, 3])
-    corpus.add([4, 5, 6])
-    assert SuffixProposer([9, 1, 2], corpus).propose(4).token_ids == [3]
+    assert index_of([9, 1, 2], [[1, 2, 3], [4, 5, 6]]).propose(4) == [3]
 
 
 def test_expected_tokens() -> None:
-    assert Proposal([1, 2], [0.5, 0.4]).expected == pytest.approx(0.5 + 0.2)
+    """Each context was seen once: probabilities are l / (l + 3)."""
+    automaton = SuffixAutomaton()
+    automaton.extend([1, 2, 3])
+    assert automaton.match([1]).continuation(2, 0.0).expected_accepted == pytest.approx(1 / 4 + 1 / 4 * 2 / 5)
 
 
-class TestEviction:
+class TestFinishedOutputs:
     def test_the_oldest_go(self) -> None:
-        corpus = SuffixCorpus(40)
+        finished = FinishedOutputs(40)
         for output in range(100):
-            corpus.add([output, 200, 201, 202])
-            assert len(corpus) <= 40
-        kept = [n for n in range(100) if SuffixProposer([n], corpus).propose(1).token_ids]
-        assert kept == list(range(92, 100))
+            finished.add("", [output, 200, 201, 202])
+            assert len(finished) <= 40
+        assert [n for n in range(100) if SuffixIndex([n], finished).propose(1)] == list(range(92, 100))
+
+    def test_there_are_few_parts_of_a_salt(self) -> None:
+        finished = FinishedOutputs(40)
+        for _ in range(10):
+            for length in (1, 9):  # two of which fill no part
+                finished.add("", [1] * length)
+            assert len(finished.parts("")) <= 4
+            assert len(finished) == sum(map(len, finished.parts("")))
 
     def test_an_output_longer_than_a_part_loses_its_beginning(self) -> None:
-        corpus = SuffixCorpus(40)
-        corpus.add(list(range(30)))
-        assert len(corpus) == 10
-        assert SuffixProposer([5], corpus).propose(1) == NOTHING
-        assert SuffixProposer([25], corpus).propose(2).token_ids == [26, 27]
+        finished = kept([list(range(30))], 40)
+        assert len(finished) == 10
+        assert SuffixIndex([5], finished).propose(1) == []
+        assert SuffixIndex([25], finished).propose(2) == [26, 27]
 
     def test_requests_let_go_of_what_is_gone(self) -> None:
-        corpus = SuffixCorpus(40)
-        corpus.add([1, 2, 3])
-        proposer = SuffixProposer([1], corpus)
-        assert proposer.propose(1).token_ids == [2]
+        finished = kept([[1, 2, 3]], 40)
+        index = SuffixIndex([1], finished)
+        assert index.propose(1) == [2]
         for _ in range(10):
-            corpus.add([7] * 9)
-        assert proposer.propose(1) == NOTHING
+            finished.add("", [7] * 9)
+        assert index.propose(1) == []
+
+    def test_one_bound_holds_for_all_salts(self) -> None:
+        finished = FinishedOutputs(40)
+        for output in range(100):
+            finished.add(str(output % 30), [output, 200, 201, 202])
+            parts = [finished.parts(str(salt)) for salt in range(30)]
+            assert sum(len(part) for of_salt in parts for part in of_salt) == len(finished) <= 40
+        assert [salt for salt, of_salt in enumerate(parts) if of_salt] == list(range(2, 10))
+
+    def test_who_is_served_all_the_time_leaves_others_their_latest(self) -> None:
+        finished = FinishedOutputs(40)
+        finished.add("rare", [1, 2, 3])
+        finished.add("often", [1] * 9)
+        assert finished.parts("rare")
+        for _ in range(10):
+            finished.add("often", [1] * 9)
+        assert not finished.parts("rare")
+        assert len(finished) == 40
+
+    def test_nothing_is_kept_of_nothing(self) -> None:
+        finished = kept([[]], 40)
+        assert not finished.parts("")
+        assert len(finished) == 0
 
 
 def test_time_and_states_are_linear() -> None:
@@ -193,5 +225,5 @@ def test_time_and_states_are_linear() -> None:
 def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="max_match must be at least 1"):
         SuffixAutomaton(0)
-    with pytest.raises(ValueError, match="max_tokens=3"):
-        SuffixCorpus(3)
+    with pytest.raises(ValueError, match="max_tokens=7"):
+        FinishedOutputs(7)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mini_infer.core.uniforms import hash_seeds
-from mini_infer.speculative.synthetic import stands_at_rate, synthetic_drafts
+from mini_infer.speculative.proposers.synthetic import stands_at_rate, synthetic_drafts
 
 KEYS = hash_seeds(np.arange(100, dtype=np.uint64))
 

@@ -9,7 +9,7 @@ from mini_infer.runtime.text.tokenizer import Tokenizer
 from mini_infer.runtime.worker.limits import Limits
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.startup import StartupReport
-from mini_infer.speculative.costs import StepCosts
+from mini_infer.speculative.policy.costs import StepCosts
 
 
 class Executor(Protocol):

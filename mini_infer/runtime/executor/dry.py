@@ -19,8 +19,8 @@ from mini_infer.runtime.worker.limits import settle_limits
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
-from mini_infer.speculative.costs import StepCosts
 from mini_infer.speculative.draft_steps import DraftSteps
+from mini_infer.speculative.policy.costs import StepCosts
 from mini_infer.speculative.step_costs import measure_costs
 
 _NO_GRAPHS = CaptureReport(limits=("the dry model runs on the CPU",))

@@ -7,7 +7,7 @@ from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.runtime.worker.launched import LaunchedStep
 from mini_infer.runtime.worker.limits import settle_limits
 from mini_infer.runtime.worker.worker import Worker
-from mini_infer.speculative.costs import StepCosts
+from mini_infer.speculative.policy.costs import StepCosts
 
 
 class LocalExecutor:

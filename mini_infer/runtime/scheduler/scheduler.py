@@ -37,7 +37,7 @@ from mini_infer.core.request import FinishReason, Request, RequestStatus
 from mini_infer.runtime.scheduler.planned_step import PlannedStep
 from mini_infer.runtime.scheduler.request_queue import Rank, RequestQueue
 from mini_infer.speculative.draft_plan import DraftPlanner
-from mini_infer.speculative.proposer import NoProposer, Proposer
+from mini_infer.speculative.speculator import NoSpeculation, Speculator
 
 FINISHED = RequestStatus.finished  # up to Python 3.11 looking up an Enum's member takes 0.1 us, too long for each row
 
@@ -59,13 +59,13 @@ class Scheduler:
         config: SchedulerConfig,
         kv: KVManager,
         watermark: float = 0.01,
-        proposer: Proposer | NoProposer | None = None,
+        proposer: Speculator | NoSpeculation | None = None,
         follows: bool = False,
     ) -> None:
         self.config = config
         self.kv = kv
         self._watermark_blocks = int(watermark * kv.num_blocks) if kv.requests_grow else 0
-        self._drafts = DraftPlanner(config, kv, proposer or NoProposer(), follows, self._watermark_blocks)
+        self._drafts = DraftPlanner(config, kv, proposer or NoSpeculation(), follows, self._watermark_blocks)
         self._by_priority = config.policy is Policy.priority
         self._requests: dict[Request, None] = {}  # all unfinished ones
         self._waiting = RequestQueue(RequestStatus.waiting)
@@ -386,8 +386,9 @@ class Scheduler:
         commit, block_size = self.kv.commit, self.kv.block_size
         num_finished = 0
         planned = self._planned.pop(plan.step).rows
+        requests = [request for request, _ in planned]
         self._drafts.proposer.book(
-            planned, plan, result, None if self._last_update is None else now - self._last_update
+            requests, plan, result, None if self._last_update is None else now - self._last_update
         )
         num_verified = plan.num_decode_rows if plan.has_drafts else 0
         for row, entries in result.prompt_logprobs.items():

@@ -47,7 +47,7 @@ from mini_infer.runtime.worker.request_states import RequestStates, StepInput
 from mini_infer.runtime.worker.served_model import NEEDS_GPU, ServedModel
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.runtime.worker.torch_model import TorchModel
-from mini_infer.speculative.costs import StepCosts
+from mini_infer.speculative.policy.costs import StepCosts
 from mini_infer.speculative.step_costs import measure_costs
 
 logger = logging.getLogger(__name__)

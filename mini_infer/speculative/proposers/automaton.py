@@ -1,9 +1,9 @@
 """A suffix automaton with counts: all substrings of a text, and what followed each of them how often.
 
 A state stands for substrings that end at the same places. Its transitions lead on by one token, its link to the longest
-of its suffixes that also ends elsewhere (Blumer et al. 1985). It is built token by token, in amortised constant time
-and at most two states each. Counting adds, for each token, a walk along the links from the last `max_match` tokens up:
-at most that many steps, and a handful in most texts. On a CPU, a token takes about 5 microseconds and 500 bytes.
+of its suffixes that also ends elsewhere (Blumer et al. 1985). It is built in amortised constant time a token, at most
+two states each; counting adds a walk along the links from the last `max_match` tokens up, a handful in most texts. On a
+CPU, a token takes about 5 microseconds and 500 bytes.
 
     text  a b c a b          longest suffix that came before: "a b"; it was followed once, by c
 """
@@ -11,6 +11,7 @@ at most that many steps, and a handful in most texts. On a CPU, a token takes ab
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 END = -1  # stands between texts that do not belong together; it is never proposed
 _ROOT = 0
@@ -27,8 +28,8 @@ class SuffixAutomaton:
         if max_match < 1:
             raise ValueError(f"max_match must be at least 1 token, got {max_match}")
         self.max_match = max_match
-        # By state. Links and lengths: of the longest substring that it stands for.
-        self.lengths: list[int] = [0]
+        # By state, in flat lists: objects would be work for the garbage collector, and refer to each other in circles.
+        self.lengths: list[int] = [0]  # of the longest substring that it stands for
         self.links: list[int] = [_ROOT]
         self.transitions: list[dict[int, int]] = [{}]
         self.counts: list[int] = [0]  # places where its substrings end
@@ -61,9 +62,8 @@ class SuffixAutomaton:
 
     def _append(self, token: int) -> None:
         lengths, links, transitions = self.lengths, self.links, self.transitions
-        new = self._add(lengths[self._last] + 1, _ROOT, {}, _ROOT)
         state = self._last
-        self._last = new
+        new = self._last = self._add(lengths[state] + 1, _ROOT, {}, _ROOT)
         while token not in transitions[state]:
             transitions[state][token] = new
             if state == _ROOT:
@@ -110,6 +110,11 @@ class SuffixAutomaton:
             state = self.links[state]
 
 
+class Continuation(NamedTuple):
+    token_ids: list[int]
+    expected_accepted: float  # by the estimates of their probabilities
+
+
 class Match:
     """A substring of an automaton's text, at most max_match tokens long."""
 
@@ -146,19 +151,18 @@ class Match:
         while self.state != _ROOT and lengths[links[self.state]] >= self.length:
             self.state = links[self.state]
 
-    def continuation(self, k: int, min_probability: float) -> tuple[list[int], list[float]]:
-        """At most k tokens, each the likeliest behind those before it, and the estimated probability of each.
+    def continuation(self, k: int, min_probability: float) -> Continuation:
+        """At most k tokens, each the likeliest behind those before it.
 
-        Where n tokens have followed the context, c of them this one, the estimate is c / (n + 3 / length): a context of
-        length l that was seen once is right with l / (l + 3), which holds within 0.1 on Python source, in this text
-        and in others'. The draft ends where the product falls below `min_probability`, or where texts mostly end.
+        Where n tokens have followed the context, c of them this one, its probability is estimated as c / (n + 3 /
+        length): a context of length l that was seen once is right with l / (l + 3), which holds within 0.1 on Python
+        source. The draft ends where the product falls below `min_probability`, or where texts mostly end.
         """
         a = self.automaton
         self.settle()
         state, length = self.state, self.length
         tokens: list[int] = []
-        probabilities: list[float] = []
-        product = 1.0
+        product, expected = 1.0, 0.0
         while len(tokens) < k:
             while state != _ROOT and not a.followed[state]:  # nothing stands behind it: it is the text's end
                 state = a.links[state]
@@ -167,13 +171,12 @@ class Match:
             if state == _ROOT or token is None or token == END:
                 break
             target = a.transitions[state][token]
-            probability = a.counts[target] / (a.followed[state] + _DOUBT / length)
-            product *= probability
+            product *= a.counts[target] / (a.followed[state] + _DOUBT / length)
             if product < min_probability:
                 break
             tokens.append(token)
-            probabilities.append(probability)
+            expected += product
             state, length = target, min(length + 1, a.max_match)
             while a.lengths[a.links[state]] >= length:
                 state = a.links[state]
-        return tokens, probabilities
+        return Continuation(tokens, expected)

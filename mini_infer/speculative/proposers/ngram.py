@@ -28,11 +28,8 @@ class NgramIndex:
         before = len(tokens)
         tokens.extend(token_ids)
         for n, places in self._places.items():
-            first = max(before, n)  # the first new token that an n-gram stands before
-            if first >= len(tokens):
-                continue
-            grams = zip(*(tokens[first - n + i : len(tokens) - n + i] for i in range(n)), strict=True)
-            places.update(zip(grams, range(first, len(tokens)), strict=True))
+            for place in range(max(before, n), len(tokens)):
+                places[tuple(tokens[place - n : place])] = place
 
     def propose(self, k: int) -> list[int]:
         """The k tokens behind the latest earlier occurrence of the longest suffix that has one; none where no suffix of
@@ -41,6 +38,8 @@ class NgramIndex:
         for n, places in self._places.items():
             place = places.get(tuple(tokens[-n:])) if len(tokens) >= n else None
             if place is not None:
-                period = len(tokens) - place
-                return [tokens[place + i % period] for i in range(k)]
+                repeated = tokens[place : place + k]
+                while len(repeated) < k:
+                    repeated += repeated[: k - len(repeated)]
+                return repeated
         return []

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import product
 
 import numpy as np
 import pytest
 from at_rate import accepted_at_rate
 
-from mini_infer.speculative import adapt
-from mini_infer.speculative.adapt import CREDIT, OUTLIER, RESERVE, AcceptanceRate, DraftLengths, Spent, best_lengths
-from mini_infer.speculative.costs import StepCosts, expected_tokens
+from mini_infer.speculative.policy import Drafted, StepTime, adaptive
+from mini_infer.speculative.policy.adaptive import INITIAL_BUDGET, MAX_BUDGET, OUTLIER, AdaptiveDraftLength
+from mini_infer.speculative.policy.costs import StepCosts, expected_tokens
+from mini_infer.speculative.policy.estimates import AcceptanceRate, best_lengths, expected_accepted
 
 
 def costs(token: float, draft: float = 0.0, padded: bool = False) -> StepCosts:
@@ -20,12 +21,24 @@ def costs(token: float, draft: float = 0.0, padded: bool = False) -> StepCosts:
     return StepCosts(target, {1: draft} if draft else None, padded=padded)
 
 
-UNTIMED = Spent()
+UNTIMED = StepTime()
 
 
-def worth(adaptive: DraftLengths) -> float:
-    """The account, less what is owed."""
-    return adaptive.account - adaptive._owed
+def book(
+    policy: AdaptiveDraftLength,
+    requests: Sequence[Hashable],
+    drafted: Sequence[int],
+    accepted: Sequence[int],
+    time: StepTime,
+) -> None:
+    """A step of all of `requests`, of which some had drafts."""
+    rows = zip(requests, drafted, accepted, strict=True)
+    policy.book(len(requests), [Drafted(*row) for row in rows if row[1]], time)
+
+
+def worth(policy: AdaptiveDraftLength) -> float:
+    """The budget, less the loss that it is to be charged."""
+    return policy.budget - policy._deferred
 
 
 def best(rates: list[float], limits: list[int], table: StepCosts, relative: Sequence[float] = [1.0] * 9) -> list[int]:
@@ -84,14 +97,14 @@ class TestAcceptanceRate:
         assert rate.estimate(0.5, 4) < 0.3
 
     def test_a_new_request_is_taken_for_an_average_one(self) -> None:
-        adaptive = DraftLengths(costs(0.1), most=4)
-        assert adaptive.choose(["new"], [4]) == [4]
+        policy = AdaptiveDraftLength(costs(0.1), most=4)
+        assert policy.choose(["new"], [4]) == [4]
         for _ in range(100):
-            adaptive.book(["good", "bad"], [4, 4], [4, 0], UNTIMED)
-        bad, new, good = adaptive.choose(["bad", "new", "good"], [4] * 3)
+            book(policy, ["good", "bad"], [4, 4], [4, 0], UNTIMED)
+        bad, new, good = policy.choose(["bad", "new", "good"], [4] * 3)
         assert bad < new <= good
-        adaptive.forget("bad")
-        bad, new, good = adaptive.choose(["bad", "new", "good"], [4] * 3)
+        policy.forget("bad")
+        bad, new, good = policy.choose(["bad", "new", "good"], [4] * 3)
         assert bad == new
 
 
@@ -99,15 +112,15 @@ class Played:
     """Steps of a fixed batch, by a table of costs, with true rates of acceptance."""
 
     def __init__(self, table: StepCosts, rate: Callable[[int], float], rows: int = 1, steps: int = 2_000) -> None:
-        adaptive = DraftLengths(table, most=4)
+        policy = AdaptiveDraftLength(table, most=4)
         self.lengths = []
         seconds, tokens = 0.0, 0
         names = list(range(rows))
         for step in range(steps):
-            drafted = adaptive.choose(names, [4] * rows)
+            drafted = policy.choose(names, [4] * rows)
             place = np.full(rows, 8 * step)
             accepted = accepted_at_rate(np.arange(rows), place, np.array(drafted), rate(step)).tolist()
-            adaptive.book(names, drafted, accepted, UNTIMED)
+            book(policy, names, drafted, accepted, UNTIMED)
             seconds += table.step_seconds(np.array(drafted))
             tokens += rows + sum(accepted)
             self.lengths.append(drafted)
@@ -123,7 +136,7 @@ class TestNeverMuchWorseThanOff:
         steps, table = 600, costs(token)
         played = Played(table, lambda _: rate, rows, steps)
         worst = table.step_seconds(np.full(rows, 4)) / table.verify_seconds(rows) - 1
-        assert played.lost_steps <= RESERVE + 0.005 * steps + worst
+        assert played.lost_steps <= INITIAL_BUDGET + 0.005 * steps + worst
         if worst < 1:
             assert played.speed >= 0.98
 
@@ -161,18 +174,22 @@ class TestGuarantee:
 
     @pytest.fixture(autouse=True)
     def hopeful(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(adapt, "best_lengths", lambda rates, limits, *_: limits.copy())
+        monkeypatch.setattr(adaptive, "best_lengths", lambda rates, limits, *_: limits.copy())
 
     def lost(self, wins: int, seconds: float | None, steps: int = 4_000) -> list[float]:
         """By step, after so many in which drafts won."""
-        adaptive = DraftLengths(costs(0.5), most=4)
+        policy = AdaptiveDraftLength(costs(0.5), most=4)
         lost = [0.0]
         for step in range(wins + steps):
-            (drafted,) = adaptive.choose(["a"], [4])
+            (drafted,) = policy.choose(["a"], [4])
             won = drafted > 0 and step < wins
             took = (seconds or 3.0) if drafted else 1.0
-            adaptive.book(
-                ["a"], [drafted], [4 * won], Spent(took if seconds or not drafted else None, speculative=drafted > 0)
+            book(
+                policy,
+                ["a"],
+                [drafted],
+                [4 * won],
+                StepTime(took if seconds or not drafted else None, speculative=drafted > 0),
             )
             lost.append(lost[-1] + took - 1 - 4 * won)
         return lost[wins:]
@@ -180,29 +197,29 @@ class TestGuarantee:
     @pytest.mark.parametrize("seconds", [None, 3.0])
     def test_a_new_engine_loses_its_reserve_and_its_credit(self, seconds: float | None) -> None:
         lost = np.array(self.lost(0, seconds))
-        assert (lost <= RESERVE + CREDIT + 0.005 * np.arange(len(lost)) + 2).all()
-        assert lost.max() > RESERVE
+        assert (lost <= INITIAL_BUDGET + MAX_BUDGET + 0.005 * np.arange(len(lost)) + 2).all()
+        assert lost.max() > INITIAL_BUDGET
 
     @pytest.mark.parametrize("seconds", [None, 3.0])
     def test_beyond_that_no_more_than_what_was_won(self, seconds: float | None) -> None:
         lost = np.array(self.lost(500, seconds))
-        assert (lost - lost[0] <= 2 * CREDIT + 0.005 * np.arange(len(lost)) + 2).all()
+        assert (lost - lost[0] <= 2 * MAX_BUDGET + 0.005 * np.arange(len(lost)) + 2).all()
 
     def test_bad_luck_is_paid_in_instalments_and_good_luck_at_once(self) -> None:
-        adaptive = DraftLengths(costs(0.0), most=4, exploring=0.0)
+        policy = AdaptiveDraftLength(costs(0.0), most=4, exploration=0.0)
         for _ in range(200):
-            adaptive._engine.book(4, 1)
-        hoped = adapt._expected(adapt._chances(np.array([0.5]), 4), np.array([4]))
-        adaptive.book(["a"], [4], [0], UNTIMED)
-        assert adaptive.account == pytest.approx(RESERVE + hoped, abs=0.1)
-        assert worth(adaptive) == pytest.approx(RESERVE)
-        adaptive.book(["a"], [4], [4], UNTIMED)
-        assert adaptive.account == worth(adaptive) == pytest.approx(RESERVE + 4)
+            policy._overall.book(4, 1)
+        hoped = expected_accepted(np.array([0.5]), np.array([4]))
+        book(policy, ["a"], [4], [0], UNTIMED)
+        assert policy.budget == pytest.approx(INITIAL_BUDGET + hoped, abs=0.1)
+        assert worth(policy) == pytest.approx(INITIAL_BUDGET)
+        book(policy, ["a"], [4], [4], UNTIMED)
+        assert policy.budget == worth(policy) == pytest.approx(INITIAL_BUDGET + 4)
 
 
 def test_no_proposals_no_drafts() -> None:
-    assert DraftLengths(costs(0.01), most=4).choose(["a", "b"], [0, 0]) == [0, 0]
-    assert DraftLengths(costs(0.01), most=4).choose([], []) == []
+    assert AdaptiveDraftLength(costs(0.01), most=4).choose(["a", "b"], [0, 0]) == [0, 0]
+    assert AdaptiveDraftLength(costs(0.01), most=4).choose([], []) == []
 
 
 class Timed:
@@ -226,7 +243,7 @@ class Timed:
         fixed: int | None = None,
         seed: int = 0,
     ) -> None:
-        adaptive = DraftLengths(table, most=4)
+        policy = AdaptiveDraftLength(table, most=4)
         random = np.random.default_rng((rows, seed))
         names = [f"request {i}" for i in range(rows)]
         self.lengths: list[list[int]] = []
@@ -235,7 +252,7 @@ class Timed:
         plain = true.verify_seconds(rows)
         seconds = tokens = 0.0
         for step in range(steps):
-            drafted = adaptive.choose(names, [4] * rows) if fixed is None else [fixed] * rows
+            drafted = policy.choose(names, [4] * rows) if fixed is None else [fixed] * rows
             chance = rate if isinstance(rate, float) else rate(step)
             place = np.full(rows, 8 * step)
             seeds = np.arange(rows) + 1_000 * seed
@@ -246,7 +263,7 @@ class Timed:
             draft_s = true.proposing_seconds(np.array(drafted)) + catches_up
             took = true.step_seconds(np.array(drafted)) + catches_up
             measured = took * max(0.5, random.normal(1, noise)) * (10 if noise and random.random() < 0.001 else 1)
-            adaptive.book(names, drafted, accepted, Spent(measured, draft_s, speculative=any(drafted)))
+            book(policy, names, drafted, accepted, StepTime(measured, draft_s, speculative=any(drafted)))
             seconds += took
             tokens += rows + sum(accepted)
             self.lengths.append(drafted)
@@ -286,7 +303,7 @@ class TestBySeconds:
         lost = np.array(played.lost)
         most = true.step_seconds(np.full(rows, 4)) / true.verify_seconds(rows)
         few = 3 * (most - OUTLIER) if most > OUTLIER else 0  # until what is dearer than believed is believed
-        assert (lost <= RESERVE + most + few + 0.01 * np.arange(len(lost))).all()
+        assert (lost <= INITIAL_BUDGET + most + few + 0.01 * np.arange(len(lost))).all()
         assert played.lost[-1] - played.lost[700] <= 0.02 * 500
 
     @pytest.mark.parametrize(
@@ -330,28 +347,32 @@ class TestBySeconds:
     def test_catching_up_says_nothing_about_the_steps_behind_it(self) -> None:
         """One that explores now and then always catches up: its steps are dear, which those in a row would not be."""
         table = machine(verify=0.02, draft=0.1)
-        adaptive = DraftLengths(table, most=4)
+        policy = AdaptiveDraftLength(table, most=4)
         for _ in range(5):
-            adaptive.book(["a"], [0], [0], Spent(table.verify_seconds(1), speculative=False))
-            adaptive.book(["a"], [1], [1], Spent(3 * table.verify_seconds(1), draft_s=1.0))
-        assert adaptive._times.relative(1, 4) == [1.0] * 5
-        assert adaptive._times.catching_up(1) > 1.5
+            book(policy, ["a"], [0], [0], StepTime(table.verify_seconds(1), speculative=False))
+            book(policy, ["a"], [1], [1], StepTime(3 * table.verify_seconds(1), draft_s=1.0))
+        assert policy._times.relative(1, 4) == [1.0] * 5
 
     def test_an_answer_holds_while_nothing_is_learned(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[int] = []
-        estimate = adapt.best_lengths
-        monkeypatch.setattr(adapt, "best_lengths", lambda *a: asked.append(1) or estimate(*a))
-        adaptive = DraftLengths(costs(0.6), most=4)
-        for _ in range(adapt._REASK):
-            assert adaptive.choose(["a"], [4])[0] <= 1
-        once = len(asked)
-        adaptive.choose(["a"], [3])
-        assert len(asked) > once
-        adaptive.choose(["a"], [3])
-        adaptive.book(["a"], [1], [1], UNTIMED)
-        before = len(asked)
-        adaptive.choose(["a"], [3])
-        assert len(asked) > before >= once
+        estimate = adaptive.best_lengths
+        monkeypatch.setattr(adaptive, "best_lengths", lambda *a: asked.append(1) or estimate(*a))
+        policy = AdaptiveDraftLength(costs(0.6), most=4)
+
+        def asks(limit: int, step: Sequence[int] | None = None, time: StepTime = UNTIMED) -> bool:
+            if step is not None:
+                book(policy, ["a"], step, [0], time)
+            before = len(asked)
+            assert policy.choose(["a"], [limit])[0] <= 1
+            return len(asked) > before
+
+        assert asks(4)
+        assert not asks(4)
+        assert asks(3), "of other limits"
+        assert asks(3, step=[1]), "a draft was rejected"
+        plain = StepTime(speculative=False)
+        assert asks(3, [0], plain), "the step behind drafts was charged"
+        assert [asks(3, [0], plain) for _ in range(3, adaptive._REASK + 1)] == [False] * (adaptive._REASK - 3) + [True]
 
     def test_a_draft_model_catches_up_on_one_request_alone(self) -> None:
         """Where drafts lose, the same request explores: for another the draft would compute the whole context."""
@@ -363,22 +384,22 @@ class TestBySeconds:
 
     @pytest.mark.parametrize("seconds", [None, 11.0])
     def test_catching_up_and_indexing_are_paid_in_instalments(self, seconds: float | None) -> None:
-        adaptive = DraftLengths(self.table, most=4, exploring=0.0)
-        adaptive.book(["a"], [0], [0], Spent(seconds, draft_s=6.0, host_s=4.0))
-        assert adaptive.account == pytest.approx(RESERVE - 0.1)
+        policy = AdaptiveDraftLength(self.table, most=4, exploration=0.0)
+        book(policy, ["a"], [0], [0], StepTime(seconds, draft_s=6.0, host_s=4.0))
+        assert policy.budget == pytest.approx(INITIAL_BUDGET - 0.1)
         for _ in range(20):
-            adaptive.book(["a"], [0], [0], Spent(speculative=False))
-        assert adaptive.account == pytest.approx(RESERVE - 10 * (1 - 0.99**21))
-        assert adaptive.choose(["a"], [4]) == [4]
+            book(policy, ["a"], [0], [0], StepTime(speculative=False))
+        assert policy.budget == pytest.approx(INITIAL_BUDGET - 10 * (1 - 0.99**21))
+        assert policy.choose(["a"], [4]) == [4]
         for _ in range(500):
-            adaptive.book(["a"], [0], [0], Spent(speculative=False))
-        assert adaptive.account == pytest.approx(RESERVE - 10, abs=0.1)
-        assert adaptive.choose(["a"], [4]) == [0]
+            book(policy, ["a"], [0], [0], StepTime(speculative=False))
+        assert policy.budget == pytest.approx(INITIAL_BUDGET - 10, abs=0.1)
+        assert policy.choose(["a"], [4]) == [0]
 
     def test_what_is_beyond_the_credit_is_paid_at_once(self) -> None:
-        adaptive = DraftLengths(self.table, most=4, exploring=0.0)
-        adaptive.book([], [], [], Spent(draft_s=CREDIT + 2))
-        assert adaptive.account == pytest.approx(RESERVE - 2 - 0.01 * CREDIT)
+        policy = AdaptiveDraftLength(self.table, most=4, exploration=0.0)
+        book(policy, [], [], [], StepTime(draft_s=MAX_BUDGET + 2))
+        assert policy.budget == pytest.approx(INITIAL_BUDGET - 2 - 0.01 * MAX_BUDGET)
 
     def test_a_burst_of_prompts_does_not_stop_drafts_that_pay(self) -> None:
         played = Timed(self.table, machine(), 0.9, rows=20, catching_up=1.0, steps=500)
@@ -386,65 +407,66 @@ class TestBySeconds:
         assert np.mean(np.array(played.lengths[:200]) > 0) > 0.9
 
     def test_waiting_in_vain_is_paid(self) -> None:
-        adaptive = DraftLengths(self.table, most=4, exploring=0.0)
-        adaptive.book(["a"], [0], [0], Spent(waited=0.25))
-        assert adaptive.account == pytest.approx(RESERVE - 0.25)
+        policy = AdaptiveDraftLength(self.table, most=4, exploration=0.0)
+        book(policy, ["a"], [0], [0], StepTime(waited=0.25))
+        assert policy.budget == pytest.approx(INITIAL_BUDGET - 0.25)
 
     def test_a_step_behind_drafts_is_charged_and_is_no_reference(self) -> None:
         """Where drafts are looked up it was planned late, and what it took shows it."""
-        adaptive = DraftLengths(self.table, most=4, exploring=0.0)
-        adaptive.book(["a"], [4], [4], Spent(1.5))
-        before = worth(adaptive)
-        adaptive.book(["a"], [0], [0], Spent(1.25, speculative=False))
-        assert worth(adaptive) == pytest.approx(before - 0.25)
+        policy = AdaptiveDraftLength(self.table, most=4, exploration=0.0)
+        book(policy, ["a"], [4], [4], StepTime(1.5))
+        before = worth(policy)
+        book(policy, ["a"], [0], [0], StepTime(1.25, speculative=False))
+        assert worth(policy) == pytest.approx(before - 0.25)
         for _ in range(3):
-            adaptive.book(["a"], [0], [0], Spent(1.5, speculative=False))
-        adaptive.book(["a"], [1], [1], Spent(3.0))
-        assert worth(adaptive) == pytest.approx(before - 0.25 + 2 - 2)
+            book(policy, ["a"], [0], [0], StepTime(1.5, speculative=False))
+        book(policy, ["a"], [1], [1], StepTime(3.0))
+        assert worth(policy) == pytest.approx(before - 0.25 + 2 - 2)
 
     def test_contexts_that_get_shorter_are_noticed(self) -> None:
         """Steps without drafts get twice as fast, those with drafts do not: only the former can tell."""
-        adaptive = DraftLengths(self.table, most=4)
+        policy = AdaptiveDraftLength(self.table, most=4)
         lost = 0.0
         for step in range(4_000):
-            (drafted,) = adaptive.choose(["a"], [4])
+            (drafted,) = policy.choose(["a"], [4])
             plain = 2.0 if step < 1_000 else 1.0
             took = 2.4 if drafted else plain
             accepted = min(drafted, 1)
-            adaptive.book(["a"], [drafted], [accepted], Spent(took, speculative=drafted > 0))
+            book(policy, ["a"], [drafted], [accepted], StepTime(took, speculative=drafted > 0))
             lost += (took / plain - 1 - accepted) if step >= 1_000 else 0
         assert lost <= 200
 
 
 def test_the_one_that_explored_last_explores_again_unless_it_had_nothing() -> None:
-    adaptive = DraftLengths(costs(0.2), most=4)
+    policy = AdaptiveDraftLength(costs(0.2), most=4)
     first, second = object(), object()
     for _ in range(100):
-        adaptive._engine.book(4, 0)
-    assert adaptive.choose([first, second], [4, 4]) == [1, 0]
-    assert adaptive.choose([second, first], [4, 4]) == [0, 1]
-    assert adaptive.choose([second, first], [4, 0]) == [1, 0]
-    adaptive.book([second, first], [0, 0], [0, 0], UNTIMED)
-    assert adaptive.choose([second, first], [4, 4]) == [1, 0]
-    adaptive.forget(second)
-    assert adaptive.choose([first], [4]) == [1]
+        policy._overall.book(4, 0)
+    assert policy.choose([first, second], [4, 4]) == [1, 0]
+    assert policy.choose([first, second, object()], [4, 4, 4]) == [1, 0, 0]
+    assert policy.choose([first, second], [0, 4]) == [0, 1]
+    assert policy.choose([first, second], [4, 4]) == [1, 0]
+    book(policy, [first, second], [0, 0], [0, 0], UNTIMED)
+    assert policy.choose([first, second], [4, 4]) == [0, 1]
+    policy.forget(first)
+    assert policy.choose([second], [4]) == [1]
 
 
 def test_a_step_with_prompts_has_no_drafts() -> None:
-    adaptive = DraftLengths(costs(0.01), most=4)
-    assert adaptive.choose([object()], [4], prompts=True) == [0]
-    assert adaptive.choose([object()], [4]) == [4]
+    policy = AdaptiveDraftLength(costs(0.01), most=4)
+    assert policy.choose([object()], [4], prompts=True) == [0]
+    assert policy.choose([object()], [4]) == [4]
 
 
 def test_what_could_never_pay_is_not_tried() -> None:
-    adaptive = DraftLengths(costs(1.1), most=4)
+    policy = AdaptiveDraftLength(costs(1.1), most=4)
     for _ in range(100):
-        adaptive._engine.book(4, 0)
-    assert adaptive.choose([object()], [4]) == [0]
+        policy._overall.book(4, 0)
+    assert policy.choose([object()], [4]) == [0]
 
 
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="most must be at least 1"):
-        DraftLengths(costs(0.1), most=0)
-    with pytest.raises(ValueError, match="exploring"):
-        DraftLengths(costs(0.1), most=1, exploring=1.5)
+        AdaptiveDraftLength(costs(0.1), most=0)
+    with pytest.raises(ValueError, match="exploration"):
+        AdaptiveDraftLength(costs(0.1), most=1, exploration=1.5)

@@ -1,10 +1,25 @@
-"""Drafts that are accepted at a stated rate, whatever the target says: for the speed of models with random weights."""
+"""Arbitrary drafts, to be accepted at a stated rate, whatever the target says: for speed with random weights."""
 
 from __future__ import annotations
 
+from mini_infer.core.plan import Draft
+from mini_infer.core.request import Request
 from mini_infer.core.uniforms import SYNTHETIC, Array, uniforms
 
 _PRIME = 2**61 - 1
+
+
+class SyntheticProposer:
+    needs_tokens = False
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def propose(self, request: Request, length: int) -> Draft:
+        return Draft(length, synthetic_drafts(request.seed, request.num_tokens, length, self._vocab_size))
+
+    def forget(self, request: Request) -> None:
+        pass
 
 
 def synthetic_drafts(seed: int, position: int, k: int, vocab_size: int) -> list[int]:
@@ -15,7 +30,5 @@ def synthetic_drafts(seed: int, position: int, k: int, vocab_size: int) -> list[
 
 def stands_at_rate(keys: Array, positions: Array, rate: float) -> Array:
     """Whether the draft at each position is accepted if those before it are: with a chance of `rate`, by a hash of
-    (key, position). keys (core.uniforms.hash_seeds) and positions broadcast.
-
-    Each has that chance by itself, so that the tokens of a step follow Leviathan's formula."""
+    (key, position). keys (core.uniforms.hash_seeds) and positions broadcast."""
     return uniforms(keys, positions + SYNTHETIC) < rate

@@ -1,0 +1,56 @@
+"""How many drafts pay: an optional policy of speculation. docs/speculation.md says what it estimates and bounds.
+
+DraftLengthPolicy  the seam: choose, book, forget
+FixedDraftLength   as many drafts as there can be
+adaptive.py        as many as bring most tokens a second, within a budget for what they may lose
+estimates.py       acceptance rates, and the best draft lengths by them
+costs.py           what a step costs by rows and tokens a row, measured at start-up
+step_times.py      what steps have taken since
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, Protocol
+
+
+class Drafted(NamedTuple):
+    """A request's drafts in one step."""
+
+    request: Hashable
+    drafted: int
+    accepted: int
+
+
+class StepTime(NamedTuple):
+    """What is known of a step's time."""
+
+    seconds: float | None = None  # between the booking of the step before and its own; None where that says nothing
+    draft_s: float = 0.0  # of it, the draft model's
+    host_s: float = 0.0  # of it, the proposer's, while the device had nothing to do
+    waited: float = 0.0  # for tokens to draft from, in vain: the table's estimate, as a share of a step
+    speculative: bool = True  # drafts were made, or hoped for
+
+
+class DraftLengthPolicy(Protocol):
+    def choose(self, requests: Sequence[Hashable], limits: Sequence[int], prompts: bool = False) -> list[int]:
+        """Drafts for each request of the next step, 0 to its limit. `prompts`: the step may have some, too."""
+
+    def book(self, rows: int, drafts: Sequence[Drafted], time: StepTime) -> None:
+        """A step of so many running requests is over. For every step, also without drafts, in order."""
+
+    def forget(self, request: Hashable) -> None:
+        """The request has ended."""
+
+
+class FixedDraftLength:
+    """As many drafts as there can be, whatever they bring."""
+
+    def choose(self, requests: Sequence[Hashable], limits: Sequence[int], prompts: bool = False) -> list[int]:
+        return list(limits)
+
+    def book(self, rows: int, drafts: Sequence[Drafted], time: StepTime) -> None:
+        pass
+
+    def forget(self, request: Hashable) -> None:
+        pass

@@ -1,0 +1,118 @@
+"""The seam between the scheduler and speculation: `plan` before a step, `book` after it, `forget` at a request's end.
+
+Speculator     how many drafts a request gets (a DraftLengthPolicy), and which (a Proposer)
+NoSpeculation  none, and the scheduler waits for nothing
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from mini_infer.core.plan import Draft, StepPlan, StepResult
+from mini_infer.core.request import Request, RequestStatus
+from mini_infer.speculative.policy import Drafted, DraftLengthPolicy, StepTime
+from mini_infer.speculative.proposers import Proposer
+
+_FINISHED = RequestStatus.finished
+
+
+class NoSpeculation:
+    """What a scheduler without speculation has."""
+
+    waits = keeps_up = needs_tokens = False
+    most = 0
+
+    def plan(self, requests: Sequence[Request], prompts: bool = False) -> dict[int, Draft]:
+        return {}
+
+    def book(
+        self, requests: Sequence[Request], plan: StepPlan, result: StepResult, seconds: float | None = None
+    ) -> None:
+        pass
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+class Speculator:
+    """
+    Args:
+        most: drafts of a request in a step.
+        waiting_cost: of a step that waits for the one before it, as a share of a step.
+    """
+
+    def __init__(self, proposer: Proposer, policy: DraftLengthPolicy, most: int, waiting_cost: float = 0.0) -> None:
+        self.policy, self.most = policy, most
+        self.needs_tokens = proposer.needs_tokens
+        self.keeps_up = False  # drafts are worth making these days: a draft model computes prompts, too
+        self.waits = False  # the next step, until the one in flight is booked: its tokens are needed for drafts
+        self._proposer = proposer
+        self._waiting_cost = waiting_cost
+        self._waited = 0.0  # what the step being planned has waited in vain
+        self._host_s = 0.0  # what its lookups took
+
+    def plan(self, requests: Sequence[Request], prompts: bool = False) -> dict[int, Draft]:
+        """Drafts by place in `requests`, which are the running ones of a step. `prompts`: it may have some, too.
+
+        A request with a grammar gets none: what may come next depends on the token before. Where drafts are looked up
+        from the tokens themselves and some are in flight none gets any, and the step after this one waits if they
+        would be worth it.
+        """
+        self.keeps_up = self.waits = False
+        if not requests:
+            return {}
+        started = time.perf_counter()
+        limits = [self.most if request.constraint is None else 0 for request in requests]
+        lengths = self.policy.choose(requests, limits, prompts)
+        if not any(lengths):
+            return {}
+        self.keeps_up = True
+        propose = self._proposer.propose
+        if not self.needs_tokens:
+            return {row: propose(requests[row], length) for row, length in enumerate(lengths) if length}
+        self.waits = True
+        if any(request.num_in_flight > 1 for request in requests):
+            return {}
+        found = {row: propose(requests[row], self.most) for row, length in enumerate(lengths) if length}
+        limits = [found[row].length if row in found else 0 for row in range(len(requests))]
+        lengths = self.policy.choose(requests, limits, prompts)
+        self._waited = 0.0 if any(lengths) else self._waiting_cost
+        self._host_s = time.perf_counter() - started
+        return {row: Draft(n, found[row].token_ids[:n]) for row, n in enumerate(lengths) if n}
+
+    def book(
+        self, requests: Sequence[Request], plan: StepPlan, result: StepResult, seconds: float | None = None
+    ) -> None:
+        """A step is over. For every step, in order.
+
+        Args:
+            requests: of the plan's rows.
+            seconds: between the booking of the step before and this one; None where the engine had nothing to do in
+                between, or nobody has measured it.
+        """
+        running = [request.status is not _FINISHED for request in requests[: plan.num_decode_rows]]
+        num_running = running.count(True)
+        drafts = []
+        if plan.num_drafts:
+            counts, tokens = plan.counts, result.tokens
+            drafts = [
+                Drafted(requests[row], counts[row] - 1, len(tokens[row]) - 1)
+                for row, runs in enumerate(running)
+                if runs and counts[row] > 1
+            ]
+        comparable = 0 < num_running == plan.num_rows  # no prompts, and nobody whose tokens are dropped
+        step_time = StepTime(
+            seconds if comparable else None,
+            result.draft_s,
+            self._host_s,
+            self._waited,
+            speculative=plan.keeps_up or plan.num_drafts > 0,
+        )
+        self._host_s = self._waited = 0.0
+        self.policy.book(num_running, drafts, step_time)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._proposer.forget(request)
+        self.policy.forget(request)
