@@ -1,20 +1,15 @@
-"""Speculative decoding: what proposes tokens, what verifies them, and how many are worth proposing.
+"""Speculative decoding: what proposes tokens, how many pay, what verifies them. docs/speculation.md tells how.
 
-    propose   ngram.py      what followed the last tokens where they came before in prompt and output
-              suffix.py     likewise by counts (automaton.py), over the outputs of finished requests as well
-              synthetic.py  anything: accepted at a stated rate, for speed studies with random weights
-    verify    verify.py     which drafts stand, and the token after them: greedy, or exact in distribution
-              (kernels/verify.py does the same on a GPU)
-    choose    costs.py      what a step costs by rows and tokens a row, measured at start-up; Leviathan's formula
-              step_times.py what steps have taken since, over that
-              adapt.py      drafts for each request, by tokens a second; none where they would lose
-    engine    sources.py    a proposer for each request; drafts that a model writes, or that are made up
-              proposer.py   what the scheduler sees of all this
+    plan, book  speculator.py   the seam: what the scheduler sees of speculation
+                proposers/      who proposes: n-grams, suffixes by counts, a draft model, or anything at a stated rate
+                policy/         how many drafts pay (optional), by acceptance rates and measured costs
+                draft_plan.py   drafts in a step's plan, as far as there is room
+    launch      draft_steps.py  a step with drafts on the device: draft, verify, settle (draft_rows.py)
+                drafter.py      the draft model's part of it, with its KV (draft_kv.py)
+                verify.py       which drafts stand, and the token after them (kernels/verify.py does it on a GPU)
+    start-up    loading.py      from the config to a Speculator and a draft model
+                step_costs.py   times steps with and without drafts
 
-Host proposers (ngram, suffix) belong to one request each, take lists of token ids and give lists of token ids: append
-what was prompted or accepted with `extend`, ask with `propose(k)`. Drafts are not told to them: a rejected draft leaves
-nothing behind. `verify` takes the logits of all of a step's sampling positions, flat, as the sampler does.
-
-What proposes and what chooses knows nothing of the engine. sources.py and proposer.py know requests and plans; none
-knows the scheduler or the runner.
+Lookup indexes belong to one request each, take lists of token ids and give lists of token ids: append what was prompted
+or accepted with `extend`, ask with `propose(k)`. proposers/ and policy/ know neither the scheduler nor the runner.
 """

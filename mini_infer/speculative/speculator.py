@@ -93,11 +93,11 @@ class Speculator:
         """
         running = [request.status is not _FINISHED for request in requests[: plan.num_decode_rows]]
         num_running = running.count(True)
-        drafts = []
+        drafts: list[Drafted] = []
         if plan.num_drafts:
             counts, tokens = plan.counts, result.tokens
             drafts = [
-                Drafted(requests[row], counts[row] - 1, len(tokens[row]) - 1)
+                (requests[row], counts[row] - 1, len(tokens[row]) - 1)
                 for row, runs in enumerate(running)
                 if runs and counts[row] > 1
             ]

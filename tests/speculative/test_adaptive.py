@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from at_rate import accepted_at_rate
 
-from mini_infer.speculative.policy import Drafted, StepTime, adaptive
+from mini_infer.speculative.policy import StepTime, adaptive
 from mini_infer.speculative.policy.adaptive import INITIAL_BUDGET, MAX_BUDGET, OUTLIER, AdaptiveDraftLength
 from mini_infer.speculative.policy.costs import StepCosts, expected_tokens
 from mini_infer.speculative.policy.estimates import AcceptanceRate, best_lengths, expected_accepted
@@ -33,7 +33,7 @@ def book(
 ) -> None:
     """A step of all of `requests`, of which some had drafts."""
     rows = zip(requests, drafted, accepted, strict=True)
-    policy.book(len(requests), [Drafted(*row) for row in rows if row[1]], time)
+    policy.book(len(requests), [row for row in rows if row[1]], time)
 
 
 def worth(policy: AdaptiveDraftLength) -> float:

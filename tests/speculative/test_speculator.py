@@ -156,6 +156,6 @@ def test_running_requests_that_are_left_are_booked() -> None:
     gone, left, new = request(), request(), request()
     gone.status = RequestStatus.finished
     speculator.book([gone, left, new], plan([1, 4, 5], prompts=1), StepResult([[1], [1, 2, 3], [4]]))
-    assert policy.booked == [(1, [Drafted(left, 3, 2)])]
+    assert policy.booked == [(1, [(left, 3, 2)])]
     speculator.forget(left)
     assert policy.forgotten is left

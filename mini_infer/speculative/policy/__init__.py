@@ -13,13 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Protocol
 
-
-class Drafted(NamedTuple):
-    """A request's drafts in one step."""
-
-    request: Hashable
-    drafted: int
-    accepted: int
+Drafted = tuple[Hashable, int, int]  # a request, its drafts in a step (not 0), and how many of them were accepted
 
 
 class StepTime(NamedTuple):

@@ -21,7 +21,8 @@ MAX_BUDGET = 30.0  # 64 prompts of 1,000 tokens that arrive together take a draf
 OUTLIER = 2.0  # busy machines have steps of twice the usual length, and drafts seldom become so much dearer
 _CATCHING_UP = 1.5  # times what drafting takes by itself
 _AMORTISED = 0.01  # of the deferred loss, each step: chance evens out over a hundred
-_REASK = 64  # steps after which the estimates are asked again if nothing was learned: they forget
+_REASK = 250  # steps after which the estimates are asked again if nothing was learned: times are forgotten
+_UNKNOWN = AcceptanceRate(fade=1.0)
 
 
 class AdaptiveDraftLength:
@@ -90,11 +91,11 @@ class AdaptiveDraftLength:
         self._plain_before = not speculative
         self._num_vain += speculative and not drafts
         for request, drafted, accepted in drafts:
-            self._overall.book(drafted, accepted)
-            rate = self._rates.get(request)
-            if rate is None:
-                rate = self._rates[request] = AcceptanceRate(fade=0.97)
-            rate.book(drafted, accepted)
+            if request not in self._rates:
+                self._rates[request] = AcceptanceRate(fade=0.97)
+            self._rates[request].book(drafted, accepted)
+        tried = sum(min(accepted + 1, drafted) for _, drafted, accepted in drafts)
+        self._overall.add(tried, sum(accepted for _, _, accepted in drafts))
 
     def forget(self, request: Hashable) -> None:
         self._question = None
@@ -103,13 +104,13 @@ class AdaptiveDraftLength:
     def _charge(self, rows: int, drafts: Sequence[Drafted], time: StepTime) -> None:
         """What was expected of a step counts at once; by how much it was wrong is deferred."""
         lengths = np.zeros(rows, dtype=int)
-        lengths[: len(drafts)] = [draft.drafted for draft in drafts]
-        rates = self._acceptance([draft.request for draft in drafts])
+        lengths[: len(drafts)] = [drafted for _, drafted, _ in drafts]
+        rates = self._acceptance([request for request, _, _ in drafts])
         hoped = expected_accepted(rates, lengths[: len(drafts)]) / rows
         expected, once, took = self._steps(lengths, time)
         self.budget += 1 + hoped - expected
         self._to_explore -= max(0.0, expected + once - 1 - hoped)
-        self._deferred += took - expected + hoped - sum(draft.accepted for draft in drafts) / rows
+        self._deferred += took - expected + hoped - sum(accepted for _, _, accepted in drafts) / rows
 
     def _steps(self, lengths: Array, time: StepTime) -> tuple[float, float, float]:
         """What a step was expected to take, what it took that is done once for many, and what it took in all, in steps
@@ -134,5 +135,5 @@ class AdaptiveDraftLength:
     def _acceptance(self, requests: Sequence[Hashable]) -> Array:
         """[R] the acceptance rate of each request: the engine's, until its own is known."""
         prior = self._overall.estimate(0.5, weight=0)
-        known = map(self._rates.get, requests)
-        return np.array([prior if rate is None else rate.estimate(prior, weight=16) for rate in known])
+        known = self._rates.get
+        return np.array([known(request, _UNKNOWN).estimate(prior, 16) for request in requests])

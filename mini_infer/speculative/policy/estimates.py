@@ -28,7 +28,9 @@ class AcceptanceRate:
 
     def book(self, drafted: int, accepted: int) -> None:
         """A step's drafts of a request. Those behind the first rejected one were never tried."""
-        tried = min(accepted + 1, drafted)
+        self.add(min(accepted + 1, drafted), accepted)
+
+    def add(self, tried: int, accepted: int) -> None:
         left = self._fade**tried
         self._accepted = self._accepted * left + accepted
         self.trials = self.trials * left + tried
@@ -61,11 +63,14 @@ def best_lengths(rates: Array, limits: Array, costs: StepCosts, relative: Sequen
     """
     rows, most = len(rates), int(limits.max())
     chances = rates[:, None] ** np.arange(1, 1 + most)  # that all drafts up to each are accepted
+    expected = np.zeros((rows, 1 + most))  # drafts that are accepted on average, of so many
+    np.cumsum(chances, axis=1, out=expected[:, 1:])
     candidates = [np.minimum(limits, k) for k in range(1 + most)]
     if costs.shape(rows, 1 + most) is None:
         candidates += [np.minimum(limits, (chances >= least).sum(axis=1)) for least in _THRESHOLDS]
+    row = np.arange(rows)
     speeds = [
-        (rows + expected_accepted(rates, lengths)) / (costs.step_seconds(lengths) * relative[int(lengths.max())])
+        (rows + expected[row, lengths].sum()) / (costs.step_seconds(lengths) * relative[int(lengths.max())])
         for lengths in candidates
     ]
     speeds[0] *= MARGIN

@@ -46,7 +46,7 @@ class FinishedOutputs:
         if not token_ids:
             return
         kept = [*token_ids[1 - self._part_tokens :], END]
-        parts = self._parts[salt] = self._parts.pop(salt, None) or deque()
+        parts = self._parts[salt] = self._parts.pop(salt, deque())
         if not parts or len(parts[-1]) + len(kept) > self._part_tokens:
             parts.append(SuffixAutomaton(self.max_match))
         parts[-1].extend(kept)
