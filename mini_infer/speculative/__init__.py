@@ -7,7 +7,7 @@
     launch      draft_steps.py  a step with drafts on the device: draft, verify, settle (draft_rows.py)
                 drafter.py      the draft model's part of it, with its KV (draft_kv.py)
                 verify.py       which drafts stand, and the token after them (kernels/verify.py does it on a GPU)
-    start-up    loading.py      from the config to a Speculator and a draft model
+    start-up    loading.py      from the config to a Speculator
                 step_costs.py   times steps with and without drafts
 
 Lookup indexes belong to one request each, take lists of token ids and give lists of token ids: append what was prompted
