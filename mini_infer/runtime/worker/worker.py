@@ -46,6 +46,7 @@ from mini_infer.runtime.worker.progress import progress_bar
 from mini_infer.runtime.worker.request_states import RequestStates, StepInput
 from mini_infer.runtime.worker.served_model import NEEDS_GPU, ServedModel
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
+from mini_infer.runtime.worker.threads import StepThreads
 from mini_infer.runtime.worker.torch_model import TorchModel
 from mini_infer.speculative.costs import StepCosts
 from mini_infer.speculative.step_costs import measure_costs
@@ -70,6 +71,8 @@ class Worker:
         self.eos_token_ids = spec.eos_token_ids or tuple(self.tokenizer.eos_token_ids)
         self.block_bytes = self.target.block_bytes + (self.draft.block_bytes if self.draft else 0)
         self._sampler = make_sampler(config.scheduler.max_num_seqs, spec.vocab_size, self.device, self._kernels)
+        parameters = self.target.weight_bytes // self.target.dtype.itemsize
+        self._threads = StepThreads(config.model.threads, parameters if self.device.type == "cpu" else None)
         overlap = config.scheduler.overlap
         # On a CPU the model computes in the caller's thread: a step launched early would only make its tokens late.
         self.overlap = overlap is When.always or (overlap is When.auto and self.device.type == "cuda")
@@ -167,7 +170,9 @@ class Worker:
         captured_rows = CaptureReport()
         if memory is not None and self._captures_rows:
             captured_rows = self._drafts.capture(self._config, memory, self._prefill_sizes())
-        self.runner = Runner(self._torch_model, self._states, self._sampler, graphs, self._drafts.steps)
+        self.runner = Runner(
+            self._torch_model, self._states, self._sampler, graphs, self._drafts.steps, self._threads
+        )
         self._captured = captured, captured_pieces, captured_rows
         self.reserve_memory()
         self._seconds = time.perf_counter() - self._started
@@ -237,6 +242,7 @@ class Worker:
             kernels=f"{kernels.name} ({kernels.fallback})" if kernels.fallback else kernels.name,
             sampler=self._sampler.name,
             overlap=self.overlap,
+            threads=str(self._threads),
             max_model_len=self.limits.max_model_len,
             num_kv_blocks=self.limits.num_blocks,
             kv_bytes=self.limits.num_blocks * target.block_bytes,
