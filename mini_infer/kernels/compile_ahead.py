@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_MOST_THREADS = 32
-
 
 @contextlib.contextmanager
-def compiled_in_parallel(threads: int | None = None) -> Iterator[None]:
+def compiled_in_parallel(num_threads: int | None = None) -> Iterator[None]:
     """Triton kernels that are called inside are compiled and not launched; leaving waits until they all are.
 
     What torch does inside, it does. Since no kernel writes its result, new tensors are zeros: a token, a position and a
@@ -33,7 +31,7 @@ def compiled_in_parallel(threads: int | None = None) -> Iterator[None]:
     different inside. Calls have to come from the thread that entered.
 
     Args:
-        threads: that compile; default: one for each core of this process.
+        num_threads: that compile; default: one for each core of this process.
 
     Raises:
         Exception: on leaving, the first error of a compilation.
@@ -45,17 +43,22 @@ def compiled_in_parallel(threads: int | None = None) -> Iterator[None]:
         yield
         return
     launch: Callable[..., Any] = JITFunction.run
+    caller = threading.get_ident()
 
-    def only_compile(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return launch(kernel, *args, grid=grid, warmup=True, **kwargs)
+    def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        here = threading.get_ident() == caller  # what others launch meanwhile is none of ours
+        return launch(kernel, *args, grid=grid, warmup=warmup or here, **kwargs)
 
     with (
-        ThreadPoolExecutor(threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as pool,
+        ThreadPoolExecutor(num_threads or len(os.sched_getaffinity(0))) as pool,
         AsyncCompileMode(pool),
-        mock.patch.object(JITFunction, "run", only_compile),
         _ZerosForNew(),
     ):
-        yield
+        JITFunction.run = run  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            JITFunction.run = launch  # type: ignore[method-assign]
 
 
 class _ZerosForNew(TorchDispatchMode):

@@ -8,29 +8,28 @@ from collections.abc import Callable, Iterator
 
 
 class Phases:
-    """Seconds by phase, in the order in which they were first entered. A phase may be entered again, which adds to it;
-    inside another phase it is a part of that one (`load/fill`), counted in both.
-
+    """
     Args:
-        finish: waits for what has been given to a device, so that a phase has its own work and no other's.
+        finish: waits for what a device was given, so that a phase has all of its own work and none of another's.
         clock: seconds.
     """
 
     def __init__(
-        self, finish: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.perf_counter
+        self, finish: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.seconds: dict[str, float] = {}
-        self._finish, self._clock, self._path = finish, clock, ""
+        self.seconds: dict[str, float] = {}  # in the order in which phases were first entered
+        self._finish, self._clock, self._started = finish, clock, clock()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        outer = self._path
-        self._path = path = f"{outer}/{name}" if outer else name
+        """What runs inside belongs to the phase, which may be entered again, but not inside another."""
         started = self._clock()
-        self.seconds.setdefault(path, 0.0)
-        try:
-            yield
+        yield
+        if self._finish is not None:
             self._finish()
-        finally:
-            self.seconds[path] += self._clock() - started
-            self._path = outer
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - started
+
+    @property
+    def total(self) -> float:
+        """Seconds until now, whatever was done in them."""
+        return self._clock() - self._started
