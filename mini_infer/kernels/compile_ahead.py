@@ -54,11 +54,11 @@ def compiled_in_parallel(num_threads: int | None = None) -> Iterator[None]:
         AsyncCompileMode(pool),
         _ZerosForNew(),
     ):
-        JITFunction.run = run  # type: ignore[method-assign]
+        JITFunction.run = run
         try:
             yield
         finally:
-            JITFunction.run = launch  # type: ignore[method-assign]
+            JITFunction.run = launch
 
 
 class _ZerosForNew(TorchDispatchMode):
