@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from mini_infer.core.openmp import waiting_asleep
 
 if TYPE_CHECKING:
     from mini_infer.core.config import EngineConfig
@@ -39,6 +43,9 @@ __all__ = [
     "SamplingParams",
 ]
 __version__ = "0.1.0"
+
+if "torch" not in sys.modules:  # it reads this once, when it is loaded
+    os.environ.update(waiting_asleep(os.environ))
 
 
 def __getattr__(name: str) -> Any:

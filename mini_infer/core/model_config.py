@@ -63,6 +63,7 @@ class ModelConfig:
     device: Device = Device.auto  # where the model runs
     kernels: KernelChoice = KernelChoice.auto  # of everything between the matmuls and the attention
     max_model_len: int | None = None  # tokens of prompt + output; default: the model's own limit
+    threads: int | None = None  # of torch for a step; default: all that it has, and on a CPU one for small steps
     seed: int = 0  # of the random weights of load_format=dummy
     dry: DryConfig = field(default_factory=DryConfig)
 
@@ -77,3 +78,5 @@ class ModelConfig:
             )
         if self.max_model_len is not None:
             at_least(self, "max_model_len", 2)
+        if self.threads is not None:
+            at_least(self, "threads", 1)

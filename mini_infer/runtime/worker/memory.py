@@ -3,6 +3,8 @@ been tried."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from mini_infer.cache.kv_store import KVStore
@@ -98,6 +100,27 @@ def largest_verification(max_num_seqs: int, max_num_tokens: int, num_drafts: int
         drafts={row: [0] * drafts for row in range(rows)},
         num_drafts=rows * drafts,
     )
+
+
+def decode_steps(step: StepPlan, sizes: Iterable[int]) -> list[StepPlan]:
+    """Steps of so many decode rows, for the sake of the kernels that are chosen by the number of rows.
+
+    Args:
+        step: the plan of `largest_step`, whose admissions they have.
+    """
+    rows = len(step.req_indices)
+    return [
+        StepPlan(
+            step=0,
+            req_indices=step.req_indices[:size],
+            starts=[1] * size,
+            counts=[1] * size,
+            samples=[True] * size,
+            num_decode_rows=size,
+        )
+        for size in sizes
+        if size <= rows
+    ]
 
 
 def hold_small_memory(device: torch.device) -> None:

@@ -23,6 +23,7 @@ from mini_infer.runtime.sampling.prompt_logprobs import RowLogprobs, prompt_logp
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.worker.launched import HostTokens, LaunchedStep
 from mini_infer.runtime.worker.request_states import RequestStates, Samples, StepInput
+from mini_infer.runtime.worker.threads import Threads, as_it_is
 from mini_infer.speculative.draft_steps import DraftSteps
 
 
@@ -51,6 +52,7 @@ class Runner:
     """
     Args:
         drafts: launches steps with drafts.
+        threads: what a step runs inside, on a CPU.
     """
 
     def __init__(
@@ -60,16 +62,22 @@ class Runner:
         sampler: Sampler,
         graphs: Graphs,
         drafts: DraftSteps | None = None,
+        threads: Threads = as_it_is,
     ) -> None:
         self._model = model
         self._states = req_indices
         self._sampler = sampler
         self._graphs = graphs
+        self._threads = threads
         self._drafts = drafts or DraftSteps(model, req_indices, sampler)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Starts a plan that is not empty."""
+        with self._threads(plan.num_tokens):
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         params = [self._sampler.admit(a.req_index, a.params, a.seed, a.prompt_len, a.stop_ids) for a in plan.admissions]
         if plan.swap_out:
             self._model.swap_out(plan.swap_out)

@@ -37,6 +37,8 @@ class StartupReport:
     prefill_graphs: CaptureReport
     draft_graphs: CaptureReport = dataclasses.field(default_factory=CaptureReport)  # of steps that verify drafts
     speculation: str = "none"
+    threads: str = "none"  # that torch computes a step with on the CPU
+    phases: dict[str, float] = dataclasses.field(default_factory=dict)  # seconds of `seconds`, by what was done
     draft_weight_bytes: int = 0
     draft_kv_bytes: int = 0
 

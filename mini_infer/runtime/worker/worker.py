@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepPlan
+from mini_infer.kernels.compile_ahead import compiled_in_parallel
 from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.loader import resolve_device
@@ -36,16 +36,19 @@ from mini_infer.runtime.worker.draft import DraftParts, make_draft_steps, plan_d
 from mini_infer.runtime.worker.limits import Limits
 from mini_infer.runtime.worker.memory import (
     allocate_kv,
+    decode_steps,
     hold_small_memory,
     kv_memory,
     largest_step,
     largest_verification,
 )
 from mini_infer.runtime.worker.model_runner import Graphs, Runner
+from mini_infer.runtime.worker.phases import Phases
 from mini_infer.runtime.worker.progress import progress_bar
 from mini_infer.runtime.worker.request_states import RequestStates, StepInput
 from mini_infer.runtime.worker.served_model import NEEDS_GPU, ServedModel
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
+from mini_infer.runtime.worker.threads import StepThreads
 from mini_infer.runtime.worker.torch_model import TorchModel
 from mini_infer.speculative.policy.costs import StepCosts
 from mini_infer.speculative.step_costs import measure_costs
@@ -58,18 +61,23 @@ class Worker:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError or ModelError where the settings cannot work."""
-        self._started = time.perf_counter()
         self._config = config
         self.device = resolve_device(config.model)
-        self._kernels = select_kernels(config.model.kernels, self.device)
+        self._phase = Phases(partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else None)
+        with self._phase("choose kernels"):
+            self._kernels = select_kernels(config.model.kernels, self.device)
         uncapturable = None if self._kernels.name == "triton" else "torch"  # the sampler that goes with the kernels
-        self.target = ServedModel.plan(config, config.model, self.device, uncapturable)
-        self.tokenizer = load_tokenizer(self.target.config)
+        with self._phase("choose attention"):
+            self.target = ServedModel.plan(config, config.model, self.device, uncapturable)
+        with self._phase("tokenizer"):
+            self.tokenizer = load_tokenizer(self.target.config)
         self.draft = plan_draft(config, self.target, self.tokenizer, uncapturable)
         spec = self.target.spec
         self.eos_token_ids = spec.eos_token_ids or tuple(self.tokenizer.eos_token_ids)
         self.block_bytes = self.target.block_bytes + (self.draft.block_bytes if self.draft else 0)
         self._sampler = make_sampler(config.scheduler.max_num_seqs, spec.vocab_size, self.device, self._kernels)
+        parameters = self.target.weight_bytes // self.target.dtype.itemsize
+        self._threads = StepThreads(config.model.threads, parameters if self.device.type == "cpu" else None)
         overlap = config.scheduler.overlap
         # On a CPU the model computes in the caller's thread: a step launched early would only make its tokens late.
         self.overlap = overlap is When.always or (overlap is When.auto and self.device.type == "cuda")
@@ -79,7 +87,8 @@ class Worker:
     def load(self, max_model_len: int) -> None:
         """For requests of so many tokens; rows of drafts may have tokens of padding behind the longest."""
         max_len = max_model_len + self._config.speculation.most
-        self._model = self.target.load(max_len, self._kernels)
+        with self._phase("load"):
+            self._model = self.target.load(max_len, self._kernels)
         self._draft: tuple[ServedModel, Decoder] | None = None
         if self.draft is not None:
             if self.draft.spec.max_model_len < max_model_len:
@@ -87,7 +96,8 @@ class Worker:
                     "the draft's own limit is %d tokens: beyond, drafts for longer requests get worse",
                     self.draft.spec.max_model_len,
                 )
-            self._draft = self.draft, self.draft.load(max_len, self._kernels)
+            with self._phase("load draft"):
+                self._draft = self.draft, self.draft.load(max_len, self._kernels)
 
     def affordable_blocks(self, limits: Limits | None = None) -> int:
         """KV blocks that fit beside what is on the device already and what steps take there.
@@ -106,16 +116,21 @@ class Worker:
         model, states, drafts = self._parts(dataclasses.replace(limits, num_blocks=1, num_host_blocks=0), overlap=True)
         runner = Runner(model, states, self._sampler, NoGraphs(), drafts.steps)
         scheduler, device = self._config.scheduler, self.device
-        model.warm_up(scheduler.max_num_seqs)
-        if drafts.draft_model is not None:
-            drafts.draft_model.warm_up(scheduler.max_num_seqs)
-        self._sampler.warm_up(None if drafts.draft_model is None else drafts.draft_model.new_logits(1))
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        largest = self._largest_steps(limits, block=0)
         try:
-            for plan in self._largest_steps(limits, block=0):
-                runner.collect(runner.launch(plan))
+            with self._phase("compile"), compiled_in_parallel():
+                self._sampler.warm_up(None if drafts.draft_model is None else drafts.draft_model.new_logits(1))
+                for plan in [*largest, *decode_steps(largest[0], batch_ladder(scheduler.max_num_seqs))]:
+                    runner.collect(runner.launch(plan))
+                # Last come backends that compile by other means, for which the caller waits.
+                for one in filter(None, (drafts.draft_model, model)):
+                    one.warm_up(scheduler.max_num_seqs)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            with self._phase("largest step"):
+                for plan in largest:
+                    runner.collect(runner.launch(plan))
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a step of scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens} tokens does not fit "
@@ -138,7 +153,8 @@ class Worker:
 
     def allocate(self, limits: Limits) -> None:
         self.limits = limits
-        self._torch_model, self._states, self._drafts = self._parts(limits, self.overlap)
+        with self._phase("allocate"):
+            self._torch_model, self._states, self._drafts = self._parts(limits, self.overlap)
 
     def _parts(self, limits: Limits, overlap: bool) -> tuple[TorchModel, RequestStates, DraftParts]:
         """What computes steps, with KV memory of its own."""
@@ -162,15 +178,18 @@ class Worker:
 
     def capture(self) -> None:
         memory = GraphMemory(self.device) if self.device.type == "cuda" else None
-        graphs, captured = self._capture_decode(memory)
-        captured_pieces = self._capture_pieces(memory)
+        with self._phase("capture decode"):
+            graphs, captured = self._capture_decode(memory)
+        with self._phase("capture pieces"):
+            captured_pieces = self._capture_pieces(memory)
         captured_rows = CaptureReport()
         if memory is not None and self._captures_rows:
-            captured_rows = self._drafts.capture(self._config, memory, self._prefill_sizes())
-        self.runner = Runner(self._torch_model, self._states, self._sampler, graphs, self._drafts.steps)
+            with self._phase("capture rows"):
+                captured_rows = self._drafts.capture(self._config, memory, self._prefill_sizes())
+        self.runner = Runner(self._torch_model, self._states, self._sampler, graphs, self._drafts.steps, self._threads)
         self._captured = captured, captured_pieces, captured_rows
-        self.reserve_memory()
-        self._seconds = time.perf_counter() - self._started
+        with self._phase("reserve memory"):
+            self.reserve_memory()
 
     @property
     def _captures_rows(self) -> bool:
@@ -237,11 +256,13 @@ class Worker:
             kernels=f"{kernels.name} ({kernels.fallback})" if kernels.fallback else kernels.name,
             sampler=self._sampler.name,
             overlap=self.overlap,
+            threads=str(self._threads),
             max_model_len=self.limits.max_model_len,
             num_kv_blocks=self.limits.num_blocks,
             kv_bytes=self.limits.num_blocks * target.block_bytes,
             weight_bytes=target.weight_bytes,
-            seconds=self._seconds,
+            seconds=self._phase.total,
+            phases=self._phase.seconds,
             graphs=graphs,
             prefill_graphs=prefill_graphs,
             draft_graphs=draft_graphs,

@@ -1,0 +1,63 @@
+"""How many threads a step takes on a CPU.
+
+A step of a small model is some hundred operations of microseconds. Shared among threads each ends with a wait for the
+slowest of them, which costs more than sharing saves, and much more where another process keeps one of the cores. So
+small steps take one thread. Threads that wait sleep (core/openmp.py), wherever the environment says nothing else.
+
+The time that two threads take over the time of one, tiny-target on two cores (medians):
+
+                                  1 row    8 rows    1,000 tokens of a prompt
+    asleep, idle machine           1.07      1.06      0.56
+    asleep, both cores busy        1.16      1.40      1.13
+    spinning, idle machine         0.99      0.86      0.55
+    spinning, both cores busy      5.0      10.4       2.2
+
+Six layers of 1,024 on the idle machine, asleep: 1.05, 0.87, 0.62. In between lies the bound below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+_WORTH_SHARING = 4 * 10**8  # parameters times tokens
+
+Threads = Callable[[int], AbstractContextManager[None]]  # a step of so many tokens runs inside
+
+
+class StepThreads:
+    """
+    Args:
+        asked: threads of every step; None: as many as torch has when this is made, and one for small steps.
+        num_parameters: of a model that computes on the CPU; None: it computes elsewhere.
+    """
+
+    def __init__(self, asked: int | None, num_parameters: int | None) -> None:
+        self._most = asked or torch.get_num_threads()
+        self._many_tokens = 0 if asked or num_parameters is None else -(-_WORTH_SHARING // num_parameters)
+
+    @contextlib.contextmanager
+    def __call__(self, num_tokens: int) -> Iterator[None]:
+        """The number is the whole process's, and is put back."""
+        before, own = torch.get_num_threads(), self._most if num_tokens >= self._many_tokens else 1
+        if own == before:
+            yield
+            return
+        torch.set_num_threads(own)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def __str__(self) -> str:
+        if self._most == 1 or self._many_tokens <= 1:
+            return str(self._most)
+        return f"{self._most}, and 1 for steps of less than {self._many_tokens} tokens"
+
+
+def as_it_is(num_tokens: int) -> AbstractContextManager[None]:
+    """The threads that torch has."""
+    return contextlib.nullcontext()

@@ -1,0 +1,68 @@
+"""Kernels compiled in parallel: what is launched inside, what is compiled, and what torch's new tensors hold."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mini_infer.kernels.compile_ahead import compiled_in_parallel
+
+COMPILES_FOR_A_GPU_THAT_IS_NOT_THERE = """
+import threading, torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Driver:
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+driver.set_active(Driver())
+from mini_infer.kernels import silu_mul
+from mini_infer.kernels.compile_ahead import compiled_in_parallel
+
+knobs.compilation.listener = lambda **of: print(
+    of["src"].name, of["cache_hit"], threading.current_thread() is threading.main_thread()
+)
+launch = JITFunction.run
+for dtype in (torch.float32, torch.bfloat16), (torch.float32,):
+    silu_mul._silu_mul_kernel.device_caches.clear()
+    with compiled_in_parallel(2):
+        for one in dtype:
+            for _ in range(2):
+                silu_mul.silu_mul(torch.zeros(1, 32, dtype=one))
+assert JITFunction.run is launch
+"""
+
+
+def test_each_variant_is_compiled_once_and_beside_the_caller(tmp_path) -> None:
+    """For Hopper, on any machine: a launch would fail where there is no GPU."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILES_FOR_A_GPU_THAT_IS_NOT_THERE],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    compiled = ["_silu_mul_kernel False False"] * 2
+    assert done.stdout.splitlines() == [*compiled, "_silu_mul_kernel True False"]
+
+
+def test_new_tensors_are_zeros_inside() -> None:
+    with compiled_in_parallel(1):
+        made = [torch.empty(1000), torch.ones(1000).new_empty(1000), torch.empty_like(torch.ones(1000))]
+        assert torch.ones(3).sum() == 3
+    assert all(not tensor.any() for tensor in made)
+
+
+def test_an_error_inside_leaves_nothing_behind() -> None:
+    with pytest.raises(ZeroDivisionError), compiled_in_parallel(1):
+        raise ZeroDivisionError
+    with compiled_in_parallel(1):  # which refuses where another is still open
+        pass

@@ -1,0 +1,37 @@
+"""What a start does for its speed's sake, and what it says of where its seconds went."""
+
+import pytest
+
+from mini_infer import EngineConfig, LLMEngine
+from mini_infer.runtime.worker.memory import decode_steps, largest_step
+from mini_infer.runtime.worker.phases import Phases
+
+
+def test_seconds_are_told_by_phase_and_waited_for() -> None:
+    now = [0.0]
+
+    def finish() -> None:
+        now[0] += 2.0  # of a device
+
+    phase = Phases(finish, lambda: now[0])
+    for name, seconds in (("load", 1.0), ("capture", 5.0), ("load", 3.0)):
+        with phase(name):
+            now[0] += seconds
+    assert phase.seconds == {"load": 8.0, "capture": 7.0}
+    now[0] += 1.0
+    assert phase.total == 16.0
+
+
+def test_an_engine_tells_where_its_seconds_went() -> None:
+    startup = LLMEngine(EngineConfig()).startup
+    assert {"load", "tokenizer", "allocate", "capture decode"} <= startup.phases.keys()
+    assert 0 < sum(startup.phases.values()) <= startup.seconds
+
+
+@pytest.mark.parametrize("most", [1, 5, 8])
+def test_small_decode_steps_are_of_rows_that_the_largest_step_admits(most: int) -> None:
+    step = largest_step(most, 64, 32, 16, block=0)
+    plans = decode_steps(step, [1, 2, 4, 8])
+    assert [plan.num_decode_rows for plan in plans] == [size for size in (1, 2, 4, 8) if size <= most]
+    admitted = {admission.req_index for admission in step.admissions}
+    assert all(set(plan.req_indices) <= admitted and plan.num_tokens == plan.num_rows for plan in plans)
