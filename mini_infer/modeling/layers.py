@@ -2,70 +2,80 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Mapping
+
 from torch import Tensor, nn
 
-from mini_infer.kernels.interface import Kernels
-
-
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+from mini_infer.kernels.interface import Norm, Places, QKNorm
+from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel, empty_parameter
+from mini_infer.modeling.model import CheckpointTensor
 
 
 class RMSNorm(nn.Module):
     """Zhang & Sennrich 2019 (arXiv:1910.07467), over the last dimension; computed in float32."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
+    def __init__(self, size: int, eps: float, build: Build) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
-        self.eps = eps
-        self._kernels = kernels
+        self.weight = empty_parameter(size, dtype=build.dtype, device=build.device)
+        self.norm = Norm(self.weight, eps)
+        self._kernels = build.kernels
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The residual stream (kernels/interface.py), [T, size] -> (its norm, its value)."""
-        return self._kernels.add_rms_norm(x, residual, self.weight, self.eps)
+        return self._kernels.add_rms_norm(x, residual, self.norm)
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        return {"weight": CheckpointTensor.copied_to(self.weight)}
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        draw(self.weight)  # so that what is drawn after it stays what it was
+        self.weight.fill_(1.0)
 
 
 class Linear(nn.Module):
-    """[T, in_size] -> [T, sum of parts], from or to the residual stream (kernels/interface.py).
+    """A product from or to the residual stream (kernels/interface.py), with weights that its method owns.
 
-    `parts` names the checkpoint's projections that lie side by side in this one, with their output sizes: one matmul
-    for q, k and v, one for gate and up.
+    Each operation is the method's, in one go, or made of several where the method declines.
     """
 
     def __init__(
-        self,
-        in_size: int,
-        parts: dict[str, int],
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
+        self, name: str, in_size: int, parts: Mapping[str, int], bias: bool, parallel: Parallel, build: Build
     ) -> None:
         super().__init__()
-        out_size = sum(parts.values())
-        self._kernels = kernels
-        self.parts = parts
-        self.weight = empty_parameter(out_size, in_size, dtype=dtype, device=device)
-        if device.type == "cpu":
-            # Input-major memory: MKL reads it 1.8 times as fast at batch 1, 1.3 times at 8, and no slower at 512.
-            self.weight.data = self.weight.data.view(in_size, out_size).t()
-        self.bias = empty_parameter(out_size, dtype=dtype, device=device) if bias else None
+        self.method = build.linear_method(name, LinearShape(in_size, parts, bias, parallel), build)
+        for key, weight in self.method.weights().items():
+            self.register_parameter(key, weight)
+        self._kernels = build.kernels
 
     def of_stream(
-        self, norm: RMSNorm, x: Tensor, residual: Tensor | None, silu_mul: bool = False
+        self, x: Tensor, residual: Tensor | None, norm: Norm, silu_mul: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(the product of the stream's norm, with `silu_mul` through SiLU(gate) * up; the stream's value)."""
-        return self._kernels.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, silu_mul)
+        fused = self.method.norm_apply(x, residual, norm, silu_mul)
+        if fused is not None:
+            return fused
+        normed, total = self._kernels.add_rms_norm(x, residual, norm)
+        y = self.method.apply(normed)
+        return (self._kernels.silu_mul(y) if silu_mul else y), total
+
+    def heads_of_stream(
+        self, x: Tensor, residual: Tensor | None, norm: Norm, qk_norm: QKNorm | None, places: Places
+    ) -> tuple[Tensor, Tensor]:
+        """The product of the stream's norm is q | k | v heads, of which k and v are stored -> (queries [T, Hq, D], the
+        stream's value)."""
+        fused = self.method.norm_apply_heads(x, residual, norm, qk_norm, places)
+        if fused is not None:
+            return fused
+        qkv, total = self.of_stream(x, residual, norm)
+        return self._kernels.rope_and_store(qkv, qk_norm, places), total
 
     def add_to_stream(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
         """The stream of value `residual` after the product of x is added to it."""
-        return self._kernels.linear_add(x, residual, self.weight, self.bias)
+        total = self.method.apply_add(x, residual)
+        return (self.method.apply(x), residual) if total is None else (total, None)
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Checkpoint name ("q_proj.weight") -> the part of a parameter that it fills."""
-        sizes = list(self.parts.values())
-        tensors = {f"{name}.weight": part for name, part in zip(self.parts, self.weight.split(sizes), strict=True)}
-        if self.bias is not None:
-            tensors |= {f"{name}.bias": part for name, part in zip(self.parts, self.bias.split(sizes), strict=True)}
-        return tensors
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        return self.method.checkpoint_tensors()
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        self.method.fill_dummy(draw)

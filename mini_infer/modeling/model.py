@@ -16,6 +16,7 @@ from mini_infer.attention.context import AttentionContext
 
 if TYPE_CHECKING:
     from mini_infer.cache.layout import KVLayout
+    from mini_infer.modeling.linear_methods.base import Build
     from mini_infer.modeling.spec import ModelSpec
 
 
@@ -79,3 +80,20 @@ class Model(Protocol):
 
     def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
         """Checkpoint name -> what becomes of that tensor. Together they fill every weight."""
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        """Random weights of the true shapes, norms' ones apart, which are 1.
+
+        `draw` fills a floating tensor in place. Called in one order, it draws the same from run to run and, but for
+        rounding, in every dtype.
+        """
+
+
+class ModelFactory(Protocol):
+    """Builds a model on build.device, weights empty.
+
+    Args:
+        max_len: one more than the last position that may come.
+    """
+
+    def __call__(self, spec: ModelSpec, max_len: int, build: Build) -> Model: ...

@@ -25,7 +25,7 @@ from mini_infer.core.config import EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepPlan
 from mini_infer.kernels.ops import select_kernels
-from mini_infer.modeling.decoder import Decoder
+from mini_infer.modeling.model import Model
 from mini_infer.modeling.loader import resolve_device
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.decode_graphs import DecodeGraphs, NoGraphs, batch_ladder
@@ -80,7 +80,7 @@ class Worker:
         """For requests of so many tokens; rows of drafts may have tokens of padding behind the longest."""
         max_len = max_model_len + self._config.speculation.most
         self._model = self.target.load(max_len, self._kernels)
-        self._draft: tuple[ServedModel, Decoder] | None = None
+        self._draft: tuple[ServedModel, Model] | None = None
         if self.draft is not None:
             if self.draft.spec.max_model_len < max_model_len:
                 logger.warning(
