@@ -3,7 +3,7 @@ arguments.
 
 The residual stream goes from one to the next as a pair (x, residual), whose value is residual + x, or x alone where
 residual is None. So whoever computes x may leave the addition to the norm that reads the stream next, or do it itself,
-whichever costs less at the number of tokens.
+whichever costs less at the number of tokens. `Stream` is such a pair with the norm through which it is read next.
 
 T tokens, hidden size H, Hq query heads and Hkv KV heads of size D.
 """
@@ -21,6 +21,12 @@ class Norm(NamedTuple):
 
     weight: Tensor  # [H]
     eps: float
+
+
+class Stream(NamedTuple):
+    x: Tensor  # [T, H]
+    residual: Tensor | None  # [T, H]
+    norm: Norm
 
 
 class QKNorm(NamedTuple):
@@ -51,8 +57,8 @@ class Kernels(Protocol):
     fallback: str | None  # what `auto` would have preferred, and why it could not be had
     gemv: ModuleType | None  # kernels/gemv.py, where products of few rows with unquantized weights may use it
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-        """x and residual [T, H], the stream -> (its norm, its value). Leaves its arguments as they are."""
+    def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """The stream -> (its norm, its value). Leaves its argument as it is."""
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
         """Stores a step's K and V and returns its queries [T, Hq, D], whose tokens may lie apart.

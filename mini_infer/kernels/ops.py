@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mini_infer.core.config import KernelChoice
 from mini_infer.core.errors import ConfigError
-from mini_infer.kernels.interface import Kernels, Norm, Places, QKNorm
+from mini_infer.kernels.interface import Kernels, Places, QKNorm, Stream
 
 
 class TorchKernels:
@@ -25,8 +25,8 @@ class TorchKernels:
     def __init__(self, fallback: str | None = None) -> None:
         self.fallback = fallback
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-        weight, eps = norm
+    def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        x, residual, (weight, eps) = stream
         total = x if residual is None else residual + x
         return F.rms_norm(total, weight.shape, weight, eps), total
 
@@ -66,7 +66,8 @@ class TritonKernels(TorchKernels):
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        x, residual, norm = stream
         if residual is None:
             return self._rms_norm(x, *norm), x
         return self._add_rms_norm(x, residual, *norm)

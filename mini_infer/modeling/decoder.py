@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mini_infer.attention.context import AttentionContext
 from mini_infer.cache.layout import KVLayout
-from mini_infer.kernels.interface import Norm, Places, QKNorm
+from mini_infer.kernels.interface import Places, QKNorm, Stream
 from mini_infer.modeling.layers import Linear, RMSNorm
 from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel, empty_parameter
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
@@ -47,11 +47,11 @@ class Attention(nn.Module):
             self._qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, model.norm_eps)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, cos: Tensor, sin: Tensor, context: AttentionContext
+        self, stream: Stream, cos: Tensor, sin: Tensor, context: AttentionContext
     ) -> tuple[Tensor, Tensor | None]:
         key_slots, value_slots = context.key_slots(self._layer), context.value_slots(self._layer)
         places = Places(cos, sin, context.batch.slot_mapping, key_slots, value_slots)
-        q, residual = self.qkv_proj.heads_of_stream(x, residual, norm, self._qk_norm, places)
+        q, residual = self.qkv_proj.heads_of_stream(stream, self._qk_norm, places)
         return self.o_proj.add_to_stream(context.attend(self._layer, q).flatten(1), residual)
 
 
@@ -65,8 +65,8 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(name, model.hidden_size, gate_up, spec.bias, Parallel.column, build)
         self.down_proj = Linear(name, size, down, spec.bias, Parallel.row, build)
 
-    def forward(self, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor | None]:
-        activated, residual = self.gate_up_proj.of_stream(x, residual, norm, silu_mul=True)
+    def forward(self, stream: Stream) -> tuple[Tensor, Tensor | None]:
+        activated, residual = self.gate_up_proj.of_stream(stream, silu_mul=True)
         return self.down_proj.add_to_stream(activated, residual)
 
 
@@ -90,8 +90,8 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, context: AttentionContext
     ) -> tuple[Tensor, Tensor | None]:
         before_attention, before_mlp = self._norms
-        x, residual = self.self_attn.forward(x, residual, before_attention, cos, sin, context)
-        return self.mlp.forward(x, residual, before_mlp)
+        x, residual = self.self_attn.forward(Stream(x, residual, before_attention), cos, sin, context)
+        return self.mlp.forward(Stream(x, residual, before_mlp))
 
 
 class Decoder(nn.Module):
@@ -114,17 +114,21 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, build)
         self.lm_head = self.embed_tokens
+        self._tables = {"model.embed_tokens.weight": self.embed_tokens}
         if not spec.tie_word_embeddings:
-            self.lm_head = empty_parameter(*size, dtype=build.dtype, device=build.device)
+            self._tables["lm_head.weight"] = self.lm_head = empty_parameter(
+                *size, dtype=build.dtype, device=build.device
+            )
         head = LinearShape(spec.hidden_size, {"lm_head": spec.vocab_size}, False, Parallel.column)
         self._head = Unquantized(self.lm_head, None, head, build.kernels)
+        self._kernels = build.kernels
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         cos, sin = self.rotary.forward(positions)
         x, residual = F.embedding(token_ids, self.embed_tokens), None
         for layer in self.layers:
             x, residual = layer.forward(x, residual, cos, sin, context)
-        return self.norm.forward(x, residual)[0]
+        return self._kernels.add_rms_norm(Stream(x, residual, self.norm.norm))[0]
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         return self._head.apply(hidden, out)
@@ -133,9 +137,7 @@ class Decoder(nn.Module):
         return sum(parameter.nbytes for parameter in self.parameters())
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        tensors = {"model.embed_tokens.weight": CheckpointTensor.copied_to(self.embed_tokens)}
-        if not self.spec.tie_word_embeddings:
-            tensors["lm_head.weight"] = CheckpointTensor.copied_to(self.lm_head)
+        tensors = {name: CheckpointTensor.copied_to(table) for name, table in self._tables.items()}
         for path, module in self.named_modules(prefix="model"):
             if isinstance(module, (Linear, RMSNorm)):  # a Linear's parts are named beside it
                 place = path.rpartition(".")[0] if isinstance(module, Linear) else path
@@ -143,10 +145,8 @@ class Decoder(nn.Module):
         return tensors
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
-        """Random weights (LinearMethod.fill_dummy)."""
-        heads = [] if self.spec.tie_word_embeddings else [self.lm_head]
-        for weight in (self.embed_tokens, *heads):
-            draw(weight)
+        for table in self._tables.values():
+            draw(table)
         for module in self.modules():
             if isinstance(module, (Linear, RMSNorm)):
                 module.fill_dummy(draw)

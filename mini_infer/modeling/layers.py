@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from mini_infer.kernels.interface import Norm, Places, QKNorm
+from mini_infer.kernels.interface import Norm, Places, QKNorm, Stream
 from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel, empty_parameter
 from mini_infer.modeling.model import CheckpointTensor
 
@@ -18,11 +18,6 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = empty_parameter(size, dtype=build.dtype, device=build.device)
         self.norm = Norm(self.weight, eps)
-        self._kernels = build.kernels
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The residual stream (kernels/interface.py), [T, size] -> (its norm, its value)."""
-        return self._kernels.add_rms_norm(x, residual, self.norm)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         return {"weight": CheckpointTensor.copied_to(self.weight)}
@@ -47,26 +42,22 @@ class Linear(nn.Module):
             self.register_parameter(key, weight)
         self._kernels = build.kernels
 
-    def of_stream(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, silu_mul: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def of_stream(self, stream: Stream, silu_mul: bool = False) -> tuple[Tensor, Tensor]:
         """(the product of the stream's norm, with `silu_mul` through SiLU(gate) * up; the stream's value)."""
-        fused = self.method.norm_apply(x, residual, norm, silu_mul)
+        fused = self.method.norm_apply(stream, silu_mul)
         if fused is not None:
             return fused
-        normed, total = self._kernels.add_rms_norm(x, residual, norm)
+        normed, total = self._kernels.add_rms_norm(stream)
         y = self.method.apply(normed)
         return (self._kernels.silu_mul(y) if silu_mul else y), total
 
-    def heads_of_stream(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, qk_norm: QKNorm | None, places: Places
-    ) -> tuple[Tensor, Tensor]:
+    def heads_of_stream(self, stream: Stream, qk_norm: QKNorm | None, places: Places) -> tuple[Tensor, Tensor]:
         """The product of the stream's norm is q | k | v heads, of which k and v are stored -> (queries [T, Hq, D], the
         stream's value)."""
-        fused = self.method.norm_apply_heads(x, residual, norm, qk_norm, places)
+        fused = self.method.norm_apply_rope(stream, qk_norm, places)
         if fused is not None:
             return fused
-        qkv, total = self.of_stream(x, residual, norm)
+        qkv, total = self.of_stream(stream)
         return self._kernels.rope_and_store(qkv, qk_norm, places), total
 
     def add_to_stream(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -89,11 +89,5 @@ class Model(Protocol):
         """
 
 
-class ModelFactory(Protocol):
-    """Builds a model on build.device, weights empty.
-
-    Args:
-        max_len: one more than the last position that may come.
-    """
-
-    def __call__(self, spec: ModelSpec, max_len: int, build: Build) -> Model: ...
+# (spec, max_len, build) -> the model on build.device, weights empty, for positions below max_len.
+ModelFactory = Callable[["ModelSpec", int, "Build"], Model]

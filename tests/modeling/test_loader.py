@@ -274,6 +274,19 @@ class TestDummy:
         config = ModelConfig(load_format="dummy", hf_config=QWEN25, seed=1)
         assert not torch.equal(a.embed_tokens, make_model(config).embed_tokens)
 
+    def test_a_seed_gives_the_weights_that_it_always_gave(self) -> None:
+        """Committed results were measured with them. Each sum depends on every number's place."""
+        for changes, expected in (
+            ({}, -6134.2042),
+            ({"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True}, -5861.0959),
+            ({"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}, -9998.6241),
+        ):
+            found = 0.0
+            for tensor in weights(make_model(dummy(**changes))).values():
+                numbers = tensor.double().flatten()
+                found += float(numbers @ (torch.arange(len(numbers)) % 101 - 50.0).double())
+            assert found == pytest.approx(expected, abs=0.1)
+
     def test_from_a_folder_without_weights(self, folder: Path) -> None:
         (folder / "model.safetensors").unlink()
         model = make_model(ModelConfig(path=str(folder), load_format="dummy"))

@@ -6,12 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mini_infer.kernels.interface import Kernels, Norm, Places, QKNorm
+from mini_infer.kernels.interface import Kernels, Places, QKNorm, Stream
 from mini_infer.modeling.model import CheckpointTensor
 
 
@@ -40,6 +39,11 @@ class LinearShape:
         return sum(self.parts.values())
 
 
+# (name, shape, build) -> a layer's method, its weights empty. `name` is the module that has the layer's parts in a
+# checkpoint: "model.layers.0.mlp" has gate_proj and up_proj.
+LinearMethodFactory = Callable[[str, LinearShape, "Build"], "LinearMethod"]
+
+
 @dataclass(frozen=True)
 class Build:
     """What a model's layers are made with."""
@@ -48,16 +52,6 @@ class Build:
     device: torch.device
     kernels: Kernels
     linear_method: LinearMethodFactory
-
-
-class LinearMethodFactory(Protocol):
-    """Chooses a layer's method and creates its weights, empty.
-
-    Args:
-        name: of what the parts belong to in the checkpoint: "model.layers.0.mlp" has gate_proj and up_proj.
-    """
-
-    def __call__(self, name: str, shape: LinearShape, build: Build) -> LinearMethod: ...
 
 
 class LinearMethod(ABC):
@@ -89,15 +83,11 @@ class LinearMethod(ABC):
         for weight in self.weights().values():
             draw(weight)
 
-    def norm_apply(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, silu_mul: bool
-    ) -> tuple[Tensor, Tensor] | None:
+    def norm_apply(self, stream: Stream, silu_mul: bool) -> tuple[Tensor, Tensor] | None:
         """The stream (kernels/interface.py) -> (the product of its norm, on request through `silu_mul`; its value)."""
         return None
 
-    def norm_apply_heads(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, qk_norm: QKNorm | None, places: Places
-    ) -> tuple[Tensor, Tensor] | None:
+    def norm_apply_rope(self, stream: Stream, qk_norm: QKNorm | None, places: Places) -> tuple[Tensor, Tensor] | None:
         """The stream -> (of the product of its norm, q | k | v heads, what `rope_and_store` gives; its value)."""
         return None
 

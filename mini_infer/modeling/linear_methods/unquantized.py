@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_infer.kernels.interface import Kernels, Norm, Places, QKNorm
+from mini_infer.kernels.interface import Kernels, Norm, Places, QKNorm, Stream
 from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape, Parallel, empty_parameter
 from mini_infer.modeling.model import CheckpointTensor
 
@@ -58,23 +58,19 @@ class Unquantized(LinearMethod):
             return torch.mm(x, self.weight.t(), out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
-    def norm_apply(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, silu_mul: bool
-    ) -> tuple[Tensor, Tensor] | None:
-        if (gemv := self._gemv_for(x)) is None:
+    def norm_apply(self, stream: Stream, silu_mul: bool) -> tuple[Tensor, Tensor] | None:
+        if (gemv := self._gemv_for(stream.x)) is None:
             return None
-        x, own_norm, total = self._normed(gemv, x, residual, norm)
-        return gemv.gemv(x, self.weight, self.bias, norm=own_norm, silu_mul=silu_mul), total
+        x, norm, total = self._normed(gemv, stream)
+        return gemv.gemv(x, self.weight, self.bias, norm=norm, silu_mul=silu_mul), total
 
-    def norm_apply_heads(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, qk_norm: QKNorm | None, places: Places
-    ) -> tuple[Tensor, Tensor] | None:
+    def norm_apply_rope(self, stream: Stream, qk_norm: QKNorm | None, places: Places) -> tuple[Tensor, Tensor] | None:
         # A program of gemv has a few rows of a head, and QK-norm needs the sum over all of them.
-        gemv = self._gemv_for(x) if qk_norm is None else None
-        if gemv is None or not gemv.takes_heads(x.dtype, places):
+        gemv = self._gemv_for(stream.x) if qk_norm is None else None
+        if gemv is None or not gemv.takes_heads(stream.x.dtype, places):
             return None
-        x, own_norm, total = self._normed(gemv, x, residual, norm)
-        return gemv.qkv_gemv(x, self.weight, self.bias, places, norm=own_norm), total
+        x, norm, total = self._normed(gemv, stream)
+        return gemv.qkv_gemv(x, self.weight, self.bias, places, norm=norm), total
 
     def apply_add(self, x: Tensor, residual: Tensor) -> Tensor | None:
         gemv = self._gemv_for(x)
@@ -88,11 +84,10 @@ class Unquantized(LinearMethod):
         fits = self._gemv.worth_it(rows, out_size, in_size, x.dtype) and self.weight.is_contiguous()
         return self._gemv if fits else None
 
-    def _normed(
-        self, gemv: ModuleType, x: Tensor, residual: Tensor | None, norm: Norm
-    ) -> tuple[Tensor, Norm | None, Tensor]:
+    def _normed(self, gemv: ModuleType, stream: Stream) -> tuple[Tensor, Norm | None, Tensor]:
         """(what gemv reads; the norm, if that is left to it; the stream's value)."""
+        x, residual, norm = stream
         if residual is None and gemv.takes_norm(*x.shape):
             return x, norm, x
-        normed, total = self._add_rms_norm(x, residual, norm)
+        normed, total = self._add_rms_norm(stream)
         return normed, None, total
