@@ -25,8 +25,8 @@ from mini_infer.core.config import EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepPlan
 from mini_infer.kernels.ops import select_kernels
-from mini_infer.modeling.model import Model
 from mini_infer.modeling.loader import resolve_device
+from mini_infer.modeling.model import Model
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.decode_graphs import DecodeGraphs, NoGraphs, batch_ladder
 from mini_infer.runtime.graphs.pieces import graph_bytes, token_ladder
