@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from mini_infer.attention.context import AttentionContext
 from mini_infer.cache.layout import KVLayout
 from mini_infer.kernels.interface import Places, QKNorm, Stream
-from mini_infer.modeling.layers import Linear, RMSNorm
+from mini_infer.modeling.layers import Layer, Linear, RMSNorm
 from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel, empty_parameter
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.model import CheckpointTensor
@@ -42,8 +42,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(name, q_size, {"o_proj": model.hidden_size}, spec.o_bias, Parallel.row, build)
         self._qk_norm = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(spec.head_dim, model.norm_eps, build)
-            self.k_norm = RMSNorm(spec.head_dim, model.norm_eps, build)
+            self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, model.norm_eps, build)
+            self.k_norm = RMSNorm(f"{name}.k_norm", spec.head_dim, model.norm_eps, build)
             self._qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, model.norm_eps)
 
     def forward(
@@ -78,11 +78,11 @@ FEED_FORWARD = {MLPSpec: MLP}
 class DecoderLayer(nn.Module):
     def __init__(self, name: str, layer: int, model: ModelSpec, build: Build) -> None:
         super().__init__()
-        spec = model.layers[layer]
+        spec, size, eps = model.layers[layer], model.hidden_size, model.norm_eps
         attention, feed_forward = ATTENTION[type(spec.attention)], FEED_FORWARD[type(spec.feed_forward)]
-        self.input_layernorm = RMSNorm(model.hidden_size, model.norm_eps, build)
+        self.input_layernorm = RMSNorm(f"{name}.input_layernorm", size, eps, build)
         self.self_attn = attention(f"{name}.self_attn", layer, model, spec.attention, build)
-        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.norm_eps, build)
+        self.post_attention_layernorm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, build)
         self.mlp = feed_forward(f"{name}.mlp", model, spec.feed_forward, build)
         self._norms = self.input_layernorm.norm, self.post_attention_layernorm.norm
 
@@ -112,13 +112,12 @@ class Decoder(nn.Module):
         self.rotary = RotaryTable(attention.rope, attention.head_dim, max_len, build.dtype, build.device)
         layers = (DecoderLayer(f"model.layers.{i}", i, spec, build) for i in range(spec.num_layers))
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, build)
+        self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps, build)
         self.lm_head = self.embed_tokens
         self._tables = {"model.embed_tokens.weight": self.embed_tokens}
         if not spec.tie_word_embeddings:
-            self._tables["lm_head.weight"] = self.lm_head = empty_parameter(
-                *size, dtype=build.dtype, device=build.device
-            )
+            self.lm_head = empty_parameter(*size, dtype=build.dtype, device=build.device)
+            self._tables["lm_head.weight"] = self.lm_head
         head = LinearShape(spec.hidden_size, {"lm_head": spec.vocab_size}, False, Parallel.column)
         self._head = Unquantized(self.lm_head, None, head, build.kernels)
         self._kernels = build.kernels
@@ -138,15 +137,15 @@ class Decoder(nn.Module):
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         tensors = {name: CheckpointTensor.copied_to(table) for name, table in self._tables.items()}
-        for path, module in self.named_modules(prefix="model"):
-            if isinstance(module, (Linear, RMSNorm)):  # a Linear's parts are named beside it
-                place = path.rpartition(".")[0] if isinstance(module, Linear) else path
-                tensors |= {f"{place}.{name}": tensor for name, tensor in module.checkpoint_tensors().items()}
+        for layer in self._weighted():
+            tensors |= layer.checkpoint_tensors()
         return tensors
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
         for table in self._tables.values():
             draw(table)
-        for module in self.modules():
-            if isinstance(module, (Linear, RMSNorm)):
-                module.fill_dummy(draw)
+        for layer in self._weighted():
+            layer.fill_dummy(draw)
+
+    def _weighted(self) -> list[Layer]:
+        return [module for module in self.modules() if isinstance(module, Layer)]

@@ -11,32 +11,47 @@ from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel
 from mini_infer.modeling.model import CheckpointTensor
 
 
-class RMSNorm(nn.Module):
+class Layer(nn.Module):
+    """A module with weights of its own, which a model finds among its modules when they are to be filled."""
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        """Checkpoint name -> what becomes of that tensor."""
+        raise NotImplementedError
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        """As Model.fill_dummy."""
+        raise NotImplementedError
+
+
+class RMSNorm(Layer):
     """Zhang & Sennrich 2019 (arXiv:1910.07467), over the last dimension; computed in float32."""
 
-    def __init__(self, size: int, eps: float, build: Build) -> None:
+    def __init__(self, name: str, size: int, eps: float, build: Build) -> None:
         super().__init__()
+        self._name = name
         self.weight = empty_parameter(size, dtype=build.dtype, device=build.device)
         self.norm = Norm(self.weight, eps)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        return {"weight": CheckpointTensor.copied_to(self.weight)}
+        return {f"{self._name}.weight": CheckpointTensor.copied_to(self.weight)}
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
         draw(self.weight)  # so that what is drawn after it stays what it was
         self.weight.fill_(1.0)
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """A product from or to the residual stream (kernels/interface.py), with weights that its method owns.
 
-    Each operation is the method's, in one go, or made of several where the method declines.
+    Each operation is the method's, in one go, or made of several where the method declines. `name` is as in
+    LinearMethodFactory.
     """
 
     def __init__(
         self, name: str, in_size: int, parts: Mapping[str, int], bias: bool, parallel: Parallel, build: Build
     ) -> None:
         super().__init__()
+        self._name = name
         self.method = build.linear_method(name, LinearShape(in_size, parts, bias, parallel), build)
         for key, weight in self.method.weights().items():
             self.register_parameter(key, weight)
@@ -66,7 +81,7 @@ class Linear(nn.Module):
         return (self.method.apply(x), residual) if total is None else (total, None)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        return self.method.checkpoint_tensors()
+        return {f"{self._name}.{part}": tensor for part, tensor in self.method.checkpoint_tensors().items()}
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
         self.method.fill_dummy(draw)
