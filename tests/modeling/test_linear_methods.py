@@ -20,7 +20,7 @@ from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import ModelConfig
 from mini_infer.core.errors import ModelError
-from mini_infer.kernels.interface import Kernels
+from mini_infer.kernels.interface import Kernels, Stream
 from mini_infer.kernels.ops import TorchKernels, TritonKernels
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape, Parallel, empty_parameter
@@ -97,6 +97,19 @@ class Int8(LinearMethod):
         self.weight[rows], self.scale[rows] = numbers, scale
 
 
+class Int8Activations(Int8):
+    """The norm quantizes too, a scale for each token: a fusion of its own."""
+
+    def norm_apply(self, stream: Stream, silu_mul: bool) -> tuple[Tensor, Tensor]:
+        x, residual, (weight, eps) = stream
+        total = x if residual is None else residual + x
+        numbers, scale = quantized(F.rms_norm(total, weight.shape, weight, eps))
+        y = (numbers.double() @ self.weight.double().T).float() * scale * self.scale.T
+        y = y if self.bias is None else y + self.bias
+        gate, up = y.chunk(2, dim=-1)
+        return (F.silu(gate) * up if silu_mul else y), total
+
+
 def all_but_down_proj(name: str, shape: LinearShape, build: Build) -> LinearMethod:
     """As a checkpoint that names layers to be left alone."""
     alone = name == "model.layers.1.mlp" and "down_proj" in shape.parts
@@ -151,6 +164,18 @@ def test_int8_weights_attach_without_an_edit_in_the_decoder(
     expected = logits(load(folder), step_rows)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert (expected - exact).abs().max() > 1e-2, "int8 weights that change nothing would prove little"
+
+
+def test_a_method_may_fuse_the_norm_in_its_own_way(
+    folder: Path, step_rows: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = logits(load(folder, method=Int8), step_rows)
+    norms: list[Stream] = []
+    kernels = TorchKernels()
+    monkeypatch.setattr(kernels, "add_rms_norm", lambda x: norms.append(x) or TorchKernels.add_rms_norm(kernels, x))
+    found = logits(load(folder, kernels, Int8Activations), step_rows)
+    assert 0 < (found - expected).norm() / expected.norm() < 0.05
+    assert len(norms) == 3, "of each step the last norm alone, behind which no product of a layer stands"
 
 
 def test_a_method_says_what_it_takes(folder: Path) -> None:
