@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,13 +133,13 @@ def load(folder: Path, kernels: Kernels | None = None, method: Any = Unquantized
 
 
 @torch.inference_mode()
-def logits(model: Model, step_rows: Callable[..., SimpleNamespace]) -> Tensor:
+def logits(model: Model, step_rows: Callable[..., AttentionBatch]) -> Tensor:
     """Of a prompt, a chunk behind it and a decode row."""
     attention, backend = model.spec.attention, SdpaBackend()
     store = KVStore(model.kv_layout, num_blocks=6, block_size=4, device=CPU)
     results = []
     for start, count, num_decode_rows in ((0, 7, 0), (7, 5, 0), (12, 1, 1)):
-        batch = AttentionBatch.build(step_rows([(start, count, [4, 1, 3, 0])], num_decode_rows, 4), CPU)
+        batch = step_rows([(start, count, [4, 1, 3, 0])], num_decode_rows, 4)
         context = AttentionContext(batch, store, backend, backend, model.spec.windows, attention.scale)
         tokens = torch.arange(start, start + count) * 7 % 90
         results.append(model.compute_logits(model.forward(tokens, batch.positions, context)))
@@ -149,7 +148,7 @@ def logits(model: Model, step_rows: Callable[..., SimpleNamespace]) -> Tensor:
 
 @pytest.mark.parametrize("kernels", [TorchKernels, TritonKernels])
 def test_int8_weights_attach_without_an_edit_in_the_decoder(
-    kernels: type[TorchKernels], folder: Path, step_rows: Callable[..., SimpleNamespace]
+    kernels: type[TorchKernels], folder: Path, step_rows: Callable[..., AttentionBatch]
 ) -> None:
     if kernels is TritonKernels:
         pytest.importorskip("triton")
@@ -167,7 +166,7 @@ def test_int8_weights_attach_without_an_edit_in_the_decoder(
 
 
 def test_a_method_may_fuse_the_norm_in_its_own_way(
-    folder: Path, step_rows: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+    folder: Path, step_rows: Callable[..., AttentionBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = logits(load(folder, method=Int8), step_rows)
     norms: list[Stream] = []
