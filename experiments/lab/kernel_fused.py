@@ -29,7 +29,7 @@ from experiments.lab.kernel_case import (
     require_triton,
     row_error,
 )
-from mini_infer.kernels.interface import Kernels, Places, QKNorm
+from mini_infer.kernels.interface import Kernels, Norm, Places, QKNorm, Stream
 from mini_infer.kernels.ops import TorchKernels, TritonKernels
 from mini_infer.modeling.rope import RopeSpec, RotaryTable
 
@@ -103,7 +103,7 @@ class AddRmsNorm(_Fused):
 
     def compute(self, kernels: Kernels, *inputs: Any) -> tuple[Tensor, Tensor]:
         x, residual, weight = inputs
-        return kernels.add_rms_norm(x, residual, weight, EPS)
+        return kernels.add_rms_norm(Stream(x, residual, Norm(weight, EPS)))
 
     def eager(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         x, residual, weight = inputs

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.plan import StepRecord
-from mini_infer.modeling.decoder import Decoder
-from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
+from mini_infer.modeling.loader import load_spec, outline, resolve_device, resolve_dtype
 
 
 class MemoryWatch:
@@ -27,10 +25,8 @@ class MemoryWatch:
         spec = load_spec(config.model)
         self._device = resolve_device(config.model)
         dtype = resolve_dtype(config.model, spec, self._device)
-        shape = Decoder(spec, max_len=1, dtype=dtype, device=torch.device("meta"))  # takes no memory
-        self._weights = sum(p.numel() * p.element_size() for p in shape.parameters())
-        layout = KVLayout.of_heads(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
-        self._block = layout.bytes_per_block(config.cache.block_size)
+        model = outline(spec, dtype)
+        self._weights, self._block = model.weight_bytes(), model.kv_layout.bytes_per_block(config.cache.block_size)
         self._reserved = 0
 
     def start(self) -> None:

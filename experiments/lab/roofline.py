@@ -113,14 +113,15 @@ def cost(spec: ModelSpec, dtype: torch.dtype, step: StepRecord | StepWork) -> Co
     done = step if isinstance(step, StepWork) else work(step)
     size = dtype.itemsize
     layers, head = layer_weights(spec), spec.vocab_size * spec.hidden_size
-    kv_row = 2 * spec.num_kv_heads * spec.head_dim  # K and V of one token in one layer
-    pair_flops = 4 * spec.num_heads * spec.head_dim
+    attention = spec.attention
+    kv_row = 2 * attention.num_kv_heads * attention.head_dim  # K and V of one token in one layer
+    pair_flops = 4 * attention.num_heads * attention.head_dim
     numbers = layers + done.tokens * spec.hidden_size + done.tokens * spec.num_layers * kv_row
     flops = 2.0 * layers * done.tokens
     if done.sampled:
         numbers += head + done.sampled * spec.vocab_size
         flops += 2.0 * head * done.sampled
-    for window in spec.sliding_windows:
+    for window in spec.windows:
         seen, pairs = done.context, done.pairs
         if window is not None:
             seen = min(seen, done.rows * window + done.tokens)
@@ -132,12 +133,15 @@ def cost(spec: ModelSpec, dtype: torch.dtype, step: StepRecord | StepWork) -> Co
 
 def layer_weights(spec: ModelSpec) -> int:
     """Parameters of all layers and of the last norm: everything that each token passes, embeddings aside."""
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    attention = hidden * (q + 2 * kv) + q * hidden
-    biases = (q + 2 * kv) * spec.qkv_bias + hidden * spec.o_bias + (2 * inner + hidden) * spec.mlp_bias
-    norms = 2 * hidden + 2 * spec.head_dim * spec.qk_norm
-    return spec.num_layers * (attention + 3 * hidden * inner + biases + norms) + hidden
+    hidden = total = spec.hidden_size
+    for layer in spec.layers:
+        attention, mlp = layer.attention, layer.feed_forward
+        q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+        inner = mlp.intermediate_size
+        biases = (q + 2 * kv) * attention.qkv_bias + hidden * attention.o_bias + (2 * inner + hidden) * mlp.bias
+        norms = 2 * hidden + 2 * attention.head_dim * attention.qk_norm
+        total += hidden * (2 * q + 2 * kv) + (2 + mlp.gated) * hidden * inner + biases + norms
+    return total
 
 
 def bandwidth(ceilings: Ceilings, num_bytes: float) -> float:

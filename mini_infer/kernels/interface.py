@@ -1,17 +1,32 @@
-"""What a model asks of the kernels that it is handed: the operations around attention, and their grouped arguments.
+"""What a model asks of the kernels that it is handed: the operations between products and attention, and their grouped
+arguments.
 
 The residual stream goes from one to the next as a pair (x, residual), whose value is residual + x, or x alone where
 residual is None. So whoever computes x may leave the addition to the norm that reads the stream next, or do it itself,
-whichever costs less at the number of tokens: each operation says which it takes and gives.
+whichever costs less at the number of tokens. `Stream` is such a pair with the norm through which it is read next.
 
 T tokens, hidden size H, Hq query heads and Hkv KV heads of size D.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) over H, times weight."""
+
+    weight: Tensor  # [H]
+    eps: float
+
+
+class Stream(NamedTuple):
+    x: Tensor  # [T, H]
+    residual: Tensor | None  # [T, H]
+    norm: Norm
 
 
 class QKNorm(NamedTuple):
@@ -40,29 +55,10 @@ class Kernels(Protocol):
 
     name: str
     fallback: str | None  # what `auto` would have preferred, and why it could not be had
+    gemv: ModuleType | None  # kernels/gemv.py, where products of few rows with unquantized weights may use it
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x and residual [T, H], the stream -> (its RMSNorm times weight [H], its value).
-
-        RMSNorm: Zhang & Sennrich 2019, arXiv:1910.07467, over H. Leaves its arguments as they are.
-        """
-
-    def norm_linear(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm_weight: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        silu_mul: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """`add_rms_norm`, of its first result `linear` and, on request, `silu_mul` -> (that, the stream's value)."""
-
-    def linear_add(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The stream of value residual [T, N] plus `linear` of x [T, K], whether the addition is done here or not."""
+    def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """The stream -> (its norm, its value). Leaves its argument as it is."""
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
         """Stores a step's K and V and returns its queries [T, Hq, D], whose tokens may lie apart.
@@ -71,21 +67,5 @@ class Kernels(Protocol):
             qkv: [T, (Hq + 2 Hkv) * D], q heads | k heads | v heads.
         """
 
-    def norm_qkv_rope(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm_weight: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
-        qk_norm: QKNorm | None,
-        places: Places,
-    ) -> tuple[Tensor, Tensor]:
-        """`norm_linear` to q | k | v heads, and of that `rope_and_store` -> (queries, the stream's value)."""
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2I] -> silu(gate) * up [T, I]."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x [T, K], weight [N, K] (of any strides), bias [N] -> [T, N], in `out`, of x's dtype, where it is given."""

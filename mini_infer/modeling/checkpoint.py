@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from mini_infer.assets import shipped_path
 from mini_infer.core.errors import ModelError
+from mini_infer.modeling.model import CheckpointTensor
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -88,11 +88,11 @@ def checkpoint_dtype(folder: Path) -> torch.dtype:
     raise ModelError(f"{folder} holds no floating-point weights")
 
 
-def fill_from(files: list[Path], wanted: dict[str, Tensor], ignored: tuple[str, ...]) -> None:
-    """Copies each checkpoint tensor into wanted[name], converting its dtype.
+def fill_from(files: list[Path], wanted: Mapping[str, CheckpointTensor], ignored: tuple[str, ...]) -> None:
+    """Loads every tensor of the files to its place in `wanted`, by name.
 
-    Names that end in one of `ignored` are skipped. Raises ModelError where a tensor is unknown or mis-shaped, or is
-    not of a floating type, where one of `wanted` is in no file, and where a file is not safetensors.
+    Names that end in one of `ignored` are skipped. Raises ModelError where a tensor is unknown, mis-shaped or of
+    another dtype than it may be, where one of `wanted` is in no file, and where a file is not safetensors.
     """
     missing = dict(wanted)
     for file in files:
@@ -102,20 +102,19 @@ def fill_from(files: list[Path], wanted: dict[str, Tensor], ignored: tuple[str, 
             if name not in wanted:
                 raise ModelError(f"{file} holds {name} {shape}, which this architecture does not have")
             target = wanted[name]
-            if shape != tuple(target.shape):
-                raise ModelError(f"{name} in {file} has shape {shape}; the config asks for {tuple(target.shape)}")
+            if shape != target.shape:
+                raise ModelError(f"{name} in {file} has shape {shape}; the config asks for {target.shape}")
             tensor = read()
-            if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ModelError(
-                    f"{name} in {file} is {tensor.dtype}; only float32, bfloat16 and float16 are supported"
-                )
-            target.copy_(tensor)
+            if tensor.dtype not in target.dtypes:
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in target.dtypes)
+                raise ModelError(f"{name} in {file} is {tensor.dtype}; supported are {known}")
+            target.load(tensor)
             missing.pop(name, None)
     if missing:
         name, target = next(iter(missing.items()))
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         names = ", ".join(str(file) for file in files)
-        raise ModelError(f"{name}, expected with shape {tuple(target.shape)},{more} is missing from {names}")
+        raise ModelError(f"{name}, expected with shape {target.shape},{more} is missing from {names}")
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, tuple[int, ...], Any]]:

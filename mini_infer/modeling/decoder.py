@@ -7,136 +7,145 @@ Each half of a layer reads the residual stream through a norm and a product, and
                                      '--- KV cache ----'
     stream --> norm, gate_up_proj, SiLU-mul --> down_proj, add --> stream
 
-The stream is a pair (x, residual), and what stands between two arrows is one operation (kernels/interface.py): which
-kernels it is made of, and who adds x to residual, depends on the number of tokens.
+The stream is a pair (x, residual), and what stands between two arrows is one operation of a Linear
+(modeling/layers.py): which kernels it is made of, and who adds x to residual, depends on its number format and on the
+number of tokens.
+
+`forward` is called by name: Module.__call__ would look for hooks, which take longer than a small kernel.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_infer.attention.context import AttentionContext
-from mini_infer.kernels.interface import Kernels, Places, QKNorm
-from mini_infer.kernels.ops import TorchKernels
-from mini_infer.modeling.layers import Linear, RMSNorm, empty_parameter
+from mini_infer.cache.layout import KVLayout
+from mini_infer.kernels.interface import Places, QKNorm, Stream
+from mini_infer.modeling.layers import Layer, Linear, RMSNorm
+from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel, empty_parameter
+from mini_infer.modeling.linear_methods.unquantized import Unquantized
+from mini_infer.modeling.model import CheckpointTensor
 from mini_infer.modeling.rope import RotaryTable
-from mini_infer.modeling.spec import ModelSpec
+from mini_infer.modeling.spec import AttentionSpec, MLPSpec, ModelSpec
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
+    def __init__(self, name: str, layer: int, model: ModelSpec, spec: AttentionSpec, build: Build) -> None:
         super().__init__()
-        self._layer, self._kernels = layer, kernels
+        self._layer = layer
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(spec.hidden_size, qkv, spec.qkv_bias, dtype, device, kernels)
-        self.o_proj = Linear(q_size, {"o_proj": spec.hidden_size}, spec.o_bias, dtype, device, kernels)
-        self.q_norm = self.k_norm = None
+        self.qkv_proj = Linear(name, model.hidden_size, qkv, spec.qkv_bias, Parallel.column, build)
+        self.o_proj = Linear(name, q_size, {"o_proj": model.hidden_size}, spec.o_bias, Parallel.row, build)
+        self._qk_norm = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, dtype, device, kernels)
-            self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, dtype, device, kernels)
+            self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, model.norm_eps, build)
+            self.k_norm = RMSNorm(f"{name}.k_norm", spec.head_dim, model.norm_eps, build)
+            self._qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, model.norm_eps)
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        norm: RMSNorm,
-        cos: Tensor,
-        sin: Tensor,
-        context: AttentionContext,
+        self, stream: Stream, cos: Tensor, sin: Tensor, context: AttentionContext
     ) -> tuple[Tensor, Tensor | None]:
-        qk_norm = None
-        if self.q_norm is not None and self.k_norm is not None:
-            qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         key_slots, value_slots = context.key_slots(self._layer), context.value_slots(self._layer)
         places = Places(cos, sin, context.batch.slot_mapping, key_slots, value_slots)
-        weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
-        q, residual = self._kernels.norm_qkv_rope(x, residual, norm.weight, norm.eps, weight, bias, qk_norm, places)
+        q, residual = self.qkv_proj.heads_of_stream(stream, self._qk_norm, places)
         return self.o_proj.add_to_stream(context.attend(self._layer, q).flatten(1), residual)
 
 
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
+    def __init__(self, name: str, model: ModelSpec, spec: MLPSpec, build: Build) -> None:
         super().__init__()
         size = spec.intermediate_size
-        gate_up = {"gate_proj": size, "up_proj": size}
-        self.gate_up_proj = Linear(spec.hidden_size, gate_up, spec.mlp_bias, dtype, device, kernels)
-        self.down_proj = Linear(size, {"down_proj": spec.hidden_size}, spec.mlp_bias, dtype, device, kernels)
+        gate_up, down = {"gate_proj": size, "up_proj": size}, {"down_proj": model.hidden_size}
+        self.gate_up_proj = Linear(name, model.hidden_size, gate_up, spec.bias, Parallel.column, build)
+        self.down_proj = Linear(name, size, down, spec.bias, Parallel.row, build)
 
-    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor | None]:
-        activated, residual = self.gate_up_proj.of_stream(norm, x, residual, silu_mul=True)
+    def forward(self, stream: Stream) -> tuple[Tensor, Tensor | None]:
+        activated, residual = self.gate_up_proj.of_stream(stream, silu_mul=True)
         return self.down_proj.add_to_stream(activated, residual)
 
 
+# A kind of attention or feed-forward, and who computes it.
+ATTENTION = {AttentionSpec: Attention}
+FEED_FORWARD = {MLPSpec: MLP}
+
+
 class DecoderLayer(nn.Module):
-    def __init__(self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
+    def __init__(self, name: str, layer: int, model: ModelSpec, build: Build) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype, device, kernels)
-        self.self_attn = Attention(spec, layer, dtype, device, kernels)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype, device, kernels)
-        self.mlp = MLP(spec, dtype, device, kernels)
+        spec, size, eps = model.layers[layer], model.hidden_size, model.norm_eps
+        attention, feed_forward = ATTENTION[type(spec.attention)], FEED_FORWARD[type(spec.feed_forward)]
+        self.input_layernorm = RMSNorm(f"{name}.input_layernorm", size, eps, build)
+        self.self_attn = attention(f"{name}.self_attn", layer, model, spec.attention, build)
+        self.post_attention_layernorm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, build)
+        self.mlp = feed_forward(f"{name}.mlp", model, spec.feed_forward, build)
+        self._norms = self.input_layernorm.norm, self.post_attention_layernorm.norm
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, context: AttentionContext
     ) -> tuple[Tensor, Tensor | None]:
-        x, residual = self.self_attn(x, residual, self.input_layernorm, cos, sin, context)
-        return self.mlp(x, residual, self.post_attention_layernorm)
+        before_attention, before_mlp = self._norms
+        x, residual = self.self_attn.forward(Stream(x, residual, before_attention), cos, sin, context)
+        return self.mlp.forward(Stream(x, residual, before_mlp))
 
 
 class Decoder(nn.Module):
-    """Parameters are empty until the loader fills them.
+    """A Model (modeling/model.py). Parameters are empty until the loader fills them.
 
     Args:
         max_len: one more than the last position that may come.
-        kernels: the operations between the matrix products; default: torch's.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        max_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels | None = None,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, max_len: int, build: Build) -> None:
         super().__init__()
-        self.spec = spec
-        self.kernels = kernels or TorchKernels()
-        self.embed_tokens = empty_parameter(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self.rotary = RotaryTable(spec.rope, spec.head_dim, max_len, dtype, device)
-        layers = (DecoderLayer(spec, i, dtype, device, self.kernels) for i in range(spec.num_layers))
+        self.spec, self.dtype, self.device = spec, build.dtype, build.device
+        self.kv_layout: KVLayout = spec.kv_layout(build.dtype)
+        size = (spec.vocab_size, spec.hidden_size)
+        self.embed_tokens = empty_parameter(*size, dtype=build.dtype, device=build.device)
+        attention = spec.attention
+        assert attention.rope is not None, "the architectures of the registry have one"
+        self.rotary = RotaryTable(attention.rope, attention.head_dim, max_len, build.dtype, build.device)
+        layers = (DecoderLayer(f"model.layers.{i}", i, spec, build) for i in range(spec.num_layers))
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype, device, self.kernels)
+        self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps, build)
         self.lm_head = self.embed_tokens
+        self._tables = {"model.embed_tokens.weight": self.embed_tokens}
         if not spec.tie_word_embeddings:
-            self.lm_head = empty_parameter(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+            self.lm_head = empty_parameter(*size, dtype=build.dtype, device=build.device)
+            self._tables["lm_head.weight"] = self.lm_head
+        head = LinearShape(spec.hidden_size, {"lm_head": spec.vocab_size}, False, Parallel.column)
+        self._head = Unquantized(self.lm_head, None, head, build.kernels)
+        self._kernels = build.kernels
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """token_ids and positions [T] int64 -> hidden states [T, hidden_size] after the last norm."""
-        cos, sin = self.rotary(positions)
+        cos, sin = self.rotary.forward(positions)
         x, residual = F.embedding(token_ids, self.embed_tokens), None
         for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin, context)
-        return self.norm(x, residual)[0]
+            x, residual = layer.forward(x, residual, cos, sin, context)
+        return self._kernels.add_rms_norm(Stream(x, residual, self.norm.norm))[0]
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [S, hidden_size] -> [S, vocab_size], of the model's dtype; in `out`, contiguous, where it is given."""
-        return self.kernels.linear(hidden, self.lm_head, out=out)
+        return self._head.apply(hidden, out)
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Checkpoint name -> the part of a parameter that it fills. Together they cover every parameter once."""
-        tensors: dict[str, Tensor] = {"model.embed_tokens.weight": self.embed_tokens}
-        if not self.spec.tie_word_embeddings:
-            tensors["lm_head.weight"] = self.lm_head
-        for path, module in self.named_modules(prefix="model"):
-            parent = path.rpartition(".")[0]
-            if isinstance(module, Linear):
-                tensors |= {f"{parent}.{name}": part for name, part in module.checkpoint_tensors().items()}
-            elif isinstance(module, RMSNorm):
-                tensors[f"{path}.weight"] = module.weight
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.parameters())
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        tensors = {name: CheckpointTensor.copied_to(table) for name, table in self._tables.items()}
+        for layer in self._weighted():
+            tensors |= layer.checkpoint_tensors()
         return tensors
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        for table in self._tables.values():
+            draw(table)
+        for layer in self._weighted():
+            layer.fill_dummy(draw)
+
+    def _weighted(self) -> list[Layer]:
+        return [module for module in self.modules() if isinstance(module, Layer)]

@@ -2,70 +2,86 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Mapping
+
 from torch import Tensor, nn
 
-from mini_infer.kernels.interface import Kernels
+from mini_infer.kernels.interface import Norm, Places, QKNorm, Stream
+from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel, empty_parameter
+from mini_infer.modeling.model import CheckpointTensor
 
 
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+class Layer(nn.Module):
+    """A module with weights of its own, which a model finds among its modules when they are to be filled."""
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        """Checkpoint name -> what becomes of that tensor."""
+        raise NotImplementedError
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        """As Model.fill_dummy."""
+        raise NotImplementedError
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """Zhang & Sennrich 2019 (arXiv:1910.07467), over the last dimension; computed in float32."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
+    def __init__(self, name: str, size: int, eps: float, build: Build) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
-        self.eps = eps
-        self._kernels = kernels
+        self._name = name
+        self.weight = empty_parameter(size, dtype=build.dtype, device=build.device)
+        self.norm = Norm(self.weight, eps)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The residual stream (kernels/interface.py), [T, size] -> (its norm, its value)."""
-        return self._kernels.add_rms_norm(x, residual, self.weight, self.eps)
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        return {f"{self._name}.weight": CheckpointTensor.copied_to(self.weight)}
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        draw(self.weight)  # so that what is drawn after it stays what it was
+        self.weight.fill_(1.0)
 
 
-class Linear(nn.Module):
-    """[T, in_size] -> [T, sum of parts], from or to the residual stream (kernels/interface.py).
+class Linear(Layer):
+    """A product from or to the residual stream (kernels/interface.py), with weights that its method owns.
 
-    `parts` names the checkpoint's projections that lie side by side in this one, with their output sizes: one matmul
-    for q, k and v, one for gate and up.
+    Each operation is the method's, in one go, or made of several where the method declines. `name` is as in
+    LinearMethodFactory.
     """
 
     def __init__(
-        self,
-        in_size: int,
-        parts: dict[str, int],
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
+        self, name: str, in_size: int, parts: Mapping[str, int], bias: bool, parallel: Parallel, build: Build
     ) -> None:
         super().__init__()
-        out_size = sum(parts.values())
-        self._kernels = kernels
-        self.parts = parts
-        self.weight = empty_parameter(out_size, in_size, dtype=dtype, device=device)
-        if device.type == "cpu":
-            # Input-major memory: MKL reads it 1.8 times as fast at batch 1, 1.3 times at 8, and no slower at 512.
-            self.weight.data = self.weight.data.view(in_size, out_size).t()
-        self.bias = empty_parameter(out_size, dtype=dtype, device=device) if bias else None
+        self._name = name
+        self.method = build.linear_method(name, LinearShape(in_size, parts, bias, parallel), build)
+        for key, weight in self.method.weights().items():
+            self.register_parameter(key, weight)
+        self._kernels = build.kernels
 
-    def of_stream(
-        self, norm: RMSNorm, x: Tensor, residual: Tensor | None, silu_mul: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def of_stream(self, stream: Stream, silu_mul: bool = False) -> tuple[Tensor, Tensor]:
         """(the product of the stream's norm, with `silu_mul` through SiLU(gate) * up; the stream's value)."""
-        return self._kernels.norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, silu_mul)
+        fused = self.method.norm_apply(stream, silu_mul)
+        if fused is not None:
+            return fused
+        normed, total = self._kernels.add_rms_norm(stream)
+        y = self.method.apply(normed)
+        return (self._kernels.silu_mul(y) if silu_mul else y), total
+
+    def heads_of_stream(self, stream: Stream, qk_norm: QKNorm | None, places: Places) -> tuple[Tensor, Tensor]:
+        """The product of the stream's norm is q | k | v heads, of which k and v are stored -> (queries [T, Hq, D], the
+        stream's value)."""
+        fused = self.method.norm_apply_rope(stream, qk_norm, places)
+        if fused is not None:
+            return fused
+        qkv, total = self.of_stream(stream)
+        return self._kernels.rope_and_store(qkv, qk_norm, places), total
 
     def add_to_stream(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
         """The stream of value `residual` after the product of x is added to it."""
-        return self._kernels.linear_add(x, residual, self.weight, self.bias)
+        total = self.method.apply_add(x, residual)
+        return (self.method.apply(x), residual) if total is None else (total, None)
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Checkpoint name ("q_proj.weight") -> the part of a parameter that it fills."""
-        sizes = list(self.parts.values())
-        tensors = {f"{name}.weight": part for name, part in zip(self.parts, self.weight.split(sizes), strict=True)}
-        if self.bias is not None:
-            tensors |= {f"{name}.bias": part for name, part in zip(self.parts, self.bias.split(sizes), strict=True)}
-        return tensors
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        return {f"{self._name}.{part}": tensor for part, tensor in self.method.checkpoint_tensors().items()}
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        self.method.fill_dummy(draw)

@@ -1,19 +1,24 @@
-"""ModelConfig -> ModelSpec -> a decoder with its weights."""
+"""ModelConfig -> ModelSpec -> a model with its weights."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from mini_infer.core.config import Device, DType, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.interface import Kernels
+from mini_infer.kernels.ops import TorchKernels
 from mini_infer.modeling.checkpoint import checkpoint_dtype, fill_from, read_json, resolve_folder, safetensors_files
-from mini_infer.modeling.decoder import Decoder
-from mini_infer.modeling.layers import RMSNorm
-from mini_infer.modeling.registry import parse_spec
-from mini_infer.modeling.spec import ModelSpec, token_ids
+from mini_infer.modeling.hf_config import token_ids
+from mini_infer.modeling.linear_methods.base import Build, LinearMethodFactory
+from mini_infer.modeling.linear_methods.unquantized import Unquantized
+from mini_infer.modeling.model import Model
+from mini_infer.modeling.registry import ARCHITECTURES, parse_spec
+from mini_infer.modeling.spec import ModelSpec
 
 _DRAWN_AT_ONCE = 2**28  # random numbers
 _DUMMY_STD = 0.02  # as models are initialised: activations stay of order 1
@@ -38,30 +43,38 @@ def load_model(
     device: torch.device,
     max_len: int | None = None,
     kernels: Kernels | None = None,
-) -> Decoder:
+    linear_method: LinearMethodFactory = Unquantized.create,
+) -> Model:
     """The model on its device, weights filled, for sequences of up to `max_len` tokens (default: the model's own
     limit), computing with `kernels` (default: torch's). Raises ModelError, naming the tensor and the file."""
-    model = Decoder(spec, max_len=max_len or spec.max_model_len, dtype=dtype, device=device, kernels=kernels)
+    build = Build(dtype, device, kernels or TorchKernels(), linear_method)
+    model = ARCHITECTURES[spec.architecture].build(spec, max_len or spec.max_model_len, build)
     if config.load_format is LoadFormat.dummy:
-        fill_dummy(model, config.seed)
+        model.fill_dummy(dummy_weights(device, config.seed))
     else:
         ignored = ("rotary_emb.inv_freq", *(("lm_head.weight",) if spec.tie_word_embeddings else ()))
         fill_from(safetensors_files(resolve_folder(config.path)), model.checkpoint_tensors(), ignored)
-    return model.eval()
+    return model
 
 
-def fill_dummy(model: Decoder, seed: int) -> None:
-    """Normal weights, made where the parameters lie: a 7B model takes a second on a GPU and no host memory."""
-    generator = torch.Generator(device=model.embed_tokens.device).manual_seed(seed)
-    for parameter in model.parameters():
+def outline(spec: ModelSpec, dtype: torch.dtype) -> Model:
+    """The model without memory, for what it says of itself."""
+    build = Build(dtype, torch.device("meta"), TorchKernels(), Unquantized.create)
+    return ARCHITECTURES[spec.architecture].build(spec, 1, build)
+
+
+def dummy_weights(device: torch.device, seed: int) -> Callable[[Tensor], None]:
+    """Draws normal weights where they lie: a 7B model takes a second on a GPU and no host memory."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(weight: Tensor) -> None:
         # A model in fp32 has the same weights, so that it can be a reference. So they are rounded, and drawn in parts:
         # within a tensor of more than 2 GiB torch starts its generator anew.
-        for part in parameter.split(max(1, _DRAWN_AT_ONCE // parameter[0].numel())):
+        for part in weight.split(max(1, _DRAWN_AT_ONCE // weight[0].numel())):
             part.normal_(std=_DUMMY_STD, generator=generator)
             part.copy_(part.bfloat16())
-    for module in model.modules():
-        if isinstance(module, RMSNorm):
-            module.weight.fill_(1.0)
+
+    return draw
 
 
 def resolve_device(config: ModelConfig) -> torch.device:

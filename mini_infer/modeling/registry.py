@@ -1,4 +1,4 @@
-"""The architectures that the decoder serves, and how each config.json becomes a ModelSpec."""
+"""The architectures that are known here: how each config.json becomes a ModelSpec, and who builds the model."""
 
 from __future__ import annotations
 
@@ -7,43 +7,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from mini_infer.core.errors import ModelError
-from mini_infer.modeling.spec import ModelSpec, common_fields, layer_windows
+from mini_infer.modeling.decoder import Decoder
+from mini_infer.modeling.hf_config import decoder_spec, layer_windows
+from mini_infer.modeling.model import ModelFactory
+from mini_infer.modeling.spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class Architecture:
     model_type: str  # of the transformers config class, which knows the defaults and the older spellings
-    features: Callable[[Any, str], dict[str, Any]]  # (config, source) -> the fields in which architectures differ
+    read: Callable[[str, Any, str], ModelSpec]  # (architecture, config, source), source being its name in errors
+    build: ModelFactory = Decoder
 
 
-def _llama(config: Any, source: str) -> dict[str, Any]:
-    return {
-        "qkv_bias": config.attention_bias,
-        "o_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "qk_norm": False,
-        "sliding_windows": (None,) * config.num_hidden_layers,
-    }
+def _llama(name: str, config: Any, source: str) -> ModelSpec:
+    bias, windows = config.attention_bias, (None,) * config.num_hidden_layers
+    return decoder_spec(name, config, source, windows, qkv_bias=bias, o_bias=bias, mlp_bias=config.mlp_bias)
 
 
-def _qwen2(config: Any, source: str) -> dict[str, Any]:
-    windows = layer_windows(config, source)
-    return {"qkv_bias": True, "o_bias": False, "mlp_bias": False, "qk_norm": False, "sliding_windows": windows}
+def _qwen2(name: str, config: Any, source: str) -> ModelSpec:
+    return decoder_spec(name, config, source, layer_windows(config, source), qkv_bias=True)
 
 
-def _qwen3(config: Any, source: str) -> dict[str, Any]:
-    return {
-        "qkv_bias": config.attention_bias,
-        "o_bias": config.attention_bias,
-        "mlp_bias": False,
-        "qk_norm": True,
-        "sliding_windows": layer_windows(config, source),
-    }
+def _qwen3(name: str, config: Any, source: str) -> ModelSpec:
+    bias, windows = config.attention_bias, layer_windows(config, source)
+    return decoder_spec(name, config, source, windows, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-def _mistral(config: Any, source: str) -> dict[str, Any]:
-    windows = (config.sliding_window,) * config.num_hidden_layers
-    return {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False, "sliding_windows": windows}
+def _mistral(name: str, config: Any, source: str) -> ModelSpec:
+    return decoder_spec(name, config, source, (config.sliding_window,) * config.num_hidden_layers)
 
 
 ARCHITECTURES = {
@@ -76,9 +68,8 @@ def parse_spec(raw: dict[str, Any], source: str) -> ModelSpec:
     values = {key: value for key, value in raw.items() if key != "model_type"}
     try:
         config = AutoConfig.for_model(architecture.model_type, **values)
-        fields = common_fields(config, source) | architecture.features(config, source)
+        return architecture.read(name, config, source)
     except ModelError:
         raise
     except Exception as error:  # transformers raises whatever its validators do
         raise ModelError(f"{source}: {error}") from error
-    return ModelSpec(architecture=name, **fields)

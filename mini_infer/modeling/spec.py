@@ -1,147 +1,98 @@
-"""ModelSpec: all that the decoder knows about a model, read from its config.json."""
+"""ModelSpec: all that the runtime and the decoder know about a model, read from its config.json."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from mini_infer.cache.layout import KVLayout
 from mini_infer.core.errors import ModelError
-from mini_infer.modeling.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from mini_infer.modeling.rope import RopeSpec
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Softmax attention whose query heads share KV heads in groups (Ainslie et al. 2023, arXiv:2305.13245)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of q.k
+    window: int | None = None  # a query at position p sees (p - window, p]; None: all before it
+    rope: RopeSpec | None = None  # None: transformers' code turns q and k, or nobody
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head's q and k
+
+    @property
+    def activation_width(self) -> int:
+        """Numbers of a token: q, k and v merged, and q again."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """down(act(gate x) * up x) (Shazeer 2020, arXiv:2002.05202), or down(act(up x)) where it is not gated."""
+
+    intermediate_size: int
+    bias: bool = False
+    activation: str = "silu"
+    gated: bool = True
+
+    @property
+    def activation_width(self) -> int:
+        return (3 if self.gated else 2) * self.intermediate_size
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    attention: AttentionSpec
+    feed_forward: MLPSpec
 
 
 @dataclass(frozen=True)
 class ModelSpec:
+    """Raises ModelError where layers' attention differs in more than the window."""
+
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope: RopeSpec
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool  # RMSNorm over each head's q and k
-    sliding_windows: tuple[int | None, ...]  # of each layer; None is full attention
+    layers: tuple[LayerSpec, ...]
+    norm_eps: float
     tie_word_embeddings: bool
     max_model_len: int  # tokens of prompt + output
     dtype: torch.dtype | None  # what config.json says of the checkpoint, if anything
     eos_token_ids: tuple[int, ...]
+    config: Any = field(default=None, compare=False, repr=False)  # of transformers, from which all this was read
 
+    def __post_init__(self) -> None:
+        kinds = {dataclasses.replace(layer.attention, window=None) for layer in self.layers}
+        if len(kinds) != 1:
+            raise ModelError(f"{self.architecture}: layers whose attention differs in more than the window: {kinds}")
 
-def common_fields(config: Any, source: str) -> dict[str, Any]:
-    """The fields that all supported architectures read alike from a transformers config.
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
-    `source` names the config in errors. Raises ModelError for what the decoder does not do.
-    """
-    if config.hidden_act != "silu":
-        raise ModelError(f"{source}: hidden_act is {config.hidden_act!r}; only 'silu' is supported")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{source}: quantized checkpoints are not supported; use the original weights")
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ModelError(f"{source}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if head_dim % 2:
-        raise ModelError(f"{source}: head_dim={head_dim} is odd, which rotary embedding cannot be")
-    rope = rope_spec(config, source)
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope": rope,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "max_model_len": stretched_length(rope, config.max_position_embeddings),
-        "dtype": config.dtype if isinstance(config.dtype, torch.dtype) else None,
-        "eos_token_ids": token_ids(config.eos_token_id),
-    }
+    @property
+    def attention(self) -> AttentionSpec:
+        """Of all layers, but for their windows."""
+        return self.layers[0].attention
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer."""
+        return tuple(layer.attention.window for layer in self.layers)
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """An end-of-sequence entry of a config: one id, several, or none (some files say -1 for none)."""
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(token for token in values if token >= 0)
+    @property
+    def activation_width(self) -> int:
+        """About how many numbers a token takes in the widest layer, counted as if none were freed before its end."""
+        widths = (layer.attention.activation_width + layer.feed_forward.activation_width for layer in self.layers)
+        return 4 * self.hidden_size + max(widths)
 
-
-def stretched_length(rope: RopeSpec, max_position: int) -> int:
-    """Tokens that the positions reach: linear and yarn stretch them; llama3's max_position_embeddings has it in."""
-    scaling = rope.scaling
-    if isinstance(scaling, YarnScaling):
-        return max(max_position, int(scaling.original_max_len * scaling.factor))
-    if isinstance(scaling, LinearScaling):
-        return int(max_position * scaling.factor)
-    return max_position
-
-
-def layer_windows(config: Any, source: str) -> tuple[int | None, ...]:
-    """Each layer's window, by the config's layer_types."""
-    known = {"full_attention": None, "sliding_attention": config.sliding_window}
-    for kind in config.layer_types:
-        if kind not in known:
-            raise ModelError(f"{source}: layer type {kind!r} is not supported; only {', '.join(known)} are")
-    return tuple(known[kind] for kind in config.layer_types)
-
-
-def rope_spec(config: Any, source: str) -> RopeSpec:
-    values = config.rope_parameters
-    if "rope_type" not in values:
-        raise ModelError(f"{source}: rope_parameters that differ between layers are not supported")
-    if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"{source}: partial_rotary_factor other than 1 is not supported")
-    theta = float(values["rope_theta"])
-    kind = values["rope_type"]
-    if kind == "default":
-        return RopeSpec(theta)
-    if kind == "linear":
-        return RopeSpec(theta, LinearScaling(values["factor"]))
-    if kind == "llama3":
-        return RopeSpec(
-            theta,
-            Llama3Scaling(
-                factor=values["factor"],
-                low_freq_factor=values["low_freq_factor"],
-                high_freq_factor=values["high_freq_factor"],
-                original_max_len=values["original_max_position_embeddings"],
-            ),
-        )
-    if kind == "yarn":
-        return RopeSpec(theta, _yarn(values, config.max_position_embeddings))
-    raise ModelError(
-        f"{source}: rope type {kind!r} is not supported; supported are default, linear, llama3, yarn. "
-        "(dynamic and longrope change the keys already cached as a sequence grows)"
-    )
-
-
-def _yarn(values: dict[str, Any], max_position: int) -> YarnScaling:
-    original = values["original_max_position_embeddings"]
-    factor = values["factor"] or max_position / original
-    mscale, mscale_all_dim = values.get("mscale"), values.get("mscale_all_dim")
-    attention_factor = values.get("attention_factor")
-    if attention_factor is None:
-        if mscale and mscale_all_dim:
-            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
-        else:
-            attention_factor = _yarn_mscale(factor, 1.0)
-    return YarnScaling(
-        factor=factor,
-        original_max_len=original,
-        beta_fast=values.get("beta_fast") or 32,
-        beta_slow=values.get("beta_slow") or 1,
-        truncate=values.get("truncate", True),
-        attention_factor=attention_factor,
-    )
-
-
-def _yarn_mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        attention = self.attention
+        return KVLayout.of_heads(self.num_layers, attention.num_kv_heads, attention.head_dim, dtype)

@@ -16,8 +16,11 @@ from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import KernelChoice, ModelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels import ops
-from mini_infer.kernels.interface import Kernels, Places
+from mini_infer.kernels.interface import Kernels, Norm, Places, Stream
 from mini_infer.kernels.ops import TorchKernels, TritonKernels, select_kernels
+from mini_infer.modeling.layers import Linear
+from mini_infer.modeling.linear_methods.base import Build, Parallel
+from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.rope import RopeSpec, RotaryTable
 
@@ -57,9 +60,9 @@ class Model:
     def step(self, batch: AttentionBatch) -> Tensor:
         device = self.store.device
         backend = SdpaBackend()
-        context = AttentionContext(batch, self.store, backend, backend, self.spec.sliding_windows, 32**-0.5)
+        context = AttentionContext(batch, self.store, backend, backend, self.spec.windows, self.spec.attention.scale)
         tokens = torch.arange(batch.num_tokens, device=device) * 7 % SHAPE["vocab_size"]
-        return self.model.compute_logits(self.model(tokens, batch.positions, context))
+        return self.model.compute_logits(self.model.forward(tokens, batch.positions, context))
 
 
 # The interpreter cuts bfloat16 off instead of rounding it, which adds up over a model.
@@ -95,10 +98,12 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kernels, self.names = TritonKernels(), list[str]()
-        rows = 4
-        monkeypatch.setattr(self.kernels, "_gemv_is_faster", lambda t, n, k, dtype: t <= rows)
-        for name in ("_gemv", "_qkv_gemv", "_rms_norm", "_add_rms_norm", "silu_mul", "rope_and_store"):
-            monkeypatch.setattr(self.kernels, name, self._counting(name, getattr(self.kernels, name)))
+        products, rows = self.kernels.gemv, 4
+        monkeypatch.setattr(products, "worth_it", lambda t, n, k, dtype: t <= rows)
+        operations = {"_rms_norm": self.kernels, "_add_rms_norm": self.kernels, "silu_mul": self.kernels}
+        operations |= {"rope_and_store": self.kernels, "gemv": products, "qkv_gemv": products}
+        for name, owner in operations.items():
+            monkeypatch.setattr(owner, name, self._counting(name, getattr(owner, name)))
 
     def _counting(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -110,7 +115,7 @@ class Counted:
 
 @pytest.mark.parametrize(
     ("values", "before_attention"),
-    [(LLAMA, ["_qkv_gemv"]), (QWEN3, ["_gemv", "rope_and_store"])],
+    [(LLAMA, ["qkv_gemv"]), (QWEN3, ["gemv", "rope_and_store"])],
     ids=["llama", "qwen3, with QK-norm"],
 )
 def test_a_small_step_is_made_of_fewer_kernels(
@@ -133,8 +138,16 @@ def test_a_small_step_is_made_of_fewer_kernels(
         logits, expected = fused.step(step), plain.step(step)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(fused.store.tensors[0], plain.store.tensors[0], rtol=1e-4, atol=1e-4)
-    layer = [*before_attention, "_gemv", "_gemv", "_gemv"]
-    assert counted.names == 2 * layer + ["_rms_norm", "_gemv"]
+    layer = [*before_attention, "gemv", "gemv", "gemv"]
+    assert counted.names == 2 * layer + ["_rms_norm", "gemv"]
+
+
+def linear(kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    build = Build(weight.dtype, weight.device, kernels, Unquantized.create)
+    layer = Linear("", weight.shape[1], {"part": weight.shape[0]}, bias is not None, Parallel.column, build)
+    for parameter, values in zip(layer.parameters(), (weight, bias), strict=False):
+        parameter.data = values.contiguous()  # as on a GPU
+    return layer
 
 
 def small(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -146,7 +159,7 @@ def small(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Te
 
 @pytest.mark.parametrize("tokens", [2, 5])
 @pytest.mark.parametrize("silu_mul", [False, True])
-def test_norm_linear_of_a_stream_with_and_without_its_sum(
+def test_a_product_of_a_stream_with_and_without_its_sum(
     silu_mul: bool, tokens: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     pytest.importorskip("triton")
@@ -154,7 +167,7 @@ def test_norm_linear_of_a_stream_with_and_without_its_sum(
     norm_weight, weight, bias = rest
     for kernels in (TorchKernels(), Counted(monkeypatch).kernels):
         for pending in (None, residual):
-            y, total = kernels.norm_linear(x, pending, norm_weight, 1e-6, weight, bias, silu_mul)
+            y, total = linear(kernels, weight, bias).of_stream(Stream(x, pending, Norm(norm_weight, 1e-6)), silu_mul)
             torch.testing.assert_close(total, x if pending is None else pending + x)
             expected = torch.nn.functional.rms_norm(total, (40,), norm_weight, 1e-6) @ weight.T + bias
             if silu_mul:
@@ -174,7 +187,7 @@ def test_norm_linear_of_a_stream_with_and_without_its_sum(
     ids=["fits", "many tokens", "small heads", "cache of another dtype"],
 )
 @pytest.mark.parametrize("pending", [False, True])
-def test_norm_qkv_rope_is_norm_linear_and_rope_and_store(
+def test_heads_of_a_stream_are_its_product_and_rope_and_store(
     pending: bool,
     tokens: int,
     head_dim: int,
@@ -194,10 +207,10 @@ def test_norm_qkv_rope_is_norm_linear_and_rope_and_store(
             2, 9, 1, head_dim, dtype=x.dtype if kernels.name == "torch" else cache, device=device
         )
         places = Places(cos, sin, torch.arange(tokens, device=device) + 2, keys, values)
-        stream = (x, residual if pending else None)
-        q, total = kernels.norm_qkv_rope(*stream, norm_weight, 1e-6, weight, None, None, places)
+        stream = Stream(x, residual if pending else None, Norm(norm_weight, 1e-6))
+        q, total = linear(kernels, weight).heads_of_stream(stream, None, places)
         results.append((q, total, keys.float(), values.float()))
-    assert ("_qkv_gemv" in counted.names) == fused
+    assert ("qkv_gemv" in counted.names) == fused
     assert ("rope_and_store" in counted.names) == (not fused)
     tolerance = 1e-4 if cache == torch.float32 else 2e-2
     for expected, got in zip(*results, strict=True):
@@ -205,7 +218,7 @@ def test_norm_qkv_rope_is_norm_linear_and_rope_and_store(
 
 
 @pytest.mark.parametrize("tokens", [2, 5])
-def test_linear_add_leaves_its_arguments_and_gives_a_stream(
+def test_adding_to_a_stream_leaves_the_arguments(
     tokens: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     pytest.importorskip("triton")
@@ -213,7 +226,7 @@ def test_linear_add_leaves_its_arguments_and_gives_a_stream(
     residual = torch.randn(tokens, 24, device=device)
     before = residual.clone()
     for kernels, adds in ((TorchKernels(), False), (Counted(monkeypatch).kernels, tokens <= 4)):
-        y, pending = kernels.linear_add(x, residual, weight, bias)
+        y, pending = linear(kernels, weight, bias).add_to_stream(x, residual)
         assert (pending is None) == adds
         total = y if pending is None else pending + y
         torch.testing.assert_close(total, before + x @ weight.T + bias, rtol=1e-4, atol=1e-4)
@@ -289,10 +302,11 @@ def test_the_model_needs_no_triton() -> None:
 def test_linear(device: torch.device) -> None:
     x, weight, bias = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device), torch.randn(5, device=device)
     for kernels in (TorchKernels(), select_kernels(KernelChoice.auto, device)):
-        torch.testing.assert_close(kernels.linear(x, weight, bias), x @ weight.T + bias)
-        torch.testing.assert_close(kernels.linear(x, weight), x @ weight.T)
-        out = torch.empty(4, 5, device=device)[:3]
-        assert kernels.linear(x, weight, bias, out=out) is out
-        torch.testing.assert_close(out, x @ weight.T + bias)
-        assert kernels.linear(x, weight, out=out) is out
-        torch.testing.assert_close(out, x @ weight.T)
+        for method, expected in (
+            (linear(kernels, weight, bias).method, x @ weight.T + bias),
+            (linear(kernels, weight).method, x @ weight.T),
+        ):
+            torch.testing.assert_close(method.apply(x), expected)
+            out = torch.empty(4, 5, device=device)[:3]
+            assert method.apply(x, out) is out
+            torch.testing.assert_close(out, expected)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from mini_infer.kernels.interface import Norm, Stream
 from mini_infer.kernels.ops import TorchKernels
 from mini_infer.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
@@ -58,11 +59,13 @@ def test_equals_the_reference_at_size(shape: tuple[int, int], dtype: torch.dtype
 def test_torch_kernels_equal_the_reference(dtype: torch.dtype, device: torch.device) -> None:
     x, residual, weight = inputs(7, 96, dtype, device)
     kernels = TorchKernels()
-    normed, total = kernels.add_rms_norm(x, None, weight, 1e-5)
+    normed, total = kernels.add_rms_norm(Stream(x, None, Norm(weight, 1e-5)))
     close(normed, rms_norm_reference(x, weight, 1e-5))
     assert total is x
     for got, expected in zip(
-        kernels.add_rms_norm(x, residual, weight, 1e-5), add_rms_norm_reference(x, residual, weight, 1e-5), strict=True
+        kernels.add_rms_norm(Stream(x, residual, Norm(weight, 1e-5))),
+        add_rms_norm_reference(x, residual, weight, 1e-5),
+        strict=True,
     ):
         close(got, expected)
 

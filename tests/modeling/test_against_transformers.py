@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from mini_infer.attention.backend import Requirements, select_backend
 from mini_infer.attention.context import AttentionContext
 from mini_infer.cache.kv_store import KVStore
-from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import AttentionChoice, ModelConfig
+from mini_infer.kernels.ops import TorchKernels
 from mini_infer.modeling.decoder import Decoder
+from mini_infer.modeling.linear_methods.base import Build
+from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.loader import load_model, load_spec
 
 CPU = torch.device("cpu")
@@ -123,14 +126,12 @@ class PagedModel:
         self.model = load_model(config, self.spec, torch.float32, CPU)
         self._rows = step_rows
         self.store = self.new_store()
-        needs = Requirements(self.store.layout, BLOCK, torch.float32, CPU, any(self.spec.sliding_windows))
+        needs = Requirements(self.store.layout, BLOCK, torch.float32, CPU, any(self.spec.windows))
         self._backend = select_backend(AttentionChoice.auto, "prefill", needs).backend
         self._free: list[int] = torch.randperm(96, generator=torch.Generator().manual_seed(0)).tolist()
 
     def new_store(self) -> KVStore:
-        spec = self.spec
-        layout = KVLayout.of_heads(spec.num_layers, spec.num_kv_heads, spec.head_dim, torch.float32)
-        return KVStore(layout, num_blocks=96, block_size=BLOCK, device=CPU)
+        return KVStore(self.model.kv_layout, num_blocks=96, block_size=BLOCK, device=CPU)
 
     def table(self) -> list[int]:
         """Blocks for one sequence of LENGTH tokens."""
@@ -142,10 +143,10 @@ class PagedModel:
     def step(self, rows: list[tuple[list[int], int, int, list[int]]], num_decode_rows: int) -> list[torch.Tensor]:
         """rows: (sequence, start, count, block table). Returns each row's logits [count, vocab]."""
         batch = self._rows([row[1:] for row in rows], num_decode_rows, BLOCK, unused_block=rows[0][3][0])
-        scale = self.spec.head_dim**-0.5
-        context = AttentionContext(batch, self.store, self._backend, self._backend, self.spec.sliding_windows, scale)
+        scale = self.spec.attention.scale
+        context = AttentionContext(batch, self.store, self._backend, self._backend, self.spec.windows, scale)
         tokens = torch.tensor([t for sequence, start, count, _ in rows for t in sequence[start : start + count]])
-        logits = self.model.compute_logits(self.model(tokens, batch.positions, context))
+        logits = self.model.compute_logits(self.model.forward(tokens, batch.positions, context))
         assert logits.dtype == torch.float32
         return list(logits.split([count for _, _, count, _ in rows]))
 
@@ -255,11 +256,11 @@ def test_decode_rows_of_several_tokens(loaded: Loaded) -> None:
 
 
 def test_every_parameter_has_its_place_in_the_checkpoint(loaded: Loaded) -> None:
-    model = Decoder(loaded.paged.spec, max_len=1, dtype=torch.float32, device=CPU)
+    model = Decoder(loaded.paged.spec, 1, Build(torch.float32, CPU, TorchKernels(), Unquantized.create))
     for parameter in model.parameters():
         parameter.fill_(1.0)
     tensors = model.checkpoint_tensors()
-    assert sum(tensor.numel() for tensor in tensors.values()) == sum(p.numel() for p in model.parameters())
+    assert sum(math.prod(tensor.shape) for tensor in tensors.values()) == sum(p.numel() for p in model.parameters())
     for tensor in tensors.values():
-        tensor.zero_()
+        tensor.load(torch.zeros(tensor.shape))
     assert not any(parameter.any() for parameter in model.parameters())

@@ -17,7 +17,9 @@ from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.layers import RMSNorm
 from mini_infer.modeling.loader import load_model, load_spec, resolve_device, resolve_dtype
+from mini_infer.modeling.model import Model
 from mini_infer.modeling.rope import RopeSpec
+from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec
 
 CPU = torch.device("cpu")
 
@@ -56,12 +58,17 @@ def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32, device: 
     return load_model(config, load_spec(config), dtype, device)
 
 
+def weights(model: Model) -> dict[str, torch.Tensor]:
+    """By their names in a checkpoint."""
+    return {name: tensor.memory for name, tensor in model.checkpoint_tensors().items()}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A checkpoint that loads, for tests that then break it."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN25))
     model = make_model(dummy())
-    save_file({name: t.contiguous() for name, t in model.checkpoint_tensors().items()}, tmp_path / "model.safetensors")
+    save_file({name: t.contiguous() for name, t in weights(model).items()}, tmp_path / "model.safetensors")
     return tmp_path
 
 
@@ -82,10 +89,9 @@ def load(folder: Path) -> Decoder:
 class TestSpec:
     def test_reads_a_published_config(self) -> None:
         spec = load_spec(dummy())
-        assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (2, 4, 2, 16)
-        assert (spec.qkv_bias, spec.o_bias, spec.qk_norm, spec.tie_word_embeddings) == (True, False, False, False)
-        assert spec.rope == RopeSpec(theta=1e6)
-        assert spec.sliding_windows == (None, None)
+        attention = AttentionSpec(4, 2, 16, scale=0.25, rope=RopeSpec(theta=1e6), qkv_bias=True)
+        assert spec.layers == (LayerSpec(attention, MLPSpec(96)),) * 2
+        assert (spec.windows, spec.tie_word_embeddings, spec.norm_eps) == ((None, None), False, 1e-6)
         assert (spec.max_model_len, spec.dtype, spec.eos_token_ids) == (128, torch.bfloat16, (2,))
 
     def test_eos_ids_of_both_files(self, folder: Path) -> None:
@@ -172,7 +178,7 @@ class TestWeights:
         tensors = load_file(folder / "model.safetensors")
         tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
         save_file(tensors, folder / "model.safetensors")
-        loaded = load(folder).checkpoint_tensors()
+        loaded = weights(load(folder))
         assert set(loaded) == set(tensors)
         for name, tensor in loaded.items():
             assert tensor.dtype is torch.float32
@@ -267,6 +273,19 @@ class TestDummy:
         assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
         config = ModelConfig(load_format="dummy", hf_config=QWEN25, seed=1)
         assert not torch.equal(a.embed_tokens, make_model(config).embed_tokens)
+
+    def test_a_seed_gives_the_weights_that_it_always_gave(self) -> None:
+        """Committed results were measured with them. Each sum depends on every number's place."""
+        for changes, expected in (
+            ({}, -6134.2042),
+            ({"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True}, -5861.0959),
+            ({"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}, -9998.6241),
+        ):
+            found = 0.0
+            for tensor in weights(make_model(dummy(**changes))).values():
+                numbers = tensor.double().flatten()
+                found += float(numbers @ (torch.arange(len(numbers)) % 101 - 50.0).double())
+            assert found == pytest.approx(expected, abs=0.1)
 
     def test_from_a_folder_without_weights(self, folder: Path) -> None:
         (folder / "model.safetensors").unlink()

@@ -138,7 +138,8 @@ def _with_dummy_weights(config: ModelConfig, attention: str) -> Any:
         model = getattr(transformers, spec.architecture)._from_config(
             settings, dtype=dtype, attn_implementation=attention
         )
-    model.load_state_dict(ours.checkpoint_tensors(), strict=False, assign=True)
+    weights = {name: tensor.memory for name, tensor in ours.checkpoint_tensors().items()}
+    model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     return model
 

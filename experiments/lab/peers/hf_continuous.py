@@ -20,7 +20,6 @@ from experiments.lab.peers.hf import describe, load_checkpoint, set_threads
 from experiments.lab.schedule import Schedule
 from experiments.lab.traces import RequestTrace, Served
 from experiments.lab.workloads import Item
-from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import load_spec, resolve_device
@@ -129,8 +128,7 @@ def _batching(config: EngineConfig, dtype: torch.dtype, on_gpu: bool) -> Continu
         return ContinuousBatchingConfig(**common)
     spec = load_spec(config.model)
     block = max(cache.block_size, 4)  # its smallest
-    layout = KVLayout.of_heads(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
-    size = layout.bytes_per_block(block)
+    size = spec.kv_layout(dtype).bytes_per_block(block)
     blocks = cache.num_blocks or int((cache.memory_gib or CPU_KV_GIB) * 2**30) // size
     tokens = min(scheduler.max_num_batched_tokens, CPU_BATCH_TOKENS)
     return ContinuousBatchingConfig(block_size=block, num_blocks=blocks, max_batch_tokens=tokens, **common)

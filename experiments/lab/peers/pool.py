@@ -31,8 +31,7 @@ from experiments.lab.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig, LoadFormat, replace
 from mini_infer.modeling.checkpoint import resolve_folder
-from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
-from mini_infer.runtime.worker.memory import weight_bytes
+from mini_infer.modeling.loader import load_spec, outline, resolve_device, resolve_dtype
 
 MODULES = {
     Kind.hf: "experiments.lab.peers.hf",
@@ -183,4 +182,4 @@ def gpu_memory(config: EngineConfig) -> float:
         return cache.gpu_memory_utilization * torch.cuda.mem_get_info()[1]
     spec = load_spec(model)
     dtype = resolve_dtype(model, spec, resolve_device(model))
-    return weight_bytes(spec, dtype) + (cache.memory_gib + BESIDE_GIB) * 2**30
+    return outline(spec, dtype).weight_bytes() + (cache.memory_gib + BESIDE_GIB) * 2**30

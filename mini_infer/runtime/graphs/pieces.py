@@ -29,7 +29,7 @@ from torch import Tensor
 from mini_infer.attention.context import AttentionBatch, AttentionContext
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import PREFILL_GRAPH_STEP
-from mini_infer.modeling.decoder import Decoder
+from mini_infer.modeling.model import Model
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.graphs.capture import Cutter, Graph, GraphMemory, capture_sizes
 from mini_infer.runtime.worker.startup import CaptureReport
@@ -49,11 +49,9 @@ def graph_bytes(spec: ModelSpec, dtype: torch.dtype, sizes: Sequence[int]) -> in
     """
     if not sizes:
         return 0
-    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim  # the merged projection, and q again
-    layer = 4 * spec.hidden_size + heads + 3 * spec.intermediate_size
-    static = spec.hidden_size + 2 * spec.num_heads * spec.head_dim
+    static = spec.hidden_size + 2 * spec.attention.num_heads * spec.attention.head_dim
     graphs = len(sizes) * (spec.num_layers + 1)
-    return max(sizes) * (layer + static) * dtype.itemsize + graphs * 256 * 2**10 + 32 * 2**20
+    return max(sizes) * (spec.activation_width + static) * dtype.itemsize + graphs * 256 * 2**10 + 32 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +120,7 @@ class PiecewiseGraphs:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         store: KVStore,
         sizes: Sequence[int],
         padding_slot: int,
@@ -134,10 +132,10 @@ class PiecewiseGraphs:
         self._padding_slot = padding_slot
         self._new_graph = new_graph
         self._pieces: dict[int, _Pieces] = {}
-        spec, largest, dtype = model.spec, self._sizes[-1], model.embed_tokens.dtype
+        spec, heads, largest, dtype = model.spec, model.spec.attention, self._sizes[-1], model.dtype
         # Zeros: a graph of any size finds tokens, positions and slots that exist, whatever step was there before.
         rows = torch.zeros((3, largest), dtype=torch.int64, device=store.device)
-        q = torch.zeros((2, largest, spec.num_heads, spec.head_dim), dtype=dtype, device=store.device)
+        q = torch.zeros((2, largest, heads.num_heads, heads.head_dim), dtype=dtype, device=store.device)
         hidden = torch.zeros((largest, spec.hidden_size), dtype=dtype, device=store.device)
         rows[2] = padding_slot
         self._static = _Static(rows[0], rows[1], rows[2], q[0], q[1], hidden)
@@ -174,7 +172,7 @@ class PiecewiseGraphs:
     def _run(self, context: _CutContext) -> None:
         """A forward between static tensors."""
         static, size = self._static, context.batch.num_tokens
-        hidden = self._model(static.token_ids[:size], static.positions[:size], context)
+        hidden = self._model.forward(static.token_ids[:size], static.positions[:size], context)
         # Copied, so that sizes share one tensor rather than each holding its own.
         static.hidden[:size].copy_(hidden)
 

@@ -11,7 +11,7 @@ import torch
 from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
-from mini_infer.modeling.decoder import Decoder
+from mini_infer.modeling.model import Model
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.decode_graphs import BatchDescriptor
 from mini_infer.runtime.graphs.row_graphs import row_grid
@@ -88,7 +88,7 @@ class DraftParts:
 def make_draft_steps(
     config: EngineConfig,
     model: TorchModel,
-    draft: tuple[ServedModel, Decoder] | None,
+    draft: tuple[ServedModel, Model] | None,
     limits: Limits,
     states: RequestStates,
     sampler: Sampler,

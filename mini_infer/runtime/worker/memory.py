@@ -13,17 +13,10 @@ from mini_infer.core.config import CacheConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.core.request import SamplingParams
-from mini_infer.modeling.decoder import Decoder
-from mini_infer.modeling.spec import ModelSpec
 
 CPU_KV_GIB = 0.5
 _SMALL_TENSOR, _SMALL_MEMORY = 2**19, 32 * 2**20  # torch's allocator keeps tensors up to 1 MiB apart
 _GRAPHS_RESERVE = 512 * 2**20  # captured decode steps: the driver's share and their tensors
-
-
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    model = Decoder(spec, max_len=1, dtype=dtype, device=torch.device("meta"))
-    return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
 
 
 def require_room_for_weights(needed: int, name: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -13,10 +14,10 @@ from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.ops import Kernels
 from mini_infer.modeling.checkpoint import resolve_folder
-from mini_infer.modeling.decoder import Decoder
-from mini_infer.modeling.loader import load_model, load_spec, resolve_dtype
+from mini_infer.modeling.loader import load_model, load_spec, outline, resolve_dtype
+from mini_infer.modeling.model import Model
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.runtime.worker.memory import require_room_for_weights, weight_bytes
+from mini_infer.runtime.worker.memory import require_room_for_weights
 from mini_infer.runtime.worker.torch_model import AttentionBackends
 
 NEEDS_GPU = "CUDA graphs need a GPU, not cpu"
@@ -49,23 +50,23 @@ class ServedModel:
             model = dataclasses.replace(model, path=str(folder))
         spec = load_spec(model)
         dtype = resolve_dtype(model, spec, device)
-        kv_layout = KVLayout.of_heads(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
+        kv_layout = spec.kv_layout(dtype)
         needs = Requirements(
             layout=kv_layout,
             block_size=config.cache.block_size,
             dtype=dtype,
             device=device,
-            sliding_window=any(spec.sliding_windows),
+            sliding_window=any(spec.windows),
         )
         backends, no_graphs = _select_attention(config, needs, sampler_name)
         block_bytes = kv_layout.bytes_per_block(config.cache.block_size)
         return cls(model, spec, dtype, device, kv_layout, block_bytes, backends, no_graphs)
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
-        return weight_bytes(self.spec, self.dtype)
+        return outline(self.spec, self.dtype).weight_bytes()
 
-    def load(self, max_len: int, kernels: Kernels) -> Decoder:
+    def load(self, max_len: int, kernels: Kernels) -> Model:
         """The weights, for positions below `max_len`. Raises ConfigError where they will not fit."""
         require_room_for_weights(self.weight_bytes, self.config.path, self.dtype, self.device)
         return load_model(self.config, self.spec, self.dtype, self.device, max_len, kernels)

@@ -13,7 +13,7 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import AttentionConfig
 from mini_infer.core.plan import Transfer
-from mini_infer.modeling.decoder import Decoder
+from mini_infer.modeling.model import Model
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.pieces import NoPieces, PiecewiseGraphs
 from mini_infer.runtime.worker.request_states import StepInput
@@ -40,7 +40,7 @@ class TorchModel:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         store: KVStore,
         transfers: KVTransfer | None,
         backends: AttentionBackends,
@@ -52,19 +52,18 @@ class TorchModel:
         self._transfers = transfers
         self._backends = backends
         self._pieces: PiecewiseGraphs | NoPieces = NoPieces()
-        self._windows = model.spec.sliding_windows
-        self._scale = model.spec.head_dim**-0.5
+        self._windows, self._scale = model.spec.windows, model.spec.attention.scale
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Computes the step's tokens and returns their hidden states [T, hidden_size], which stay until the next
         call."""
         context, token_ids = self._context(step), self._known(step.token_ids)
         hidden = self._pieces.replay(token_ids, context)
-        return self._model(token_ids, step.batch.positions, context) if hidden is None else hidden
+        return self._model.forward(token_ids, step.batch.positions, context) if hidden is None else hidden
 
     def forward_eagerly(self, step: StepInput) -> torch.Tensor:
         """`forward` by operations that can be captured, if attention's can."""
-        return self._model(self._known(step.token_ids), step.batch.positions, self._context(step))
+        return self._model.forward(self._known(step.token_ids), step.batch.positions, self._context(step))
 
     def _known(self, token_ids: torch.Tensor) -> torch.Tensor:
         return token_ids if self._last_token is None else token_ids.clamp(max=self._last_token)
@@ -96,14 +95,14 @@ class TorchModel:
 
     def new_logits(self, num_rows: int) -> torch.Tensor:
         """Memory for `compute_logits`, [num_rows, vocab_size]."""
-        head = self._model.lm_head
-        return torch.empty((num_rows, head.shape[0]), dtype=head.dtype, device=head.device)
+        model = self._model
+        return torch.empty((num_rows, model.spec.vocab_size), dtype=model.dtype, device=model.device)
 
     def warm_up(self, max_rows: int) -> None:
         """Compiles what attention will run, so that no step waits for a compiler."""
         kinds: dict[Kind, Selection] = {"prefill": self._backends.prefill, "decode": self._backends.decode}
         for kind, selection in kinds.items():
-            heads = self._model.spec.num_heads
+            heads = self._model.spec.attention.num_heads
             selection.backend.warm_up(kind, self._store, heads, self._windows, self._scale, max_rows)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:

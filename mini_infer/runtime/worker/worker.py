@@ -25,8 +25,8 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepPlan
 from mini_infer.kernels.compile_ahead import compiled_in_parallel
 from mini_infer.kernels.ops import select_kernels
-from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.loader import resolve_device
+from mini_infer.modeling.model import Model
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.decode_graphs import DecodeGraphs, NoGraphs, batch_ladder
 from mini_infer.runtime.graphs.pieces import graph_bytes, token_ladder
@@ -89,7 +89,7 @@ class Worker:
         max_len = max_model_len + self._config.speculation.most
         with self._phase("load"):
             self._model = self.target.load(max_len, self._kernels)
-        self._draft: tuple[ServedModel, Decoder] | None = None
+        self._draft: tuple[ServedModel, Model] | None = None
         if self.draft is not None:
             if self.draft.spec.max_model_len < max_model_len:
                 logger.warning(

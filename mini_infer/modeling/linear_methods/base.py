@@ -1,0 +1,100 @@
+"""What a number format must do to be a linear layer's: a file beside this one, and no edit in a model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from mini_infer.kernels.interface import Kernels, Places, QKNorm, Stream
+from mini_infer.modeling.model import CheckpointTensor
+
+
+class Parallel(Enum):
+    """How ranks would share a product (Shoeybi et al. 2019, arXiv:1909.08053)."""
+
+    column = "column"  # each has some outputs of every part, and sees all inputs
+    row = "row"  # each has some inputs, and their results are added up
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """x [T, in_size] -> [T, sum of parts].
+
+    `parts` names the checkpoint's projections that lie side by side in this one, with their output sizes: one product
+    for q, k and v, one for gate and up.
+    """
+
+    in_size: int
+    parts: Mapping[str, int]
+    bias: bool
+    parallel: Parallel
+
+    @property
+    def out_size(self) -> int:
+        return sum(self.parts.values())
+
+
+# (name, shape, build) -> a layer's method, its weights empty. `name` is the module that has the layer's parts in a
+# checkpoint: "model.layers.0.mlp" has gate_proj and up_proj.
+LinearMethodFactory = Callable[[str, LinearShape, "Build"], "LinearMethod"]
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a model's layers are made with."""
+
+    dtype: torch.dtype  # of activations, and of weights that have no format of their own
+    device: torch.device
+    kernels: Kernels
+    linear_method: LinearMethodFactory
+
+
+class LinearMethod(ABC):
+    """The weights of one linear layer, in one number format.
+
+    Fusion with the layer's neighbours is an optimisation. It is asked for at every call, with the tensors at hand, and
+    declined with None, as here: the caller then takes the operations one by one (modeling/layers.py).
+    """
+
+    @abstractmethod
+    def weights(self) -> dict[str, nn.Parameter]:
+        """All tensors that are kept, scales and the like included: what the layer takes in memory."""
+
+    @abstractmethod
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        """Name ("q_proj.weight") -> what becomes of that tensor. Together they fill the weights."""
+
+    @abstractmethod
+    def sharded_dims(self) -> dict[str, int | None]:
+        """Name of a weight -> its dimension that ranks share; None where each has all of it. Where that is the
+        outputs', every part is shared for itself: a rank has some of q, some of k and some of v."""
+
+    @abstractmethod
+    def apply(self, x: Tensor) -> Tensor:
+        """x [T, in_size] -> [T, out_size] of x's dtype, contiguous."""
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        """Random weights. `draw` fills a floating tensor in place, the same from run to run if called in one order."""
+        for weight in self.weights().values():
+            draw(weight)
+
+    def norm_apply(self, stream: Stream, silu_mul: bool) -> tuple[Tensor, Tensor] | None:
+        """The stream (kernels/interface.py) -> (the product of its norm, on request through `silu_mul`; its value)."""
+        return None
+
+    def norm_apply_rope(self, stream: Stream, qk_norm: QKNorm | None, places: Places) -> tuple[Tensor, Tensor] | None:
+        """The stream -> (of the product of its norm, q | k | v heads, what `rope_and_store` gives; its value)."""
+        return None
+
+    def apply_add(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """The product of x plus residual [T, out_size]."""
+        return None
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
