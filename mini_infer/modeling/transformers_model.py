@@ -1,0 +1,194 @@
+"""A model that the registry does not know, through transformers' own code with our paged attention in it.
+
+    token_ids, positions [T] --> decoder, as one sequence [1, T] --> hidden [T, H]
+                                     |        ^
+                        q, k, v of a layer    what its attention returns
+                                     v        |
+                                context.store, context.attend
+
+Everything but attention treats tokens one by one, so the tokens of all sequences of a step pass as one; who sees whom
+is attention's affair. Slower than our decoder: nothing is fused. What a model's code asks of attention, and which
+models cannot be served, is found out in modeling/transformers_probe.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mini_infer.attention.context import AttentionContext
+from mini_infer.cache.layout import KVLayout
+from mini_infer.core.errors import ModelError
+from mini_infer.modeling.checkpoint import safetensors_files
+from mini_infer.modeling.hf_config import token_ids
+from mini_infer.modeling.model import CheckpointTensor
+from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
+from mini_infer.modeling.transformers_probe import PAGED, attend_by, probe, register, text_config
+
+
+def transformers_spec(raw: dict[str, Any], source: str, registered: str) -> ModelSpec:
+    """A config.json's content -> ModelSpec. Raises ModelError where it cannot be served, with the reason.
+
+    Args:
+        source: names the config in errors.
+        registered: the architectures that need no transformers, for the message to who has an unknown one.
+    """
+    config = text_config(raw, source, registered)
+    findings = probe(config, source)
+    first = findings.calls[0]
+    # Keys and values of different sizes are both kept at the larger one, filled up with zeros.
+    head_dim = max(max(call.key_dim, call.value_dim) for call in findings.calls)
+    mlp = MLPSpec(getattr(config, "intermediate_size", None) or 4 * findings.hidden_size)  # bounds memory, no more
+    return ModelSpec(
+        architecture=findings.architecture,
+        vocab_size=findings.vocab_size,
+        hidden_size=findings.hidden_size,
+        layers=tuple(
+            LayerSpec(AttentionSpec(first.num_heads, first.num_kv_heads, head_dim, first.scale, call.window), mlp)
+            for call in findings.calls
+        ),
+        norm_eps=0.0,  # transformers' code has its own
+        tie_word_embeddings=config.tie_word_embeddings,
+        max_model_len=config.max_position_embeddings,
+        dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
+        eos_token_ids=token_ids(config.eos_token_id),
+        config=config,
+    )
+
+
+class TransformersModel(nn.Module):
+    """A causal language model of transformers behind the Model protocol (modeling/model.py)."""
+
+    def __init__(self, causal_lm: Any, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self._checkpoint = dict(causal_lm.named_parameters())
+        self._decoder = causal_lm.get_decoder()
+        embedding = self._decoder.get_input_embeddings().weight
+        self.dtype, self.device = embedding.dtype, embedding.device
+        self._attention = _PagedAttention(spec.attention)
+        attend_by(self._decoder, self._attention)
+        # What makes logits of hidden states (head, scale, cap, bias) is the rest of the model's own code.
+        name = next(name for name, module in causal_lm.named_modules() if module is self._decoder)
+        causal_lm.set_submodule(name, _Given())
+        self._rest = causal_lm
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return self.spec.kv_layout(self.dtype)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """token_ids and positions [T] int64 -> hidden states [T, H] after the last norm."""
+        self._attention.context = context
+        # Drafts may stand behind the last position, where nobody reads what is computed.
+        positions = positions.clamp(max=self.spec.max_model_len - 1)
+        outputs = self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        self._attention.context = None
+        return outputs[0][0]
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden [S, H] -> [S, V], of the model's dtype; in `out`, contiguous, where it is given."""
+        logits = self._rest(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits.to(self.dtype) if out is None else out.copy_(logits)
+
+    def weight_bytes(self) -> int:
+        return sum(parameter.numel() * parameter.itemsize for parameter in self.parameters())
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        """By transformers' names; its own loading also knows those of older files."""
+        return {name: CheckpointTensor.copied_to(parameter.data) for name, parameter in self._checkpoint.items()}
+
+
+class _PagedAttention:
+    """The attention function of all layers, of the step whose context it has."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._head_dim, self._scale = spec.head_dim, spec.scale
+        self.context: AttentionContext | None = None
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """query [1, num_heads, T, key_dim], key and value [1, num_kv_heads, T, ...] -> [1, T, num_heads, value_dim]."""
+        context = self.context
+        assert context is not None, "called outside of a step"
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        if scale != self._scale:  # attention has one for all layers
+            query = query * (scale / self._scale)
+        q, k, v = (self._tokens(x) for x in (query, key, value))
+        context.store(module.layer_idx, k, v)
+        return context.attend(module.layer_idx, q)[None, ..., : value.shape[3]]
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """[1, heads, T, dim] -> [T, heads, head_dim], contiguous."""
+        x = x[0].transpose(0, 1)
+        missing = self._head_dim - x.shape[2]
+        return F.pad(x, (0, missing)) if missing else x.contiguous()
+
+
+class _Given(nn.Module):
+    """Stands where the decoder was: what it is given are the hidden states already."""
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Outputs:
+        return _Outputs(inputs_embeds)
+
+
+class _Outputs:
+    """Of a decoder: hidden states, and nothing of all else that code may ask for."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def new_transformers_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> TransformersModel:
+    """With transformers' initial weights, or without any on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    register()
+    with torch.device(device):
+        causal_lm = AutoModelForCausalLM.from_config(spec.config, attn_implementation=PAGED, dtype=dtype)
+    return TransformersModel(causal_lm.eval().requires_grad_(False), spec)
+
+
+def load_transformers_model(
+    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> TransformersModel:
+    """With the folder's safetensors, by transformers' own loading. Raises ModelError, naming tensor and folder."""
+    from transformers import AutoModelForCausalLM
+
+    register()
+    safetensors_files(folder)
+    options = {"config": spec.config, "dtype": dtype, "attn_implementation": PAGED, "use_safetensors": True}
+    try:
+        causal_lm, info = AutoModelForCausalLM.from_pretrained(
+            folder, **options, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # of safetensors, of torch, of transformers' own checks
+        raise ModelError(f"cannot load {folder}: {type(error).__name__}: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{missing[0]}{more} is missing from {folder}")
+    return TransformersModel(causal_lm.requires_grad_(False).to(device), spec)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Its weights are as its code sets them first (ones, or zeros where one is added), also among random weights."""
+    return "Norm" in type(module).__name__

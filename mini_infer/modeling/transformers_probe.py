@@ -1,0 +1,245 @@
+"""What transformers' code of a model asks of attention, found out before any weight is loaded.
+
+The model is made on the meta device, where tensors have shapes and no contents, and runs once on a few tokens. The
+attention function that it is given there writes down every call, and the mask function gives masks that remember how
+they were made. So the code itself tells the heads, the scale and the window of each layer; and code that waits for
+results on the host fails there, for it finds none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mini_infer.core.errors import ModelError
+
+PAGED = "mini_infer"  # the attention implementation's name in transformers; it has no masks, so none are made
+_PROBE = "mini_infer_probe"  # the same function, with masks
+_TOKENS = 3
+_FARTHEST = 2**17  # windows are looked for among so many positions
+
+# Of what may be handed to an attention function, what changes its result, and why we cannot.
+_NOT_DONE = {
+    "softcap": "soft-caps its attention scores, which no attention backend here does. Where config.json says "
+    "attn_logit_softcapping: null it runs, without the cap, as transformers itself computes it under SDPA",
+    "s_aux": "has attention sinks, which no attention backend here has",
+    "position_bias": "adds a bias of positions to its attention scores, which no attention backend here does",
+}
+_ALIBI = ("bloom", "mpt")  # always; others say so in their config
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's call of the attention function."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Findings:
+    architecture: str
+    calls: tuple[AttentionCall, ...]  # of all layers, in order
+    hidden_size: int
+    vocab_size: int
+
+
+def register() -> None:
+    """Makes both names known to transformers. Again does no harm."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(PAGED, _call_the_modules_own)
+    AttentionInterface.register(_PROBE, _call_the_modules_own)
+    AttentionMaskInterface.register(_PROBE, _remembering_mask)
+
+
+def attend_by(decoder: torch.nn.Module, attention: Callable[..., Tensor]) -> None:
+    """The attention function of this model: not all of transformers' code hands arguments on to it, so it is found at
+    the module that calls. attention(module, query, key, value, mask, **kwargs) takes [1, heads, T, dim] and returns
+    [1, T, heads, dim]."""
+    for module in decoder.modules():
+        if hasattr(module, "layer_idx"):
+            module.paged_attention = attention  # type: ignore[assignment]
+
+
+def _call_the_modules_own(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    return module.paged_attention(module, query, key, value, attention_mask, **kwargs), None
+
+
+def _remembering_mask(mask_function: Callable[..., Tensor], q_length: int, kv_length: int, **kwargs: Any) -> Tensor:
+    mask = torch.empty((1, 1, q_length, kv_length), dtype=torch.bool, device=kwargs["device"])
+    mask.mask_function = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+def text_config(raw: dict[str, Any], source: str, registered: str) -> Any:
+    """transformers' config of a config.json's content. Raises ModelError where it is of no causal language model.
+
+    Args:
+        registered: names of the architectures that need no transformers, for the message.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    names = raw.get("architectures") or []
+    names = [names] if isinstance(names, str) else names
+    name, model_type = ", ".join(names) or "(none given)", raw.get("model_type")
+    own_ways = f"supported are {registered}, and what transformers knows as a causal language model by its model_type"
+    try:
+        config = AutoConfig.for_model(model_type, **{key: raw[key] for key in raw if key != "model_type"})
+    except ValueError as error:
+        if "Unrecognized model identifier" in str(error):
+            raise ModelError(f"{source}: unsupported architecture {name} ({model_type=}); {own_ways}") from None
+        raise ModelError(f"{source}: {error}") from error
+    except Exception as error:  # transformers raises whatever its validators do
+        raise ModelError(f"{source}: {error}") from error
+    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if known is None or (names and known.__name__ not in names):
+        raise ModelError(f"{source}: unsupported architecture {name} ({model_type=}); {own_ways}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"{source}: quantized checkpoints are not supported; use the original weights")
+    return config
+
+
+def probe(config: Any, source: str) -> Findings:
+    """Raises ModelError with the reason where a model of this config cannot run through paged attention."""
+    from transformers import AutoModelForCausalLM
+
+    register()
+    architecture = AutoModelForCausalLM._model_mapping[type(config)]
+    recorder = _Recorder(getattr(config, "max_position_embeddings", None) or 0)
+    reason = _reason_in_config(config, architecture)
+    if reason is None:
+        try:
+            with torch.device("meta"), torch.inference_mode():
+                model = AutoModelForCausalLM.from_config(config, attn_implementation=_PROBE, dtype=torch.bfloat16)
+                decoder = model.get_decoder()
+                reason = _reason_in_code(model, decoder)
+                if reason is None:
+                    hidden, logits = recorder.run(model, decoder)
+        except _CannotServeError as error:
+            reason = str(error)
+        except Exception as error:  # whatever its code does where there are no values
+            reason = (
+                "its code does not run without values at hand, as it would have to within a CUDA graph: "
+                f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            )
+    reason = reason or recorder.reason()
+    if reason is not None:
+        raise ModelError(f"{source}: {architecture.__name__} cannot run through transformers' code here: {reason}")
+    return Findings(architecture.__name__, tuple(recorder.calls), hidden.shape[-1], logits.shape[-1])
+
+
+class _CannotServeError(Exception):
+    """Why; raised out of the midst of transformers' code."""
+
+
+def _reason_in_config(config: Any, architecture: Any) -> str | None:
+    if config.is_encoder_decoder:
+        return "it is the decoder of an encoder-decoder, which attends to an encoder's states"
+    if config.get_text_config() is not config:
+        return "it takes more than text, and only decoders of text are served"
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if getattr(architecture, "_is_stateful", False) or any("attention" not in kind for kind in kinds):
+        more = f" ({', '.join(sorted(kinds))})" if kinds else ""
+        return f"it has recurrent layers{more}, whose state is not keys and values that a paged cache could hold"
+    if kinds:
+        return f"layers of kind {', '.join(sorted(kinds))} are not supported; only full and sliding attention are"
+    if getattr(config, "alibi", config.model_type in _ALIBI):
+        return "it uses ALiBi, a bias of positions on attention scores, which no attention backend here does"
+    if not architecture._can_set_attn_implementation():
+        return "its code attends by itself, not through an attention function that could be replaced"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if values.get("rope_type") in ("dynamic", "longrope"):
+            return f"rope type {values['rope_type']} changes the keys already cached as a sequence grows"
+    return None
+
+
+def _reason_in_code(model: Any, decoder: Any) -> str | None:
+    if decoder is model:
+        return "its code has no decoder apart from the head that makes logits"
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return "its code takes no position_ids, so its tokens cannot be of several sequences"
+    return None
+
+
+class _Recorder:
+    """The attention function of the run on the meta device."""
+
+    def __init__(self, num_positions: int) -> None:
+        self.calls: list[AttentionCall] = []
+        self._keys = torch.arange(max(_TOKENS, min(num_positions, _FARTHEST)), device="cpu")
+
+    def run(self, model: Any, decoder: Any) -> tuple[Tensor, Tensor]:
+        """Hidden states and logits of a few tokens, without values."""
+        tokens = torch.zeros((1, _TOKENS), dtype=torch.int64)
+        attend_by(decoder, self)
+        # With a mask of padding, the code does not look whether positions start anew, as of packed sequences.
+        mask = torch.ones((1, _TOKENS), dtype=torch.int64)
+        hidden = decoder(input_ids=tokens, position_ids=tokens, attention_mask=mask, use_cache=False)[0]
+        return hidden, model.get_output_embeddings()(hidden)
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> Tensor:
+        layer = module.layer_idx
+        if not getattr(module, "is_causal", True):
+            raise _CannotServeError(f"layer {layer} sees later tokens: it is no decoder")
+        for name, reason in _NOT_DONE.items():
+            if kwargs.get(name) is not None:
+                raise _CannotServeError(f"it {reason}")
+        scale = kwargs.get("scaling")
+        self.calls.append(
+            AttentionCall(
+                layer=layer,
+                num_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                key_dim=key.shape[3],
+                value_dim=value.shape[3],
+                scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+                window=kwargs.get("sliding_window") if mask is None else self._window(layer, mask),
+            )
+        )
+        return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+
+    def _window(self, layer: int, mask: Tensor) -> int | None:
+        """The window within which this mask is causal."""
+        sees = getattr(mask, "mask_function", None)
+        if sees is None:
+            raise _CannotServeError(f"layer {layer} changes its mask in a way of its own")
+        keys, zero = self._keys, torch.zeros((), dtype=torch.int64, device="cpu")
+        last = len(keys) - 1
+        with torch.device("cpu"):
+            window = int(sees(zero, zero, keys[-1], keys).sum())
+            for query in {0, 1, last // 2, last // 2 + 1, last}:
+                causal = (keys <= query) & (keys > query - window)
+                if not torch.equal(sees(zero, zero, keys[query], keys).expand_as(keys), causal):
+                    raise _CannotServeError(
+                        f"layer {layer} has a mask that is neither causal nor a sliding window of the last tokens"
+                    )
+        return None if window > last else window
+
+    def reason(self) -> str | None:
+        """Why these calls cannot be served, if they cannot."""
+        if [call.layer for call in self.calls] != list(range(len(self.calls))) or not self.calls:
+            return (
+                "its layers must attend once each through transformers' attention function; the layers that did are "
+                f"{[call.layer for call in self.calls]}"
+            )
+        for what in ("num_heads", "num_kv_heads"):
+            differing = sorted({getattr(call, what) for call in self.calls})
+            if len(differing) > 1:
+                return f"{what} differs between its layers ({', '.join(map(str, differing))}); the cache has one for all"
+        return None
