@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.config_checks import at_least, coerce
 from mini_infer.core.errors import ConfigError
-from mini_infer.core.model_config import Device, DryConfig, DType, KernelChoice, LoadFormat, ModelConfig
+from mini_infer.core.model_config import Device, DryConfig, DType, Implementation, KernelChoice, LoadFormat, ModelConfig
 from mini_infer.core.speculation_config import SpeculationConfig
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "DryConfig",
     "EngineConfig",
     "GraphsConfig",
+    "Implementation",
     "KernelChoice",
     "Layout",
     "LoadFormat",

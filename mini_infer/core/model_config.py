@@ -35,6 +35,12 @@ class KernelChoice(str, Enum):
     triton = "triton"  # our own fused kernels
 
 
+class Implementation(str, Enum):
+    auto = "auto"  # ours, where the architecture has one here; else transformers'
+    ours = "ours"
+    transformers = "transformers"  # its modeling code with our paged attention: many more architectures, slower
+
+
 @dataclass(frozen=True)
 class DryConfig:
     """Shape and time model of the dry model (`load_format: dry`). Times of zero do not sleep."""
@@ -57,6 +63,7 @@ class DryConfig:
 class ModelConfig:
     path: str = "tiny-target"  # a folder, a hub name, or a shipped model: tiny-target, tiny-draft
     load_format: LoadFormat = LoadFormat.auto  # where the weights come from
+    implementation: Implementation = Implementation.auto  # whose code computes the model
     hf_config: dict[str, Any] | None = None  # a config.json given inline, for dummy weights without a folder
     tokenizer: str | None = None  # a folder or a hub name; default: the model's own
     dtype: DType = DType.auto  # of weights, activations and KV

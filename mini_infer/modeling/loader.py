@@ -17,8 +17,9 @@ from mini_infer.modeling.hf_config import token_ids
 from mini_infer.modeling.linear_methods.base import Build, LinearMethodFactory
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.model import Model
-from mini_infer.modeling.registry import ARCHITECTURES, parse_spec
+from mini_infer.modeling.registry import factory, parse_spec
 from mini_infer.modeling.spec import ModelSpec
+from mini_infer.modeling.transformers_model import load_transformers_model
 
 _DRAWN_AT_ONCE = 2**28  # random numbers
 _DUMMY_STD = 0.02  # as models are initialised: activations stay of order 1
@@ -27,9 +28,9 @@ _DUMMY_STD = 0.02  # as models are initialised: activations stay of order 1
 def load_spec(config: ModelConfig) -> ModelSpec:
     """Reads config.json (and generation_config.json's end-of-sequence ids), or config.hf_config. Raises ModelError."""
     if config.hf_config is not None:
-        return parse_spec(config.hf_config, "model.hf_config")
+        return parse_spec(config.hf_config, "model.hf_config", config.implementation)
     folder = resolve_folder(config.path, weights=config.load_format is LoadFormat.auto)
-    spec = parse_spec(read_json(folder / "config.json"), str(folder / "config.json"))
+    spec = parse_spec(read_json(folder / "config.json"), str(folder / "config.json"), config.implementation)
     if (folder / "generation_config.json").is_file():
         more = token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
         spec = dataclasses.replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *more))))
@@ -48,7 +49,9 @@ def load_model(
     """The model on its device, weights filled, for sequences of up to `max_len` tokens (default: the model's own
     limit), computing with `kernels` (default: torch's). Raises ModelError, naming the tensor and the file."""
     build = Build(dtype, device, kernels or TorchKernels(), linear_method)
-    model = ARCHITECTURES[spec.architecture].build(spec, max_len or spec.max_model_len, build)
+    if spec.through_transformers and config.load_format is LoadFormat.auto:
+        return load_transformers_model(resolve_folder(config.path), spec, build)
+    model = factory(spec)(spec, max_len or spec.max_model_len, build)
     if config.load_format is LoadFormat.dummy:
         model.fill_dummy(dummy_weights(device, config.seed))
     else:
@@ -60,7 +63,7 @@ def load_model(
 def outline(spec: ModelSpec, dtype: torch.dtype) -> Model:
     """The model without memory, for what it says of itself."""
     build = Build(dtype, torch.device("meta"), TorchKernels(), Unquantized.create)
-    return ARCHITECTURES[spec.architecture].build(spec, 1, build)
+    return factory(spec)(spec, 1, build)
 
 
 def dummy_weights(device: torch.device, seed: int) -> Callable[[Tensor], None]:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mini_infer.core.errors import ModelError
+from mini_infer.core.model_config import Implementation
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.hf_config import decoder_spec, layer_windows
 from mini_infer.modeling.model import ModelFactory
 from mini_infer.modeling.spec import ModelSpec
+from mini_infer.modeling.transformers_model import new_transformers_model, transformers_spec
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,18 @@ ARCHITECTURES = {
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
-def parse_spec(raw: dict[str, Any], source: str) -> ModelSpec:
+def parse_spec(raw: dict[str, Any], source: str, implementation: Implementation = Implementation.auto) -> ModelSpec:
     """A config.json's content -> ModelSpec. `source` names it in errors. Raises ModelError."""
     names = raw.get("architectures") or []
     names = [names] if isinstance(names, str) else names
     name = next((name for name in names if name in ARCHITECTURES), None)
+    ours = ", ".join(ARCHITECTURES)
+    if implementation is Implementation.transformers or (implementation is Implementation.auto and name is None):
+        return transformers_spec(raw, source, ours)
     if name is None:
         raise ModelError(
-            f"{source}: unsupported architecture {', '.join(names) or '(none given)'}; "
-            f"supported are {', '.join(ARCHITECTURES)}"
+            f"{source}: unsupported architecture {', '.join(names) or '(none given)'}; model.implementation=ours "
+            f"supports {ours}, and transformers others"
         )
     missing = [key for key in _REQUIRED if key not in raw]
     if missing:
@@ -73,3 +78,7 @@ def parse_spec(raw: dict[str, Any], source: str) -> ModelSpec:
         raise
     except Exception as error:  # transformers raises whatever its validators do
         raise ModelError(f"{source}: {error}") from error
+
+
+def factory(spec: ModelSpec) -> ModelFactory:
+    return new_transformers_model if spec.through_transformers else ARCHITECTURES[spec.architecture].build

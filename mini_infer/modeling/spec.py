@@ -66,6 +66,7 @@ class ModelSpec:
     max_model_len: int  # tokens of prompt + output
     dtype: torch.dtype | None  # what config.json says of the checkpoint, if anything
     eos_token_ids: tuple[int, ...]
+    through_transformers: bool = False  # its code runs the model; of the rest, `layers` has what attention must know
     config: Any = field(default=None, compare=False, repr=False)  # of transformers, from which all this was read
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ models cannot be served, is found out in modeling/transformers_probe.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from mini_infer.cache.layout import KVLayout
 from mini_infer.core.errors import ModelError
 from mini_infer.modeling.checkpoint import safetensors_files
 from mini_infer.modeling.hf_config import token_ids
+from mini_infer.modeling.linear_methods.base import Build
 from mini_infer.modeling.model import CheckpointTensor
 from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
 from mini_infer.modeling.transformers_probe import PAGED, attend_by, probe, register, text_config
@@ -56,6 +58,7 @@ def transformers_spec(raw: dict[str, Any], source: str, registered: str) -> Mode
         max_model_len=config.max_position_embeddings,
         dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
         eos_token_ids=token_ids(config.eos_token_id),
+        through_transformers=True,
         config=config,
     )
 
@@ -66,20 +69,18 @@ class TransformersModel(nn.Module):
     def __init__(self, causal_lm: Any, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
+        causal_lm.requires_grad_(False)
         self._checkpoint = dict(causal_lm.named_parameters())
         self._decoder = causal_lm.get_decoder()
         embedding = self._decoder.get_input_embeddings().weight
         self.dtype, self.device = embedding.dtype, embedding.device
+        self.kv_layout: KVLayout = spec.kv_layout(self.dtype)
         self._attention = _PagedAttention(spec.attention)
         attend_by(self._decoder, self._attention)
         # What makes logits of hidden states (head, scale, cap, bias) is the rest of the model's own code.
         name = next(name for name, module in causal_lm.named_modules() if module is self._decoder)
         causal_lm.set_submodule(name, _Given())
         self._rest = causal_lm
-
-    @property
-    def kv_layout(self) -> KVLayout:
-        return self.spec.kv_layout(self.dtype)
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """token_ids and positions [T] int64 -> hidden states [T, H] after the last norm."""
@@ -96,11 +97,18 @@ class TransformersModel(nn.Module):
         return logits.to(self.dtype) if out is None else out.copy_(logits)
 
     def weight_bytes(self) -> int:
-        return sum(parameter.numel() * parameter.itemsize for parameter in self.parameters())
+        return sum(parameter.nbytes for parameter in self.parameters())
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """By transformers' names; its own loading also knows those of older files."""
         return {name: CheckpointTensor.copied_to(parameter.data) for name, parameter in self._checkpoint.items()}
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        """Norms stay as their code sets them first: at one, or at zero where one is added to them."""
+        norms = {id(p) for module in self.modules() if "Norm" in type(module).__name__ for p in module.parameters()}
+        for parameter in self.parameters():
+            if id(parameter) not in norms:
+                draw(torch.atleast_1d(parameter.data))
 
 
 class _PagedAttention:
@@ -127,7 +135,9 @@ class _PagedAttention:
         if scale != self._scale:  # attention has one for all layers
             query = query * (scale / self._scale)
         q, k, v = (self._tokens(x) for x in (query, key, value))
-        context.store(module.layer_idx, k, v)
+        slots = context.batch.slot_mapping
+        context.key_slots(module.layer_idx)[slots] = k
+        context.value_slots(module.layer_idx)[slots] = v
         return context.attend(module.layer_idx, q)[None, ..., : value.shape[3]]
 
     def _tokens(self, x: Tensor) -> Tensor:
@@ -157,28 +167,31 @@ class _Outputs:
         return None
 
 
-def new_transformers_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> TransformersModel:
-    """With transformers' initial weights, or without any on the meta device."""
+def new_transformers_model(spec: ModelSpec, max_len: int, build: Build) -> TransformersModel:
+    """A ModelFactory. Weights are as transformers initialises them, and without memory on the meta device."""
     from transformers import AutoModelForCausalLM
 
     register()
-    with torch.device(device):
-        causal_lm = AutoModelForCausalLM.from_config(spec.config, attn_implementation=PAGED, dtype=dtype)
-    return TransformersModel(causal_lm.eval().requires_grad_(False), spec)
+    with torch.device(build.device):
+        causal_lm = AutoModelForCausalLM.from_config(spec.config, attn_implementation=PAGED, dtype=build.dtype)
+    return TransformersModel(causal_lm.eval(), spec)
 
 
-def load_transformers_model(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device
-) -> TransformersModel:
+def load_transformers_model(folder: Path, spec: ModelSpec, build: Build) -> TransformersModel:
     """With the folder's safetensors, by transformers' own loading. Raises ModelError, naming tensor and folder."""
     from transformers import AutoModelForCausalLM
 
     register()
     safetensors_files(folder)
-    options = {"config": spec.config, "dtype": dtype, "attn_implementation": PAGED, "use_safetensors": True}
     try:
         causal_lm, info = AutoModelForCausalLM.from_pretrained(
-            folder, **options, local_files_only=True, output_loading_info=True
+            folder,
+            config=spec.config,
+            dtype=build.dtype,
+            attn_implementation=PAGED,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except Exception as error:  # of safetensors, of torch, of transformers' own checks
         raise ModelError(f"cannot load {folder}: {type(error).__name__}: {error}") from error
@@ -186,9 +199,4 @@ def load_transformers_model(
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"{missing[0]}{more} is missing from {folder}")
-    return TransformersModel(causal_lm.requires_grad_(False).to(device), spec)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Its weights are as its code sets them first (ones, or zeros where one is added), also among random weights."""
-    return "Norm" in type(module).__name__
+    return TransformersModel(causal_lm.to(build.device), spec)

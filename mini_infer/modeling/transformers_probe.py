@@ -118,7 +118,7 @@ def probe(config: Any, source: str) -> Findings:
 
     register()
     architecture = AutoModelForCausalLM._model_mapping[type(config)]
-    recorder = _Recorder(getattr(config, "max_position_embeddings", None) or 0)
+    recorder = _Recorder(getattr(config, "max_position_embeddings", None) or 1)
     reason = _reason_in_config(config, architecture)
     if reason is None:
         try:
@@ -130,11 +130,10 @@ def probe(config: Any, source: str) -> Findings:
                     hidden, logits = recorder.run(model, decoder)
         except _CannotServeError as error:
             reason = str(error)
-        except Exception as error:  # whatever its code does where there are no values
-            reason = (
-                "its code does not run without values at hand, as it would have to within a CUDA graph: "
-                f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            )
+        except Exception as error:  # whatever its code does, with such a config or where there are no values
+            said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            waits = isinstance(error, RuntimeError) and "meta" in str(error)  # a NotImplementedError is one
+            reason = f"it waits for results on the host ({said})" if waits else f"its code fails with {said}"
     reason = reason or recorder.reason()
     if reason is not None:
         raise ModelError(f"{source}: {architecture.__name__} cannot run through transformers' code here: {reason}")
@@ -150,10 +149,12 @@ def _reason_in_config(config: Any, architecture: Any) -> str | None:
         return "it is the decoder of an encoder-decoder, which attends to an encoder's states"
     if config.get_text_config() is not config:
         return "it takes more than text, and only decoders of text are served"
+    if not getattr(config, "max_position_embeddings", None):
+        return "its config does not say how many positions there are (max_position_embeddings)"
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if getattr(architecture, "_is_stateful", False) or any("attention" not in kind for kind in kinds):
         more = f" ({', '.join(sorted(kinds))})" if kinds else ""
-        return f"it has recurrent layers{more}, whose state is not keys and values that a paged cache could hold"
+        return f"its layers keep a state{more} that is not each token's keys and values, which is all the cache holds"
     if kinds:
         return f"layers of kind {', '.join(sorted(kinds))} are not supported; only full and sliding attention are"
     if getattr(config, "alibi", config.model_type in _ALIBI):
@@ -241,5 +242,7 @@ class _Recorder:
         for what in ("num_heads", "num_kv_heads"):
             differing = sorted({getattr(call, what) for call in self.calls})
             if len(differing) > 1:
-                return f"{what} differs between its layers ({', '.join(map(str, differing))}); the cache has one for all"
+                return (
+                    f"{what} differs between its layers ({', '.join(map(str, differing))}); the cache has one for all"
+                )
         return None

@@ -52,6 +52,7 @@ class DryExecutor:
         self.startup = StartupReport(
             device="cpu",
             dtype="dry",
+            implementation="dry",
             attention_prefill="none",
             attention_decode="none",
             kernels="none",

@@ -23,6 +23,7 @@ class StartupReport:
 
     device: str
     dtype: str
+    implementation: str  # of the model: ours, transformers or dry
     attention_prefill: str
     attention_decode: str
     kernels: str

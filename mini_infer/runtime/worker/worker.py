@@ -251,6 +251,7 @@ class Worker:
         return StartupReport(
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             dtype=str(target.dtype).removeprefix("torch."),
+            implementation="transformers" if target.spec.through_transformers else "ours",
             attention_prefill=str(target.backends.prefill),
             attention_decode=str(target.backends.decode),
             kernels=f"{kernels.name} ({kernels.fallback})" if kernels.fallback else kernels.name,
