@@ -123,7 +123,7 @@ def probe(config: Any, source: str) -> Findings:
     if reason is None:
         try:
             with torch.device("meta"), torch.inference_mode():
-                model = AutoModelForCausalLM.from_config(config, attn_implementation=_PROBE, dtype=torch.bfloat16)
+                model = AutoModelForCausalLM.from_config(config, attn_implementation=_PROBE, dtype=torch.bfloat16).eval()
                 decoder = model.get_decoder()
                 reason = _reason_in_code(model, decoder)
                 if reason is None:
