@@ -134,17 +134,14 @@ class _PagedAttention:
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         if scale != self._scale:  # attention has one for all layers
             query = query * (scale / self._scale)
-        q, k, v = (self._tokens(x) for x in (query, key, value))
-        slots = context.batch.slot_mapping
-        context.key_slots(module.layer_idx)[slots] = k
-        context.value_slots(module.layer_idx)[slots] = v
-        return context.attend(module.layer_idx, q)[None, ..., : value.shape[3]]
+        context.store(module.layer_idx, self._tokens(key), self._tokens(value))
+        attended = context.attend(module.layer_idx, self._tokens(query).contiguous())
+        return attended[None, ..., : value.shape[3]]
 
     def _tokens(self, x: Tensor) -> Tensor:
-        """[1, heads, T, dim] -> [T, heads, head_dim], contiguous."""
-        x = x[0].transpose(0, 1)
-        missing = self._head_dim - x.shape[2]
-        return F.pad(x, (0, missing)) if missing else x.contiguous()
+        """[1, heads, T, dim] -> [T, heads, head_dim], filled up with zeros."""
+        missing = self._head_dim - x.shape[3]
+        return (F.pad(x, (0, missing)) if missing else x)[0].transpose(0, 1)
 
 
 class _Given(nn.Module):

@@ -123,7 +123,9 @@ def probe(config: Any, source: str) -> Findings:
     if reason is None:
         try:
             with torch.device("meta"), torch.inference_mode():
-                model = AutoModelForCausalLM.from_config(config, attn_implementation=_PROBE, dtype=torch.bfloat16).eval()
+                model = AutoModelForCausalLM.from_config(
+                    config, attn_implementation=_PROBE, dtype=torch.bfloat16
+                ).eval()
                 decoder = model.get_decoder()
                 reason = _reason_in_code(model, decoder)
                 if reason is None:
@@ -149,8 +151,6 @@ def _reason_in_config(config: Any, architecture: Any) -> str | None:
         return "it is the decoder of an encoder-decoder, which attends to an encoder's states"
     if config.get_text_config() is not config:
         return "it takes more than text, and only decoders of text are served"
-    if not getattr(config, "max_position_embeddings", None):
-        return "its config does not say how many positions there are (max_position_embeddings)"
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if getattr(architecture, "_is_stateful", False) or any("attention" not in kind for kind in kinds):
         more = f" ({', '.join(sorted(kinds))})" if kinds else ""
@@ -161,6 +161,8 @@ def _reason_in_config(config: Any, architecture: Any) -> str | None:
         return "it uses ALiBi, a bias of positions on attention scores, which no attention backend here does"
     if not architecture._can_set_attn_implementation():
         return "its code attends by itself, not through an attention function that could be replaced"
+    if not getattr(config, "max_position_embeddings", None):
+        return "its config does not say how many positions there are (max_position_embeddings)"
     rope = getattr(config, "rope_parameters", None) or {}
     for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if values.get("rope_type") in ("dynamic", "longrope"):

@@ -1,0 +1,162 @@
+"""Models through transformers' code in the engine: the tokens of `generate` under every mechanism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from fake_graphs import RecordingGraph
+
+from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer.runtime.graphs.pieces import PiecewiseGraphs
+
+VOCAB, MAX_LEN, NEW_TOKENS = 200, 96, 16
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_LEN,
+    "initializer_range": 0.3,  # large enough that the greedy token leads clearly
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20, "head_dim": 16}
+MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+EXPERTS = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "gemma": transformers.GemmaConfig(**GROUPED, head_dim=16),
+    "gemma2": transformers.Gemma2Config(**GROUPED, **WINDOWS, attn_logit_softcapping=None),
+    "gemma3": transformers.Gemma3TextConfig(**GROUPED, **WINDOWS),
+    "phi": transformers.PhiConfig(**GROUPED),
+    "phi3": transformers.Phi3Config(**GROUPED, sliding_window=20),
+    "olmo": transformers.OlmoConfig(**GROUPED),
+    "olmo2": transformers.Olmo2Config(**GROUPED),
+    "gpt_neox": transformers.GPTNeoXConfig(**SIZES),
+    "gpt2": transformers.GPT2Config(**SIZES),
+    "starcoder2": transformers.Starcoder2Config(**GROUPED, sliding_window=20),
+    "stablelm": transformers.StableLmConfig(**GROUPED),
+    "deepseek_v3": transformers.DeepseekV3Config(**SIZES, **MLA, **EXPERTS, num_key_value_heads=4, head_dim=8),
+    "llama": transformers.LlamaConfig(**GROUPED),
+}
+SHORT = {  # of memory: chunks, hits, evictions and preemptions all happen
+    "cache": {"num_blocks": 16, "block_size": 8, "watermark": 0.0},
+    "scheduler": {"max_num_seqs": 6, "max_num_batched_tokens": 23},
+}
+NGRAM = {"speculation": {"method": "ngram", "num_tokens": 3, "adaptive": False}}
+MACHINES: dict[str, dict[str, Any]] = {
+    "recompute, drafts": SHORT | NGRAM,
+    "swap": SHORT | {"scheduler": SHORT["scheduler"] | {"preemption": "swap"}},
+    "static, contiguous": {
+        "cache": {"num_blocks": 24, "block_size": 16, "layout": "contiguous", "prefix_caching": False},
+        "scheduler": {"batching": "static", "max_num_seqs": 4},
+    },
+    "overlap": SHORT | NGRAM | {"scheduler": SHORT["scheduler"] | {"overlap": "always"}},
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    return request.param, *save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def save(name: str, folder: Path) -> tuple[Path, Any]:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def prompts() -> list[list[int]]:
+    """Some share a prefix, one repeats itself, and one ends at the model's last position with its new tokens."""
+    generator = torch.Generator().manual_seed(1)
+    shared, lone, long = (torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (20, 17, 80))
+    return [*(shared + shared[:n] for n in (3, 10, 1)), lone, lone[:1], (lone[:3] * 9)[:25], long]
+
+
+def generated(model: Any) -> list[list[int]]:
+    tokens = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+        tokens.append(out[0, len(prompt) :].tolist())
+    return tokens
+
+
+def run(folder: Path, machine: dict[str, Any]) -> tuple[LLMEngine, list[list[int]]]:
+    model = {"path": str(folder), "device": "cpu", "implementation": "transformers"}
+    engine = LLMEngine(EngineConfig.from_dict({"model": model, **machine}))
+    outputs = engine.generate(prompts(), SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
+    engine.scheduler.check_integrity()
+    return engine, [output.outputs[0].token_ids for output in outputs]
+
+
+def test_greedy_tokens_equal_generate(checkpoint: tuple[str, Path, Any]) -> None:
+    _, folder, model = checkpoint
+    engine, tokens = run(folder, MACHINES["recompute, drafts"])
+    assert tokens == generated(model)
+    records = engine.records
+    assert any(record.preempted for record in records)
+    assert any(record.num_prefilling for record in records), "no prompt was cut into chunks"
+    assert any(record.prefill_tokens and record.decode_tokens for record in records)
+    assert sum(record.prefix_hit_tokens for record in records) > 0
+    assert sum(record.accepted for record in records) > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("machine", [name for name in MACHINES if name != "recompute, drafts"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+def test_under_every_mechanism(name: str, machine: str, tmp_path: Path) -> None:
+    folder, model = save(name, tmp_path)
+    engine, tokens = run(folder, MACHINES[machine])
+    assert tokens == generated(model)
+    engine.close()
+
+
+def test_both_ways_of_a_llama(tmp_path: Path) -> None:
+    folder, _ = save("llama", tmp_path)
+    logits, told = [], []
+    for implementation in ("auto", "transformers"):
+        model = {"path": str(folder), "device": "cpu", "implementation": implementation}
+        engine = LLMEngine(EngineConfig.from_dict({"model": model}))
+        logits.append(engine.probe_logits(prompts()[0], 1))
+        told.append((engine.startup.implementation, engine.startup.weight_bytes, engine.startup.kv_bytes))
+        engine.close()
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+    assert [implementation for implementation, *_ in told] == ["ours", "transformers"]
+    assert told[0][1:] == told[1][1:]
+
+
+def test_a_draft_model_may_be_one_of_them(tmp_path: Path) -> None:
+    folder, model = save("gpt2", tmp_path)
+    draft = {"method": "draft", "draft": {"path": str(folder)}, "num_tokens": 3, "adaptive": False}
+    engine, tokens = run(folder, {"speculation": draft})
+    assert tokens == generated(model)
+    assert sum(record.accepted for record in engine.records) > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "deepseek_v3"])
+def test_pieces_between_attention_can_be_captured(name: str, tmp_path: Path) -> None:
+    """With graphs that record operations on a CPU and repeat them, put where a GPU's would be."""
+    folder, model = save(name, tmp_path)
+    config = {"model": {"path": str(folder), "device": "cpu"}, "scheduler": {"max_num_seqs": 4}}
+    engine = LLMEngine(EngineConfig.from_dict(config))
+    part = engine._parts.runner._model
+    store = part._store
+    padding_slot = (store.num_blocks - 1) * store.block_size
+    pieces = PiecewiseGraphs(part._model, store, [64, 128], padding_slot, RecordingGraph)
+    with torch.inference_mode():
+        pieces._pieces = {size: pieces.capture_size(size) for size in (128, 64)}
+    part._pieces = pieces
+    assert len(pieces._pieces[64].before) == 2, "a cut at each layer's attention"
+    tokens = engine.generate(prompts(), SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
+    assert [output.outputs[0].token_ids for output in tokens] == generated(model)
+    engine.close()
