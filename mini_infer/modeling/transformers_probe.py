@@ -105,7 +105,7 @@ def text_config(raw: dict[str, Any], source: str, registered: str) -> Any:
     except Exception as error:  # transformers raises whatever its validators do
         raise ModelError(f"{source}: {error}") from error
     known = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if known is None or (names and known.__name__ not in names):
+    if known is None or known.__name__ not in names:
         raise ModelError(f"{source}: unsupported architecture {name} ({model_type=}); {own_ways}")
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{source}: quantized checkpoints are not supported; use the original weights")
