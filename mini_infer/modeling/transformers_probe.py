@@ -70,6 +70,8 @@ def attend_by(decoder: torch.nn.Module, attention: Callable[..., Tensor]) -> Non
     for module in decoder.modules():
         if hasattr(module, "layer_idx"):
             module.paged_attention = attention  # type: ignore[assignment]
+    # Some code looks for the padding token among the tokens of each step, to warn of it, and waits for the answer.
+    vars(decoder.config)["pad_token_id"] = None
 
 
 def _call_the_modules_own(
@@ -142,6 +144,11 @@ def probe(config: Any, source: str) -> Findings:
     return Findings(architecture.__name__, tuple(recorder.calls), hidden.shape[-1], logits.shape[-1])
 
 
+def _nothing(query: Tensor, value: Tensor) -> Tensor:
+    """Of the shape of what attention gives."""
+    return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+
+
 class _CannotServeError(Exception):
     """Why; raised out of the midst of transformers' code."""
 
@@ -191,7 +198,11 @@ class _Recorder:
         attend_by(decoder, self)
         # With a mask of padding, the code does not look whether positions start anew, as of packed sequences.
         mask = torch.ones((1, _TOKENS), dtype=torch.int64)
-        hidden = decoder(input_ids=tokens, position_ids=tokens, attention_mask=mask, use_cache=False)[0]
+        decoder(input_ids=tokens, position_ids=tokens, attention_mask=mask, use_cache=False)
+        # And once as a step will call it: without masks.
+        model.set_attn_implementation(PAGED)
+        attend_by(decoder, lambda module, query, key, value, mask, **kwargs: _nothing(query, value))
+        hidden = decoder(input_ids=tokens, position_ids=tokens, use_cache=False)[0]
         return hidden, model.get_output_embeddings()(hidden)
 
     def __call__(
@@ -215,7 +226,7 @@ class _Recorder:
                 window=kwargs.get("sliding_window") if mask is None else self._window(layer, mask),
             )
         )
-        return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+        return _nothing(query, value)
 
     def _window(self, layer: int, mask: Tensor) -> int | None:
         """The window within which this mask is causal."""

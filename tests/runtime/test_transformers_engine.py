@@ -12,6 +12,7 @@ from fake_graphs import RecordingGraph
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.runtime.graphs.pieces import PiecewiseGraphs
+from mini_infer.runtime.probe import probe_logits
 
 VOCAB, MAX_LEN, NEW_TOKENS = 200, 96, 16
 SIZES = {
@@ -46,10 +47,10 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "llama": transformers.LlamaConfig(**GROUPED),
 }
 SHORT = {  # of memory: chunks, hits, evictions and preemptions all happen
-    "cache": {"num_blocks": 16, "block_size": 8, "watermark": 0.0},
+    "cache": {"num_blocks": 12, "block_size": 8, "watermark": 0.0},
     "scheduler": {"max_num_seqs": 6, "max_num_batched_tokens": 23},
 }
-NGRAM = {"speculation": {"method": "ngram", "num_tokens": 3, "adaptive": False}}
+NGRAM = {"speculation": {"method": "ngram", "num_tokens": 3, "ngram_min": 1, "adaptive": False}}
 MACHINES: dict[str, dict[str, Any]] = {
     "recompute, drafts": SHORT | NGRAM,
     "swap": SHORT | {"scheduler": SHORT["scheduler"] | {"preemption": "swap"}},
@@ -126,7 +127,7 @@ def test_both_ways_of_a_llama(tmp_path: Path) -> None:
     for implementation in ("auto", "transformers"):
         model = {"path": str(folder), "device": "cpu", "implementation": implementation}
         engine = LLMEngine(EngineConfig.from_dict({"model": model}))
-        logits.append(engine.probe_logits(prompts()[0], 1))
+        logits.append(probe_logits(engine, prompts()[0], 1))
         told.append((engine.startup.implementation, engine.startup.weight_bytes, engine.startup.kv_bytes))
         engine.close()
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
@@ -149,7 +150,7 @@ def test_pieces_between_attention_can_be_captured(name: str, tmp_path: Path) -> 
     folder, model = save(name, tmp_path)
     config = {"model": {"path": str(folder), "device": "cpu"}, "scheduler": {"max_num_seqs": 4}}
     engine = LLMEngine(EngineConfig.from_dict(config))
-    part = engine._parts.runner._model
+    part = engine.executor.runner._model
     store = part._store
     padding_slot = (store.num_blocks - 1) * store.block_size
     pieces = PiecewiseGraphs(part._model, store, [64, 128], padding_slot, RecordingGraph)
