@@ -125,11 +125,6 @@ class AttentionContext:
         self.key_slots(layer).index_copy_(0, self.batch.slot_mapping, k)
         self.value_slots(layer).index_copy_(0, self.batch.slot_mapping, v)
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """k and v [T, num_kv_heads, head_dim] of the cache's dtype, of any strides."""
-        self.key_slots(layer).index_copy_(0, self.batch.slot_mapping, k)
-        self.value_slots(layer).index_copy_(0, self.batch.slot_mapping, v)
-
     def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
         """Attends with q [T, num_heads, head_dim] to the K and V stored so far, this step's among them; returns q's
         shape and dtype, in `out`, contiguous, where it is given."""
