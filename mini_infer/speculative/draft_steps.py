@@ -90,6 +90,7 @@ class DraftSteps:
             at = self._states.h2d.send(real)[0].long()
             drawn = None if draft_logits is None else Drawn(rows.drafts[at], draft_logits, rows.sources[at])
             token_ids = done.token_ids[at]
+            self._states.restore_drafts(done.built)  # settling wrote over them, and penalties count them
             logprobs = self._sampler.resample(done.logits[at], token_ids, rare, self._states.history, drawn)
             done.token_ids.index_copy_(0, at, token_ids)
             self._settle(done)

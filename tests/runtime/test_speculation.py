@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
-from mini_infer.core.plan import StepPlan, StepResult, count_drafts
+from mini_infer.core.plan import Draft, StepPlan, StepResult, count_drafts
+from mini_infer.core.request import Request
 from mini_infer.modeling.loader import load_spec
 from mini_infer.runtime.worker import draft
 from mini_infer.runtime.worker.worker import Worker
@@ -229,3 +231,64 @@ def test_memory_is_kept_back_for_no_graph_that_is_not_captured(monkeypatch: pyte
     assert (rows_alone, none) == (64 * (4 + 3) * vocab_size * 4, 0), "logits of the target's tokens, and of the drafts"
     assert bytes_of_graphs(max_prefill_tokens=0, max_batch=16) == rows_alone // 4
     assert 0 < bytes_of_graphs(False) < bytes_of_graphs() - rows_alone, "prompts of the target, and of both"
+
+
+class Foresight:
+    """Proposes what each request will produce, as an engine without speculation has said."""
+
+    most, needs_tokens, waits, keeps_up = 3, True, True, False
+
+    def __init__(self, outputs: dict[str, list[int]]) -> None:
+        self._outputs = outputs
+
+    def propose(self, requests: Iterable[Request], prompts: bool) -> dict[int, Draft]:
+        drafts = {}
+        for row, request in enumerate(requests):
+            done = len(request.output_token_ids)
+            tokens = self._outputs[request.request_id][done : done + self.most]
+            if tokens and request.num_in_flight == 1:
+                drafts[row] = Draft(len(tokens), tokens)
+        return drafts
+
+    def book(self, *arguments: object) -> None:
+        pass
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+@pytest.mark.parametrize("overlap", ["never", "always"])
+def test_penalties_count_the_drafts_that_stand_before_a_token(overlap: str) -> None:
+    """Not what was picked there before anybody thought of penalties: a draft may stand just because of them."""
+    params = [
+        SamplingParams(
+            temperature=0.7 * (i % 2),
+            seed=i,
+            max_tokens=30,
+            ignore_eos=True,
+            presence_penalty=(0.0, 1.5, 2.0)[i % 3],
+            frequency_penalty=(2.0, 0.0)[i % 2],
+            repetition_penalty=(1.0, 2.5, 1.3)[i // 3 % 3],
+            logprobs=(None, 1)[i // 2 % 2],
+            min_tokens=(0, 7)[i // 4 % 2],
+        )
+        for i in range(24)
+    ]
+    prompts = [[65 + i, 66, 67, 68] for i in range(len(params))]
+    sections = {
+        "model": {"load_format": "dry"},
+        "scheduler": {"overlap": overlap},
+        "speculation": {"method": "ngram", "num_tokens": 3, "adaptive": False},
+    }
+    outputs = LLMEngine(EngineConfig.from_dict({**sections, "speculation": {}})).generate(prompts, params)
+    expected = [output.outputs[0].token_ids for output in outputs]
+    engine = LLMEngine(EngineConfig.from_dict(sections))
+    engine.scheduler._drafts.proposer = Foresight({str(i): own for i, own in enumerate(expected)})  # type: ignore[assignment]
+    for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(prompt, own, request_id=str(i))
+    got = dict.fromkeys(map(str, range(len(params))), None)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            got[output.request_id] = output.outputs[0].token_ids
+    assert list(got.values()) == expected
+    assert sum(sum(r.accepted) for r in engine.records) == sum(sum(r.drafted) for r in engine.records) > 400

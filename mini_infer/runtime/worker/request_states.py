@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mini_infer.attention.context import AttentionBatch
-from mini_infer.core.plan import StepPlan
+from mini_infer.core.plan import NO_DRAFT, StepPlan
 from mini_infer.speculative.draft_rows import GatheredRows, gather_rows, settle_rows
 
 IntArray = NDArray[np.integer]
@@ -327,6 +327,13 @@ class RequestStates:
         rows = built.rows
         columns = rows.param_rows, rows.places, rows.sampled_positions, rows.drafts
         settle(self.rows, self._next_starts, built.packed, *columns, token_ids, rate, vocab_size)
+
+    def restore_drafts(self, built: RowInput) -> None:
+        """Puts the drafts back where `settle` wrote the tokens that were picked: the history is again what it was when
+        they were picked."""
+        rows = built.rows
+        behind = self._flat.index_select(0, rows.places)
+        self._flat.index_copy_(0, rows.places, rows.drafts.int().where(rows.drafts != NO_DRAFT, behind))
 
     def _slot_mapping(self, token_owners: Tensor, positions: Tensor) -> Tensor:
         """[T] int64: where each token's K and V go, block * block_size + offset."""
