@@ -22,7 +22,7 @@ from mini_infer.runtime.graphs.decode_graphs import BatchDescriptor
 from mini_infer.runtime.graphs.row_graphs import RowGraphs, VerifiedRows
 from mini_infer.runtime.sampling.prompt_logprobs import RowLogprobs, prompt_logprobs
 from mini_infer.runtime.sampling.sampler import Drawn, Sampler
-from mini_infer.runtime.worker.launched import HostTokens, LaunchedStep, Stopwatch
+from mini_infer.runtime.worker.launched import LaunchedStep, Stopwatch, record_event, to_host
 from mini_infer.runtime.worker.request_states import IntArray, RequestStates, Samples
 from mini_infer.speculative.drafter import Drafter, NoDrafter
 from mini_infer.speculative.proposers.synthetic import stands_at_rate
@@ -94,8 +94,9 @@ class DraftSteps:
             logprobs = self._sampler.resample(done.logits[at], token_ids, rare, self._states.history, drawn)
             done.token_ids.index_copy_(0, at, token_ids)
             self._settle(done)
-        tokens = HostTokens(done.tokens_and_drafts)
-        return LaunchedStep(plan, sampled, None, tokens, logprobs, (), drafting, real)
+        tokens = to_host(done.tokens_and_drafts)
+        happened = record_event(self._states.rows.device)
+        return LaunchedStep(plan, happened, sampled, None, tokens, logprobs, (), drafting, real)
 
     def verify(
         self, num_rows: int, query_len: int, draft_logits: Tensor | None, out: Tensor | None = None
@@ -150,8 +151,9 @@ class DraftSteps:
         if self._rate is not None:
             token_ids = self._at_rate(sampled, has_draft, token_ids, drafts, self._rate)
         req_indices.append(step, token_ids)
-        tokens = HostTokens(torch.stack((token_ids, drafts)))
-        return LaunchedStep(plan, sampled, None, tokens, logprobs, of_prompts, drafting)
+        tokens = to_host(torch.stack((token_ids, drafts)))
+        done = record_event(req_indices.rows.device)
+        return LaunchedStep(plan, done, sampled, None, tokens, logprobs, of_prompts, drafting)
 
     def _draft(self, plan: StepPlan, first: int, descriptor: BatchDescriptor) -> tuple[Tensor | None, Stopwatch | None]:
         """Packs the plan's decode rows from `first` on, and has their drafts made."""

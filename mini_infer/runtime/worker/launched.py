@@ -1,11 +1,11 @@
-"""What the runner hands back at once: a step under way, and what comes back from the device when it is done."""
+"""What the runner hands back at once: a step in flight, and what comes back from the device when it is done."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,20 +14,6 @@ from mini_infer.core.plan import StepPlan
 from mini_infer.runtime.sampling.prompt_logprobs import RowLogprobs
 from mini_infer.runtime.sampling.sampler import Logprobs
 from mini_infer.runtime.worker.request_states import IntArray, Samples
-
-
-@dataclass(frozen=True, eq=False)
-class LaunchedStep:
-    """A step under way."""
-
-    plan: StepPlan
-    sampled: Samples | None = None
-    logits: Tensor | None = None  # [S, vocab_size] until the next launch; None where no row samples, or drafts do
-    tokens: HostTokens | None = None  # [S], with drafts [2, S]: what the target picks, and what stands there
-    logprobs: Logprobs | None = None  # can be read when the tokens can, as can those of prompts
-    prompt_logprobs: Sequence[RowLogprobs] = ()
-    drafting: Stopwatch | None = None  # None where no model drafted
-    real: IntArray | None = None  # [S]: those among `tokens`, where it has padding
 
 
 class Stopwatch:
@@ -54,20 +40,43 @@ class Stopwatch:
         return event
 
 
-class HostTokens:
-    """A step's tokens on their way to the host."""
+class Event(Protocol):
+    """What is used of a torch.cuda.Event."""
 
-    def __init__(self, token_ids: Tensor) -> None:
-        """token_ids of integers; a copy is queued behind what computes them."""
-        self._token_ids = token_ids
-        self._arrived: torch.cuda.Event | None = None
-        if token_ids.is_cuda:
-            self._token_ids = token_ids.to("cpu", non_blocking=True)  # into page-locked memory
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+    def synchronize(self) -> None: ...
 
-    def read(self) -> Tensor:
-        """On the host."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._token_ids
+
+class _Past:
+    """On a CPU a step is done when its launch returns."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def record_event(device: torch.device) -> Event:
+    """An event behind everything that the device has been given so far."""
+    if device.type != "cuda":
+        return _Past()
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchedStep:
+    """A step in flight. What it holds on the host can be read when `done` has happened."""
+
+    plan: StepPlan
+    done: Event
+    sampled: Samples | None = None  # None where no row samples
+    logits: Tensor | None = None  # [S, vocab_size] until the next launch; None where no row samples, or drafts do
+    tokens: Tensor | None = None  # [S] on the host, with drafts [2, S]: what the target picks, and what stands there
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Sequence[RowLogprobs] = ()
+    drafting: Stopwatch | None = None  # None where no model drafted
+    real: IntArray | None = None  # [S]: those among `tokens`, where it has padding
+
+
+def to_host(token_ids: Tensor) -> Tensor:
+    """The tokens on their way to the host: page-locked memory from a GPU, which needs no waiting."""
+    return token_ids.to("cpu", non_blocking=True)

@@ -21,7 +21,7 @@ from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.sampling.prompt_logprobs import RowLogprobs, prompt_logprobs
 from mini_infer.runtime.sampling.sampler import Sampler
-from mini_infer.runtime.worker.launched import HostTokens, LaunchedStep
+from mini_infer.runtime.worker.launched import LaunchedStep, record_event, to_host
 from mini_infer.runtime.worker.request_states import RequestStates, Samples, StepInput
 from mini_infer.runtime.worker.threads import Threads, as_it_is
 from mini_infer.speculative.draft_steps import DraftSteps
@@ -86,7 +86,7 @@ class Runner:
             self._model.swap_in(plan.swap_in)
             self._drafts.swap_in(plan.swap_in)
         if not plan.req_indices:
-            return LaunchedStep(plan)
+            return LaunchedStep(plan, record_event(self._states.rows.device))
         self._drafts.follow(plan)
         if plan.has_drafts:
             self._states.apply(plan, params)
@@ -113,22 +113,24 @@ class Runner:
             if plan.prompt_logprobs:
                 of_prompts = prompt_logprobs(plan, hidden, history, self._sampler.vocab_size, compute_logits)
             if not len(req_indices):
-                tokens = HostTokens(step.places) if of_prompts else None  # none of them, but they say when to read
-                return LaunchedStep(plan, tokens=tokens, prompt_logprobs=of_prompts, drafting=drafting)
+                done = record_event(self._states.rows.device)
+                return LaunchedStep(plan, done, prompt_logprobs=of_prompts, drafting=drafting)
             logits = compute_logits(step.sampled(hidden))
             token_ids, logprobs = self._sampler.sample(logits, step, req_indices, positions, history, masks)
             self._states.append(step, token_ids)
-        return LaunchedStep(plan, sampled, logits, HostTokens(token_ids), logprobs, of_prompts, drafting)
+        tokens = to_host(token_ids)
+        done = record_event(self._states.rows.device)
+        return LaunchedStep(plan, done, sampled, logits, tokens, logprobs, of_prompts, drafting)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
-        """Waits for a step's tokens. Row i of the result belongs to row i of the plan."""
-        plan = launched.plan
+        """Waits for a step, whether or not it samples: nobody runs ahead of the device. Row i of the result belongs to row i of the plan."""
+        launched.done.synchronize()
+        plan, arrived = launched.plan, launched.tokens
         tokens: list[list[int]] = [[] for _ in plan.req_indices]
-        if launched.tokens is None:
-            return StepResult(tokens)
         rows = [] if launched.sampled is None else launched.sampled.rows.tolist()
-        arrived = launched.tokens.read()
-        if plan.has_drafts:
+        if arrived is None:
+            pass
+        elif plan.has_drafts:
             picked = arrived if launched.real is None else arrived[:, launched.real]
             keep_accepted(tokens, rows, *picked.tolist())
         else:

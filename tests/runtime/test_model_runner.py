@@ -1,0 +1,70 @@
+"""The runner between scheduler and device: what it waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer.core.plan import StepPlan
+from mini_infer.runtime.worker import model_runner
+
+
+class FakeEvents:
+    """Stands for a device that is done with nothing before somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[FakeEvents.Event] = []
+        self.waited = 0
+
+    class Event:
+        def __init__(self, events: FakeEvents) -> None:
+            self._events = events
+
+        def synchronize(self) -> None:
+            self._events.waiting.remove(self)
+            self._events.waited += 1
+
+    def record(self, device: object) -> Event:
+        self.waiting.append(self.Event(self))
+        return self.waiting[-1]
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> FakeEvents:
+    fake = FakeEvents()
+    monkeypatch.setattr(model_runner, "record_event", fake.record)
+    return fake
+
+
+def make(overlap: str = "always", **sections: Any) -> LLMEngine:
+    scheduler = {"overlap": overlap, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    return LLMEngine(EngineConfig.from_dict({"model": {"load_format": "dry"}, "scheduler": scheduler, **sections}))
+
+
+@pytest.mark.parametrize(("overlap", "most"), [("always", 1), ("never", 0)])
+def test_no_chunk_of_a_prompt_lets_the_host_run_ahead(events: FakeEvents, overlap: str, most: int) -> None:
+    """A chunk that samples nothing is waited for as any step is: twenty of them are never in flight at once."""
+    engine = make(overlap)
+    engine.add_request([65 + i % 20 for i in range(320)], SamplingParams(temperature=0, max_tokens=4))
+    while engine.has_unfinished_requests():
+        engine.step()
+        assert len(events.waiting) <= most
+    assert events.waited >= 20 + 3
+
+
+@pytest.mark.parametrize("speculation", [{}, {"method": "ngram", "num_tokens": 2, "adaptive": False}])
+def test_every_launched_step_has_an_event_of_its_own(events: FakeEvents, speculation: dict[str, Any]) -> None:
+    engine = make(speculation=speculation)
+    prompts = [[65, 66, 67] * 9, [70] * 40, [80, 81]]
+    engine.generate(prompts, SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=0))
+    assert events.waited == len(engine.records) > 0
+
+
+def test_a_plan_without_rows_is_waited_for(events: FakeEvents) -> None:
+    runner = make(scheduler={"preemption": "swap"})._parts.runner
+    launched = runner.launch(StepPlan(0, [], [], [], [], 0, swap_out=[(0, 0)]))
+    assert len(events.waiting) == 1
+    assert runner.collect(launched).tokens == []
+    assert not events.waiting
