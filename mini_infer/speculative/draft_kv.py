@@ -1,8 +1,8 @@
 """How much of each request a draft model has computed: counts and blocks, on the host.
 
-    table of a slot    [ 17 | 3 | 42 | 8 ]
+    table of a request   [ 17 | 3 | 42 | 8 ]
     complete           [ y  | y | n  | n ]     of blocks: the draft's part of all their tokens is there
-    computed           9 tokens, of block size 4: what is in block 42 so far is known by the slot alone
+    computed           9 tokens, of block size 4: what is in block 42 so far is known by the request alone
 
 A draft model need not compute what the target computes: where drafts are not worth making, it does nothing. A block
 that the target alone has filled may be found by a later request that shares it, and is computed then.
@@ -10,12 +10,10 @@ that the target alone has filled may be found by a later request that shares it,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from mini_infer.core.plan import StepPlan
-from mini_infer.runtime.worker.request_states import IntArray
+from mini_infer.core.uniforms import Array
 
 _UNSETTLED = -1  # how much comes with its blocks: its first row will tell
 
@@ -23,7 +21,7 @@ _UNSETTLED = -1  # how much comes with its blocks: its first row will tell
 class DraftKV:
     """
     Args:
-        num_slots, longest: of the engine; `longest` in tokens.
+        num_requests, longest: that can be there at a time, and in tokens.
         num_blocks, num_host_blocks: of both models' stores.
     """
 
@@ -37,16 +35,13 @@ class DraftKV:
         self._complete = np.zeros(num_blocks, dtype=bool)
         self._on_host = np.zeros(num_host_blocks, dtype=bool)
 
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        device, host = np.array(pairs).T
-        self._on_host[host] = self._complete[device]
-
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        host, device = np.array(pairs).T
-        self._complete[device] = self._on_host[host]
-
     def follow(self, plan: StepPlan) -> None:
-        """Takes in who has come, which tables have grown, and where requests stand now. For every plan, in order."""
+        """Takes in what has been swapped, who has come, which tables have grown, and where requests stand now. For
+        every plan, in order."""
+        for device, host in plan.swap_out:
+            self._on_host[host] = self._complete[device]
+        for host, device in plan.swap_in:
+            self._complete[device] = self._on_host[host]
         for admission in plan.admissions:
             req_index, table = admission.req_index, admission.block_table
             self._num_unsettled += self._computed[req_index] != _UNSETTLED
@@ -66,22 +61,22 @@ class DraftKV:
         self._hoped[req_indices[hoped]] = False
         self.advance(req_indices[hoped], np.minimum(self._computed[req_indices[hoped]], starts[hoped]))
 
-    def computed(self, req_indices: IntArray) -> IntArray:
-        """Leading tokens of each slot whose KV is there."""
+    def computed(self, req_indices: Array) -> Array:
+        """Leading tokens of each request whose KV is there."""
         return self._computed[req_indices]
 
-    def advance(self, req_indices: IntArray, ends: IntArray) -> None:
-        """The slots' tokens up to `ends` are computed."""
+    def advance(self, req_indices: Array, ends: Array) -> None:
+        """The requests' tokens up to `ends` are computed."""
         for req_index, end in zip(req_indices.tolist(), ends.tolist(), strict=True):
             self._complete[self._tables[req_index, : end // self._block_size]] = True
             self._computed[req_index] = end
 
-    def hope(self, req_indices: IntArray, ends: IntArray) -> None:
+    def hope(self, req_indices: Array, ends: Array) -> None:
         """Likewise, the last of them being drafts. The next plan says how many of them stand."""
         self._computed[req_indices], self._hoped[req_indices] = ends, True
 
     def _settle(self, req_index: int, start: int) -> None:
-        """A slot's new owner begins at `start`. Blocks behind are new; those before may lack the draft's part."""
+        """A request begins at `start`. Blocks behind are new; those before may lack the draft's part."""
         shared = start // self._block_size
         table = self._tables[req_index, : self._num_blocks[req_index]]
         known = self._complete[table[:shared]]

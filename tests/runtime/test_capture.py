@@ -6,15 +6,16 @@ import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from fake_graphs import LoggingGraph, numbered
 
-from mini_infer.core.plan import StepPlan
+from mini_infer.kernels.draw import NUM_PARAMS
 from mini_infer.runtime.graphs.capture import Cutter, GraphMemory, capture_sizes
-from mini_infer.runtime.graphs.decode_graphs import DecodeGraphs
-from mini_infer.runtime.worker.request_states import RequestStates, StepInput
+from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs, decode_grid
+from mini_infer.runtime.worker.request_states import RequestStates
+from mini_infer.runtime.worker.row_step import DoneRows
+from mini_infer.speculative.draft_model import NoSpeculator
 
 CPU = torch.device("cpu")
 
@@ -111,28 +112,21 @@ def test_another_error_ends_the_capture() -> None:
 
 def test_decode_steps_of_all_sizes_share_a_stream_and_their_logits(pretended_gpu: SimpleNamespace) -> None:
     """At a vocabulary of 152,000, logits of its own for each size up to 256 would take 640 MB."""
-    pytest.importorskip("triton")
-    req_indices = RequestStates(4, 32, 16, num_params=3, device=CPU)
+    states = RequestStates(4, 32, 16, num_params=NUM_PARAMS, device=CPU)
     logits = torch.zeros(4, 11)
     places: dict[int, int] = {}
 
-    def decode(step: StepInput, out: torch.Tensor) -> torch.Tensor:
+    def run(
+        num_rows: int, query_len: int, draft_logits: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> DoneRows:
+        assert out is not None
         places[len(out)] = out.data_ptr()
-        out.fill_(len(out))
-        return torch.full((len(out),), len(out))
+        return DoneRows(states.build_rows(num_rows, query_len), out.fill_(num_rows), torch.full((num_rows,), 5), None)
 
-    graphs = DecodeGraphs(req_indices, decode, [1, 2, 4], logits, numbered([]))
-    report = graphs.capture(GraphMemory(CPU))
+    graphs = StepGraphs(states, NoSpeculator().chain, run, numbered([]))
+    report = graphs.capture(decode_grid(4), logits, None, GraphMemory(CPU), "rows")
     assert report.batch_sizes == (1, 2, 4)
     assert report.memory_bytes == logits.nbytes
     assert places == dict.fromkeys((1, 2, 4), logits.data_ptr())
     assert pretended_gpu.streams == 1
-    plan = StepPlan(
-        step=0, req_indices=[0, 1, 2], starts=[1, 1, 1], counts=[1] * 3, samples=[True] * 3, num_decode_rows=3
-    )
-    req_indices.h2d.send_into = lambda target, numbers: target.copy_(numbers)  # type: ignore[assignment, method-assign]
-    with torch.inference_mode():  # as the runner does
-        replayed = graphs.replay(plan)
-    assert replayed is not None
-    assert replayed[0].shape == (3, 11)
-    assert np.array_equal(replayed[1], [4, 4, 4])
+    assert graphs.run(BatchDescriptor(4)).logits.shape == (4, 11)

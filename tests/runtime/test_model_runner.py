@@ -63,7 +63,7 @@ def test_every_launched_step_has_an_event_of_its_own(events: FakeEvents, specula
 
 
 def test_a_plan_without_rows_is_waited_for(events: FakeEvents) -> None:
-    runner = make(scheduler={"preemption": "swap"})._parts.runner
+    runner = make(scheduler={"preemption": "swap"}).executor.runner
     launched = runner.launch(StepPlan(0, [], [], [], [], 0, swap_out=[(0, 0)]))
     assert len(events.waiting) == 1
     assert runner.collect(launched).tokens == []

@@ -18,7 +18,7 @@ from mini_infer.modeling.loader import load_spec
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.pieces import NoPieces, PiecewiseGraphs, graph_bytes, token_ladder
 from mini_infer.runtime.probe import probe_logits
-from mini_infer.runtime.worker.request_states import Samples
+from mini_infer.runtime.worker.step_input import Samples
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],

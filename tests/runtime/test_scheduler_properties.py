@@ -23,9 +23,9 @@ from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import CompletionOutput, FinishReason, Request, RequestOutput, TokenLogprob
 from mini_infer.runtime.executor.dry_model import DryModel
 from mini_infer.runtime.scheduler.scheduler import Scheduler
+from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.speculative.draft_kv import DraftKV
-from mini_infer.speculative.draft_steps import DraftSteps
-from mini_infer.speculative.drafter import DraftModel
+from mini_infer.speculative.draft_model import DraftModel
 
 MAX_LEN = 48
 PREFIXES = [[65 + i % 20 for i in range(40)], [65 + i % 20 for i in range(18)] + [50] * 22, [97] * 40]
@@ -126,16 +126,17 @@ class Inexact(DryModel):
 
 def with_draft_model(engine: LLMEngine, right: float) -> None:
     """Gives the engine one that computes what the scheduler asks it to."""
-    runner, kv, slots = engine.executor.runner, engine.scheduler.kv, engine.executor.runner._states
-    drafter = DraftModel(
+    runner, kv, states = engine.executor.runner, engine.scheduler.kv, engine.executor.runner._states
+    speculator = DraftModel(
         Inexact(right, kv.num_blocks, kv.block_size, kv.num_host_blocks),  # type: ignore[arg-type]
-        DraftKV(slots.padding_index, slots.max_model_len, kv.block_size, kv.num_blocks + 1, kv.num_host_blocks),
-        slots,
+        DraftKV(states.padding_index, states.max_model_len, kv.block_size, kv.num_blocks + 1, kv.num_host_blocks),
+        states,
         runner._sampler,
         vocab_size=engine.vocab_size,
         max_tokens=engine.config.scheduler.max_num_batched_tokens,
     )
-    runner._drafts = DraftSteps(runner._model, slots, runner._sampler, drafter, always_rows=True)
+    parts = runner._model, states, runner._sampler
+    engine.executor.runner = Runner(*parts, speculator, follows=True)
 
 
 @dataclass

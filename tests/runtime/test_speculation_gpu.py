@@ -15,7 +15,8 @@ from gpu_shapes import SHAPES
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import Admission, StepPlan
-from mini_infer.runtime.worker.request_states import Samples
+from mini_infer.runtime.worker.row_step import real_tokens
+from mini_infer.runtime.worker.step_input import Samples
 
 pytestmark = pytest.mark.gpu
 
@@ -107,7 +108,7 @@ def test_rows_with_drafts_have_the_logits_of_any_step(dtype: str, tolerance: flo
     """Captured, padded and with ragged drafts, against one forward of the same tokens that knows where they are."""
     engine = make(DRAFT, dtype)
     runner, block = engine.executor.runner, engine.config.cache.block_size
-    steps, req_indices = runner._drafts, runner._states
+    model, states = runner._model, runner._states
     lengths = [block * (2 + row) + (row % 3) - 1 for row in range(rows)]  # also at the last place of a block
     counts = sorted(1 + row % 4 for row in range(rows))
     tables = [list(range(12 * row, 12 * row + 12)) for row in range(rows)]
@@ -123,24 +124,21 @@ def test_rows_with_drafts_have_the_logits_of_any_step(dtype: str, tolerance: flo
     starts = [length - 1 for length in lengths]
     plan = StepPlan(0, every, starts, counts, sampled, rows, num_drafts=sum(counts) - rows)
     for row in every:  # the prompt's own tokens stand where drafts would
-        req_indices.overwrite(
-            np.full(4, row), lengths[row] + np.arange(4), torch.tensor(prompts[row][-4:], device="cuda")
-        )
-    history = req_indices.history.clone()
-    store = steps._model._store
+        states.overwrite(np.full(4, row), lengths[row] + np.arange(4), torch.tensor(prompts[row][-4:], device="cuda"))
+    history = states.history.clone()
+    store = model._store
     before = store.tensors[0].clone()
-    step = req_indices.build(plan, Samples.of(plan))
-    expected = steps._model.compute_logits(steps._model.forward(step)).float()
+    step = states.build(plan, Samples.of(plan))
+    expected = model.compute_logits(model.forward(step)).float()
     expected_kv = store.tensors[0].clone()
     store.tensors[0].copy_(before)
-    descriptor = steps.graphs.fit(rows, max(2, counts[-1]))
+    descriptor = runner.graphs.fit(rows, max(2, counts[-1]))
     assert descriptor is not None
-    req_indices.pack_rows(plan, descriptor.num_rows)
-    done = steps.graphs.verify(descriptor, None)
-    real = (np.arange(descriptor.query_len) < np.array(counts)[:, None]).ravel().nonzero()[0]
-    logits = done.logits[torch.from_numpy(real).cuda()].float()
+    states.pack_rows(plan, descriptor.num_rows)
+    done = runner.graphs.run(descriptor)
+    logits = done.logits[torch.from_numpy(real_tokens(counts, descriptor.query_len)).cuda()].float()
     assert (logits - expected).norm() / expected.norm() < tolerance
-    assert torch.equal(history[every, :20], req_indices.history[every, :20]), "what is known is not written to"
+    assert torch.equal(history[every, :20], states.history[every, :20]), "what is known is not written to"
     touched = {tables[row][(starts[row] + i) // block] for row in every for i in range(descriptor.query_len)}
     others = [i for i in range(store.num_blocks - 1) if i not in touched]
     kv, expected_kv = (whole.view(whole.shape[0], 2, store.num_blocks, -1) for whole in (store.tensors[0], expected_kv))

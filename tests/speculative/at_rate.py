@@ -10,7 +10,7 @@ from mini_infer.speculative.proposers.synthetic import stands_at_rate
 
 def accepted_at_rate(seeds: Array, positions: Array, num_drafts: Array, rate: float) -> Array:
     """How many drafts of each of R rows are accepted, [R]: up to the first that does not stand, as a step settles it
-    (speculative/draft_rows.py).
+    (kernels/rows.py).
 
     Args:
         seeds: [R], of the requests.

@@ -1,4 +1,4 @@
-"""Acceptance at a stated rate. tests/kernels/test_draft_rows.py has what a step makes of it."""
+"""Acceptance at a stated rate. tests/kernels/test_rows.py has what a step makes of it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from mini_infer.core.config import EngineConfig, When
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.kernels.ops import TorchKernels
 from mini_infer.runtime.executor.dry_model import DryModel
-from mini_infer.runtime.graphs.decode_graphs import NoGraphs
 from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import ByteTokenizer, Tokenizer
 from mini_infer.runtime.worker.launched import LaunchedStep
@@ -19,7 +18,6 @@ from mini_infer.runtime.worker.limits import settle_limits
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
-from mini_infer.speculative.draft_steps import DraftSteps
 from mini_infer.speculative.policy.costs import StepCosts
 from mini_infer.speculative.step_costs import measure_costs
 
@@ -47,8 +45,7 @@ class DryExecutor:
             padding_block=limits.num_blocks,
             lookahead=config.speculation.most,
         )
-        drafts = DraftSteps(model, states, sampler, rate=config.speculation.rate, always_rows=self.overlap)
-        self.runner = Runner(model, states, sampler, NoGraphs(), drafts)
+        self.runner = Runner(model, states, sampler, rate=config.speculation.rate, follows=self.overlap)
         self.startup = StartupReport(
             device="cpu",
             dtype="dry",

@@ -21,7 +21,7 @@ from mini_infer.attention.context import AttentionBatch
 from mini_infer.core.config import DryConfig
 from mini_infer.core.uniforms import splitmix64
 from mini_infer.runtime.text.tokenizer import ByteTokenizer
-from mini_infer.runtime.worker.request_states import StepInput
+from mini_infer.runtime.worker.step_input import StepInput
 
 _A = 6364136223846793005  # odd, so that it has an inverse modulo 2^64
 _A_INVERSE = pow(_A, -1, 2**64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -13,8 +12,7 @@ from mini_infer.core.config import EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.modeling.model import Model
 from mini_infer.runtime.graphs.capture import GraphMemory
-from mini_infer.runtime.graphs.decode_graphs import BatchDescriptor
-from mini_infer.runtime.graphs.row_graphs import row_grid
+from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs, draft_grid
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.worker.limits import Limits
@@ -25,8 +23,7 @@ from mini_infer.runtime.worker.served_model import ServedModel
 from mini_infer.runtime.worker.startup import CaptureReport
 from mini_infer.runtime.worker.torch_model import TorchModel
 from mini_infer.speculative.draft_kv import DraftKV
-from mini_infer.speculative.draft_steps import DraftSteps
-from mini_infer.speculative.drafter import Drafter, DraftModel, NoDrafter
+from mini_infer.speculative.draft_model import DraftModel, NoSpeculator, Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -65,64 +62,65 @@ def _same_tokenizer(draft: ModelConfig, target: Tokenizer) -> bool:
     return own.token_bytes is not None and own.token_bytes == target.token_bytes
 
 
-@dataclass(frozen=True)
-class DraftParts:
-    steps: DraftSteps
-    model: TorchModel
-    draft_model: TorchModel | None
-
-    def capture(self, config: EngineConfig, memory: GraphMemory, prompt_sizes: Sequence[int]) -> CaptureReport:
-        """CUDA graphs of steps of rows with drafts.
-
-        Args:
-            prompt_sizes: numbers of tokens of prompts that a draft model computes as graphs in pieces.
-        """
-        if self.draft_model is not None and prompt_sizes:
-            self.draft_model.capture_pieces(prompt_sizes, memory, progress_bar("capturing CUDA graphs of the draft"))
-        grid = _row_grid(config)
-        new_draft_logits = None if self.draft_model is None else self.draft_model.new_logits
-        progress = progress_bar("capturing CUDA graphs of drafts")
-        return self.steps.graphs.capture(grid, self.model.new_logits, new_draft_logits, memory, progress)
-
-
-def make_draft_steps(
+def make_speculator(
     config: EngineConfig,
-    model: TorchModel,
     draft: tuple[ServedModel, Model] | None,
     limits: Limits,
     states: RequestStates,
     sampler: Sampler,
-    overlap: bool,
-) -> DraftParts:
-    """Takes the draft's KV memory: as many blocks as the target's, each with the same number."""
-    drafter: Drafter = NoDrafter()
-    draft_model = None
-    if draft is not None:
-        served, weights = draft
-        try:
-            store = allocate_kv(served.kv_layout, limits.num_blocks, config.cache.block_size, served.device)
-        except ConfigError as error:
-            raise ConfigError(f"speculation.draft has as many KV blocks as the target: {error}") from error
-        transfers = KVTransfer([store], limits.num_host_blocks) if limits.num_host_blocks else None
-        vocab_size = min(served.spec.vocab_size, sampler.vocab_size)
-        fewer = vocab_size if vocab_size < sampler.vocab_size else None
-        draft_model = TorchModel(weights, store, transfers, served.backends, known_tokens=fewer)
-        longest, block_size = states.max_model_len, config.cache.block_size
-        drafter = DraftModel(
-            draft_model,
-            DraftKV(states.padding_index, longest, block_size, limits.num_blocks + 1, limits.num_host_blocks),
-            states,
-            sampler,
-            vocab_size=vocab_size,
-            max_tokens=config.scheduler.max_num_batched_tokens,
-        )
-    steps = DraftSteps(model, states, sampler, drafter, config.speculation.rate, always_rows=overlap)
-    return DraftParts(steps, model, draft_model)
+) -> tuple[Speculator, TorchModel | None]:
+    """Who proposes on the device, and its model if it has one. Takes the draft's KV memory: as many blocks as the
+    target's, each with the same number."""
+    if draft is None:
+        return NoSpeculator(), None
+    served, weights = draft
+    try:
+        store = allocate_kv(served.kv_layout, limits.num_blocks, config.cache.block_size, served.device)
+    except ConfigError as error:
+        raise ConfigError(f"speculation.draft has as many KV blocks as the target: {error}") from error
+    transfers = KVTransfer([store], limits.num_host_blocks) if limits.num_host_blocks else None
+    vocab_size = min(served.spec.vocab_size, sampler.vocab_size)
+    fewer = vocab_size if vocab_size < sampler.vocab_size else None
+    model = TorchModel(weights, store, transfers, served.backends, known_tokens=fewer)
+    longest, block_size = states.max_model_len, config.cache.block_size
+    speculator = DraftModel(
+        model,
+        DraftKV(states.padding_index, longest, block_size, limits.num_blocks + 1, limits.num_host_blocks),
+        states,
+        sampler,
+        vocab_size=vocab_size,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+    )
+    return speculator, model
+
+
+def capture_drafts(
+    config: EngineConfig,
+    graphs: StepGraphs,
+    model: TorchModel,
+    draft: TorchModel | None,
+    memory: GraphMemory,
+    prompt_sizes: Sequence[int],
+) -> CaptureReport:
+    """CUDA graphs of steps of rows with drafts.
+
+    Args:
+        prompt_sizes: numbers of tokens of prompts that a draft model computes as graphs in pieces.
+    """
+    if draft is not None and prompt_sizes:
+        draft.capture_pieces(prompt_sizes, memory, progress_bar("capturing CUDA graphs of the draft"))
+    grid = _draft_grid(config)
+    if not grid:
+        return CaptureReport()
+    logits = model.new_logits(max(d.num_tokens for d in grid))
+    draft_logits = None if draft is None else draft.new_logits(max(d.num_tokens - d.num_rows for d in grid))
+    progress = progress_bar("capturing CUDA graphs of drafts")
+    return graphs.capture(grid, logits, draft_logits, memory, "tokens of drafts", progress)
 
 
 def row_logits_bytes(config: EngineConfig, target: ServedModel, draft: ServedModel | None) -> int:
     """What graphs of rows with drafts keep for their logits, on a GPU."""
-    grid = _row_grid(config)
+    grid = _draft_grid(config)
     taken = max((d.num_tokens for d in grid), default=0) * _logits_row(target)
     if draft is not None:
         taken += max((d.num_tokens - d.num_rows for d in grid), default=0) * _logits_row(draft)
@@ -133,7 +131,7 @@ def _logits_row(model: ServedModel) -> int:
     return model.spec.vocab_size * torch.empty(0, dtype=model.dtype).element_size()
 
 
-def _row_grid(config: EngineConfig) -> list[BatchDescriptor]:
+def _draft_grid(config: EngineConfig) -> list[BatchDescriptor]:
     """Steps of rows with drafts that are to be captured."""
     most = config.scheduler.max_num_seqs
-    return row_grid(min(config.graphs.max_batch or most, most), config.speculation.most)
+    return draft_grid(min(config.graphs.max_batch or most, most), config.speculation.most)

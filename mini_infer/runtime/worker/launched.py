@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mini_infer.core.plan import StepPlan
-from mini_infer.runtime.sampling.prompt_logprobs import RowLogprobs
-from mini_infer.runtime.sampling.sampler import Logprobs
-from mini_infer.runtime.worker.request_states import IntArray, Samples
-
-
-class Stopwatch:
-    """The time between its making and `stop`: a GPU's own time, for what it has been given to do."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._start = self._end = self._now()
-
-    def stop(self) -> None:
-        self._end = self._now()
-
-    def read(self) -> float:
-        """Seconds. On a GPU: when what was measured is done."""
-        if isinstance(self._start, torch.cuda.Event) and isinstance(self._end, torch.cuda.Event):
-            return self._start.elapsed_time(self._end) * 1e-3
-        return self._end - self._start
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+from mini_infer.runtime.sampling.logprobs import Logprobs, RowLogprobs
+from mini_infer.runtime.worker.step_input import IntArray, Samples
+from mini_infer.speculative.draft_model import Stopwatch
 
 
 class Event(Protocol):
@@ -64,19 +39,15 @@ def record_event(device: torch.device) -> Event:
 
 @dataclass(frozen=True, eq=False)
 class LaunchedStep:
-    """A step in flight. What it holds on the host can be read when `done` has happened."""
+    """A step in flight. Its tokens and log-probabilities are on their way to the host, and are there when `done` has
+    happened."""
 
     plan: StepPlan
     done: Event
     sampled: Samples | None = None  # None where no row samples
     logits: Tensor | None = None  # [S, vocab_size] until the next launch; None where no row samples, or drafts do
-    tokens: Tensor | None = None  # [S] on the host, with drafts [2, S]: what the target picks, and what stands there
+    tokens: Tensor | None = None  # [S], with drafts [2, S]: what the target picks, and what stands there
+    real: IntArray | None = None  # [S]: those among `tokens`, where it has padding
     logprobs: Logprobs | None = None
     prompt_logprobs: Sequence[RowLogprobs] = ()
     drafting: Stopwatch | None = None  # None where no model drafted
-    real: IntArray | None = None  # [S]: those among `tokens`, where it has padding
-
-
-def to_host(token_ids: Tensor) -> Tensor:
-    """The tokens on their way to the host: page-locked memory from a GPU, which needs no waiting."""
-    return token_ids.to("cpu", non_blocking=True)

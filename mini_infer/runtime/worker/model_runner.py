@@ -1,30 +1,34 @@
 """The runner: StepPlan -> tensors -> tokens.
 
-    launch    copy swapped blocks -> one captured graph, or: apply changes -> build the input -> model -> sample
+    launch    start transfers -> apply changes -> a step of rows alone, captured or not: drafts -> packed rows -> ...
+                                               or a step of any rows: drafts -> build the input -> model -> sample
               -> the tokens set out for the host
-    collect   wait for them
+    collect   wait for the step
 
 Everything in `launch` is queued on the device without waiting for it. The model (with its KV memory), the sampler and
-the graphs are parts that it is given; the dry model is one of them.
+who speculates are parts that it is given; the dry model is one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mini_infer.core.plan import StepPlan, StepResult
+from mini_infer.core.plan import NO_DRAFT, StepPlan, StepResult
 from mini_infer.core.request import TokenLogprob
-from mini_infer.runtime.sampling.prompt_logprobs import RowLogprobs, prompt_logprobs
+from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs
+from mini_infer.runtime.sampling.logprobs import prompt_logprobs
 from mini_infer.runtime.sampling.sampler import Sampler
-from mini_infer.runtime.worker.launched import LaunchedStep, record_event, to_host
-from mini_infer.runtime.worker.request_states import RequestStates, Samples, StepInput
+from mini_infer.runtime.worker.launched import LaunchedStep, record_event
+from mini_infer.runtime.worker.request_states import RequestStates, small_growths
+from mini_infer.runtime.worker.row_step import RowStep, real_tokens
+from mini_infer.runtime.worker.step_input import IntArray, Samples, StepInput
 from mini_infer.runtime.worker.threads import Threads, as_it_is
-from mini_infer.speculative.draft_steps import DraftSteps
+from mini_infer.speculative.draft_model import NoSpeculator, Speculator
 
 
 class StepModel(Protocol):
@@ -43,33 +47,35 @@ class StepModel(Protocol):
         """Copies (host block, device block) pairs back."""
 
 
-class Graphs(Protocol):
-    def replay(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
-        """Logits and tokens of a step that was captured; None where there is no graph for it."""
-
-
 class Runner:
     """
     Args:
-        drafts: launches steps with drafts.
+        speculator: makes drafts on the device.
+        rate: at which drafts are accepted, whatever the target says (RowStep).
+        follows: a step may be launched before the drafts of the one before it are read, whose rows must therefore go
+            alone where they can.
         threads: what a step runs inside, on a CPU.
+
+    Attributes:
+        graphs: steps of rows alone, of which none is captured yet.
     """
 
     def __init__(
         self,
         model: StepModel,
-        req_indices: RequestStates,
+        states: RequestStates,
         sampler: Sampler,
-        graphs: Graphs,
-        drafts: DraftSteps | None = None,
+        speculator: Speculator | None = None,
+        rate: float | None = None,
+        follows: bool = False,
         threads: Threads = as_it_is,
     ) -> None:
-        self._model = model
-        self._states = req_indices
-        self._sampler = sampler
-        self._graphs = graphs
+        self._model, self._states, self._sampler = model, states, sampler
+        self._speculator = speculator or NoSpeculator()
+        self._follows = follows
         self._threads = threads
-        self._drafts = drafts or DraftSteps(model, req_indices, sampler)
+        self._rows = RowStep(model, states, sampler, rate)
+        self.graphs = StepGraphs(states, self._speculator.chain, self._rows.run)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -78,63 +84,117 @@ class Runner:
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
+        self._start_transfers(plan)
+        self._speculator.plan(plan)
         params = [self._sampler.admit(a.req_index, a.params, a.seed, a.prompt_len, a.stop_ids) for a in plan.admissions]
+        if not plan.req_indices:
+            return self._launched(plan)
+        descriptor = self._rows_alone(plan)
+        launch = self._launch_any(plan, params) if descriptor is None else self._launch_rows(plan, params, descriptor)
+        self._speculator.book(plan)
+        return launch
+
+    def _start_transfers(self, plan: StepPlan) -> None:
         if plan.swap_out:
             self._model.swap_out(plan.swap_out)
-            self._drafts.swap_out(plan.swap_out)
         if plan.swap_in:
             self._model.swap_in(plan.swap_in)
-            self._drafts.swap_in(plan.swap_in)
-        if not plan.req_indices:
-            return LaunchedStep(plan, record_event(self._states.rows.device))
-        self._drafts.follow(plan)
-        if plan.has_drafts:
-            self._states.apply(plan, params)
-            return self._drafts.launch(plan)
+
+    def _rows_alone(self, plan: StepPlan) -> BatchDescriptor | None:
+        """How the plan's rows are computed where they are computed by themselves; None where they go the way of any."""
+        if plan.num_decode_rows < plan.num_rows:
+            return None
+        num_rows, query_len = plan.num_rows, plan.counts[-1]  # rows with more drafts come later
+        descriptor = self.graphs.fit(num_rows, query_len)
+        if descriptor is None and (plan.following or (plan.num_drafts and self._follows)):
+            return BatchDescriptor(num_rows, query_len)
+        return descriptor
+
+    def _launch_rows(self, plan: StepPlan, params: Sequence[IntArray], descriptor: BatchDescriptor) -> LaunchedStep:
+        inside = small_growths(plan)
+        self._states.apply(plan, params, growths=() if inside else plan.growths)
+        self._states.pack_rows(plan, descriptor.num_rows, growths=inside)
+        drafted = self._speculator.launch(plan, lambda: self.graphs.draft(descriptor))
+        done = self.graphs.run(descriptor, drafted.logits)
         sampled = Samples.of(plan)
-        req_indices, positions = sampled.req_indices, sampled.positions
+        real = real_tokens(plan.counts, descriptor.query_len) if descriptor.query_len > 1 else None
+        logprobs = self._rows.resample(done, sampled, real, sampled.index(plan.masks), drafted.logits)
+        if done.tokens_and_drafts is not None:
+            return self._launched(
+                plan, done.tokens_and_drafts, sampled=sampled, real=real, logprobs=logprobs, drafting=drafted.time
+            )
+        n = plan.num_rows
+        return self._launched(plan, done.token_ids[:n], sampled=sampled, logits=done.logits[:n], logprobs=logprobs)
+
+    def _launch_any(self, plan: StepPlan, params: Sequence[IntArray]) -> LaunchedStep:
+        self._states.apply(plan, params)
+        first, descriptor = self._rows_with_drafts(plan)
+
+        def draft() -> Tensor | None:
+            self._states.pack_rows(plan, descriptor.num_rows, first)
+            return self.graphs.draft(descriptor)
+
+        drafted = self._speculator.launch(plan, draft)
+        sampled = Samples.of(plan)
+        sources = self._sources(sampled, first, descriptor.num_rows) if plan.num_drafts else None
+        step = self._states.build(plan, sampled, sources)
+        hidden = self._model.forward(step)
+        history, compute_logits = self._states.history, self._model.compute_logits
+        of_prompts = prompt_logprobs(plan, hidden, history, self._sampler.vocab_size, compute_logits)
+        if not len(sampled.rows):
+            return self._launched(plan, prompt_logprobs=of_prompts, drafting=drafted.time)
+        logits = compute_logits(step.sampled(hidden))
         masks = sampled.index(plan.masks)
-        history = self._states.history
-        of_prompts: list[RowLogprobs] = []
-        drafting = None
-        replayed = self._graphs.replay(plan)
-        if replayed is not None:
-            logits, token_ids = replayed
-            rare, logprobs = self._sampler.rare(req_indices, positions, masks), None
-            if rare is not None:
-                logprobs = self._sampler.resample(logits, token_ids, rare, history)
-                self._states.overwrite(req_indices, positions, token_ids)
-        else:
-            self._states.apply(plan, params)
-            drafting = self._drafts.keep_up(plan)
-            step = self._states.build(plan, sampled)
-            hidden = self._model.forward(step)
-            compute_logits = self._model.compute_logits
-            if plan.prompt_logprobs:
-                of_prompts = prompt_logprobs(plan, hidden, history, self._sampler.vocab_size, compute_logits)
-            if not len(req_indices):
-                done = record_event(self._states.rows.device)
-                return LaunchedStep(plan, done, prompt_logprobs=of_prompts, drafting=drafting)
-            logits = compute_logits(step.sampled(hidden))
-            token_ids, logprobs = self._sampler.sample(logits, step, req_indices, positions, history, masks)
-            self._states.append(step, token_ids)
-        tokens = to_host(token_ids)
-        done = record_event(self._states.rows.device)
-        return LaunchedStep(plan, done, sampled, logits, tokens, logprobs, of_prompts, drafting)
+        token_ids, logprobs = self._sampler.sample(
+            logits, step, sampled.req_indices, sampled.positions, history, masks, drafted.logits
+        )
+        self._rows.settle(step, token_ids)
+        tokens = token_ids if step.drafts is None else torch.stack((token_ids, step.drafts.token_ids))
+        return self._launched(
+            plan,
+            tokens,
+            sampled=sampled,
+            logits=logits if step.drafts is None else None,
+            logprobs=logprobs,
+            prompt_logprobs=of_prompts,
+            drafting=drafted.time,
+        )
+
+    def _rows_with_drafts(self, plan: StepPlan) -> tuple[int, BatchDescriptor]:
+        """The first of the decode rows that have drafts, and what takes all of them."""
+        n = plan.num_decode_rows
+        if not plan.num_drafts:
+            return n, BatchDescriptor(0)
+        first = next(row for row in range(n) if plan.counts[row] > 1)
+        size = n - first, plan.counts[n - 1]
+        return first, self.graphs.fit(*size) or BatchDescriptor(*size)
+
+    def _sources(self, sampled: Samples, first: int, num_rows: int) -> IntArray:
+        """[S]: where each token's draft has its logits, NO_DRAFT where nothing random drew it.
+
+        Args:
+            first, num_rows: of the packed rows whose drafts were made.
+        """
+        drawn = sampled.have_drafts() & self._sampler.draws_drafts(sampled.req_indices)
+        return np.where(drawn, sampled.places() * num_rows + sampled.rows - first, NO_DRAFT)
+
+    def _launched(self, plan: StepPlan, token_ids: Tensor | None = None, **about: Any) -> LaunchedStep:
+        """Sets the tokens out for the host: a copy, since a graph writes to the same place each time. From a GPU it
+        goes into page-locked memory, which needs no waiting."""
+        tokens = None if token_ids is None else token_ids.to("cpu", non_blocking=True, copy=True)
+        return LaunchedStep(plan, record_event(self._states.device), tokens=tokens, **about)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
-        """Waits for a step, whether or not it samples: nobody runs ahead of the device. Row i of the result belongs to row i of the plan."""
+        """Waits for a step, whether or not it samples: nobody runs ahead of the device. Row i of the result belongs to
+        row i of the plan."""
         launched.done.synchronize()
-        plan, arrived = launched.plan, launched.tokens
-        tokens: list[list[int]] = [[] for _ in plan.req_indices]
+        tokens: list[list[int]] = [[] for _ in launched.plan.req_indices]
         rows = [] if launched.sampled is None else launched.sampled.rows.tolist()
-        if arrived is None:
-            pass
-        elif plan.has_drafts:
-            picked = arrived if launched.real is None else arrived[:, launched.real]
+        if launched.tokens is not None and launched.tokens.dim() == 2:
+            picked = launched.tokens if launched.real is None else launched.tokens[:, launched.real]
             keep_accepted(tokens, rows, *picked.tolist())
-        else:
-            for row, token in zip(rows, arrived.tolist(), strict=True):
+        elif launched.tokens is not None:
+            for row, token in zip(rows, launched.tokens.tolist(), strict=True):
                 tokens[row].append(token)
         logprobs: dict[int, list[TokenLogprob]] = {}
         for index, entry in ({} if launched.logprobs is None else launched.logprobs.finish()).items():
@@ -146,7 +206,7 @@ class Runner:
 
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
         """Puts another token where the next step reads it."""
-        token = torch.tensor([token_id], device=self._states.rows.device)
+        token = torch.tensor([token_id], device=self._states.device)
         self._states.overwrite(np.array([req_index]), np.array([position]), token)
 
 

@@ -16,8 +16,8 @@ from mini_infer.core.plan import Transfer
 from mini_infer.modeling.model import Model
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.pieces import NoPieces, PiecewiseGraphs
-from mini_infer.runtime.worker.request_states import StepInput
 from mini_infer.runtime.worker.startup import CaptureReport
+from mini_infer.runtime.worker.step_input import StepInput
 
 
 @dataclass(frozen=True)

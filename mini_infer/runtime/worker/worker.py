@@ -17,7 +17,6 @@ import logging
 from functools import cached_property, partial
 
 import torch
-from torch import Tensor
 
 from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import EngineConfig, When
@@ -28,11 +27,11 @@ from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.loader import resolve_device
 from mini_infer.modeling.model import Model
 from mini_infer.runtime.graphs.capture import GraphMemory
-from mini_infer.runtime.graphs.decode_graphs import DecodeGraphs, NoGraphs, batch_ladder
 from mini_infer.runtime.graphs.pieces import graph_bytes, token_ladder
+from mini_infer.runtime.graphs.step_graphs import batch_ladder, decode_grid
 from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import load_tokenizer
-from mini_infer.runtime.worker.draft import DraftParts, make_draft_steps, plan_draft, row_logits_bytes
+from mini_infer.runtime.worker.draft import capture_drafts, make_speculator, plan_draft, row_logits_bytes
 from mini_infer.runtime.worker.limits import Limits
 from mini_infer.runtime.worker.memory import (
     allocate_kv,
@@ -42,10 +41,10 @@ from mini_infer.runtime.worker.memory import (
     largest_step,
     largest_verification,
 )
-from mini_infer.runtime.worker.model_runner import Graphs, Runner
+from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.phases import Phases
 from mini_infer.runtime.worker.progress import progress_bar
-from mini_infer.runtime.worker.request_states import RequestStates, StepInput
+from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.served_model import NEEDS_GPU, ServedModel
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.runtime.worker.threads import StepThreads
@@ -57,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    runner: Runner  # from `capture` on
+    runner: Runner  # from `allocate` on
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError or ModelError where the settings cannot work."""
@@ -113,17 +112,17 @@ class Worker:
     def _try_largest_step(self, limits: Limits) -> int:
         """Runs the largest step there can be on a small KV store, which also compiles what steps run. Returns the bytes
         that it took beside weights and KV."""
-        model, states, drafts = self._parts(dataclasses.replace(limits, num_blocks=1, num_host_blocks=0), overlap=True)
-        runner = Runner(model, states, self._sampler, NoGraphs(), drafts.steps)
+        small = dataclasses.replace(limits, num_blocks=1, num_host_blocks=0)
+        runner, model, draft = self._make_runner(small, follows=True)
         scheduler, device = self._config.scheduler, self.device
         largest = self._largest_steps(limits, block=0)
         try:
             with self._phase("compile"), compiled_in_parallel():
-                self._sampler.warm_up(None if drafts.draft_model is None else drafts.draft_model.new_logits(1))
+                self._sampler.warm_up(None if draft is None else draft.new_logits(1))
                 for plan in [*largest, *decode_steps(largest[0], batch_ladder(scheduler.max_num_seqs))]:
                     runner.collect(runner.launch(plan))
                 # Last come backends that compile by other means, for which the caller waits.
-                for one in filter(None, (drafts.draft_model, model)):
+                for one in filter(None, (draft, model)):
                     one.warm_up(scheduler.max_num_seqs)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
@@ -137,7 +136,7 @@ class Worker:
                 "in the GPU's memory beside the weights: lower it, or choose a smaller model"
             ) from error
         taken = torch.cuda.max_memory_allocated(device) - before
-        del runner, model, drafts
+        del runner, model, draft
         torch.cuda.empty_cache()
         return taken
 
@@ -154,10 +153,10 @@ class Worker:
     def allocate(self, limits: Limits) -> None:
         self.limits = limits
         with self._phase("allocate"):
-            self._torch_model, self._states, self._drafts = self._parts(limits, self.overlap)
+            self.runner, self._torch_model, self._draft_model = self._make_runner(limits, self.overlap)
 
-    def _parts(self, limits: Limits, overlap: bool) -> tuple[TorchModel, RequestStates, DraftParts]:
-        """What computes steps, with KV memory of its own."""
+    def _make_runner(self, limits: Limits, follows: bool) -> tuple[Runner, TorchModel, TorchModel | None]:
+        """What computes steps, with KV memory of its own; its model, and its draft model."""
         config = self._config
         store = allocate_kv(self.target.kv_layout, limits.num_blocks, config.cache.block_size, self.device)
         transfers = KVTransfer([store], limits.num_host_blocks) if limits.num_host_blocks else None
@@ -171,22 +170,24 @@ class Worker:
             padding_block=limits.num_blocks,  # the one behind those that the scheduler knows
             lookahead=config.speculation.most,
         )
-        drafts = make_draft_steps(config, model, self._draft, limits, states, self._sampler, overlap)
-        return model, states, drafts
+        speculator, draft = make_speculator(config, self._draft, limits, states, self._sampler)
+        rate = config.speculation.rate
+        return Runner(model, states, self._sampler, speculator, rate, follows, self._threads), model, draft
 
     # --- CUDA graphs ----------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
         memory = GraphMemory(self.device) if self.device.type == "cuda" else None
         with self._phase("capture decode"):
-            graphs, captured = self._capture_decode(memory)
+            captured = self._capture_decode(memory)
         with self._phase("capture pieces"):
             captured_pieces = self._capture_pieces(memory)
         captured_rows = CaptureReport()
         if memory is not None and self._captures_rows:
+            models = self._torch_model, self._draft_model
             with self._phase("capture rows"):
-                captured_rows = self._drafts.capture(self._config, memory, self._prefill_sizes())
-        self.runner = Runner(self._torch_model, self._states, self._sampler, graphs, self._drafts.steps, self._threads)
+                sizes = self._prefill_sizes()
+                captured_rows = capture_drafts(self._config, self.runner.graphs, *models, memory, sizes)
         self._captured = captured, captured_pieces, captured_rows
         with self._phase("reserve memory"):
             self.reserve_memory()
@@ -195,19 +196,14 @@ class Worker:
     def _captures_rows(self) -> bool:
         return self.target.no_graphs is None and (self.draft is None or self.draft.no_graphs is None)
 
-    def _capture_decode(self, memory: GraphMemory | None) -> tuple[Graphs, CaptureReport]:
+    def _capture_decode(self, memory: GraphMemory | None) -> CaptureReport:
         if memory is None or self.target.no_graphs is not None:
-            return NoGraphs(), CaptureReport(limits=(self.target.no_graphs or NEEDS_GPU,))
-        model, sampler = self._torch_model, self._sampler
-
-        def decode(step: StepInput, logits: Tensor) -> Tensor:
-            model.compute_logits(step.sampled(model.forward_eagerly(step)), out=logits)
-            return sampler.main(logits, step.param_rows, step.sampled_positions)
-
+            return CaptureReport(limits=(self.target.no_graphs or NEEDS_GPU,))
         max_num_seqs = self._config.scheduler.max_num_seqs
-        sizes = batch_ladder(min(self._config.graphs.max_batch or max_num_seqs, max_num_seqs))
-        graphs = DecodeGraphs(self._states, decode, sizes, model.new_logits(max(sizes)))
-        return graphs, graphs.capture(memory, progress_bar("capturing CUDA graphs"))
+        grid = decode_grid(min(self._config.graphs.max_batch or max_num_seqs, max_num_seqs))
+        logits = self._torch_model.new_logits(max(d.num_rows for d in grid))
+        progress = progress_bar("capturing CUDA graphs")
+        return self.runner.graphs.capture(grid, logits, None, memory, "rows", progress)
 
     def _capture_pieces(self, memory: GraphMemory | None) -> CaptureReport:
         """Attention is not in the graphs, and neither is the sampler: on a GPU nothing stands in their way."""
@@ -242,7 +238,7 @@ class Worker:
 
     @cached_property
     def step_costs(self) -> StepCosts:
-        captured = self._drafts.steps.graphs.captured
+        captured = self.runner.graphs.with_drafts
         return measure_costs(self.runner, self._config, self.limits, self.overlap, captured)
 
     def report(self) -> StartupReport:

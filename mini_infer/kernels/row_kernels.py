@@ -1,9 +1,7 @@
-"""Before and after a step of rows with drafts, in one launch each instead of about twenty.
+"""The input of a step of rows, and what it leaves, in one launch each instead of about twenty, which a step of a small
+model would feel.
 
-    gather_rows   history, block table and parameters of R rows  ->  tokens, positions, KV slots, drafts to verify
-    settle_rows   the tokens that were picked                    ->  history, and where each row goes on
-
-The definitions, in torch, are speculative/draft_rows.py's.
+The definitions, in torch, are rows.py's.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ def gather_rows(
     params: int,
     block_size: int,
 ) -> tuple[Tensor, ...]:
-    """The fields of GatheredRows. Arguments as of the definition."""
+    """The fields of rows.GatheredRows. Arguments as of the definition."""
     rows, device = packed.shape[1], packed.device
     width, tokens = state.shape[1], rows * query_len
     samples = rows if drafting else tokens
@@ -95,11 +93,15 @@ def _gather(
     column = part * TILE + tl.arange(0, TILE)
     inside = column < first_param - first_entry
     entries = tl.load(begin + first_entry + column, mask=inside, other=0)
+    grown, grown_block = tl.load(packed + 3 * num_rows + row), tl.load(packed + 4 * num_rows + row)
+    # Entered here and below: a program must not count on reading what it has just stored.
+    entries = tl.where(column == grown, grown_block, entries)
+    tl.store(begin + first_entry + column, entries, mask=inside & (column == grown))
     tl.store(block_tables + row.to(tl.int64) * (first_param - first_entry) + column, entries, mask=inside)
     if part > 0:
         return
 
-    start = tl.where(start < 0, tl.load(next_starts + req_index), start)
+    start = tl.where(start < 0, tl.load(next_starts + req_index, mask=start < 0, other=0), start)
     count = tl.load(packed + 2 * num_rows + row)
     place = tl.arange(0, QUERIES)
     some = place < QUERY
@@ -108,7 +110,9 @@ def _gather(
     tl.store(seq_lens + row, start + shift + QUERY)
     tl.store(token_ids + at, tl.load(begin + position, mask=some, other=0).to(tl.int64), mask=some)
     tl.store(positions + at, position.to(tl.int64), mask=some)
-    block = tl.load(begin + first_entry + position // block_size, mask=some, other=0).to(tl.int64)
+    own_entry = position // block_size
+    block = tl.load(begin + first_entry + own_entry, mask=some, other=0)
+    block = tl.where(own_entry == grown, grown_block, block).to(tl.int64)
     tl.store(slot_mapping + at, block * block_size + position % block_size, mask=some)
 
     p = tl.arange(0, PARAMS)
@@ -137,22 +141,22 @@ def _gather(
 def settle_rows(
     state: Tensor,
     next_starts: Tensor,
-    packed: Tensor,
-    param_rows: Tensor,
-    places: Tensor,
+    req_indices: Tensor,
+    sample_starts: Tensor,
     sampled_positions: Tensor,
-    drafts: Tensor,
+    drafts: Tensor | None,
     token_ids: Tensor,
+    *,
+    most: int,
+    params: int,
     rate: float | None,
     vocab_size: int,
 ) -> None:
     """Arguments as of the definition."""
-    num_rows = packed.shape[1]
-    query_len = len(token_ids) // num_rows
-    _settle[(num_rows,)](
-        state, next_starts, packed, param_rows, places, sampled_positions, drafts, token_ids,
-        0.0 if rate is None else rate, vocab_size, num_params=param_rows.shape[1], QUERY=query_len,
-        QUERIES=triton.next_power_of_2(query_len), AT_RATE=rate is not None, num_warps=1,
+    _settle[(len(req_indices),)](
+        state, next_starts, req_indices, sample_starts, sampled_positions, token_ids if drafts is None else drafts,
+        token_ids, rate or 0.0, vocab_size, state.shape[1], params, PLACES=triton.next_power_of_2(most),
+        HAS_DRAFTS=drafts is not None, AT_RATE=rate is not None, num_warps=1,
     )  # fmt: skip
 
 
@@ -160,32 +164,36 @@ def settle_rows(
 def _settle(
     state,
     next_starts,
-    packed,
-    param_rows,
-    places,
+    req_indices,
+    sample_starts,
     sampled_positions,
     drafts,
     token_ids,
     rate,
     vocab_size,
-    num_params,
-    QUERY: tl.constexpr,
-    QUERIES: tl.constexpr,
+    width,
+    first_param,
+    PLACES: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
     AT_RATE: tl.constexpr,
 ):
     row = tl.program_id(0)
-    place = tl.arange(0, QUERIES)
-    some = place < QUERY
-    at = row * QUERY + place
-    draft = tl.load(drafts + at, mask=some, other=_NO_DRAFT)
+    req_index = tl.load(req_indices + row).to(tl.int64)
+    begin, end = tl.load(sample_starts + row), tl.load(sample_starts + row + 1)
+    own = state + req_index * width
+    place = tl.arange(0, PLACES)
+    at = begin + place
+    some = at < end
     token = tl.load(token_ids + at, mask=some, other=0)
     position = tl.load(sampled_positions + at, mask=some, other=0)
-    if AT_RATE:
-        stands = uniform(param_rows + row * QUERY * num_params, position + _SYNTHETIC) < rate
-        token = tl.where(token == draft, (token + 1) % vocab_size, token)
-        token = tl.where(stands & (draft != _NO_DRAFT), draft, token)
-        tl.store(token_ids + at, token, mask=some)
-    tl.store(state + tl.load(places + at, mask=some, other=0), token.to(tl.int32), mask=some)
-    accepted = tl.min(tl.where((draft != _NO_DRAFT) & (token == draft), QUERIES, place))
-    first = tl.load(sampled_positions + row * QUERY)
-    tl.store(next_starts + tl.load(packed + row), (first + accepted).to(tl.int32))
+    goes_on = tl.load(sampled_positions + begin)
+    if HAS_DRAFTS:
+        draft = tl.load(drafts + at, mask=some, other=_NO_DRAFT)
+        if AT_RATE:
+            stands = uniform(own + first_param, position + _SYNTHETIC) < rate
+            token = tl.where(token == draft, (token + 1) % vocab_size, token)
+            token = tl.where(stands & (draft != _NO_DRAFT), draft, token)
+            tl.store(token_ids + at, token, mask=some)
+        goes_on += tl.min(tl.where((draft != _NO_DRAFT) & (token == draft), PLACES, place))
+    tl.store(own + position, token.to(tl.int32), mask=some)
+    tl.store(next_starts + req_index, goes_on.to(tl.int32))

@@ -1,0 +1,223 @@
+"""CUDA graphs of whole steps of rows alone (runtime/worker/row_step.py), from the growth of the block tables to where
+each row goes on: a decode step is one launch, a step with the drafts of a draft model is two.
+
+There is a graph for each descriptor (rows, tokens a row) of a ladder or grid; a batch takes the next larger one and
+fills it up with padding. All graphs share one memory pool (capture.py), and one tensor for their logits, which at a
+large vocabulary take more than all else. What changes between replays travels through one small static input
+(RequestStates.pack_rows).
+
+Drafts have a graph of their own, since they are also made in steps with prompts, and so that what drafting takes can
+be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mini_infer.core.plan import StepPlan
+from mini_infer.runtime.graphs.capture import Cutter, Graph, GraphMemory, capture_sizes
+from mini_infer.runtime.worker.request_states import RequestStates
+from mini_infer.runtime.worker.row_step import DoneRows
+from mini_infer.runtime.worker.startup import CaptureReport
+
+MAX_DRAFT_TOKENS = 1024  # of a captured step with drafts: the memory of their logits is kept
+
+
+@dataclass(frozen=True, order=True)
+class BatchDescriptor:
+    """What a graph is captured for."""
+
+    num_rows: int
+    query_len: int = 1  # tokens of each row: more where drafts are verified
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.query_len
+
+
+class Chain(Protocol):
+    """Speculator.chain."""
+
+    def __call__(self, num_rows: int, query_len: int, out: Tensor | None = None) -> Tensor | None: ...
+
+
+class Run(Protocol):
+    """RowStep.run."""
+
+    def __call__(
+        self, num_rows: int, query_len: int, draft_logits: Tensor | None = None, out: Tensor | None = None
+    ) -> DoneRows: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Captured:
+    chain: Graph | None  # where a draft model proposes
+    draft_logits: Tensor | None
+    step: Graph
+    done: DoneRows
+    pad: Callable[[], None]  # packs rows of padding
+
+    def replay(self) -> None:
+        """Of padding, as captured."""
+        self.pad()
+        if self.chain is not None:
+            self.chain.replay()
+        self.step.replay()
+
+
+@dataclass(frozen=True)
+class _SameSize:
+    """Of descriptors with as many tokens."""
+
+    captured: list[_Captured]
+
+    def replay(self) -> None:
+        for one in self.captured:
+            one.replay()
+
+
+class StepGraphs:
+    """Steps of packed rows: captured ones are replayed, others run eagerly.
+
+    Args:
+        chain, run: what is done with the packed rows of `states`; safe to capture where anything is captured.
+        new_graph: makes a graph that captures on the current stream.
+    """
+
+    def __init__(
+        self, states: RequestStates, chain: Chain, run: Run, new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph
+    ) -> None:
+        self._states, self._chain, self._run, self._new_graph = states, chain, run, new_graph
+        self._captured: dict[BatchDescriptor, _Captured] = {}
+        self._fits: dict[tuple[int, int], BatchDescriptor | None] = {}
+
+    @property
+    def with_drafts(self) -> tuple[BatchDescriptor, ...]:
+        """Those captured steps that verify drafts, ascending."""
+        return tuple(sorted(descriptor for descriptor in self._captured if descriptor.query_len > 1))
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        descriptors: Iterable[BatchDescriptor],
+        logits: Tensor,
+        draft_logits: Tensor | None,
+        memory: GraphMemory,
+        unit: str,
+        progress: Callable[[list[int]], Iterable[int]] = iter,
+    ) -> CaptureReport:
+        """Captures all descriptors, on a GPU, those of most tokens first.
+
+        Args:
+            logits, draft_logits: memory that all graphs write theirs to; the second is None where no model drafts.
+            unit: what the report counts.
+        """
+        by_tokens: dict[int, list[BatchDescriptor]] = {}
+        for descriptor in descriptors:
+            by_tokens.setdefault(descriptor.num_tokens, []).append(descriptor)
+        static_bytes = logits.nbytes + (0 if draft_logits is None else draft_logits.nbytes)
+
+        def capture(tokens: int) -> _SameSize:
+            return _SameSize([self._capture(d, logits, draft_logits, memory) for d in by_tokens[tokens]])
+
+        captured, report = capture_sizes(list(by_tokens), capture, unit, memory, static_bytes, progress)
+        for tokens, same in captured.items():
+            self._captured.update(zip(by_tokens[tokens], same.captured, strict=True))
+        self._fits.clear()
+        return report
+
+    def _capture(
+        self, descriptor: BatchDescriptor, logits: Tensor, draft_out: Tensor | None, memory: GraphMemory
+    ) -> _Captured:
+        """Captures one descriptor on the current stream, with rows of padding."""
+        rows, query_len = descriptor.num_rows, descriptor.query_len
+        pad = partial(self._states.pack_rows, NO_ROWS, rows)
+        draft_logits, chain = None, None
+
+        def draft() -> Tensor | None:
+            return self._chain(rows, query_len, draft_out)
+
+        def step() -> DoneRows:
+            return self._run(rows, query_len, draft_logits, logits[: descriptor.num_tokens])
+
+        pad()
+        if query_len > 1 and draft_out is not None:
+            memory.warm_up(draft)
+            with Cutter(self._new_graph, memory.pool) as cutter:
+                draft_logits = draft()
+            chain = cutter.graphs[0]
+        memory.warm_up(step)
+        with Cutter(self._new_graph, memory.pool) as cutter:
+            done = step()
+        return _Captured(chain, draft_logits, cutter.graphs[0], done, pad)
+
+    def fit(self, num_rows: int, query_len: int) -> BatchDescriptor | None:
+        """The smallest that was captured and takes so many rows of so many tokens at most. Rows without drafts take
+        none that verifies some."""
+        size = num_rows, query_len
+        if size not in self._fits:
+            fitting = (
+                d
+                for d in self._captured
+                if d.num_rows >= num_rows and d.query_len >= query_len and (d.query_len > 1) == (query_len > 1)
+            )
+            self._fits[size] = min(fitting, key=lambda d: (d.num_tokens, d), default=None)
+        return self._fits[size]
+
+    def draft(self, descriptor: BatchDescriptor) -> Tensor | None:
+        """`chain` of the packed rows."""
+        captured = self._captured.get(descriptor)
+        if captured is None or captured.chain is None:
+            return self._chain(descriptor.num_rows, descriptor.query_len)
+        captured.chain.replay()
+        return captured.draft_logits
+
+    def run(self, descriptor: BatchDescriptor, draft_logits: Tensor | None = None) -> DoneRows:
+        """`run` of the packed rows, whose drafts `draft` made for the same descriptor, or the plan brought. What it
+        returns stays until the next call."""
+        captured = self._captured.get(descriptor)
+        if captured is None:
+            return self._run(descriptor.num_rows, descriptor.query_len, draft_logits)
+        captured.step.replay()
+        return captured.done
+
+
+NO_ROWS = StepPlan(step=0, req_indices=[], starts=[], counts=[], samples=[], num_decode_rows=0)
+
+
+def batch_ladder(largest: int) -> list[int]:
+    """Batch sizes to capture, ascending: fine where a row weighs much, then in steps of 16. Above 256, of 64."""
+    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(320, largest + 64, 64)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+def query_ladder(largest: int) -> list[int]:
+    """Tokens a row to capture, ascending, from 2 on: each doubles the drafts."""
+    return sorted({1 + min(2**i, largest - 1) for i in range((largest - 1).bit_length() + 1)}) if largest > 1 else []
+
+
+def draft_ladder(largest: int) -> Sequence[int]:
+    """Numbers of rows with drafts to capture: as without up to 32, then in steps of 32, since each takes several
+    graphs."""
+    return [rows for rows in batch_ladder(largest) if rows <= 32 or rows % 32 == 0 or rows == largest]
+
+
+def decode_grid(max_rows: int) -> list[BatchDescriptor]:
+    """Steps without drafts to capture."""
+    return [BatchDescriptor(rows) for rows in batch_ladder(max_rows)]
+
+
+def draft_grid(max_rows: int, max_drafts: int) -> list[BatchDescriptor]:
+    """Steps with drafts to capture: no more than MAX_DRAFT_TOKENS tokens each."""
+    return [
+        BatchDescriptor(rows, query_len)
+        for query_len in query_ladder(1 + max_drafts)
+        for rows in draft_ladder(max_rows)
+        if rows * query_len <= MAX_DRAFT_TOKENS
+    ]

@@ -1,0 +1,92 @@
+"""Log-probabilities that are reported: of sampled tokens, and of a prompt's own from the hidden states of a step that
+computes some of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mini_infer.core.plan import StepPlan
+from mini_infer.core.request import TokenLogprob
+
+LOGITS_AT_A_TIME = 2**23  # whose float32 copies take 100 MB at most, however long the prompt is
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """L rows whose log-probabilities are asked for."""
+
+    rows: Tensor | None  # [L] int64 on the device; None: all rows
+    row_numbers: list[int]
+    num_top: list[int]  # alternatives that each of them wants
+
+
+@dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Log-probabilities on their way to the host."""
+
+    wanted: Wanted
+    numbers: Tensor  # [L, 2 + K] int64: the token, its rank, the likeliest tokens
+    values: Tensor  # [L, 1 + K] float32: the token's log-probability, the likeliest tokens'
+
+    def finish(self) -> dict[int, TokenLogprob]:
+        """Row -> the entry of its token. On a GPU: after an event that was recorded behind the sampling."""
+        result = {}
+        rows = zip(
+            self.wanted.row_numbers, self.wanted.num_top, self.numbers.tolist(), self.values.tolist(), strict=True
+        )
+        for row, n, (token, rank, *ids), (own, *top) in rows:
+            result[row] = TokenLogprob(token, own, rank, tuple(zip(ids[:n], top[:n], strict=True)))
+        return result
+
+
+def report(logits: Tensor, token_ids: Tensor, wanted: Wanted) -> Logprobs:
+    """Log-probabilities (natural) under the model's own distribution, of the tokens and of the likeliest ones."""
+    rows = slice(None) if wanted.rows is None else wanted.rows
+    logprobs, tokens = logits[rows].float().log_softmax(dim=1), token_ids[rows, None]
+    own = logprobs.gather(1, tokens)
+    ranks = (logprobs > own).sum(dim=1, keepdim=True) + 1
+    values, ids = logprobs.topk(max(wanted.num_top), dim=1)
+    numbers, values = torch.cat([tokens, ranks, ids], dim=1), torch.cat([own, values], dim=1)
+    # From a GPU, into page-locked memory, which needs no waiting.
+    return Logprobs(wanted, numbers.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True))
+
+
+class RowLogprobs(NamedTuple):
+    """What a row of the plan asks for, on its way to the host."""
+
+    row: int
+    slices: list[Logprobs]
+
+    def finish(self) -> list[TokenLogprob]:
+        return [entry for part in self.slices for entry in part.finish().values()]
+
+
+def prompt_logprobs(
+    plan: StepPlan, hidden: Tensor, history: Tensor, vocab_size: int, compute_logits: Callable[[Tensor], Tensor]
+) -> list[RowLogprobs]:
+    """
+    Args:
+        hidden: [T, ...] of all the plan's tokens.
+        history: [requests, longest] int32: each request's tokens, which hold those that are asked about.
+        compute_logits: hidden states [N, ...] -> [N, vocab_size].
+    """
+    firsts = list(accumulate(plan.counts, initial=0))
+    at_a_time = max(1, LOGITS_AT_A_TIME // vocab_size)
+    rows = []
+    for row, count, num_top in plan.prompt_logprobs:
+        next_tokens = history[plan.req_indices[row], plan.starts[row] + 1 :]
+        slices = []
+        for start in range(0, count, at_a_time):
+            end = min(start + at_a_time, count)
+            logits = compute_logits(hidden[firsts[row] + start : firsts[row] + end])
+            numbers = list(range(end - start))
+            wanted = Wanted(None, numbers, [min(num_top, vocab_size)] * len(numbers))
+            slices.append(report(logits, next_tokens[start:end].long(), wanted))
+        rows.append(RowLogprobs(row, slices))
+    return rows

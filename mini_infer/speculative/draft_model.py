@@ -1,0 +1,201 @@
+"""A draft model beside the target: what speculation does on the device.
+
+    plan      takes in a step's plan: who has come, which block tables have grown, where requests stand
+    launch    has the drafts made, behind each request's last token, where the target then reads them
+    book      takes down what has been computed of each request
+
+    history      p p p p p t | d d d          t: the last token, whose KV nobody has yet; d: drafts
+    draft's KV   . . . . ^                    catches up: everything before the token before t
+                         ^ ^ ^ ^              the first round computes two tokens, each further round one
+
+Two, since after a step whose drafts were all accepted it lacks the token before t: whether it does is known on the
+device alone, where steps overlap, and a second token costs next to nothing.
+
+Its KV lies in blocks of its own store with the target's block numbers: one block table serves both models, a shared
+prefix is shared by both, and a block that is freed, swapped or evicted is so for both. What it has computed of them is
+known to DraftKV (speculative/draft_kv.py): it does nothing while drafts are not worth making, and catches up when they
+are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mini_infer.core.plan import StepPlan
+from mini_infer.core.uniforms import Array
+from mini_infer.speculative.draft_kv import DraftKV
+
+if TYPE_CHECKING:  # it is handed them
+    from mini_infer.runtime.sampling.sampler import Sampler
+    from mini_infer.runtime.worker.request_states import RequestStates
+    from mini_infer.runtime.worker.torch_model import TorchModel
+
+
+class Stopwatch:
+    """The time between its making and `stop`: a GPU's own time, for what it has been given to do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._start = self._end = self._now()
+
+    def stop(self) -> None:
+        self._end = self._now()
+
+    def read(self) -> float:
+        """Seconds. On a GPU: when what was measured is done."""
+        return self._start.elapsed_time(self._end) * 1e-3 if self._on_gpu else self._end - self._start
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Drafted(NamedTuple):
+    """What `launch` has had done."""
+
+    logits: Tensor | None = None  # [D, V'] that the drafts were drawn from; None where nothing random proposed them
+    time: Stopwatch | None = None  # that it takes; None where no model did anything
+
+
+class Speculator(Protocol):
+    """Who proposes on the device."""
+
+    def plan(self, plan: StepPlan) -> None:
+        """For every plan, in order, before anything else of it is launched."""
+
+    def launch(self, plan: StepPlan, chain: Callable[[], Tensor | None]) -> Drafted:
+        """Has the plan's drafts made, and computes its prompts beside the target where that pays. The plan's changes
+        have been applied, except that a row's one new block may still be on its way.
+
+        Args:
+            chain: runs `chain` for the plan's rows.
+        """
+
+    def chain(self, num_rows: int, query_len: int, out: Tensor | None = None) -> Tensor | None:
+        """Writes query_len - 1 drafts behind the last token of each packed row, into the history.
+
+        Args:
+            out: [largest, V'], memory for the logits where the call is captured in a CUDA graph.
+
+        Returns:
+            what they were drawn from [(query_len - 1) * num_rows, V']: all rows' first drafts, their second ones, ...
+        """
+
+    def book(self, plan: StepPlan) -> None:
+        """Behind `launch`: what has been computed of the plan's requests."""
+
+
+class NoSpeculator:
+    """There are no drafts, or the plan brings them."""
+
+    def plan(self, plan: StepPlan) -> None:
+        pass
+
+    def launch(self, plan: StepPlan, chain: Callable[[], Tensor | None]) -> Drafted:
+        return Drafted()
+
+    def chain(self, num_rows: int, query_len: int, out: Tensor | None = None) -> None:
+        return None
+
+    def book(self, plan: StepPlan) -> None:
+        pass
+
+
+class DraftModel:
+    """
+    Args:
+        model: with a KV store that has the target's number of blocks.
+        kv: what it has computed, which is nothing.
+        vocab_size: tokens that both models know, and it may propose.
+        max_tokens: that it computes in one pass.
+    """
+
+    def __init__(
+        self,
+        model: TorchModel,
+        kv: DraftKV,
+        states: RequestStates,
+        sampler: Sampler,
+        *,
+        vocab_size: int,
+        max_tokens: int,
+    ) -> None:
+        self._model, self._states, self._sampler = model, states, sampler
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._kv = kv
+
+    def plan(self, plan: StepPlan) -> None:
+        if plan.swap_out:
+            self._model.swap_out(plan.swap_out)
+        if plan.swap_in:
+            self._model.swap_in(plan.swap_in)
+        self._kv.follow(plan)
+
+    def launch(self, plan: StepPlan, chain: Callable[[], Tensor | None]) -> Drafted:
+        n = plan.num_decode_rows
+        keeps_up = plan.keeps_up and n < plan.num_rows
+        if not (plan.num_drafts or keeps_up):
+            return Drafted()
+        watch = Stopwatch(self._states.device)
+        logits = None
+        if keeps_up:
+            self._catch_up(np.array(plan.req_indices[n:]), np.add(plan.starts[n:], plan.counts[n:]))
+        if plan.num_drafts:
+            req_indices, starts, counts = decode_rows(plan)
+            self._catch_up(req_indices[counts > 1], starts[counts > 1] - 1)
+            logits = chain()
+        watch.stop()
+        return Drafted(logits, watch)
+
+    def chain(self, num_rows: int, query_len: int, out: Tensor | None = None) -> Tensor | None:
+        forward = self._model.forward if out is None else self._model.forward_eagerly
+        logits = []
+        for place in range(query_len - 1):
+            step = self._states.build_rows(num_rows, 1 if place else 2, shift=place or -1, drafting=True)
+            own = None if out is None else out[place * num_rows : (place + 1) * num_rows]
+            logits.append(self._model.compute_logits(step.sampled(forward(step)), out=own))
+            drafts = self._sampler.main(logits[-1][:, : self._vocab_size], step.param_rows, step.sampled_positions)
+            self._states.append(step, drafts)
+        drawn_from = torch.cat(logits) if out is None else out[: (query_len - 1) * num_rows]
+        return drawn_from[:, : self._vocab_size]
+
+    def book(self, plan: StepPlan) -> None:
+        if not plan.num_drafts:
+            return
+        req_indices, starts, counts = decode_rows(plan)
+        drafting = counts > 1
+        known = drafting.copy()
+        known[list(plan.following)] = False
+        self._kv.advance(req_indices[known], starts[known] + 1)
+        self._kv.hope(req_indices[drafting], (starts + counts)[drafting] - 1)
+
+    def _catch_up(self, req_indices: Array, ends: Array) -> None:
+        """Computes the KV of the requests' tokens up to `ends`, as many in a pass as one may have."""
+        while True:
+            missing = np.maximum(ends - self._kv.computed(req_indices), 0)
+            before = np.cumsum(missing) - missing
+            take = np.clip(self._max_tokens - before, 0, missing)
+            rows = np.flatnonzero(take)
+            if not rows.size:
+                return
+            own, starts, counts = req_indices[rows], self._kv.computed(req_indices[rows]), take[rows]
+            none_samples = [False] * len(rows)
+            plan = StepPlan(0, own.tolist(), starts.tolist(), counts.tolist(), none_samples, num_decode_rows=0)
+            self._model.forward(self._states.build(plan))
+            self._kv.advance(own, starts + counts)
+
+
+def decode_rows(plan: StepPlan) -> tuple[Array, Array, Array]:
+    """req_indices, starts and counts of the plan's decode rows."""
+    n = plan.num_decode_rows
+    return np.array(plan.req_indices[:n]), np.array(plan.starts[:n]), np.array(plan.counts[:n])
