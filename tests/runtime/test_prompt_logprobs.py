@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams, assets
 from mini_infer.core.request import FinishReason, TokenLogprob
-from mini_infer.runtime.sampling import prompt_logprobs
+from mini_infer.runtime.sampling import logprobs
 
 PROMPT = [40 + i * 7 % 60 for i in range(30)]
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)
@@ -74,7 +74,7 @@ def test_the_same_however_the_prompt_is_computed(expected: list, sections: dict)
 
 
 def test_few_logits_at_a_time(expected: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_logprobs, "LOGITS_AT_A_TIME", 2 * 512 + 1)
+    monkeypatch.setattr(logprobs, "LOGITS_AT_A_TIME", 2 * 512 + 1)
     engine = dry()
     sizes = []
     model = engine.executor.runner._model

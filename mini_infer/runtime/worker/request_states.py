@@ -29,6 +29,8 @@ from mini_infer.kernels.rows import PACKED, GatheredRows
 from mini_infer.runtime.worker.host_to_device import HostToDevice
 from mini_infer.runtime.worker.step_input import Drafts, IntArray, Samples, StepInput
 
+_ONE_TOKEN_AND_NO_GROWTH = np.array([[1], [-1]], dtype=np.int32)
+
 
 class RequestStates:
     """
@@ -68,6 +70,7 @@ class RequestStates:
         self._next_starts = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._ends: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._packed = torch.zeros(PACKED * max_num_seqs, dtype=torch.int32, device=device)
+        self._views: dict[int, Tensor] = {}
 
     # --- what changed ---------------------------------------------------------------------------------------------
 
@@ -79,6 +82,9 @@ class RequestStates:
         Args:
             growths: those that are taken in here; None: all of the plan's.
         """
+        growths = plan.growths if growths is None else growths
+        if not (plan.admissions or plan.drafts or growths):
+            return
         places: list[IntArray] = []
         values: list[IntArray | Sequence[int]] = []
         for admission, params in zip(plan.admissions, param_rows, strict=True):
@@ -94,7 +100,7 @@ class RequestStates:
             first = plan.req_indices[row] * self.width + plan.starts[row] + 1
             places.append(np.arange(first, first + len(drafts)))
             values.append(drafts)
-        for req_index, first, blocks in plan.growths if growths is None else growths:
+        for req_index, first, blocks in growths:
             first += req_index * self.width + self._table
             places.append(np.arange(first, first + len(blocks)))
             values.append(blocks)
@@ -186,8 +192,7 @@ class RequestStates:
         packed = np.empty((PACKED, num_rows), dtype=np.int32)
         packed[0, :n], packed[0, n:] = plan.req_indices[first : first + n], self.padding_index
         packed[1, :n], packed[1, n:] = plan.starts[first : first + n], 0
-        packed[2] = 1
-        packed[3] = -1
+        packed[2:4] = _ONE_TOKEN_AND_NO_GROWTH
         if plan.num_drafts:
             packed[2, :n] = plan.counts[first : first + n]
         if plan.following:
@@ -201,8 +206,10 @@ class RequestStates:
         self.h2d.send_into(self._packed_rows(num_rows), torch.from_numpy(packed))
 
     def _packed_rows(self, num_rows: int) -> Tensor:
-        """[PACKED, num_rows] int32, always at the same place."""
-        return self._packed[: PACKED * num_rows].view(PACKED, num_rows)
+        """[PACKED, num_rows] int32, always at the same place. Views are kept: to make one takes the host a while."""
+        if num_rows not in self._views:
+            self._views[num_rows] = self._packed[: PACKED * num_rows].view(PACKED, num_rows)
+        return self._views[num_rows]
 
     def build_rows(self, num_rows: int, query_len: int, shift: int = 0, drafting: bool = False) -> StepInput:
         """The input of a step of the packed rows, made on the device: shapes depend on num_rows and query_len only, so
@@ -298,6 +305,8 @@ def small_growths(plan: StepPlan) -> list[Growth]:
     """The plan's growths where each is by one block, and none of a request's is beside another one; else none. They fit
     into packed rows."""
     growths = plan.growths
+    if not growths:
+        return []
     small = all(len(blocks) == 1 for _, _, blocks in growths) and len({g.req_index for g in growths}) == len(growths)
     return growths if small else []
 
