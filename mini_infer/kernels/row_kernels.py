@@ -156,11 +156,12 @@ def settle_rows(
     _settle[(len(req_indices),)](
         state, next_starts, req_indices, sample_starts, sampled_positions, token_ids if drafts is None else drafts,
         token_ids, rate or 0.0, vocab_size, state.shape[1], params, PLACES=triton.next_power_of_2(most),
-        HAS_DRAFTS=drafts is not None, AT_RATE=rate is not None, num_warps=1,
+        HAS_DRAFTS=drafts is not None, AT_RATE=drafts is not None and rate is not None, num_warps=1,
     )  # fmt: skip
 
 
-@triton.jit
+# Of any step both lie somewhere in what the host has sent: compiled once, however they are aligned.
+@triton.jit(do_not_specialize_on_alignment=["req_indices", "sample_starts"])
 def _settle(
     state,
     next_starts,
