@@ -122,20 +122,23 @@ def settle_rows(
         most: tokens that a row has picked.
         rate: drafts are accepted at this rate, whatever was picked; `token_ids` is then changed. None: as picked.
     """
+    flat, width = state.view(-1), state.shape[1]
+    if drafts is None:
+        own = req_indices.long()
+        flat.index_copy_(0, own * width + sampled_positions, token_ids.int())
+        next_starts.index_copy_(0, own, sampled_positions.int())
+        return
     starts = sample_starts.long()
     row = torch.repeat_interleave(torch.arange(len(req_indices)), starts.diff(), output_size=len(token_ids))
     owners = req_indices.long()[row]
-    if drafts is not None and rate is not None:
+    if rate is not None:
         keys = state[owners, params:].numpy().view(PARAM_COLUMNS)["key"][:, 0]
         stands = torch.from_numpy(uniforms(keys, sampled_positions.numpy() + SYNTHETIC) < rate)
         other = torch.where(token_ids == drafts, (token_ids + 1) % vocab_size, token_ids)
         token_ids.copy_(torch.where(stands & (drafts != NO_DRAFT), drafts, other))
-    state[owners, sampled_positions] = token_ids.int()
+    flat.index_copy_(0, owners * width + sampled_positions, token_ids.int())
     first = sampled_positions[starts[:-1]]
-    if drafts is None:
-        accepted = torch.zeros_like(first)
-    else:
-        place = torch.arange(len(row)) - starts[row]
-        ends_here = torch.where((drafts != NO_DRAFT) & (token_ids == drafts), most, place)
-        accepted = torch.full_like(first, most).scatter_reduce(0, row, ends_here, "amin")
+    place = torch.arange(len(row)) - starts[row]
+    ends_here = torch.where((drafts != NO_DRAFT) & (token_ids == drafts), most, place)
+    accepted = torch.full_like(first, most).scatter_reduce(0, row, ends_here, "amin")
     next_starts[req_indices.long()] = (first + accepted).int()

@@ -115,7 +115,7 @@ class RequestStates:
 
         Args:
             sampled: Samples.of(plan), where it has been made.
-            sources: [S], of Drafts; None: there are none.
+            sources: [S], of Drafts; None: nothing random proposed any.
         """
         sampled = sampled or Samples.of(plan)
         req_indices = np.array(plan.req_indices)
@@ -130,20 +130,23 @@ class RequestStates:
             sampled.req_indices,
             sampled.positions,
         )
-        firsts = np.flatnonzero(sampled.places() == 0)
-        sample_starts = np.append(firsts, len(sampled.rows))
-        with_drafts = (sampled.have_drafts(), sources) if sources is not None else ()
-        sent = self.h2d.send(
-            req_indices, seq_lens, query_starts, sampled.req_indices[firsts], sample_starts,
-            req_indices[row], positions, *own, *with_drafts,
-        )  # fmt: skip
-        rows32, lens32, starts32, sampling, sample_starts32 = sent[:5]
-        token_owners, places, tokens, sampled_indices, sampled_places, *of_drafts = (part.long() for part in sent[5:])
+        of_drafts: tuple[np.ndarray, ...] = ()
+        most_samples = 1
+        if plan.num_drafts:
+            firsts = np.flatnonzero(sampled.places() == 0)
+            sample_starts = np.append(firsts, len(sampled.rows))
+            most_samples = int(np.diff(sample_starts).max(initial=1))
+            sources = np.full(len(sampled.rows), NO_DRAFT) if sources is None else sources
+            of_drafts = sampled.req_indices[firsts], sample_starts, sampled.have_drafts(), sources
+        sent = self.h2d.send(req_indices, seq_lens, query_starts, req_indices[row], positions, *own, *of_drafts)
+        rows32, lens32, starts32 = sent[:3]
+        token_owners, places, tokens, sampled_indices, sampled_places = (part.long() for part in sent[3:8])
         sampled_flat = sampled_indices * self.width + sampled_places
-        drafts = None
+        sampling, ends, drafts = sent[6], self._row_ends(len(sampled.rows), 1)[0], None
         if of_drafts:
+            sampling, ends, has_draft, drawn_from = sent[8:]
             standing = self._flat.index_select(0, sampled_flat).long()
-            drafts = Drafts(standing.where(of_drafts[0] != 0, NO_DRAFT), of_drafts[1])
+            drafts = Drafts(standing.where(has_draft != 0, NO_DRAFT), drawn_from.long())
         num_decode_rows, decode_query_len = _alike(plan)
         width = -(-int(seq_lens.max(initial=1)) // self.block_size)
         batch = AttentionBatch(
@@ -168,8 +171,8 @@ class RequestStates:
             sampled_positions=sampled_places,
             places=sampled_flat,
             sampling=sampling,
-            sample_starts=sample_starts32,
-            most_samples=int(np.diff(sample_starts).max(initial=1)),
+            sample_starts=ends,
+            most_samples=most_samples,
             drafts=drafts,
         )
 
