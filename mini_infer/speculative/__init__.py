@@ -4,8 +4,7 @@
                 proposers/      who proposes: n-grams, suffixes by counts, a draft model, or anything at a stated rate
                 policy/         how many drafts pay (optional), by acceptance rates and measured costs
                 draft_plan.py   drafts in a step's plan, as far as there is room
-    launch      draft_steps.py  a step with drafts on the device: draft, verify, settle (draft_rows.py)
-                drafter.py      the draft model's part of it, with its KV (draft_kv.py)
+    launch      draft_model.py  the draft model on the device, with its KV (draft_kv.py); runtime/worker/row_step.py verifies
                 verify.py       which drafts stand, and the token after them (kernels/verify.py does it on a GPU)
     start-up    loading.py      from the config to a Speculator
                 step_costs.py   times steps with and without drafts

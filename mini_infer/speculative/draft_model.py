@@ -66,7 +66,7 @@ class Drafted(NamedTuple):
     time: Stopwatch | None = None  # that it takes; None where no model did anything
 
 
-class Speculator(Protocol):
+class Drafter(Protocol):
     """Who proposes on the device."""
 
     def plan(self, plan: StepPlan) -> None:
@@ -94,7 +94,7 @@ class Speculator(Protocol):
         """Behind `launch`: what has been computed of the plan's requests."""
 
 
-class NoSpeculator:
+class NoDrafter:
     """There are no drafts, or the plan brings them."""
 
     def plan(self, plan: StepPlan) -> None:

@@ -42,7 +42,7 @@ class BatchDescriptor:
 
 
 class Chain(Protocol):
-    """Speculator.chain."""
+    """Drafter.chain."""
 
     def __call__(self, num_rows: int, query_len: int, out: Tensor | None = None) -> Tensor | None: ...
 

@@ -23,7 +23,7 @@ from mini_infer.runtime.worker.served_model import ServedModel
 from mini_infer.runtime.worker.startup import CaptureReport
 from mini_infer.runtime.worker.torch_model import TorchModel
 from mini_infer.speculative.draft_kv import DraftKV
-from mini_infer.speculative.draft_model import DraftModel, NoSpeculator, Speculator
+from mini_infer.speculative.draft_model import Drafter, DraftModel, NoDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -62,17 +62,17 @@ def _same_tokenizer(draft: ModelConfig, target: Tokenizer) -> bool:
     return own.token_bytes is not None and own.token_bytes == target.token_bytes
 
 
-def make_speculator(
+def make_drafter(
     config: EngineConfig,
     draft: tuple[ServedModel, Model] | None,
     limits: Limits,
     states: RequestStates,
     sampler: Sampler,
-) -> tuple[Speculator, TorchModel | None]:
+) -> tuple[Drafter, TorchModel | None]:
     """Who proposes on the device, and its model if it has one. Takes the draft's KV memory: as many blocks as the
     target's, each with the same number."""
     if draft is None:
-        return NoSpeculator(), None
+        return NoDrafter(), None
     served, weights = draft
     try:
         store = allocate_kv(served.kv_layout, limits.num_blocks, config.cache.block_size, served.device)
@@ -83,7 +83,7 @@ def make_speculator(
     fewer = vocab_size if vocab_size < sampler.vocab_size else None
     model = TorchModel(weights, store, transfers, served.backends, known_tokens=fewer)
     longest, block_size = states.max_model_len, config.cache.block_size
-    speculator = DraftModel(
+    drafter = DraftModel(
         model,
         DraftKV(states.padding_index, longest, block_size, limits.num_blocks + 1, limits.num_host_blocks),
         states,
@@ -91,7 +91,7 @@ def make_speculator(
         vocab_size=vocab_size,
         max_tokens=config.scheduler.max_num_batched_tokens,
     )
-    return speculator, model
+    return drafter, model
 
 
 def capture_drafts(

@@ -28,7 +28,7 @@ from mini_infer.runtime.worker.request_states import RequestStates, small_growth
 from mini_infer.runtime.worker.row_step import RowStep, real_tokens
 from mini_infer.runtime.worker.step_input import IntArray, Samples, StepInput
 from mini_infer.runtime.worker.threads import Threads, as_it_is
-from mini_infer.speculative.draft_model import NoSpeculator, Speculator
+from mini_infer.speculative.draft_model import Drafter, NoDrafter
 
 
 class StepModel(Protocol):
@@ -50,7 +50,7 @@ class StepModel(Protocol):
 class Runner:
     """
     Args:
-        speculator: makes drafts on the device.
+        drafter: makes drafts on the device.
         rate: at which drafts are accepted, whatever the target says (RowStep).
         follows: a step may be launched before the drafts of the one before it are read, whose rows must therefore go
             alone where they can.
@@ -65,17 +65,17 @@ class Runner:
         model: StepModel,
         states: RequestStates,
         sampler: Sampler,
-        speculator: Speculator | None = None,
+        drafter: Drafter | None = None,
         rate: float | None = None,
         follows: bool = False,
         threads: Threads = as_it_is,
     ) -> None:
         self._model, self._states, self._sampler = model, states, sampler
-        self._speculator = speculator or NoSpeculator()
+        self._drafter = drafter or NoDrafter()
         self._follows = follows
         self._threads = threads
         self._rows = RowStep(model, states, sampler, rate)
-        self.graphs = StepGraphs(states, self._speculator.chain, self._rows.run)
+        self.graphs = StepGraphs(states, self._drafter.chain, self._rows.run)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -85,13 +85,13 @@ class Runner:
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         self._start_transfers(plan)
-        self._speculator.plan(plan)
+        self._drafter.plan(plan)
         params = [self._sampler.admit(a.req_index, a.params, a.seed, a.prompt_len, a.stop_ids) for a in plan.admissions]
         if not plan.req_indices:
             return self._launched(plan)
         descriptor = self._rows_alone(plan)
         launch = self._launch_any(plan, params) if descriptor is None else self._launch_rows(plan, params, descriptor)
-        self._speculator.book(plan)
+        self._drafter.book(plan)
         return launch
 
     def _start_transfers(self, plan: StepPlan) -> None:
@@ -114,7 +114,7 @@ class Runner:
         inside = small_growths(plan)
         self._states.apply(plan, params, growths=() if inside else plan.growths)
         self._states.pack_rows(plan, descriptor.num_rows, growths=inside)
-        drafted = self._speculator.launch(plan, lambda: self.graphs.draft(descriptor))
+        drafted = self._drafter.launch(plan, lambda: self.graphs.draft(descriptor))
         done = self.graphs.run(descriptor, drafted.logits)
         sampled = Samples.of(plan)
         real = real_tokens(plan.counts, descriptor.query_len) if descriptor.query_len > 1 else None
@@ -134,7 +134,7 @@ class Runner:
             self._states.pack_rows(plan, descriptor.num_rows, first)
             return self.graphs.draft(descriptor)
 
-        drafted = self._speculator.launch(plan, draft)
+        drafted = self._drafter.launch(plan, draft)
         sampled = Samples.of(plan)
         sources = self._sources(sampled, first, descriptor.num_rows) if plan.num_drafts else None
         step = self._states.build(plan, sampled, sources)

@@ -55,7 +55,7 @@ class RowStep:
         """Computes the packed rows.
 
         Args:
-            draft_logits: what drafts were drawn from, as the Speculator's `chain` gives it; None where nothing random
+            draft_logits: what drafts were drawn from, as the Drafter's `chain` gives it; None where nothing random
                 proposed them.
             out: [num_rows * query_len, vocab_size], memory for the logits where the call is captured.
         """

@@ -31,7 +31,7 @@ from mini_infer.runtime.graphs.pieces import graph_bytes, token_ladder
 from mini_infer.runtime.graphs.step_graphs import batch_ladder, decode_grid
 from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import load_tokenizer
-from mini_infer.runtime.worker.draft import capture_drafts, make_speculator, plan_draft, row_logits_bytes
+from mini_infer.runtime.worker.draft import capture_drafts, make_drafter, plan_draft, row_logits_bytes
 from mini_infer.runtime.worker.limits import Limits
 from mini_infer.runtime.worker.memory import (
     allocate_kv,
@@ -170,9 +170,9 @@ class Worker:
             padding_block=limits.num_blocks,  # the one behind those that the scheduler knows
             lookahead=config.speculation.most,
         )
-        speculator, draft = make_speculator(config, self._draft, limits, states, self._sampler)
+        drafter, draft = make_drafter(config, self._draft, limits, states, self._sampler)
         rate = config.speculation.rate
-        return Runner(model, states, self._sampler, speculator, rate, follows, self._threads), model, draft
+        return Runner(model, states, self._sampler, drafter, rate, follows, self._threads), model, draft
 
     # --- CUDA graphs ----------------------------------------------------------------------------------------------
 

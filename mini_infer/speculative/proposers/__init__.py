@@ -4,7 +4,7 @@ lookup.py     what followed a request's last tokens before, by an index of its o
 ngram.py        the latest place where they came before (prompt lookup)
 suffix.py       by counts (automaton.py), over the outputs of finished requests as well
 synthetic.py  arbitrary tokens, to be accepted at a stated rate: for speed studies with random weights
-OnDevice      a draft model, on the device (speculative/drafter.py): here its drafts are counted alone
+OnDevice      a draft model, on the device (speculative/draft_model.py): here its drafts are counted alone
 """
 
 from __future__ import annotations
