@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -241,7 +241,7 @@ class Foresight:
     def __init__(self, outputs: dict[str, list[int]]) -> None:
         self._outputs = outputs
 
-    def propose(self, requests: Iterable[Request], prompts: bool) -> dict[int, Draft]:
+    def plan(self, requests: Sequence[Request], prompts: bool) -> dict[int, Draft]:
         drafts = {}
         for row, request in enumerate(requests):
             done = len(request.output_token_ids)
