@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from mini_infer.cache.block_pool import BlockPool
@@ -33,10 +34,11 @@ class PrefixMatch(NamedTuple):
 
 
 NO_MATCH = PrefixMatch([], 0)
+_block_table, _num_computed_tokens = attrgetter("block_table"), attrgetter("num_computed_tokens")
 
 
 class KVManager:
-    """Every verb either happens whole or answers "no room" (None or False) and changes nothing.
+    """Every verb either happens whole or answers "no room" (None) and changes nothing.
 
     Args:
         num_blocks: blocks of the pool; `capacity` tells how many tokens one request can have.
@@ -76,6 +78,11 @@ class KVManager:
         return self._unit == 1
 
     @property
+    def least_blocks(self) -> int:
+        """Blocks that are always taken together: one, or with the contiguous layout a whole request's worth."""
+        return self._unit
+
+    @property
     def num_evictions(self) -> int:
         return self._pool.num_evictions
 
@@ -83,6 +90,10 @@ class KVManager:
     def num_free(self) -> int:
         """Blocks that nobody refers to, those among them that still hold a prefix."""
         return self._pool.num_free * self._unit
+
+    def num_free_without(self, requests: Iterable[Request]) -> int:
+        """`num_free` if these requests had no blocks."""
+        return self._pool.num_free_after([self._units(r.block_table) for r in requests], ()) * self._unit
 
     # --- prefix cache -------------------------------------------------------------------------------------------
 
@@ -134,23 +145,24 @@ class KVManager:
 
     # --- a request's blocks -------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, match: PrefixMatch = NO_MATCH, keep_free: int = 0) -> bool:
-        """Gives a request without blocks its table: the matched blocks, shared, and new ones for the rest of its
-        `num_tokens`. False when that would leave fewer than `keep_free` blocks."""
-        if not self.can_admit(request, match, keep_free):
-            return False
+    def room_for(
+        self, request: Request, keep_free: int = 0, without: Collection[Request] | None = None
+    ) -> PrefixMatch | None:
+        """Whether a request without blocks can have them for all of its tokens: the prefix that it would share, or
+        None where that would leave fewer than `keep_free` blocks. `without`: what would be if these had none."""
+        match = NO_MATCH if request in self._host_tables else self.match_prefix(request)
+        released = [self._units(other.block_table) for other in without or ()]
+        spare = self._pool.num_free_after(released, match.blocks) - self._num_missing(request, match)
+        return match if spare * self._unit >= keep_free else None
+
+    def admit(self, request: Request, match: PrefixMatch = NO_MATCH) -> None:
+        """Gives a request, for which there is room, its table: the matched blocks, and new ones for the rest of its
+        `num_tokens`."""
         self._pool.share(match.blocks)
         units = self._pool.allocate(self._num_missing(request, match))
-        assert units is not None
+        assert units is not None, f"no room for {request}: ask `room_for` first"
         request.block_table = match.blocks + self._expand(units)
         request.num_committed_blocks = len(match.blocks)
-        return True
-
-    def can_admit(self, request: Request, match: PrefixMatch = NO_MATCH, keep_free: int = 0) -> bool:
-        """Whether `admit` (or `swap_in`, without a match) would succeed now. A negative `keep_free` asks what would
-        be if so many more blocks were free."""
-        spare = self._pool.num_free - self._pool.count_free(match.blocks) - self._num_missing(request, match)
-        return spare * self._unit >= keep_free
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Extends the table to `num_tokens` tokens. The new blocks (often none), or None when there is no room."""
@@ -179,10 +191,10 @@ class KVManager:
         self._release_table(request)
         return pairs
 
-    def swap_in(self, request: Request, keep_free: int = 0) -> list[tuple[int, int]] | None:
-        """Gives a swapped request a table again: (host block, device block) pairs to copy before it runs."""
-        if not self.admit(request, NO_MATCH, keep_free):
-            return None
+    def swap_in(self, request: Request) -> list[tuple[int, int]]:
+        """Gives a swapped request, for which there is room, a table again: (host block, device block) pairs to copy
+        before it runs."""
+        self.admit(request)
         host = self._host_tables.pop(request)
         self._host_free += host
         return list(zip(host, request.block_table, strict=False))
@@ -192,9 +204,12 @@ class KVManager:
         return -(-request.num_tokens // (self.block_size * self._unit)) - len(match.blocks)
 
     def _release_table(self, request: Request) -> None:
-        self._pool.release([block // self._unit for block in request.block_table[:: self._unit]])
+        self._pool.release(self._units(request.block_table))
         request.block_table = []
         request.num_committed_blocks = 0
+
+    def _units(self, table: list[int]) -> list[int]:
+        return table if self._unit == 1 else [block // self._unit for block in table[:: self._unit]]
 
     def _expand(self, units: list[int]) -> list[int]:
         if self._unit == 1:
@@ -208,7 +223,8 @@ class KVManager:
         used = (self._pool.num_blocks - self._pool.num_free) * self._unit
         reserved = used * self.block_size
         # A shared block is full, so the unused slots are at the ends of the tables, each its request's own.
-        unused = sum(len(r.block_table) * self.block_size - r.num_computed_tokens for r in holders)
+        reserved_by_holders = sum(map(len, map(_block_table, holders))) * self.block_size
+        unused = reserved_by_holders - sum(map(_num_computed_tokens, holders))
         return KVUsage(
             total_blocks=self.num_blocks,
             used_blocks=used,
@@ -227,6 +243,6 @@ class KVManager:
             assert request not in self._host_tables, f"{request} is on the device and in swap space"
             if self._unit > 1:
                 assert all(b == a + 1 for a, b in pairwise(table)), f"{request} is not contiguous"
-        self._pool.check_integrity([[block // self._unit for block in r.block_table[:: self._unit]] for r in holders])
+        self._pool.check_integrity([self._units(r.block_table) for r in holders])
         host = self._host_free + [block for table in self._host_tables.values() for block in table]
         assert sorted(host) == list(range(self.num_host_blocks)), "a host block is lost or in two places"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Layout, SchedulerConfig
-from mini_infer.core.plan import StepPlan, StepResult
+from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus, SamplingParams
 from mini_infer.runtime.scheduler.scheduler import Scheduler, TokenUpdate
+from mini_infer.speculative.proposer import NoProposer
 
 BLOCK = 4
 
@@ -28,7 +31,8 @@ class Bench:
         kv = KVManager(
             num_blocks, BLOCK, max_len, layout=layout, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks
         )
-        self.scheduler = Scheduler(SchedulerConfig(**settings), kv, watermark)
+        proposer, follows = settings.pop("proposer", None), settings.pop("follows", False)
+        self.scheduler = Scheduler(SchedulerConfig(**settings), kv, watermark, proposer, follows)
         self.clock = 0.0
         self.added: list[Request] = []
 
@@ -68,6 +72,32 @@ class Bench:
         self.book(plan)
         return plan
 
+    def overlapped(self, steps: int) -> Iterator[StepPlan]:
+        """Each plan is made before the one before it is booked."""
+        under_way: deque[StepPlan] = deque()
+        for _ in range(steps):
+            plan = self.plan()
+            if not plan.empty:
+                under_way.append(plan)
+            yield plan
+            if len(under_way) > (not plan.empty):
+                self.book(under_way.popleft())
+        while under_way:
+            self.book(under_way.popleft())
+
+
+class ManyDrafts(NoProposer):
+    """As many drafts as there may be, written on the device. Remembers whether prompts were expected beside them."""
+
+    most = 2
+
+    def __init__(self) -> None:
+        self.prompts: list[bool] = []
+
+    def propose(self, requests: Iterable[Request], prompts: bool = False) -> dict[int, Draft]:
+        self.prompts.append(prompts)
+        return {place: Draft(self.most) for place, _ in enumerate(requests)}
+
 
 def test_prompt_is_computed_in_chunks_under_the_budget_and_decodes_go_first() -> None:
     bench = Bench(max_num_batched_tokens=16)
@@ -91,7 +121,25 @@ def test_whole_prompts_wait_for_a_step_that_has_room_for_them() -> None:
     bench.add("c", 16)
     assert bench.step().counts == [10]
     assert bench.step().counts == [1, 10]
-    assert bench.step().counts == [1, 1, 16], "decodes take nothing from a whole prompt's budget"
+    assert bench.step().counts == [16], "those that decode sit out a step: it would be more than the budget"
+    assert bench.step().counts == [1, 1, 1]
+
+
+def test_whole_prompts_in_a_row_leave_every_other_step_to_those_that_decode() -> None:
+    bench = Bench(max_num_batched_tokens=16, chunked_prefill=False)
+    bench.add("a", 4, max_tokens=20)
+    bench.step()
+    for name in "bcd":
+        bench.add(name, 15, max_tokens=20)
+    counts = [bench.step().counts for _ in range(5)]
+    assert counts == [[1, 15], [1, 15], [1, 1, 1], [1, 15], [1, 1, 1, 1]], "as few sit out as must"
+
+
+def test_whole_prompts_of_a_static_batch_keep_to_the_budget() -> None:
+    bench = Bench(max_num_batched_tokens=16, chunked_prefill=False, batching="static")
+    for name in "ab":
+        bench.add(name, 16, max_tokens=20)
+    assert [bench.step().counts for _ in range(3)] == [[16], [16], [1, 1]]
 
 
 def test_static_batch_admits_the_next_requests_only_when_all_of_it_is_done() -> None:
@@ -146,6 +194,28 @@ def test_swapped_request_goes_on_where_it_was() -> None:
     plan = bench.step()
     assert [host for host, _ in plan.swap_in] == [0, 1]
     assert (plan.starts, plan.counts) == ([8], [1]), "nothing is computed twice"
+
+
+def test_nobody_starves_in_a_full_pool_while_steps_overlap() -> None:
+    """There is a step under way whenever the next one is planned, as long as a long prompt is computed."""
+    bench = Bench(num_blocks=52, max_model_len=208, max_num_batched_tokens=8)
+    a = bench.add("a", 7, max_tokens=40)
+    bench.step()
+    bench.add("long", 200, max_tokens=8)
+    assert all(0 in plan.req_indices or 7 in plan.req_indices for plan in bench.overlapped(20))
+    assert a.num_output_tokens == 21
+
+
+def test_who_finds_no_room_waits_for_blocks_that_are_about_to_be_given_back() -> None:
+    bench = Bench(num_blocks=4, max_model_len=16)
+    a, b = bench.add("a", 7, max_tokens=8), bench.add("b", 7, max_tokens=2)
+    plans = bench.overlapped(12)
+    rows = [len(next(plans).req_indices) for _ in range(3)]
+    assert rows == [2, 2, 0], "b's last token is in flight"
+    for _ in plans:
+        pass
+    assert (a.finished, b.finished) == (True, True)
+    assert a.num_preemptions == b.num_preemptions == 0
 
 
 def test_full_swap_space_falls_back_to_recompute() -> None:
@@ -216,6 +286,53 @@ def test_nobody_gives_way_where_that_would_not_be_enough() -> None:
     assert big.status is RequestStatus.waiting
 
 
+def test_a_shared_block_is_gained_once_and_by_the_last_of_those_that_share_it() -> None:
+    bench = Bench(num_blocks=10, max_model_len=40, policy="priority")
+    leader = bench.add("x", 9, priority=2)
+    bench.step()
+    for _ in range(3):
+        bench.add("x", 9, priority=2, fork_of=leader)
+    bench.step()  # 2 shared blocks and one each
+    assert bench.scheduler.usage().used_blocks == 6
+    bench.add("high", 15, max_tokens=12, priority=0)
+    bench.step()
+    big = bench.add("big", 31, priority=1)
+    assert bench.step().preempted == [], "8 blocks are needed, and 6 would be gained"
+    assert big.status is RequestStatus.waiting
+
+
+def test_as_many_give_way_as_share_the_blocks_that_are_needed() -> None:
+    bench = Bench(num_blocks=6, max_model_len=24, policy="priority")
+    leader = bench.add("x", 9, priority=2)
+    bench.step()
+    for _ in range(3):
+        bench.add("x", 9, priority=2, fork_of=leader)
+    bench.step()
+    bench.add("high", 8, priority=0)
+    plan = bench.step()
+    assert plan.preempted == ["x", "x"], "each gives back its own block"
+    assert [a.request_id for a in plan.admissions] == ["high"]
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_who_finds_no_room_turns_no_drafts_off(chunked: bool) -> None:
+    proposer = ManyDrafts()
+    bench = Bench(num_blocks=14, max_model_len=56, chunked_prefill=chunked, proposer=proposer)
+    bench.add("a", 8, max_tokens=40)
+    bench.step()
+    bench.add("big", 55, max_tokens=1)
+    assert bench.step().num_drafts == 2
+    assert proposer.prompts == [True, False]
+
+
+def test_steps_follow_drafts_that_are_not_read_while_somebody_waits_in_vain() -> None:
+    bench = Bench(num_blocks=14, max_model_len=56, proposer=ManyDrafts(), follows=True)
+    bench.add("a", 8, max_tokens=40)
+    bench.step()
+    bench.add("big", 55, max_tokens=1)
+    assert [plan.num_rows for plan in bench.overlapped(5)] == [1] * 5
+
+
 def test_fcfs_ignores_priorities() -> None:
     bench = Bench(max_num_seqs=1)
     bench.add("first", 4, priority=9)
@@ -282,6 +399,30 @@ def test_siblings_wait_for_the_leaders_prompt_and_share_its_blocks() -> None:
     assert all(s.num_cached_tokens == 8 for s in siblings)
 
 
+def test_nobody_takes_the_place_of_a_sibling_that_waits_for_its_leader() -> None:
+    bench = Bench(max_num_batched_tokens=8, max_num_seqs=2)
+    leader = bench.add("x", 10)
+    sibling = bench.add("x", 10, fork_of=leader)
+    other = bench.add("other", 2)
+    bench.step()
+    bench.step()
+    assert other.status is RequestStatus.waiting, "it would take the last slot"
+    bench.step()
+    assert sibling.num_output_tokens == 1
+
+
+def test_nobody_takes_the_block_of_a_sibling_that_waits_for_its_leader() -> None:
+    bench = Bench(max_num_batched_tokens=8, num_blocks=4, max_model_len=16)
+    leader = bench.add("x", 10, max_tokens=2)
+    sibling = bench.add("x", 10, max_tokens=2, fork_of=leader)
+    other = bench.add("other", 2)
+    bench.step()
+    bench.step()
+    assert other.status is RequestStatus.waiting, "it would take the last block"
+    bench.step()
+    assert sibling.num_output_tokens == 1
+
+
 def test_siblings_of_a_static_batch_run_beside_their_leader() -> None:
     bench = Bench(batching="static", max_num_seqs=4)
     leader = bench.add("x", 10)
@@ -308,7 +449,7 @@ def test_aborted_waiting_requests_are_forgotten() -> None:
     for _ in range(1000):
         bench.abort(bench.add("gone", 4, priority=1))
     bench.add("last", 4, priority=1)
-    assert len(bench.scheduler._waiting._heap) < 100
+    assert len(bench.scheduler._line._queues[RequestStatus.waiting]._heap) < 100
     assert bench.scheduler.num_waiting == 2
 
 
