@@ -21,7 +21,8 @@ class RequestStatus(Enum):
     waiting = "waiting"
     prefilling = "prefilling"  # holds a req_index and blocks; its prompt is not all computed
     running = "running"  # one token a step
-    swapped = "swapped"  # its KV lies in host memory
+    swapped = "swapped"  # its KV lies in host memory, or is on its way there
+    swapping_in = "swapping_in"  # holds a req_index and blocks; its KV is on its way into them
     finished = "finished"
 
 

@@ -96,7 +96,7 @@ class EngineCore:
     def drop_in_flight(self) -> None:
         """What is still under way computes tokens for requests that have ended meanwhile. Nobody waits for them."""
         while self._in_flight:
-            self.scheduler.fail(self._in_flight.popleft().plan)
+            self.scheduler.drop(self._in_flight.popleft().plan)
 
     def step(self) -> None:
         """Runs one step. An error of the executor ends the requests of its plan and is raised; one in the bookkeeping
@@ -195,8 +195,8 @@ class EngineCore:
             prefix_hit_tokens=plan.prefix_hit_tokens,
             evictions=step.evictions,
             preempted=tuple(plan.preempted),
-            swapped_out_blocks=len(plan.swap_out),
-            swapped_in_blocks=len(plan.swap_in),
+            swapped_out_blocks=plan.num_blocks_moved(to_host=True),
+            swapped_in_blocks=plan.num_blocks_moved(to_host=False),
             finished=_names(r for r in in_step if r.finish_reason is not FinishReason.error),
             aborted=_names(r for r in ended if r.finish_reason is FinishReason.abort),
             failed=_names(r for r in [*ended, *by_text] if r.finish_reason is FinishReason.error),

@@ -10,11 +10,9 @@ that the target alone has filled may be found by a later request that shares it,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from mini_infer.core.plan import StepPlan
+from mini_infer.core.plan import StepPlan, Transfer
 from mini_infer.runtime.worker.request_states import IntArray
 
 _UNSETTLED = -1  # how much comes with its blocks: its first row will tell
@@ -37,13 +35,11 @@ class DraftKV:
         self._complete = np.zeros(num_blocks, dtype=bool)
         self._on_host = np.zeros(num_host_blocks, dtype=bool)
 
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        device, host = np.array(pairs).T
-        self._on_host[host] = self._complete[device]
-
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        host, device = np.array(pairs).T
-        self._complete[device] = self._on_host[host]
+    def transfer(self, transfer: Transfer) -> None:
+        stores = self._complete, self._on_host
+        source, destination = stores if transfer.to_host else stores[::-1]
+        for place, other in transfer.pairs:
+            destination[other] = source[place]
 
     def follow(self, plan: StepPlan) -> None:
         """Takes in who has come, which tables have grown, and where requests stand now. For every plan, in order."""

@@ -53,8 +53,7 @@ class DraftSteps:
         self._rate = rate
         self._always_rows = always_rows
         self.graphs = RowGraphs(req_indices, self._drafter.chain, self.verify)
-        self.swap_out = self._drafter.swap_out
-        self.swap_in = self._drafter.swap_in
+        self.transfer = self._drafter.transfer
         self.follow = self._drafter.follow
 
     def keep_up(self, plan: StepPlan) -> Stopwatch | None:

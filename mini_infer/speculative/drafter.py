@@ -15,14 +15,13 @@ known to DraftKV: it does nothing while drafts are not worth making, and catches
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mini_infer.core.plan import StepPlan
+from mini_infer.core.plan import StepPlan, Transfer
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.worker.request_states import IntArray, RequestStates, Samples
 from mini_infer.runtime.worker.torch_model import TorchModel
@@ -53,9 +52,8 @@ class Drafter(Protocol):
             what they were drawn from [(query_len - 1) * num_rows, V']: all rows' first drafts, their second ones, ...
         """
 
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None: ...
-
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+    def transfer(self, transfer: Transfer) -> None:
+        """Starts it for the draft's part of the blocks."""
 
 
 class NoDrafter:
@@ -75,10 +73,7 @@ class NoDrafter:
     def chain(self, num_rows: int, query_len: int, out: Tensor | None = None) -> None:
         return None
 
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        pass
-
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def transfer(self, transfer: Transfer) -> None:
         pass
 
 
@@ -109,13 +104,10 @@ class DraftModel:
         self._kv = kv
         self.follow = kv.follow
 
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._kv.swap_out(pairs)
-        self._model.swap_out(pairs)
-
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._kv.swap_in(pairs)
-        self._model.swap_in(pairs)
+    def transfer(self, transfer: Transfer) -> None:
+        self._kv.transfer(transfer)
+        self._model.start_transfer(transfer)
+        self._model.poll_transfers(wait=True)  # the target's transfer is all that the scheduler hears of
 
     def keep_up(self, plan: StepPlan) -> None:
         n = plan.num_decode_rows

@@ -6,7 +6,7 @@ import pytest
 
 from mini_infer.cache.kv_manager import NO_MATCH, KVManager, PrefixMatch
 from mini_infer.core.config import Layout
-from mini_infer.core.request import Request, RequestStatus, SamplingParams
+from mini_infer.core.request import Request, SamplingParams
 
 
 def request(tokens: list[int], name: str = "r", salt: str = "", fork_of: Request | None = None) -> Request:
@@ -124,14 +124,45 @@ def test_swap_moves_computed_blocks_and_brings_them_back() -> None:
     device = list(r.block_table)
     out = kv.swap_out(r)
     assert out is not None
-    assert [d for d, _ in out] == device
+    assert [d for d, _ in out.pairs] == device
+    assert kv.usage([]).used_blocks == 2, "until it has ended"
+    assert kv.usage([]).used_slots == 7
+    assert kv.is_under_way(r)
+    kv.check_integrity([])
+    assert kv.end_transfer(out.transfer_id) is r
     assert kv.usage([]).used_blocks == 0
     assert kv.usage([]).host_blocks_used == 2
-    r.status = RequestStatus.swapped
     back = kv.swap_in(r)
-    assert [h for h, _ in back] == [h for _, h in out]
-    assert [d for _, d in back] == r.block_table
+    assert [h for h, _ in back.pairs] == [h for _, h in out.pairs]
+    assert [d for _, d in back.pairs] == r.block_table
     kv.check_integrity([r])
+    assert kv.usage([r]).host_blocks_used == 2
+    assert kv.end_transfer(back.transfer_id) is r
+    assert kv.end_transfer(back.transfer_id) is None
+    assert kv.usage([r]).host_blocks_used == 0
+    kv.check_integrity([r])
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_blocks_of_one_that_goes_are_free_when_its_transfer_has_ended(undo: bool) -> None:
+    kv = KVManager(4, 4, 16, num_host_blocks=2)
+    r = computed(kv, list(range(7)))
+    out = kv.swap_out(r)
+    assert out is not None
+    kv.end_transfer(out.transfer_id)
+    back = kv.swap_in(r)
+    if undo:
+        kv.undo_swap_in(r)
+        assert r.block_table == []
+        assert kv.num_free_without([]) == 4
+    kv.free(r)
+    kv.check_integrity([])
+    assert (kv.usage([]).used_blocks, kv.usage([]).host_blocks_used) == (2, 2)
+    assert kv.room_for(request(list(range(16)))) is None
+    assert kv.room_for(request(list(range(16))), without=()) is not None
+    assert kv.end_transfer(back.transfer_id) is None
+    assert (kv.usage([]).used_blocks, kv.usage([]).host_blocks_used) == (0, 0)
+    kv.check_integrity([])
 
 
 def test_swap_without_room_changes_nothing() -> None:

@@ -486,7 +486,7 @@ def test_request_swapped_out_in_a_failed_step_is_computed_again(monkeypatch: pyt
     execute = engine.executor.runner.launch
 
     def fail_when_swapping(plan):
-        if plan.swap_out:
+        if plan.transfers:
             raise RuntimeError("the copy failed")
         return execute(plan)
 

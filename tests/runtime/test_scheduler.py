@@ -31,9 +31,12 @@ class Bench:
         kv = KVManager(
             num_blocks, BLOCK, max_len, layout=layout, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks
         )
+        transfer_steps = settings.pop("transfer_steps", 0)
         proposer, follows = settings.pop("proposer", None), settings.pop("follows", False)
         self.scheduler = Scheduler(SchedulerConfig(**settings), kv, watermark, proposer, follows)
         self.clock = 0.0
+        self.transfer_steps = transfer_steps
+        self.transfers: dict[int, int] = {}  # under way, by id: how many bookings until they have ended
         self.added: list[Request] = []
 
     def add(
@@ -63,7 +66,10 @@ class Bench:
     def book(self, plan: StepPlan, tokens: dict[int, list[int]] | None = None) -> list[TokenUpdate]:
         self.clock += 1.0
         result = [(tokens or {}).get(row, [7]) if samples else [] for row, samples in enumerate(plan.samples)]
-        updates = self.scheduler.update(plan, StepResult(result), self.clock)
+        self.transfers.update({transfer.transfer_id: self.transfer_steps for transfer in plan.transfers})
+        done = tuple(i for i, left in self.transfers.items() if left == 0 or not plan.req_indices)
+        self.transfers = {i: left - 1 for i, left in self.transfers.items() if i not in done}
+        updates = self.scheduler.update(plan, StepResult(result, transfers_done=done), self.clock)
         self.scheduler.check_integrity()
         return updates
 
@@ -187,13 +193,126 @@ def test_swapped_request_goes_on_where_it_was() -> None:
     bench.step()
     plan = bench.step()
     assert plan.preempted == ["b"]
-    assert len(plan.swap_out) == 2
+    (out,) = plan.transfers
+    assert out.to_host
+    assert [host for _, host in out.pairs] == [0, 1]
     assert b.status is RequestStatus.swapped
     while not a.finished:
-        assert not bench.step().swap_in
+        assert not bench.step().transfers
     plan = bench.step()
-    assert [host for host, _ in plan.swap_in] == [0, 1]
+    (back,) = plan.transfers
+    assert not back.to_host
+    assert [host for host, _ in back.pairs] == [0, 1]
+    assert [device for _, device in back.pairs] == b.block_table[:2]
+    assert not plan.req_indices, "its blocks are on their way"
+    plan = bench.step()
     assert (plan.starts, plan.counts) == ([8], [1]), "nothing is computed twice"
+
+
+def test_blocks_stay_taken_until_their_transfer_has_ended() -> None:
+    bench = Bench(num_blocks=4, max_model_len=16, preemption="swap", num_host_blocks=4, transfer_steps=2)
+    a, b = bench.add("a", 7), bench.add("b", 7)
+    bench.step()
+    bench.step()
+    plan = bench.plan()
+    assert plan.preempted == ["b"]
+    assert not plan.req_indices, "a waits for b's blocks"
+    assert bench.scheduler.usage().used_blocks == 4
+    bench.book(plan)  # nothing else to do: it has waited for the transfer
+    assert bench.step().counts == [1]
+    while not a.finished:
+        bench.step()
+    plans = []
+    while b.num_output_tokens < 3:
+        plans.append(bench.step())
+    assert [(bool(p.transfers), p.counts) for p in plans] == [(True, []), (False, [1])]
+
+
+def test_nobody_waits_for_a_transfer_who_has_something_to_compute() -> None:
+    bench = Bench(num_blocks=8, max_model_len=32, preemption="swap", num_host_blocks=4, transfer_steps=3)
+    a, b, c = (bench.add(name, 7, max_tokens=20) for name in "abc")
+    for request in (a, b, c):
+        request.max_total_tokens = 20
+    seen = set()
+    while not (a.finished and b.finished and c.finished):
+        plan = bench.step()
+        seen.add((bool(plan.req_indices), bool(bench.transfers)))
+        assert not plan.empty
+    assert (True, True) in seen
+    assert [r.num_output_tokens for r in (a, b, c)] == [13, 13, 13]
+
+
+def test_a_plan_without_rows_waits_for_transfers_that_earlier_plans_started() -> None:
+    bench = Bench(num_blocks=4, max_model_len=16, preemption="swap", num_host_blocks=4, transfer_steps=9, max_num_seqs=2)
+    a, b = bench.add("a", 7, max_tokens=8), bench.add("b", 7, max_tokens=8)
+    bench.step()
+    bench.step()
+    bench.step()
+    assert bench.scheduler.num_swapped == 1
+    bench.step()
+    bench.abort(a)
+    plans = [bench.step() for _ in range(3)]
+    assert b.num_output_tokens > 2
+    assert not any(plan.empty for plan in plans)
+
+
+@pytest.mark.parametrize("state", ["swapped", "swapping_in"])
+@pytest.mark.parametrize("fate", ["abort", "fail", "launched and failed"])
+def test_whoever_goes_while_its_blocks_move_leaves_them_to_the_copies(state: str, fate: str) -> None:
+    bench = Bench(num_blocks=4, max_model_len=16, preemption="swap", num_host_blocks=4)
+    a, b = bench.add("a", 7), bench.add("b", 7)
+    bench.step()
+    bench.step()
+    plan = bench.plan()
+    if state == "swapping_in":
+        bench.book(plan)
+        while not a.finished:
+            bench.step()
+        plan = bench.plan()
+    assert b.status.value == state
+    used = bench.scheduler.usage()
+    if fate == "abort":
+        bench.abort(b)
+        bench.scheduler.check_integrity()
+        assert bench.scheduler.usage() == used, "the copies may still go on"
+        bench.book(plan)
+    else:
+        assert bench.scheduler.fail(plan) == []
+        bench.scheduler.check_integrity()
+        assert (b.status, b.num_computed_tokens) == (RequestStatus.waiting, 0)
+        assert bench.scheduler.usage().used_blocks == used.used_blocks
+        if fate == "launched and failed":
+            bench.transfers = {transfer.transfer_id: 0 for transfer in plan.transfers}
+        while not b.finished:
+            bench.step()
+    while not a.finished:
+        bench.step()
+    usage = bench.scheduler.usage()
+    assert (usage.used_blocks, usage.used_slots, usage.host_blocks_used) == (0, 0, 0)
+
+
+def test_urgent_request_takes_the_place_of_one_that_is_swapping_in() -> None:
+    bench = Bench(num_blocks=4, max_model_len=16, policy="priority", preemption="swap", num_host_blocks=4)
+    low = bench.add("low", 11, max_tokens=5, priority=2)
+    bench.step()
+    bench.add("high", 13, max_tokens=1, priority=1)
+    plan = bench.plan()
+    while low.status is not RequestStatus.swapping_in:
+        bench.book(plan)
+        plan = bench.plan()
+    high = bench.add("higher", 13, max_tokens=1, priority=0)
+    second = bench.plan()
+    assert second.preempted == ["low"]
+    assert low.status is RequestStatus.swapped
+    assert not second.admissions, "its blocks are still being written"
+    bench.book(plan)
+    if not second.empty:
+        bench.book(second)
+    while not low.finished:
+        bench.step()
+    assert high.finished
+    assert (low.num_output_tokens, low.num_preemptions) == (5, 2)
+    assert bench.scheduler.usage().host_blocks_used == 0
 
 
 def test_nobody_starves_in_a_full_pool_while_steps_overlap() -> None:

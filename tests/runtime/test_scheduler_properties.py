@@ -59,6 +59,9 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         stop=draw(st.sampled_from([(), (), ("a",), ("A", "ab", "Z"), ("e", "x1")])),
         include_stop_str_in_output=draw(st.booleans()),
         logprobs=draw(st.sampled_from([None, None, 1])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.5])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 2.0])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 2.5])),
         logit_bias=draw(st.sampled_from([(), (), {65: 5.0, 66: -100.0}])),
         grammar=draw(st.sampled_from([None, None, None, "json_object", ("regex", "[A-F]{2,9}(x|yz)*")])),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
@@ -92,6 +95,7 @@ def machines(draw: st.DrawFn) -> dict[str, dict[str, object]]:
             "overlap": draw(st.sampled_from(["never", "always"])),
         },
         "swap": {"num_host_blocks": draw(st.one_of(st.none(), st.integers(1, smallest)))},
+        "transfer_polls": draw(st.sampled_from([0, 1, 4])),
         "drafts": {
             "most": draw(st.sampled_from([0, 1, 3, 8])),
             "right": draw(st.sampled_from([0.5, 0.9, 1.0])),
@@ -316,6 +320,7 @@ def test_traffic_changes_no_token_and_loses_no_block(
     }
     oracle = Oracle(traffic, **machine["drafts"])
     engine = make_engine(memory, scheduler, oracle.most)
+    engine.executor.runner._model._transfer_polls = machine["transfer_polls"]
     if oracle.most and machine["drafts"]["model"]:
         with_draft_model(engine, machine["drafts"]["right"])
     make_scheduler = engine._make_scheduler
@@ -344,6 +349,12 @@ def test_traffic_changes_no_token_and_loses_no_block(
             assert got.tokens == whole.token_ids[: len(got.tokens)]
         if answer.prompt_logprobs is not None or not (answer.cut_short or expected.prompt_logprobs is None):
             assert answer.prompt_logprobs == expected.prompt_logprobs
+    kv = engine.scheduler.kv
+    for transfer_id in engine.executor.runner._model.poll_transfers(wait=True):  # of requests that ended meanwhile
+        kv.end_transfer(transfer_id)
+    assert failing_step is not None or not kv.transfers, "a transfer was never started, or its end never told"
+    for transfer_id in kv.transfers:
+        kv.end_transfer(transfer_id)
     usage = engine.scheduler.usage()
     assert usage.used_blocks == usage.used_slots == usage.host_blocks_used == 0
     assert engine.scheduler.num_unfinished == 0

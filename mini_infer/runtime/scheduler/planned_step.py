@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mini_infer.core.plan import Admission, Growth, PromptLogprobs, StepPlan
+from mini_infer.core.plan import Admission, Growth, PromptLogprobs, StepPlan, Transfer
 from mini_infer.core.request import Request
 
 
@@ -21,7 +21,6 @@ class PlannedStep:
         self.budget = budget
         self.rows: list[Request] = []
         self.preempted_since: set[Request] = set()  # after it was planned: their blocks are somebody else's now
-        self.swapped_out: list[Request] = []
         self.promised = 0  # blocks that will be free soon, and for whom is settled
         self.req_indices: list[int] = []
         self.starts: list[int] = []
@@ -36,8 +35,8 @@ class PlannedStep:
         self.num_drafts = 0
         self.following: list[int] = []
         self.keeps_up = False
-        self.swap_out: list[tuple[int, int]] = []
-        self.swap_in: list[tuple[int, int]] = []
+        self.transfers: list[Transfer] = []
+        self.awaits_transfers = False
         self.preempted: list[str] = []
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
@@ -106,8 +105,8 @@ class PlannedStep:
             num_drafts=self.num_drafts,
             following=self.following,
             keeps_up=self.keeps_up,
-            swap_out=self.swap_out,
-            swap_in=self.swap_in,
+            transfers=self.transfers,
+            awaits_transfers=self.awaits_transfers,
             preempted=self.preempted,
             prefix_queried_tokens=self.prefix_queried_tokens,
             prefix_hit_tokens=self.prefix_hit_tokens,

@@ -10,8 +10,12 @@ step; prefill, chunked prefill, prefix hits, decode and recomputation are all th
     preemption        the counter goes back to zero (recompute), or the blocks move to the host (swap)
 
     waiting --admit--> prefilling --last prompt token planned--> running --stop--> finished
-       ^                   |                                      |
-       +---- recompute ----+--------------------------------------+---- swap ----> swapped --room--> (back)
+       ^                |      ^                                    |
+       +-- recompute ---+------|------------------------------------+--- swap ---> swapped
+                               +-- its blocks are there -- swapping_in <-- room ------+
+
+Blocks move beside the steps. Until the copies have ended a swapped request's device blocks stay taken, and one that is
+swapping in is not computed.
 
 Steps may overlap: a plan can be made before the tokens of the plan before it are booked. A request then has a token
 in flight, whose place is known though its value is not, and its next token is planned behind it. What a step computed
@@ -32,6 +36,7 @@ step's tokens do to their requests.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from mini_infer.cache.kv_manager import KVManager, PrefixMatch
@@ -75,11 +80,17 @@ class Scheduler:
         self._by_priority = config.policy is Policy.priority
         self._static = config.batching is Batching.static
         self._requests: dict[Request, None] = {}  # all unfinished ones
-        self._line = WaitingLine(self._rank, siblings_wait=not self._static)  # a static batch has all of them at once
+        # A static batch computes siblings side by side.
+        self._line = WaitingLine(self._rank, self._may_come, siblings_wait=not self._static)
         # The batch, each in rank order: the last one is the first to give way.
         self._prefilling: list[Request] = []
         self._running: list[Request] = []
-        self._batch = {RequestStatus.prefilling: self._prefilling, RequestStatus.running: self._running}
+        self._swapping_in: list[Request] = []
+        self._batch = {
+            RequestStatus.prefilling: self._prefilling,
+            RequestStatus.running: self._running,
+            RequestStatus.swapping_in: self._swapping_in,
+        }
         self._free_indices = list(range(config.max_num_seqs - 1, -1, -1))
         self._planned: dict[int, PlannedStep] = {}  # planned, and not booked yet
         self._num_added = 0
@@ -116,7 +127,7 @@ class Scheduler:
 
     @property
     def num_swapped(self) -> int:
-        return self._line.num_swapped
+        return self._line.num_swapped + len(self._swapping_in)
 
     @property
     def num_prefilling(self) -> int:
@@ -134,13 +145,13 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan:
         """Plans the next step, at time `now`. The plan is empty only when no request is left, or when all that is
-        left waits for tokens in flight."""
+        left waits for tokens in flight. One without rows may start transfers, or wait for them."""
         self._step += 1
         step = PlannedStep(self._step, now, self.config.max_num_batched_tokens)
         following = any(in_flight.num_drafts for in_flight in self._planned.values())
         if self._planned and (self._drafts.proposer.waits or (following and not self._can_follow())):
             return step.plan()
-        admits = not (self._static and (self._running or self._prefilling))
+        admits = not (self._static and any(self._batch.values()))
         if self._by_priority and admits and not following:
             self._yield_to_priority(step)
         everybody_grew = self._schedule_running(step, most=self._most_decodes(admits))
@@ -151,9 +162,12 @@ class Scheduler:
             step.following = [row for row, request in enumerate(step.rows) if request.num_in_flight > 2]
         elif prompts:
             self._schedule_prompts(step, admits)
-        if step.rows or step.swap_out:
+        idle = not (step.rows or step.transfers or self._planned)
+        step.awaits_transfers = idle and bool(self._requests and self.kv.transfers)
+        plan = step.plan()
+        if not plan.empty:
             self._planned[step.number] = step
-        return step.plan()
+        return plan
 
     def _can_follow(self) -> bool:
         """Whether the next step can be planned behind drafts that nobody has read yet: it takes no prompts."""
@@ -276,7 +290,7 @@ class Scheduler:
     def _keep_free(self, num_siblings: int) -> int:
         """Blocks that admission leaves to the running requests and to siblings ahead, each of which needs no block but
         its last. An idle engine can give a request everything."""
-        watermark = self._watermark_blocks if self._running or self._prefilling else 0
+        watermark = self._watermark_blocks if any(self._batch.values()) else 0
         return watermark + num_siblings * self.kv.least_blocks
 
     def _admit(self, request: Request, step: PlannedStep) -> bool:
@@ -287,10 +301,12 @@ class Scheduler:
             return False
         self._line.admit_head(request)
         if request.status is RequestStatus.swapped:
-            step.swap_in += self.kv.swap_in(request)
+            step.transfers.append(self.kv.swap_in(request))
+            request.status = RequestStatus.swapping_in
         else:
             self.kv.admit(request, match)
             request.num_computed_tokens = match.num_tokens
+            request.status = RequestStatus.prefilling
         if request.num_cached_tokens is None:  # a preempted request that finds its own blocks again is no hit
             request.num_cached_tokens = match.num_tokens
             if self.kv.prefix_caching and request.fork_of is None and request.prompt_logprobs is None:
@@ -299,9 +315,13 @@ class Scheduler:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = step.now
         request.req_index = self._free_indices.pop()
-        request.status = RequestStatus.prefilling
-        insort(self._prefilling, request, key=self._rank)
+        insort(self._batch[request.status], request, key=self._rank)
         return True
+
+    def _may_come(self, request: Request) -> bool:
+        """One that was preempted while a step of its own was in flight comes back when that step's token is known, and
+        one that is on its way to the host when it is there."""
+        return not (request.num_in_flight or self.kv.is_under_way(request))
 
     # --- giving way -----------------------------------------------------------------------------------------------
 
@@ -322,17 +342,21 @@ class Scheduler:
 
     def _preempt(self, request: Request, step: PlannedStep) -> None:
         """Takes a request out of the batch. Its blocks go to the host or, also where swap space is full, are lost."""
+        was_swapping_in = request.status is RequestStatus.swapping_in
         self._leave_batch(request)
         step.preempted.append(request.request_id)
         request.num_preemptions += 1
         for in_flight in self._planned.values():
             in_flight.preempted_since.add(request)
-        pairs = self.kv.swap_out(request) if self.config.preemption is Preemption.swap else None
-        if pairs is None:
+        if was_swapping_in:
+            self.kv.undo_swap_in(request)
+            self._line.push(request, RequestStatus.swapped)
+            return
+        transfer = self.kv.swap_out(request) if self.config.preemption is Preemption.swap else None
+        if transfer is None:
             self._recompute(request)
         else:
-            step.swap_out += pairs
-            step.swapped_out.append(request)
+            step.transfers.append(transfer)
             self._line.push(request, RequestStatus.swapped)
 
     def _recompute(self, request: Request) -> None:
@@ -355,6 +379,8 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenUpdate]:
         """Books a step's tokens at time `now`, and ends the requests that are done."""
         step = self._planned.pop(plan.step)
+        # Whoever collects a step without rows waits for all transfers: those not made by then never will be.
+        self._end_transfers(result.transfers_done if plan.req_indices else self.kv.transfers)
         seconds = None if self._last_update is None else now - self._last_update
         self._drafts.proposer.book(step.rows, plan, result, seconds)
         take_prompt_logprobs(step, result)
@@ -391,6 +417,14 @@ class Scheduler:
         self._last_update = now if self._requests else None
         return updates
 
+    def _end_transfers(self, transfer_ids: Iterable[int]) -> None:
+        for transfer_id in transfer_ids:
+            request = self.kv.end_transfer(transfer_id)
+            if request is not None and request.status is RequestStatus.swapping_in:
+                self._swapping_in.remove(request)
+                request.status = RequestStatus.prefilling
+                insort(self._prefilling, request, key=self._rank)
+
     def _book(self, request: Request, num_computed: int, reason: FinishReason | None, step: PlannedStep) -> None:
         """After a step: so many of the request's tokens are in the cache, and it may have ended."""
         if request not in step.preempted_since:
@@ -402,25 +436,30 @@ class Scheduler:
 
     def fail(self, plan: StepPlan) -> list[Request]:
         """Gives up a step that did not run to its end. Ends the requests whose KV it would have written, and returns
-        them. Those that it swapped out may not have arrived: they are computed again."""
+        them. What it transferred may not have arrived: that is computed again, in other blocks, since the copies may
+        still go on."""
         step = self._planned.pop(plan.step)
         ended = [request for request in step.rows if not request.finished]
         for request in ended:
             self.finish(request, FinishReason.error)
-        for request in step.swapped_out:
-            if request.status is RequestStatus.swapped:
-                self._line.discard(request)
-                self._recompute(request)
+        for moved in self.kv.moved_by(step.transfers):
+            (self._leave_batch if moved.status in self._batch else self._line.discard)(moved)
+            self._recompute(moved)
         return ended
+
+    def drop(self, plan: StepPlan) -> None:
+        """Forgets a step that nobody waits for: its requests have all ended. Its transfers may go on: their blocks are
+        free when a later step says that they have ended."""
+        del self._planned[plan.step]
 
     # --- observation ----------------------------------------------------------------------------------------------
 
     def usage(self) -> KVUsage:
-        return self.kv.usage(self._running + self._prefilling)
+        return self.kv.usage(self._running + self._prefilling + self._swapping_in)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless queues, indices and blocks agree."""
-        active = self._running + self._prefilling
+        active = self._running + self._prefilling + self._swapping_in
         for status, queue in self._batch.items():
             assert all(r.status is status for r in queue), f"a request that is not {status.value} is among those"
             assert queue == sorted(queue, key=self._rank), f"those {status.value} are not in rank order"

@@ -13,11 +13,15 @@ class WaitingLine:
     leader is computed and its blocks can be shared.
 
     Args:
+        may_come: whether a request that is there could be admitted, as far as that is its own affair.
         siblings_wait: False where all are to be computed side by side.
     """
 
-    def __init__(self, rank: Callable[[Request], Rank], siblings_wait: bool) -> None:
+    def __init__(
+        self, rank: Callable[[Request], Rank], may_come: Callable[[Request], bool], siblings_wait: bool
+    ) -> None:
         self._rank = rank
+        self._may_come = may_come
         self._siblings_wait = siblings_wait
         self._queues = {s: RequestQueue(s) for s in (RequestStatus.waiting, RequestStatus.swapped)}
         self._siblings: dict[Request, list[Request]] = {}  # by leader
@@ -53,8 +57,7 @@ class WaitingLine:
         """The request whose turn it is; None also where it cannot come yet, since those behind it wait, too."""
         heads = [head for head in (queue.peek() for queue in self._queues.values()) if head is not None]
         head = min(heads, key=self._rank, default=None)
-        # One that was preempted while a step of its own was in flight comes back when that step's token is known.
-        return None if head is not None and head.num_in_flight else head
+        return head if head is not None and self._may_come(head) else None
 
     def admit_head(self, head: Request) -> None:
         self._queues[head.status].pop()

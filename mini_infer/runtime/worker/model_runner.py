@@ -1,6 +1,6 @@
 """The runner: StepPlan -> tensors -> tokens.
 
-    launch    copy swapped blocks -> one captured graph, or: apply changes -> build the input -> model -> sample
+    launch    start transfers -> one captured graph, or: apply changes -> build the input -> model -> sample
               -> the tokens set out for the host
     collect   wait for them
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_infer.core.plan import StepPlan, StepResult
+from mini_infer.core.plan import StepPlan, StepResult, Transfer
 from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.sampling.prompt_logprobs import RowLogprobs, prompt_logprobs
 from mini_infer.runtime.sampling.sampler import Sampler
@@ -36,11 +36,11 @@ class StepModel(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, ...] -> [N, vocab_size]"""
 
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (device block, host block) pairs to the host."""
+    def start_transfer(self, transfer: Transfer) -> None:
+        """Queues copies of blocks behind all that was launched so far."""
 
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (host block, device block) pairs back."""
+    def poll_transfers(self, wait: bool) -> tuple[int, ...]:
+        """Ids of transfers that have ended since the last call; all that were started, if it is to `wait` for them."""
 
 
 class Graphs(Protocol):
@@ -79,12 +79,9 @@ class Runner:
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         params = [self._sampler.admit(a.req_index, a.params, a.seed, a.prompt_len, a.stop_ids) for a in plan.admissions]
-        if plan.swap_out:
-            self._model.swap_out(plan.swap_out)
-            self._drafts.swap_out(plan.swap_out)
-        if plan.swap_in:
-            self._model.swap_in(plan.swap_in)
-            self._drafts.swap_in(plan.swap_in)
+        for transfer in plan.transfers:
+            self._model.start_transfer(transfer)
+            self._drafts.transfer(transfer)
         if not plan.req_indices:
             return LaunchedStep(plan)
         self._drafts.follow(plan)
@@ -125,7 +122,7 @@ class Runner:
         plan = launched.plan
         tokens: list[list[int]] = [[] for _ in plan.req_indices]
         if launched.tokens is None:
-            return StepResult(tokens)
+            return StepResult(tokens, transfers_done=self._model.poll_transfers(wait=not tokens))
         rows = [] if launched.sampled is None else launched.sampled.rows.tolist()
         arrived = launched.tokens.read()
         if plan.has_drafts:
@@ -140,7 +137,8 @@ class Runner:
             if len(own) < len(tokens[rows[index]]):
                 own.append(entry)
         of_prompts = {part.row: part.finish() for part in launched.prompt_logprobs}
-        return StepResult(tokens, logprobs, of_prompts, 0.0 if launched.drafting is None else launched.drafting.read())
+        draft_s = 0.0 if launched.drafting is None else launched.drafting.read()
+        return StepResult(tokens, logprobs, of_prompts, draft_s, self._model.poll_transfers(wait=False))
 
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
         """Puts another token where the next step reads it."""

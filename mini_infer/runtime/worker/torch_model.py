@@ -105,14 +105,10 @@ class TorchModel:
             heads = self._model.spec.attention.num_heads
             selection.backend.warm_up(kind, self._store, heads, self._windows, self._scale, max_rows)
 
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._copy(to_host=True, pairs=pairs)
-
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._copy(to_host=False, pairs=pairs)
-
-    def _copy(self, to_host: bool, pairs: Sequence[tuple[int, int]]) -> None:
-        """The scheduler takes blocks for moved when the step is launched, so the host waits for them."""
+    def start_transfer(self, transfer: Transfer) -> None:
         assert self._transfers is not None
-        self._transfers.start(Transfer(0, to_host, list(pairs)))
-        self._transfers.poll(wait=True)
+        self._transfers.start(transfer)
+
+    def poll_transfers(self, wait: bool) -> tuple[int, ...]:
+        """As KVTransfer.poll."""
+        return () if self._transfers is None else self._transfers.poll(wait)
