@@ -7,10 +7,10 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mini_infer.cache.kv_manager import KVManager
@@ -40,7 +40,7 @@ class Arrival:
 arrivals = st.builds(
     Arrival,
     tick=st.integers(0, 30),
-    prompt=st.one_of(st.integers(1, 12), st.integers(1, LONGEST - 30)),
+    prompt=st.one_of(st.integers(1, 12), st.integers(1, LONGEST - 1)),
     max_tokens=st.integers(1, 30),
     n=st.sampled_from([1, 1, 3]),
     priority=st.integers(0, 2),
@@ -69,13 +69,13 @@ class Machine:
 machines = st.builds(
     Machine,
     max_num_seqs=st.integers(1, 5),
-    spare_tokens=st.integers(1, 30),
-    spare_blocks=st.integers(0, 30),
+    spare_tokens=st.integers(1, 12),
+    spare_blocks=st.integers(0, 20),
     watermark=st.sampled_from([0.0, 0.1]),
     layout=st.sampled_from(["paged", "paged", "contiguous"]),
     prefix_caching=st.booleans(),
     priority=st.booleans(),
-    overlap=st.booleans(),
+    overlap=st.sampled_from([True, True, False]),
     transfer_steps=st.integers(0, 3),
     host_blocks=st.integers(1, 60),
     drafts=st.sampled_from([0, 0, 3]),
@@ -117,7 +117,7 @@ class History:
         self.chance = random.Random(machine.seed)
         budget = machine.max_num_seqs + machine.spare_tokens
         if not config["chunked_prefill"]:
-            budget = max(budget, LONGEST)
+            budget = LONGEST
         self.config = SchedulerConfig(
             max_num_seqs=machine.max_num_seqs,
             max_num_batched_tokens=budget,
@@ -147,7 +147,7 @@ class History:
                 f"r{number}#{index}",
                 [number % 2] * arrival.prompt,  # half of them share a prefix
                 SamplingParams(stop_token_ids=(STOP,)),
-                max_total_tokens=arrival.prompt + arrival.max_tokens,
+                max_total_tokens=min(arrival.prompt + arrival.max_tokens, LONGEST),
                 priority=arrival.priority,
                 fork_of=leader,
                 constraint=Anything() if arrival.constrained else None,
@@ -198,7 +198,7 @@ class History:
 
     def patience(self, first: bool) -> int:
         """Steps that somebody may be held up by tokens in flight, by a long prompt, and by blocks on their way. Of
-        those who are not first, each may wait for one before it that takes the blocks."""
+        those who are first neither to run nor to come in, each may wait for one before it that takes the blocks."""
         steps = 6 + 2 * self.machine.transfer_steps
         return steps if first else steps * self.machine.max_num_seqs
 
@@ -249,7 +249,7 @@ class History:
             moving.add(line[0])
         for request in unfinished:
             self.waited[request] = 0 if request in computed or request not in moving else self.waited[request] + 1
-            bound = self.patience(first=request is unfinished[0])
+            bound = self.patience(first=request in (unfinished[0], *line[:1]))
             assert self.waited[request] <= bound, f"{request} has waited {self.waited[request]} steps"
 
     def leader_is_done(self, request: Request) -> bool:
@@ -258,11 +258,34 @@ class History:
         return leader.finished or leader.num_output_tokens > 0 or request.first_scheduled_time is not None
 
 
+CROWDED = Machine(
+    max_num_seqs=2,
+    spare_tokens=2,
+    spare_blocks=2,
+    watermark=0.0,
+    layout="paged",
+    prefix_caching=False,
+    priority=False,
+    overlap=True,
+    transfer_steps=3,
+    host_blocks=60,
+    drafts=0,
+    on_device=False,
+    seed=0,
+)
+SHORT_AND_LONG = [
+    Arrival(tick, prompt, 30, n=1, priority=0, constrained=False, abort_after=None)
+    for tick, prompt in ((0, 7), (0, 7), (1, 119))
+]
+
+
 @pytest.mark.parametrize(
     ("batching", "chunked", "preemption"),
     list(itertools.product(["continuous", "static"], [True, False], ["recompute", "swap"])),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@example(machine=CROWDED, traffic=SHORT_AND_LONG[1:])  # the long prompt fills the pool for many steps
+@example(machine=replace(CROWDED, max_num_seqs=3, spare_blocks=20), traffic=SHORT_AND_LONG)  # or leaves no budget
 @given(machine=machines, traffic=st.lists(arrivals, min_size=1, max_size=10))
 def test_whoever_can_get_on_does(
     batching: str, chunked: bool, preemption: str, machine: Machine, traffic: list[Arrival]
