@@ -243,7 +243,9 @@ def test_nobody_waits_for_a_transfer_who_has_something_to_compute() -> None:
 
 
 def test_a_plan_without_rows_waits_for_transfers_that_earlier_plans_started() -> None:
-    bench = Bench(num_blocks=4, max_model_len=16, preemption="swap", num_host_blocks=4, transfer_steps=9, max_num_seqs=2)
+    bench = Bench(
+        num_blocks=4, max_model_len=16, preemption="swap", num_host_blocks=4, transfer_steps=9, max_num_seqs=2
+    )
     a, b = bench.add("a", 7, max_tokens=8), bench.add("b", 7, max_tokens=8)
     bench.step()
     bench.step()

@@ -219,9 +219,7 @@ class Oracle:
                 ]
         raise AssertionError(f"{request} is off its way")
 
-    def book(
-        self, rows: Sequence[Request], plan: StepPlan, result: StepResult, seconds: float | None
-    ) -> None:
+    def book(self, rows: Sequence[Request], plan: StepPlan, result: StepResult, seconds: float | None) -> None:
         self.num_booked += plan.num_drafts
         for count, tokens in zip(plan.counts[: plan.num_decode_rows], result.tokens, strict=False):
             assert 1 <= len(tokens) <= count <= self.most + 1
