@@ -6,7 +6,7 @@ import dataclasses
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -15,7 +15,7 @@ from mini_infer.core.config import Layout, SchedulerConfig
 from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus, SamplingParams
 from mini_infer.runtime.scheduler.scheduler import Scheduler, TokenUpdate
-from mini_infer.speculative.proposer import NoProposer
+from mini_infer.speculative.speculator import NoSpeculation
 
 BLOCK = 4
 
@@ -92,7 +92,7 @@ class Bench:
             self.book(under_way.popleft())
 
 
-class ManyDrafts(NoProposer):
+class ManyDrafts(NoSpeculation):
     """As many drafts as there may be, written on the device. Remembers whether prompts were expected beside them."""
 
     most = 2
@@ -100,7 +100,7 @@ class ManyDrafts(NoProposer):
     def __init__(self) -> None:
         self.prompts: list[bool] = []
 
-    def propose(self, requests: Iterable[Request], prompts: bool = False) -> dict[int, Draft]:
+    def plan(self, requests: Sequence[Request], prompts: bool = False) -> dict[int, Draft]:
         self.prompts.append(prompts)
         return {place: Draft(self.most) for place, _ in enumerate(requests)}
 

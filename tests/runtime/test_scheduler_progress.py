@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -18,7 +18,7 @@ from mini_infer.core.config import Layout, SchedulerConfig
 from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus, SamplingParams
 from mini_infer.runtime.scheduler.scheduler import Scheduler
-from mini_infer.speculative.proposer import NoProposer
+from mini_infer.speculative.speculator import NoSpeculation
 
 BLOCK = 4
 LONGEST = 120
@@ -96,7 +96,7 @@ class Anything:
         return False
 
 
-class SomeDrafts(NoProposer):
+class SomeDrafts(NoSpeculation):
     def __init__(self, machine: Machine, chance: random.Random) -> None:
         self.most, self.needs_tokens, self._chance = machine.drafts, not machine.on_device, chance
 
@@ -104,7 +104,7 @@ class SomeDrafts(NoProposer):
     def waits(self) -> bool:  # type: ignore[override]
         return bool(self.most) and self.needs_tokens and self._chance.random() < 0.5
 
-    def propose(self, requests: Iterable[Request], prompts: bool = False) -> dict[int, Draft]:
+    def plan(self, requests: Sequence[Request], prompts: bool = False) -> dict[int, Draft]:
         lengths = [0 if r.constraint is not None else self._chance.randint(0, self.most) for r in requests]
         return {place: Draft(length) for place, length in enumerate(lengths) if length}
 
