@@ -86,10 +86,14 @@ class BlockPool:
             found.append(block)
         return found
 
-    def count_free(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks nobody references now."""
+    def num_free_after(self, released: Iterable[list[int]], shared: Iterable[int]) -> int:
+        """How many blocks `allocate` could hand out once one reference of each block of these tables were given back,
+        and then the blocks of `shared` taken. A block is gained where its last reference goes."""
+        given_back = Counter(block for table in released for block in table)
         ref_counts = self._ref_counts
-        return sum(1 for block in blocks if ref_counts[block] == 0)
+        gained = {block for block, count in given_back.items() if count == ref_counts[block]}
+        lost = sum(1 for block in shared if ref_counts[block] == 0 or block in gained)
+        return self.num_free + len(gained) - lost
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

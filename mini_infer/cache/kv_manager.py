@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from mini_infer.cache.block_pool import BlockPool
 from mini_infer.core.config import Layout
-from mini_infer.core.plan import KVUsage
+from mini_infer.core.plan import KVUsage, Transfer
 from mini_infer.core.request import Request
 
 
@@ -32,11 +34,23 @@ class PrefixMatch(NamedTuple):
     num_tokens: int
 
 
+@dataclass
+class _UnderWay:
+    """A transfer whose copies have not ended, and blocks that nobody owns any more but they still read or write."""
+
+    request: Request | None  # None: it has been freed
+    to_host: bool
+    table: list[int] = field(default_factory=list)  # of the device
+    num_tokens: int = 0  # that lie in it
+    host: list[int] = field(default_factory=list)
+
+
 NO_MATCH = PrefixMatch([], 0)
+_block_table, _num_computed_tokens = attrgetter("block_table"), attrgetter("num_computed_tokens")
 
 
 class KVManager:
-    """Every verb either happens whole or answers "no room" (None or False) and changes nothing.
+    """Every verb either happens whole or answers "no room" (None) and changes nothing.
 
     Args:
         num_blocks: blocks of the pool; `capacity` tells how many tokens one request can have.
@@ -63,6 +77,8 @@ class KVManager:
         self._pool = BlockPool(num_blocks // self._unit)
         self._host_free = list(range(num_host_blocks - 1, -1, -1))
         self._host_tables: dict[Request, list[int]] = {}  # host blocks of swapped requests
+        self._under_way: dict[int, _UnderWay] = {}  # by transfer id
+        self._num_transfers = 0
         self.num_host_blocks = num_host_blocks
 
     @property
@@ -76,6 +92,11 @@ class KVManager:
         return self._unit == 1
 
     @property
+    def least_blocks(self) -> int:
+        """Blocks that are always taken together: one, or with the contiguous layout a whole request's worth."""
+        return self._unit
+
+    @property
     def num_evictions(self) -> int:
         return self._pool.num_evictions
 
@@ -83,6 +104,14 @@ class KVManager:
     def num_free(self) -> int:
         """Blocks that nobody refers to, those among them that still hold a prefix."""
         return self._pool.num_free * self._unit
+
+    def num_free_without(self, requests: Iterable[Request]) -> int:
+        """`num_free` if these requests had no blocks, and all transfers had ended."""
+        return self._pool.num_free_after(self._released(requests), ()) * self._unit
+
+    def _released(self, requests: Iterable[Request]) -> list[list[int]]:
+        tables = [request.block_table for request in requests] + [parked.table for parked in self._under_way.values()]
+        return [self._units(table) for table in tables]
 
     # --- prefix cache -------------------------------------------------------------------------------------------
 
@@ -134,23 +163,25 @@ class KVManager:
 
     # --- a request's blocks -------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, match: PrefixMatch = NO_MATCH, keep_free: int = 0) -> bool:
-        """Gives a request without blocks its table: the matched blocks, shared, and new ones for the rest of its
-        `num_tokens`. False when that would leave fewer than `keep_free` blocks."""
-        if not self.can_admit(request, match, keep_free):
-            return False
+    def room_for(
+        self, request: Request, keep_free: int = 0, without: Collection[Request] | None = None
+    ) -> PrefixMatch | None:
+        """Whether a request without blocks can have them for all of its tokens: the prefix that it would share, or
+        None where that would leave fewer than `keep_free` blocks. `without`: what would be if these had none, and all
+        transfers had ended."""
+        match = NO_MATCH if request in self._host_tables else self.match_prefix(request)
+        released = [] if without is None else self._released(without)
+        spare = self._pool.num_free_after(released, match.blocks) - self._num_missing(request, match)
+        return match if spare * self._unit >= keep_free else None
+
+    def admit(self, request: Request, match: PrefixMatch = NO_MATCH) -> None:
+        """Gives a request, for which there is room, its table: the matched blocks, and new ones for the rest of its
+        `num_tokens`."""
         self._pool.share(match.blocks)
         units = self._pool.allocate(self._num_missing(request, match))
-        assert units is not None
+        assert units is not None, f"no room for {request}: ask `room_for` first"
         request.block_table = match.blocks + self._expand(units)
         request.num_committed_blocks = len(match.blocks)
-        return True
-
-    def can_admit(self, request: Request, match: PrefixMatch = NO_MATCH, keep_free: int = 0) -> bool:
-        """Whether `admit` (or `swap_in`, without a match) would succeed now. A negative `keep_free` asks what would
-        be if so many more blocks were free."""
-        spare = self._pool.num_free - self._pool.count_free(match.blocks) - self._num_missing(request, match)
-        return spare * self._unit >= keep_free
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Extends the table to `num_tokens` tokens. The new blocks (often none), or None when there is no room."""
@@ -163,38 +194,93 @@ class KVManager:
         return blocks
 
     def free(self, request: Request) -> None:
-        """Gives back everything the request holds, on the device and in swap space."""
-        self._release_table(request)
-        self._host_free += self._host_tables.pop(request, [])
+        """Gives back everything the request holds, on the device and in swap space; what a transfer still reads or
+        writes, when that has ended."""
+        host = self._host_tables.pop(request, [])
+        parked = self._transfer_of(request)
+        if parked is None:
+            self._pool.release(self._units(request.block_table))
+            self._host_free += host
+        else:
+            self._park_table(request, parked)
+            parked.host += host
+            parked.request = None
+        request.block_table = []
+        request.num_committed_blocks = 0
 
-    def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
-        """Moves the request's computed tokens to host blocks: (device block, host block) pairs to copy before the
-        device blocks are written again. None when the swap space is too small."""
+    # --- swap space ---------------------------------------------------------------------------------------------
+
+    @property
+    def transfers(self) -> list[int]:
+        """Ids of those that are under way."""
+        return list(self._under_way)
+
+    def is_under_way(self, request: Request) -> bool:
+        return self._transfer_of(request) is not None
+
+    def moved_by(self, transfers: Iterable[Transfer]) -> list[Request]:
+        """Whose blocks these transfers move, as far as they are under way."""
+        known = [self._under_way.get(transfer.transfer_id) for transfer in transfers]
+        return [parked.request for parked in known if parked is not None and parked.request is not None]
+
+    def swap_out(self, request: Request) -> Transfer | None:
+        """Starts to move the request's computed tokens to host blocks. Its device blocks stay taken until the transfer
+        has ended. None when the swap space is too small."""
         count = -(-request.num_computed_tokens // self.block_size)
         if count > len(self._host_free):
             return None
         host = [self._host_free.pop() for _ in range(count)]
         self._host_tables[request] = host
-        pairs = list(zip(request.block_table, host, strict=False))
-        self._release_table(request)
-        return pairs
+        transfer = self._start(request, True, list(zip(request.block_table, host, strict=False)))
+        self._park_table(request, self._under_way[transfer.transfer_id])
+        return transfer
 
-    def swap_in(self, request: Request, keep_free: int = 0) -> list[tuple[int, int]] | None:
-        """Gives a swapped request a table again: (host block, device block) pairs to copy before it runs."""
-        if not self.admit(request, NO_MATCH, keep_free):
+    def swap_in(self, request: Request) -> Transfer:
+        """Gives a swapped request, for which there is room, a table again, and starts to fill it. Its host blocks stay
+        taken until the transfer has ended."""
+        self.admit(request)
+        return self._start(request, False, list(zip(self._host_tables[request], request.block_table, strict=False)))
+
+    def undo_swap_in(self, request: Request) -> None:
+        """The request stays in swap space after all. Its device blocks stay taken until the transfer has ended."""
+        parked = self._transfer_of(request)
+        assert parked is not None
+        self._park_table(request, parked)
+
+    def end_transfer(self, transfer_id: int) -> Request | None:
+        """The copies have ended, or were never made: the request, whose blocks can be used now; None where it was freed
+        meanwhile, or nobody knows of the transfer."""
+        parked = self._under_way.pop(transfer_id, None)
+        if parked is None:
             return None
-        host = self._host_tables.pop(request)
-        self._host_free += host
-        return list(zip(host, request.block_table, strict=False))
+        self._pool.release(self._units(parked.table))
+        self._host_free += parked.host
+        request = parked.request
+        if request is not None and request.block_table:  # it has been swapped in
+            self._host_free += self._host_tables.pop(request)
+        return request
+
+    def _start(self, request: Request, to_host: bool, pairs: list[tuple[int, int]]) -> Transfer:
+        self._num_transfers += 1
+        self._under_way[self._num_transfers] = _UnderWay(request, to_host)
+        return Transfer(self._num_transfers, to_host, pairs)
+
+    def _transfer_of(self, request: Request) -> _UnderWay | None:
+        return next((parked for parked in self._under_way.values() if parked.request is request), None)
+
+    def _park_table(self, request: Request, parked: _UnderWay) -> None:
+        """The request gives up its device blocks, but the transfer does not."""
+        if request.block_table:
+            parked.table, parked.num_tokens = request.block_table, request.num_computed_tokens
+        request.block_table = []
+        request.num_committed_blocks = 0
 
     def _num_missing(self, request: Request, match: PrefixMatch) -> int:
         """Units to allocate for all of the request's tokens, besides the matched blocks."""
         return -(-request.num_tokens // (self.block_size * self._unit)) - len(match.blocks)
 
-    def _release_table(self, request: Request) -> None:
-        self._pool.release([block // self._unit for block in request.block_table[:: self._unit]])
-        request.block_table = []
-        request.num_committed_blocks = 0
+    def _units(self, table: list[int]) -> list[int]:
+        return table if self._unit == 1 else [block // self._unit for block in table[:: self._unit]]
 
     def _expand(self, units: list[int]) -> list[int]:
         if self._unit == 1:
@@ -208,7 +294,12 @@ class KVManager:
         used = (self._pool.num_blocks - self._pool.num_free) * self._unit
         reserved = used * self.block_size
         # A shared block is full, so the unused slots are at the ends of the tables, each its request's own.
-        unused = sum(len(r.block_table) * self.block_size - r.num_computed_tokens for r in holders)
+        num_blocks = sum(map(len, map(_block_table, holders)))
+        num_tokens = sum(map(_num_computed_tokens, holders))
+        for parked in self._under_way.values():
+            num_blocks += len(parked.table)
+            num_tokens += parked.num_tokens
+        unused = num_blocks * self.block_size - num_tokens
         return KVUsage(
             total_blocks=self.num_blocks,
             used_blocks=used,
@@ -224,9 +315,12 @@ class KVManager:
             table = request.block_table
             assert len(table) * self.block_size >= request.num_computed_tokens, f"{request} outgrew its table"
             assert len(set(table)) == len(table), f"{request} holds a block twice"
-            assert request not in self._host_tables, f"{request} is on the device and in swap space"
+            assert (request in self._host_tables) is self.is_under_way(request), f"{request} is in swap space, too"
             if self._unit > 1:
                 assert all(b == a + 1 for a, b in pairwise(table)), f"{request} is not contiguous"
-        self._pool.check_integrity([[block // self._unit for block in r.block_table[:: self._unit]] for r in holders])
-        host = self._host_free + [block for table in self._host_tables.values() for block in table]
+        owners = [parked.request for parked in self._under_way.values() if parked.request is not None]
+        assert len(set(owners)) == len(owners), "a request has two transfers under way"
+        self._pool.check_integrity(self._released(holders))
+        host_tables = [*self._host_tables.values(), *(parked.host for parked in self._under_way.values())]
+        host = self._host_free + [block for table in host_tables for block in table]
         assert sorted(host) == list(range(self.num_host_blocks)), "a host block is lost or in two places"

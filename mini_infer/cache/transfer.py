@@ -125,10 +125,14 @@ class KVTransfer:
     def _copy(self, transfer: Transfer) -> None:
         # (host block, device block), so ordered that copies are few: what order they come in makes no difference.
         pairs = sorted((pair[::-1] if transfer.to_host else pair) for pair in transfer.pairs)
-        for first in range(0, len(pairs), self._num_staged):
-            host, device = zip(*pairs[first : first + self._num_staged], strict=True)
-            pinned = torch.tensor(device, pin_memory=self._device.type == "cuda")
-            index = pinned.to(self._device, non_blocking=True)
+        if not pairs:
+            return
+        hosts, devices = zip(*pairs, strict=True)
+        # In one piece: each piece of page-locked memory that torch has to ask the driver for makes the caller wait.
+        pinned = torch.tensor(devices, pin_memory=self._device.type == "cuda")
+        indices = pinned.to(self._device, non_blocking=True).split(self._num_staged)
+        for number, index in enumerate(indices):
+            host = hosts[number * self._num_staged :][: len(index)]
             for part in self._parts:
                 (part.to_host if transfer.to_host else part.to_device)(host, index)
 

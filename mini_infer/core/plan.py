@@ -1,7 +1,7 @@
 """What the scheduler tells the runner (StepPlan), what it hears back (StepResult), and what is kept (StepRecord).
 
 A plan is a plain record without tensors: it can be printed, compared, sent to another process, or run by the dry
-model. It carries only what changed: a request's tokens and block table travel once, when it takes a slot.
+model. It carries only what changed: a request's tokens and block table travel once, with its first row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NO_DRAFT = -1  # where a token id may stand
 
 
 class Admission(NamedTuple):
-    """A slot's new owner. Sent when a request is first admitted and again when it comes back from preemption."""
+    """A req_index's new owner. Sent with a request's first row, and again with the first after a preemption."""
 
     req_index: int
     request_id: str
@@ -29,7 +29,7 @@ class Admission(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """Blocks appended to the table of the request in `slot`, from table index `first` on."""
+    """Blocks appended to the table of the request at `req_index`, from table index `first` on."""
 
     req_index: int
     first: int
@@ -61,17 +61,17 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step's batch, row by row. Row i computes tokens [starts[i], starts[i] + counts[i]) of the request in
-    slots[i], and samples one token after the last of them where samples[i].
+    """One step's batch, row by row. Row i computes tokens [starts[i], starts[i] + counts[i]) of the request at
+    req_indices[i], and samples one token after the last of them where samples[i].
 
     Rows [0, num_decode_rows) are running requests; the rest are prompts or chunks of prompts. A running request's last
     token may have drafts behind it: then a token is sampled after each of its tokens, to verify them. Rows with fewer
     drafts come first.
 
-        slots   [ 4   0   7 | 2    5  ]      decode rows | prefill rows
-        starts  [ 91  17  40| 0    512 ]
-        counts  [ 1   1   3 | 300  1024]     slot 7 has two drafts
-        samples [ y   y   y | y    n  ]      the last row's prompt goes on in the next step
+        req_indices  [ 4   0   7 | 2    5  ]      decode rows | prefill rows
+        starts       [ 91  17  40| 0    512 ]
+        counts       [ 1   1   3 | 300  1024]     request 7 has two drafts
+        samples      [ y   y   y | y    n  ]      the last row's prompt goes on in the next step
     """
 
     step: int
@@ -90,16 +90,16 @@ class StepPlan:
         int
     ] = ()  # rows whose last step's drafts are not read yet: `starts` is where they begin at most
     keeps_up: bool = False  # drafts are worth making these days: a draft model computes prompts beside the target
-    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block), copied first
-    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block), copied second
+    transfers: list[Transfer] = field(default_factory=list)  # to be started; whoever reads their blocks comes later
+    awaits_transfers: bool = False  # there is nothing to do before one that is under way has ended
     preempted: list[str] = field(default_factory=list)  # request ids
     prefix_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache this step
     prefix_hit_tokens: int = 0
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do. A plan without rows may still have blocks to copy to the host."""
-        return not self.req_indices and not self.swap_out
+        """Whether there is nothing to do. A plan without rows may still have blocks to copy, or to wait for."""
+        return not (self.req_indices or self.transfers or self.awaits_transfers)
 
     @property
     def has_drafts(self) -> bool:
@@ -118,6 +118,9 @@ class StepPlan:
     def num_prefill_tokens(self) -> int:
         return sum(self.counts[self.num_decode_rows :])
 
+    def num_blocks_moved(self, to_host: bool) -> int:
+        return sum(len(transfer.pairs) for transfer in self.transfers if transfer.to_host is to_host)
+
     def drafts_of(self, row: int) -> int:
         """Drafts that the row verifies."""
         return self.counts[row] - 1 if row < self.num_decode_rows else 0
@@ -132,6 +135,7 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row -> one an element of tokens[row]
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row -> as the plan asks for them
     draft_s: float = 0.0  # of the step's time, what proposing took a draft model
+    transfers_done: tuple[int, ...] = ()  # ids of those whose copies have ended since the step collected before
 
 
 @dataclass(frozen=True, slots=True)

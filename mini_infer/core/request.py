@@ -19,9 +19,10 @@ class FinishReason(str, Enum):
 
 class RequestStatus(Enum):
     waiting = "waiting"
-    prefilling = "prefilling"  # holds a slot and blocks; its prompt is not all computed
+    prefilling = "prefilling"  # holds a req_index and blocks; its prompt is not all computed
     running = "running"  # one token a step
-    swapped = "swapped"  # its KV lies in host memory
+    swapped = "swapped"  # its KV lies in host memory, or is on its way there
+    swapping_in = "swapping_in"  # holds a req_index and blocks; its KV is on its way into them
     finished = "finished"
 
 
@@ -59,6 +60,8 @@ class Request:
         "finish_reason",
         "first_scheduled_time",
         "fork_of",
+        "grow_after",
+        "is_announced",
         "max_total_tokens",
         "min_total_tokens",
         "must_be_read",
@@ -73,6 +76,7 @@ class Request:
         "priority",
         "prompt_len",
         "prompt_logprobs",
+        "quiet_until",
         "req_index",
         "request_id",
         "seed",
@@ -123,7 +127,12 @@ class Request:
             self.prompt_logprobs = [None]
         self.order = 0  # arrival order, given by the scheduler
         self.status = RequestStatus.waiting
-        self.req_index: int | None = None  # its row in the runner's per-slot state, while it is in a batch
+        self.req_index: int | None = None  # its row in the per-request state on the device, while it is in a batch
+        self.is_announced = False  # a plan has told the device of it, since it was given its req_index
+        # Up to here the scheduler has nothing to decide: its next token needs no block and is not beyond its end
+        # (grow_after), and the one that comes fills no block and does not end it (quiet_until). 0: not known.
+        self.grow_after = 0
+        self.quiet_until = 0
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []  # chained hashes of its full blocks, as far as they were needed
         self.num_committed_blocks = 0  # leading blocks that are filled for sure, and may be shared
@@ -156,7 +165,7 @@ class Request:
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.value}, tokens={self.prompt_len}+{self.num_output_tokens}, "
-            f"computed={self.num_computed_tokens}, slot={self.req_index})"
+            f"computed={self.num_computed_tokens}, index={self.req_index})"
         )
 
 

@@ -7,6 +7,7 @@ one before it: the device computes a step while the host books the last one and 
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -85,6 +86,7 @@ class EngineCore:
         """Forgets all KV, as after a use of the executor that wrote where it pleased. RuntimeError where requests are
         unfinished."""
         self.require_idle()
+        self._end_transfers()
         self.scheduler = self._make_scheduler()
 
     def require_idle(self) -> None:
@@ -96,7 +98,7 @@ class EngineCore:
     def drop_in_flight(self) -> None:
         """What is still under way computes tokens for requests that have ended meanwhile. Nobody waits for them."""
         while self._in_flight:
-            self.scheduler.fail(self._in_flight.popleft().plan)
+            self.scheduler.drop(self._in_flight.popleft().plan)
 
     def step(self) -> None:
         """Runs one step. An error of the executor ends the requests of its plan and is raised; one in the bookkeeping
@@ -162,9 +164,16 @@ class EngineCore:
         lost = self._outputs.unfinished()
         for request in lost:
             request.status, request.finish_reason = RequestStatus.finished, FinishReason.error
+        with contextlib.suppress(Exception):  # the executor may be what has failed
+            self._end_transfers()
         self.scheduler = self._make_scheduler()
         self._in_flight.clear()
         self.post_ended(lost)
+
+    def _end_transfers(self) -> None:
+        """Before blocks are given to others by somebody who knows of no copies: those under way end with a step that
+        has no rows."""
+        self.executor.collect(self.executor.launch(_nothing(0)))
 
     def _observe(
         self, step: _InFlightStep, result: StepResult, updates: Sequence[TokenUpdate], num_dropped: int, end: float
@@ -195,8 +204,8 @@ class EngineCore:
             prefix_hit_tokens=plan.prefix_hit_tokens,
             evictions=step.evictions,
             preempted=tuple(plan.preempted),
-            swapped_out_blocks=len(plan.swap_out),
-            swapped_in_blocks=len(plan.swap_in),
+            swapped_out_blocks=plan.num_blocks_moved(to_host=True),
+            swapped_in_blocks=plan.num_blocks_moved(to_host=False),
             finished=_names(r for r in in_step if r.finish_reason is not FinishReason.error),
             aborted=_names(r for r in ended if r.finish_reason is FinishReason.abort),
             failed=_names(r for r in [*ended, *by_text] if r.finish_reason is FinishReason.error),

@@ -38,10 +38,11 @@ class DraftKV:
     def follow(self, plan: StepPlan) -> None:
         """Takes in what has been swapped, who has come, which tables have grown, and where requests stand now. For
         every plan, in order."""
-        for device, host in plan.swap_out:
-            self._on_host[host] = self._complete[device]
-        for host, device in plan.swap_in:
-            self._complete[device] = self._on_host[host]
+        for transfer in plan.transfers:
+            stores = self._complete, self._on_host
+            source, destination = stores if transfer.to_host else stores[::-1]
+            for place, other in transfer.pairs:
+                destination[other] = source[place]
         for admission in plan.admissions:
             req_index, table = admission.req_index, admission.block_table
             self._num_unsettled += self._computed[req_index] != _UNSETTLED

@@ -135,10 +135,6 @@ class DraftModel:
         self._kv = kv
 
     def plan(self, plan: StepPlan) -> None:
-        if plan.swap_out:
-            self._model.swap_out(plan.swap_out)
-        if plan.swap_in:
-            self._model.swap_in(plan.swap_in)
         self._kv.follow(plan)
 
     def launch(self, plan: StepPlan, chain: Callable[[], Tensor | None]) -> Drafted:

@@ -57,16 +57,15 @@ class DraftPlanner:
             and not any(request.must_be_read for request in running)
         )
 
-    def add_drafts(self, step: PlannedStep, *, prompts: bool, whole_prompts: bool) -> None:
+    def add_drafts(self, step: PlannedStep, *, prompts: bool) -> None:
         """Puts drafts behind the tokens of a step's running requests, which are all of its rows so far.
 
         Args:
-            prompts: there may be prompts in the step, too.
-            whole_prompts: likewise, and they cannot be cut: one may take all that a step has memory for.
+            prompts: there may be prompts in the step, too. One that cannot be cut may take all that is left of it.
         """
-        drafts = self.proposer.plan([request for request, _ in step.rows], prompts)
+        drafts = self.proposer.plan(step.rows, prompts)
         step.keeps_up = self.proposer.keeps_up
-        if drafts and not whole_prompts:
+        if drafts and (self._config.chunked_prefill or not prompts):
             self._add(drafts, step)
 
     def _add(self, drafts: Mapping[int, Draft], step: PlannedStep) -> None:
@@ -79,7 +78,7 @@ class DraftPlanner:
         left = (self._config.max_num_batched_tokens - len(step.req_indices)) // 2  # prompts must get on, too
         keep_free = max(self._watermark_blocks, len(step.rows))  # what running requests may need next
         for row, draft in drafts.items():
-            request, known = step.rows[row][0], step.starts[row] + 1
+            request, known = step.rows[row], step.starts[row] + 1
             # One token is sampled anyway: drafts that could only be accepted beyond the end are none.
             count = min(draft.length, left, request.max_total_tokens - known - 1)
             first = len(request.block_table)
@@ -100,5 +99,4 @@ class DraftPlanner:
             request.num_in_flight += count
             left -= count
         step.sort_decode_rows()
-        if self._config.chunked_prefill:
-            step.budget -= step.num_drafts
+        step.budget -= step.num_drafts

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from mini_infer.cache.kv_manager import KVManager
+from mini_infer.cache.kv_manager import NO_MATCH, KVManager, PrefixMatch
 from mini_infer.core.config import Layout
-from mini_infer.core.request import Request, RequestStatus, SamplingParams
+from mini_infer.core.request import Request, SamplingParams
 
 
 def request(tokens: list[int], name: str = "r", salt: str = "", fork_of: Request | None = None) -> Request:
     return Request(name, tokens, SamplingParams(), max_total_tokens=1000, cache_salt=salt, fork_of=fork_of)
 
 
+def admitted(kv: KVManager, r: Request, keep_free: int = 0) -> bool:
+    match = kv.room_for(r, keep_free)
+    if match is not None:
+        kv.admit(r, match)
+    return match is not None
+
+
 def computed(kv: KVManager, tokens: list[int], name: str = "r", salt: str = "") -> Request:
     """A request whose prompt is in the cache."""
     r = request(tokens, name, salt)
-    assert kv.admit(r, kv.match_prefix(r))
+    assert admitted(kv, r)
     r.num_computed_tokens = r.num_tokens
     kv.commit(r, r.num_computed_tokens)
     return r
@@ -51,7 +58,7 @@ def test_prefixes_are_shared_only_under_the_same_salt() -> None:
 def test_nothing_is_found_before_it_is_computed() -> None:
     kv = KVManager(16, 4, 64)
     r = request(list(range(12)))
-    assert kv.admit(r)
+    assert admitted(kv, r)
     kv.commit(r, 7)  # the second block is not full yet
     assert kv.match_prefix(request(list(range(12)))).num_tokens == 4
 
@@ -80,9 +87,25 @@ def test_admission_counts_matched_blocks_that_are_free() -> None:
     r = request([*range(8), *range(50, 58)])
     match = kv.match_prefix(r)
     assert match.num_tokens == 8
-    assert not kv.admit(r, match, keep_free=1)
-    assert kv.admit(r, match)
+    assert not admitted(kv, r, keep_free=1)
+    assert admitted(kv, r)
     kv.check_integrity([r])
+
+
+def test_room_that_others_would_leave_counts_what_they_share_once_and_what_is_matched_not_at_all() -> None:
+    kv = KVManager(5, 4, 20)
+    leader = computed(kv, list(range(9)))
+    sibling = request(list(range(9)), "s", fork_of=leader)
+    assert admitted(kv, sibling)  # two blocks are shared, each has one of its own, and one is free
+    other = request([100 + i for i in range(13)], "o")
+    assert kv.room_for(other, without=[sibling]) is None, "its own block comes free, and the shared ones do not"
+    assert kv.num_free_without([sibling]) == 2
+    assert kv.num_free_without([sibling, leader]) == 5
+    assert kv.room_for(other, keep_free=1, without=[sibling, leader]) == NO_MATCH
+    assert kv.room_for(other, keep_free=2, without=[sibling, leader]) is None
+    same = request([*range(8), *range(50, 62)], "same")  # five blocks, of which two are there
+    assert kv.room_for(same, without=[sibling, leader]) == PrefixMatch(leader.block_table[:2], 8)
+    assert kv.room_for(same, keep_free=1, without=[sibling, leader]) is None
 
 
 def test_grow_takes_a_block_when_the_table_is_full() -> None:
@@ -101,15 +124,45 @@ def test_swap_moves_computed_blocks_and_brings_them_back() -> None:
     device = list(r.block_table)
     out = kv.swap_out(r)
     assert out is not None
-    assert [d for d, _ in out] == device
+    assert [d for d, _ in out.pairs] == device
+    assert kv.usage([]).used_blocks == 2, "until it has ended"
+    assert kv.usage([]).used_slots == 7
+    assert kv.is_under_way(r)
+    kv.check_integrity([])
+    assert kv.end_transfer(out.transfer_id) is r
     assert kv.usage([]).used_blocks == 0
     assert kv.usage([]).host_blocks_used == 2
-    r.status = RequestStatus.swapped
     back = kv.swap_in(r)
-    assert back is not None
-    assert [h for h, _ in back] == [h for _, h in out]
-    assert [d for _, d in back] == r.block_table
+    assert [h for h, _ in back.pairs] == [h for _, h in out.pairs]
+    assert [d for _, d in back.pairs] == r.block_table
     kv.check_integrity([r])
+    assert kv.usage([r]).host_blocks_used == 2
+    assert kv.end_transfer(back.transfer_id) is r
+    assert kv.end_transfer(back.transfer_id) is None
+    assert kv.usage([r]).host_blocks_used == 0
+    kv.check_integrity([r])
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_blocks_of_one_that_goes_are_free_when_its_transfer_has_ended(undo: bool) -> None:
+    kv = KVManager(4, 4, 16, num_host_blocks=2)
+    r = computed(kv, list(range(7)))
+    out = kv.swap_out(r)
+    assert out is not None
+    kv.end_transfer(out.transfer_id)
+    back = kv.swap_in(r)
+    if undo:
+        kv.undo_swap_in(r)
+        assert r.block_table == []
+        assert kv.num_free_without([]) == 4
+    kv.free(r)
+    kv.check_integrity([])
+    assert (kv.usage([]).used_blocks, kv.usage([]).host_blocks_used) == (2, 2)
+    assert kv.room_for(request(list(range(16)))) is None
+    assert kv.room_for(request(list(range(16))), without=()) is not None
+    assert kv.end_transfer(back.transfer_id) is None
+    assert (kv.usage([]).used_blocks, kv.usage([]).host_blocks_used) == (0, 0)
+    kv.check_integrity([])
 
 
 def test_swap_without_room_changes_nothing() -> None:
@@ -126,7 +179,7 @@ def test_sibling_shares_the_leaders_full_prompt_blocks_without_a_prefix_cache() 
     sibling = request(list(range(10)), "s", fork_of=leader)
     match = kv.match_prefix(sibling)
     assert match.blocks == leader.block_table[:2]
-    assert kv.admit(sibling, match)
+    assert admitted(kv, sibling)
     sibling.num_computed_tokens = match.num_tokens
     kv.check_integrity([leader, sibling])
     usage = kv.usage([leader, sibling])
@@ -140,9 +193,9 @@ def test_contiguous_layout_reserves_the_longest_request() -> None:
     kv = KVManager(9, 4, 16, layout=Layout.contiguous, prefix_caching=False)
     assert kv.capacity == 32  # two regions of 16; the ninth block is too little for a third
     a, b, c = request([1, 2]), request([3]), request([4])
-    assert kv.admit(a)
-    assert kv.admit(b)
-    assert not kv.admit(c)
+    assert admitted(kv, a)
+    assert admitted(kv, b)
+    assert not admitted(kv, c)
     assert a.block_table == [0, 1, 2, 3]
     a.num_computed_tokens = 2
     usage = kv.usage([a, b])
@@ -150,7 +203,7 @@ def test_contiguous_layout_reserves_the_longest_request() -> None:
     assert kv.grow(a, 16) == []
     kv.check_integrity([a, b])
     kv.free(a)
-    assert kv.admit(c)
+    assert admitted(kv, c)
     kv.check_integrity([b, c])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mini_infer import SamplingParams
-from mini_infer.core.plan import Admission, Growth, StepPlan
+from mini_infer.core.plan import Admission, Growth, StepPlan, Transfer
 from mini_infer.speculative.draft_kv import DraftKV
 
 BLOCK = 4
@@ -72,8 +72,8 @@ def test_swapped_blocks_keep_what_they_have() -> None:
     kv = make_kv()
     kv.follow(plan(0, 0, 12, [1, 2, 3]))
     advance(kv, 0, 8)
-    kv.follow(StepPlan(0, [], [], [], [], 0, swap_out=[(1, 7), (2, 8), (3, 9)]))
+    kv.follow(StepPlan(0, [], [], [], [], 0, transfers=[Transfer(1, True, [(1, 7), (2, 8), (3, 9)])]))
     kv.follow(plan(1, 0, 12, [1, 2, 3]))
-    kv.follow(StepPlan(0, [], [], [], [], 0, swap_in=[(7, 11), (8, 12), (9, 13)]))
+    kv.follow(StepPlan(0, [], [], [], [], 0, transfers=[Transfer(2, False, [(7, 11), (8, 12), (9, 13)])]))
     kv.follow(plan(2, 12, 1, [11, 12, 13, 14]))
     assert computed(kv, 2) == 8

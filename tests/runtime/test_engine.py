@@ -486,7 +486,7 @@ def test_request_swapped_out_in_a_failed_step_is_computed_again(monkeypatch: pyt
     execute = engine.executor.runner.launch
 
     def fail_when_swapping(plan):
-        if plan.swap_out:
+        if plan.transfers:
             raise RuntimeError("the copy failed")
         return execute(plan)
 
@@ -506,10 +506,10 @@ def test_request_swapped_out_in_a_failed_step_is_computed_again(monkeypatch: pyt
             tokens[output.request_id] += output.outputs[0].token_ids_delta
             reasons[output.request_id] = output.outputs[0].finish_reason
     assert failures == 1
-    assert reasons == {first: FinishReason.error, second: FinishReason.length}
-    assert tokens[first] == expected[0][: len(tokens[first])]
+    assert reasons == {first: FinishReason.length, second: FinishReason.length}, "the step had only blocks to move"
+    assert tokens[first] == expected[0]
     assert tokens[second] == expected[1]
-    assert [r.failed for r in engine.records if r.failed] == [(first,)]
+    assert not any(record.failed for record in engine.records)
 
 
 @pytest.mark.parametrize("method", ["schedule", "update"])

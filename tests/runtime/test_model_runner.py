@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
-from mini_infer.core.plan import StepPlan
+from mini_infer.core.plan import StepPlan, Transfer
 from mini_infer.runtime.worker import model_runner
 
 
@@ -64,7 +64,7 @@ def test_every_launched_step_has_an_event_of_its_own(events: FakeEvents, specula
 
 def test_a_plan_without_rows_is_waited_for(events: FakeEvents) -> None:
     runner = make(scheduler={"preemption": "swap"}).executor.runner
-    launched = runner.launch(StepPlan(0, [], [], [], [], 0, swap_out=[(0, 0)]))
+    launched = runner.launch(StepPlan(0, [], [], [], [], 0, transfers=[Transfer(1, True, [(0, 0)])]))
     assert len(events.waiting) == 1
     assert runner.collect(launched).tokens == []
     assert not events.waiting

@@ -72,7 +72,7 @@ def make(**sections: dict[str, Any]) -> LLMEngine:
 def with_pieces(engine: LLMEngine, sizes: list[int]) -> PiecewiseGraphs:
     """Puts recorded graphs where a GPU's would be."""
     model = engine.executor.runner._model
-    store = model._store
+    store = model.store
     padding_index = (store.num_blocks - 1) * store.block_size
     pieces = PiecewiseGraphs(model._model, store, sizes, padding_index, RecordingGraph)
     with torch.inference_mode():
@@ -118,7 +118,7 @@ def test_mixed_steps_give_the_tokens_of_eager_ones(eager: LLMEngine, captured: L
 def test_padding_writes_to_the_spare_block_alone() -> None:
     engine = make(cache={"num_blocks": 40, "prefix_caching": False})
     with_pieces(engine, [64])
-    store = engine.executor.runner._model._store
+    store = engine.executor.runner._model.store
     store.tensors[0].fill_(7.0)
     engine.generate([[5] * 40], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
     touched = (store.tensors[0] != 7.0).flatten(3).any(-1)[0, 0]  # [blocks, block_size * ...] -> blocks
@@ -183,7 +183,7 @@ def test_what_graphs_read_lives_as_long_as_they_do() -> None:
     """Graphs hold addresses: the parameters, the store and the static tensors are the object's to hold."""
     engine = make()
     pieces = with_pieces(engine, [64])
-    store = weakref.ref(pieces._store.tensors[0].untyped_storage())
+    store = weakref.ref(pieces.store.tensors[0].untyped_storage())
     weight = weakref.ref(pieces._model.embed_tokens)
     pieces._pieces = {}  # these recordings, unlike graphs, hold tensors themselves
     engine.close()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Layout, SchedulerConfig
-from mini_infer.core.plan import StepPlan, StepResult
+from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus, SamplingParams
 from mini_infer.runtime.scheduler.scheduler import Scheduler, TokenUpdate
+from mini_infer.speculative.speculator import NoSpeculation
 
 BLOCK = 4
 
@@ -28,8 +31,12 @@ class Bench:
         kv = KVManager(
             num_blocks, BLOCK, max_len, layout=layout, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks
         )
-        self.scheduler = Scheduler(SchedulerConfig(**settings), kv, watermark)
+        transfer_steps = settings.pop("transfer_steps", 0)
+        proposer, follows = settings.pop("proposer", None), settings.pop("follows", False)
+        self.scheduler = Scheduler(SchedulerConfig(**settings), kv, watermark, proposer, follows)
         self.clock = 0.0
+        self.transfer_steps = transfer_steps
+        self.transfers: dict[int, int] = {}  # under way, by id: how many bookings until they have ended
         self.added: list[Request] = []
 
     def add(
@@ -59,7 +66,10 @@ class Bench:
     def book(self, plan: StepPlan, tokens: dict[int, list[int]] | None = None) -> list[TokenUpdate]:
         self.clock += 1.0
         result = [(tokens or {}).get(row, [7]) if samples else [] for row, samples in enumerate(plan.samples)]
-        updates = self.scheduler.update(plan, StepResult(result), self.clock)
+        self.transfers.update({transfer.transfer_id: self.transfer_steps for transfer in plan.transfers})
+        done = tuple(i for i, left in self.transfers.items() if left == 0 or not plan.req_indices)
+        self.transfers = {i: left - 1 for i, left in self.transfers.items() if i not in done}
+        updates = self.scheduler.update(plan, StepResult(result, transfers_done=done), self.clock)
         self.scheduler.check_integrity()
         return updates
 
@@ -67,6 +77,32 @@ class Bench:
         plan = self.plan()
         self.book(plan)
         return plan
+
+    def overlapped(self, steps: int) -> Iterator[StepPlan]:
+        """Each plan is made before the one before it is booked."""
+        under_way: deque[StepPlan] = deque()
+        for _ in range(steps):
+            plan = self.plan()
+            if not plan.empty:
+                under_way.append(plan)
+            yield plan
+            if len(under_way) > (not plan.empty):
+                self.book(under_way.popleft())
+        while under_way:
+            self.book(under_way.popleft())
+
+
+class ManyDrafts(NoSpeculation):
+    """As many drafts as there may be, written on the device. Remembers whether prompts were expected beside them."""
+
+    most = 2
+
+    def __init__(self) -> None:
+        self.prompts: list[bool] = []
+
+    def plan(self, requests: Sequence[Request], prompts: bool = False) -> dict[int, Draft]:
+        self.prompts.append(prompts)
+        return {place: Draft(self.most) for place, _ in enumerate(requests)}
 
 
 def test_prompt_is_computed_in_chunks_under_the_budget_and_decodes_go_first() -> None:
@@ -91,7 +127,25 @@ def test_whole_prompts_wait_for_a_step_that_has_room_for_them() -> None:
     bench.add("c", 16)
     assert bench.step().counts == [10]
     assert bench.step().counts == [1, 10]
-    assert bench.step().counts == [1, 1, 16], "decodes take nothing from a whole prompt's budget"
+    assert bench.step().counts == [16], "those that decode sit out a step: it would be more than the budget"
+    assert bench.step().counts == [1, 1, 1]
+
+
+def test_whole_prompts_in_a_row_leave_every_other_step_to_those_that_decode() -> None:
+    bench = Bench(max_num_batched_tokens=16, chunked_prefill=False)
+    bench.add("a", 4, max_tokens=20)
+    bench.step()
+    for name in "bcd":
+        bench.add(name, 15, max_tokens=20)
+    counts = [bench.step().counts for _ in range(5)]
+    assert counts == [[1, 15], [1, 15], [1, 1, 1], [1, 15], [1, 1, 1, 1]], "as few sit out as must"
+
+
+def test_whole_prompts_of_a_static_batch_keep_to_the_budget() -> None:
+    bench = Bench(max_num_batched_tokens=16, chunked_prefill=False, batching="static")
+    for name in "ab":
+        bench.add(name, 16, max_tokens=20)
+    assert [bench.step().counts for _ in range(3)] == [[16], [16], [1, 1]]
 
 
 def test_static_batch_admits_the_next_requests_only_when_all_of_it_is_done() -> None:
@@ -139,13 +193,150 @@ def test_swapped_request_goes_on_where_it_was() -> None:
     bench.step()
     plan = bench.step()
     assert plan.preempted == ["b"]
-    assert len(plan.swap_out) == 2
+    (out,) = plan.transfers
+    assert out.to_host
+    assert [host for _, host in out.pairs] == [0, 1]
     assert b.status is RequestStatus.swapped
     while not a.finished:
-        assert not bench.step().swap_in
+        assert not bench.step().transfers
     plan = bench.step()
-    assert [host for host, _ in plan.swap_in] == [0, 1]
+    (back,) = plan.transfers
+    assert not back.to_host
+    assert [host for host, _ in back.pairs] == [0, 1]
+    assert [device for _, device in back.pairs] == b.block_table[:2]
+    assert not plan.req_indices, "its blocks are on their way"
+    plan = bench.step()
     assert (plan.starts, plan.counts) == ([8], [1]), "nothing is computed twice"
+
+
+def test_blocks_stay_taken_until_their_transfer_has_ended() -> None:
+    bench = Bench(num_blocks=4, max_model_len=16, preemption="swap", num_host_blocks=4, transfer_steps=2)
+    a, b = bench.add("a", 7), bench.add("b", 7)
+    bench.step()
+    bench.step()
+    plan = bench.plan()
+    assert plan.preempted == ["b"]
+    assert not plan.req_indices, "a waits for b's blocks"
+    assert bench.scheduler.usage().used_blocks == 4
+    bench.book(plan)  # nothing else to do: it has waited for the transfer
+    assert bench.step().counts == [1]
+    while not a.finished:
+        bench.step()
+    plans = []
+    while b.num_output_tokens < 3:
+        plans.append(bench.step())
+    assert [(bool(p.transfers), p.counts) for p in plans] == [(True, []), (False, [1])]
+
+
+def test_nobody_waits_for_a_transfer_who_has_something_to_compute() -> None:
+    bench = Bench(num_blocks=8, max_model_len=32, preemption="swap", num_host_blocks=4, transfer_steps=3)
+    a, b, c = (bench.add(name, 7, max_tokens=20) for name in "abc")
+    for request in (a, b, c):
+        request.max_total_tokens = 20
+    seen = set()
+    while not (a.finished and b.finished and c.finished):
+        plan = bench.step()
+        seen.add((bool(plan.req_indices), bool(bench.transfers)))
+        assert not plan.empty
+    assert (True, True) in seen
+    assert [r.num_output_tokens for r in (a, b, c)] == [13, 13, 13]
+
+
+def test_a_plan_without_rows_waits_for_transfers_that_earlier_plans_started() -> None:
+    bench = Bench(
+        num_blocks=4, max_model_len=16, preemption="swap", num_host_blocks=4, transfer_steps=9, max_num_seqs=2
+    )
+    a, b = bench.add("a", 7, max_tokens=8), bench.add("b", 7, max_tokens=8)
+    bench.step()
+    bench.step()
+    bench.step()
+    assert bench.scheduler.num_swapped == 1
+    bench.step()
+    bench.abort(a)
+    plans = [bench.step() for _ in range(3)]
+    assert b.num_output_tokens > 2
+    assert not any(plan.empty for plan in plans)
+
+
+@pytest.mark.parametrize("state", ["swapped", "swapping_in"])
+@pytest.mark.parametrize("fate", ["abort", "fail", "launched and failed"])
+def test_whoever_goes_while_its_blocks_move_leaves_them_to_the_copies(state: str, fate: str) -> None:
+    bench = Bench(num_blocks=4, max_model_len=16, preemption="swap", num_host_blocks=4)
+    a, b = bench.add("a", 7), bench.add("b", 7)
+    bench.step()
+    bench.step()
+    plan = bench.plan()
+    if state == "swapping_in":
+        bench.book(plan)
+        while not a.finished:
+            bench.step()
+        plan = bench.plan()
+    assert b.status.value == state
+    used = bench.scheduler.usage()
+    if fate == "abort":
+        bench.abort(b)
+        bench.scheduler.check_integrity()
+        assert bench.scheduler.usage() == used, "the copies may still go on"
+        bench.book(plan)
+    else:
+        assert bench.scheduler.fail(plan) == []
+        bench.scheduler.check_integrity()
+        assert (b.status, b.num_computed_tokens) == (RequestStatus.waiting, 0)
+        assert bench.scheduler.usage().used_blocks == used.used_blocks
+        if fate == "launched and failed":
+            bench.transfers = {transfer.transfer_id: 0 for transfer in plan.transfers}
+        while not b.finished:
+            bench.step()
+    while not a.finished:
+        bench.step()
+    usage = bench.scheduler.usage()
+    assert (usage.used_blocks, usage.used_slots, usage.host_blocks_used) == (0, 0, 0)
+
+
+def test_urgent_request_takes_the_place_of_one_that_is_swapping_in() -> None:
+    bench = Bench(num_blocks=4, max_model_len=16, policy="priority", preemption="swap", num_host_blocks=4)
+    low = bench.add("low", 11, max_tokens=5, priority=2)
+    bench.step()
+    bench.add("high", 13, max_tokens=1, priority=1)
+    plan = bench.plan()
+    while low.status is not RequestStatus.swapping_in:
+        bench.book(plan)
+        plan = bench.plan()
+    high = bench.add("higher", 13, max_tokens=1, priority=0)
+    second = bench.plan()
+    assert second.preempted == ["low"]
+    assert low.status is RequestStatus.swapped
+    assert not second.admissions, "its blocks are still being written"
+    bench.book(plan)
+    if not second.empty:
+        bench.book(second)
+    while not low.finished:
+        bench.step()
+    assert high.finished
+    assert (low.num_output_tokens, low.num_preemptions) == (5, 2)
+    assert bench.scheduler.usage().host_blocks_used == 0
+
+
+def test_nobody_starves_in_a_full_pool_while_steps_overlap() -> None:
+    """There is a step under way whenever the next one is planned, as long as a long prompt is computed."""
+    bench = Bench(num_blocks=52, max_model_len=208, max_num_batched_tokens=8)
+    a = bench.add("a", 7, max_tokens=40)
+    bench.step()
+    bench.add("long", 200, max_tokens=8)
+    assert all(0 in plan.req_indices or 7 in plan.req_indices for plan in bench.overlapped(20))
+    assert a.num_output_tokens == 21
+
+
+def test_who_finds_no_room_waits_for_blocks_that_are_about_to_be_given_back() -> None:
+    bench = Bench(num_blocks=4, max_model_len=16)
+    a, b = bench.add("a", 7, max_tokens=8), bench.add("b", 7, max_tokens=2)
+    plans = bench.overlapped(12)
+    rows = [len(next(plans).req_indices) for _ in range(3)]
+    assert rows == [2, 2, 0], "b's last token is in flight"
+    for _ in plans:
+        pass
+    assert (a.finished, b.finished) == (True, True)
+    assert a.num_preemptions == b.num_preemptions == 0
 
 
 def test_full_swap_space_falls_back_to_recompute() -> None:
@@ -216,6 +407,53 @@ def test_nobody_gives_way_where_that_would_not_be_enough() -> None:
     assert big.status is RequestStatus.waiting
 
 
+def test_a_shared_block_is_gained_once_and_by_the_last_of_those_that_share_it() -> None:
+    bench = Bench(num_blocks=10, max_model_len=40, policy="priority")
+    leader = bench.add("x", 9, priority=2)
+    bench.step()
+    for _ in range(3):
+        bench.add("x", 9, priority=2, fork_of=leader)
+    bench.step()  # 2 shared blocks and one each
+    assert bench.scheduler.usage().used_blocks == 6
+    bench.add("high", 15, max_tokens=12, priority=0)
+    bench.step()
+    big = bench.add("big", 31, priority=1)
+    assert bench.step().preempted == [], "8 blocks are needed, and 6 would be gained"
+    assert big.status is RequestStatus.waiting
+
+
+def test_as_many_give_way_as_share_the_blocks_that_are_needed() -> None:
+    bench = Bench(num_blocks=6, max_model_len=24, policy="priority")
+    leader = bench.add("x", 9, priority=2)
+    bench.step()
+    for _ in range(3):
+        bench.add("x", 9, priority=2, fork_of=leader)
+    bench.step()
+    bench.add("high", 8, priority=0)
+    plan = bench.step()
+    assert plan.preempted == ["x", "x"], "each gives back its own block"
+    assert [a.request_id for a in plan.admissions] == ["high"]
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_who_finds_no_room_turns_no_drafts_off(chunked: bool) -> None:
+    proposer = ManyDrafts()
+    bench = Bench(num_blocks=14, max_model_len=56, chunked_prefill=chunked, proposer=proposer)
+    bench.add("a", 8, max_tokens=40)
+    bench.step()
+    bench.add("big", 55, max_tokens=1)
+    assert bench.step().num_drafts == 2
+    assert proposer.prompts == [True, False]
+
+
+def test_steps_follow_drafts_that_are_not_read_while_somebody_waits_in_vain() -> None:
+    bench = Bench(num_blocks=14, max_model_len=56, proposer=ManyDrafts(), follows=True)
+    bench.add("a", 8, max_tokens=40)
+    bench.step()
+    bench.add("big", 55, max_tokens=1)
+    assert [plan.num_rows for plan in bench.overlapped(5)] == [1] * 5
+
+
 def test_fcfs_ignores_priorities() -> None:
     bench = Bench(max_num_seqs=1)
     bench.add("first", 4, priority=9)
@@ -282,6 +520,30 @@ def test_siblings_wait_for_the_leaders_prompt_and_share_its_blocks() -> None:
     assert all(s.num_cached_tokens == 8 for s in siblings)
 
 
+def test_nobody_takes_the_place_of_a_sibling_that_waits_for_its_leader() -> None:
+    bench = Bench(max_num_batched_tokens=8, max_num_seqs=2)
+    leader = bench.add("x", 10)
+    sibling = bench.add("x", 10, fork_of=leader)
+    other = bench.add("other", 2)
+    bench.step()
+    bench.step()
+    assert other.status is RequestStatus.waiting, "it would take the last slot"
+    bench.step()
+    assert sibling.num_output_tokens == 1
+
+
+def test_nobody_takes_the_block_of_a_sibling_that_waits_for_its_leader() -> None:
+    bench = Bench(max_num_batched_tokens=8, num_blocks=4, max_model_len=16)
+    leader = bench.add("x", 10, max_tokens=2)
+    sibling = bench.add("x", 10, max_tokens=2, fork_of=leader)
+    other = bench.add("other", 2)
+    bench.step()
+    bench.step()
+    assert other.status is RequestStatus.waiting, "it would take the last block"
+    bench.step()
+    assert sibling.num_output_tokens == 1
+
+
 def test_siblings_of_a_static_batch_run_beside_their_leader() -> None:
     bench = Bench(batching="static", max_num_seqs=4)
     leader = bench.add("x", 10)
@@ -308,7 +570,7 @@ def test_aborted_waiting_requests_are_forgotten() -> None:
     for _ in range(1000):
         bench.abort(bench.add("gone", 4, priority=1))
     bench.add("last", 4, priority=1)
-    assert len(bench.scheduler._waiting._heap) < 100
+    assert len(bench.scheduler._line._queues[RequestStatus.waiting]._heap) < 100
     assert bench.scheduler.num_waiting == 2
 
 

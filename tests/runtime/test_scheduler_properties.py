@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import DryConfig
-from mini_infer.core.plan import Draft, StepPlan, StepResult
+from mini_infer.core.plan import Draft, StepPlan, StepResult, Transfer
 from mini_infer.core.request import CompletionOutput, FinishReason, Request, RequestOutput, TokenLogprob
 from mini_infer.runtime.executor.dry_model import DryModel
 from mini_infer.runtime.scheduler.scheduler import Scheduler
@@ -95,6 +95,7 @@ def machines(draw: st.DrawFn) -> dict[str, dict[str, object]]:
             "overlap": draw(st.sampled_from(["never", "always"])),
         },
         "swap": {"num_host_blocks": draw(st.one_of(st.none(), st.integers(1, smallest)))},
+        "transfer_polls": draw(st.sampled_from([0, 1, 4])),
         "drafts": {
             "most": draw(st.sampled_from([0, 1, 3, 8])),
             "right": draw(st.sampled_from([0.5, 0.9, 1.0])),
@@ -124,19 +125,35 @@ class Inexact(DryModel):
         return torch.where(wrong[:, None], logits.roll(1, dims=1), logits)
 
 
+class BothModels:
+    """Transfers of a target's blocks and of its draft model's: the latter arrive first."""
+
+    def __init__(self, target: DryModel, draft: DryModel) -> None:
+        self._target, self._draft = target, draft
+
+    def start(self, transfer: Transfer) -> None:
+        self._target.start(transfer)
+        self._draft.start(transfer)
+
+    def poll(self, wait: bool = False) -> tuple[int, ...]:
+        self._draft.poll(wait=True)
+        return self._target.poll(wait)
+
+
 def with_draft_model(engine: LLMEngine, right: float) -> None:
     """Gives the engine one that computes what the scheduler asks it to."""
     runner, kv, states = engine.executor.runner, engine.scheduler.kv, engine.executor.runner._states
-    speculator = DraftModel(
-        Inexact(right, kv.num_blocks, kv.block_size, kv.num_host_blocks),  # type: ignore[arg-type]
+    draft = Inexact(right, kv.num_blocks, kv.block_size, kv.num_host_blocks)
+    drafter = DraftModel(
+        draft,  # type: ignore[arg-type]
         DraftKV(states.padding_index, states.max_model_len, kv.block_size, kv.num_blocks + 1, kv.num_host_blocks),
         states,
         runner._sampler,
         vocab_size=engine.vocab_size,
         max_tokens=engine.config.scheduler.max_num_batched_tokens,
     )
-    parts = runner._model, states, runner._sampler
-    engine.executor.runner = Runner(*parts, speculator, follows=True)
+    transfers = BothModels(runner._model, draft)
+    engine.executor.runner = Runner(runner._model, states, runner._sampler, transfers, drafter, follows=True)
 
 
 @dataclass
@@ -219,7 +236,7 @@ class Oracle:
                 ]
         raise AssertionError(f"{request} is off its way")
 
-    def book(self, requests: Sequence[Request], plan: StepPlan, result: StepResult, seconds: float | None) -> None:
+    def book(self, rows: Sequence[Request], plan: StepPlan, result: StepResult, seconds: float | None) -> None:
         self.num_booked += plan.num_drafts
         for count, tokens in zip(plan.counts[: plan.num_decode_rows], result.tokens, strict=False):
             assert 1 <= len(tokens) <= count <= self.most + 1
@@ -318,6 +335,7 @@ def test_traffic_changes_no_token_and_loses_no_block(
     }
     oracle = Oracle(traffic, **machine["drafts"])
     engine = make_engine(memory, scheduler, oracle.most)
+    engine.executor.runner._model._transfer_polls = machine["transfer_polls"]
     if oracle.most and machine["drafts"]["model"]:
         with_draft_model(engine, machine["drafts"]["right"])
     make_scheduler = engine._make_scheduler
@@ -346,6 +364,12 @@ def test_traffic_changes_no_token_and_loses_no_block(
             assert got.tokens == whole.token_ids[: len(got.tokens)]
         if answer.prompt_logprobs is not None or not (answer.cut_short or expected.prompt_logprobs is None):
             assert answer.prompt_logprobs == expected.prompt_logprobs
+    kv = engine.scheduler.kv
+    for transfer_id in engine.executor.runner._transfers.poll(wait=True):  # of requests that ended meanwhile
+        kv.end_transfer(transfer_id)
+    assert failing_step is not None or not kv.transfers, "a transfer was never started, or its end never told"
+    for transfer_id in kv.transfers:
+        kv.end_transfer(transfer_id)
     usage = engine.scheduler.usage()
     assert usage.used_blocks == usage.used_slots == usage.host_blocks_used == 0
     assert engine.scheduler.num_unfinished == 0

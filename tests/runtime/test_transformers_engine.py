@@ -151,7 +151,7 @@ def test_pieces_between_attention_can_be_captured(name: str, tmp_path: Path) -> 
     config = {"model": {"path": str(folder), "device": "cpu"}, "scheduler": {"max_num_seqs": 4}}
     engine = LLMEngine(EngineConfig.from_dict(config))
     part = engine.executor.runner._model
-    store = part._store
+    store = part.store
     padding_slot = (store.num_blocks - 1) * store.block_size
     pieces = PiecewiseGraphs(part._model, store, [64, 128], padding_slot, RecordingGraph)
     with torch.inference_mode():

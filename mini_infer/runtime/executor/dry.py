@@ -45,7 +45,9 @@ class DryExecutor:
             padding_block=limits.num_blocks,
             lookahead=config.speculation.most,
         )
-        self.runner = Runner(model, states, sampler, rate=config.speculation.rate, follows=self.overlap)
+        self.runner = Runner(
+            model, states, sampler, transfers=model, rate=config.speculation.rate, follows=self.overlap
+        )
         self.startup = StartupReport(
             device="cpu",
             dtype="dry",

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mini_infer.core.config import SchedulerConfig
-from mini_infer.core.plan import Admission, Growth, PromptLogprobs, StepPlan
+from mini_infer.core.plan import Admission, Growth, PromptLogprobs, StepPlan, Transfer
 from mini_infer.core.request import Request
 
 
 class PlannedStep:
-    """Rows, and what comes with them, until `plan`; after that, whose rows they are. All of it is the scheduler's."""
+    """Rows, and what comes with them, until `plan`; after that, whose rows they are. All of it is the scheduler's.
 
-    def __init__(self, now: float, config: SchedulerConfig) -> None:
+    Args:
+        budget: tokens that the step may compute; `budget` is what is left of them.
+    """
+
+    def __init__(self, number: int, now: float, budget: int) -> None:
+        self.number = number
         self.now = now
-        self.entered: list[Request] = []  # took a slot in this step
-        self.swapped_out: list[Request] = []
-        self.budget = config.max_num_batched_tokens
-        self.rows: list[tuple[Request, int]] = []  # with how often it had been preempted by then
+        self.budget = budget
+        self.rows: list[Request] = []
+        self.preempted_since: set[Request] = set()  # after it was planned: their blocks are somebody else's now
+        self.promised = 0  # blocks that will be free soon, and for whom is settled
         self.req_indices: list[int] = []
         self.starts: list[int] = []
         self.counts: list[int] = []
@@ -31,11 +35,47 @@ class PlannedStep:
         self.num_drafts = 0
         self.following: list[int] = []
         self.keeps_up = False
-        self.swap_out: list[tuple[int, int]] = []
-        self.swap_in: list[tuple[int, int]] = []
+        self.transfers: list[Transfer] = []
+        self.awaits_transfers = False
         self.preempted: list[str] = []
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
+
+    def add_decode_rows(self, requests: list[Request]) -> None:
+        """The next token of each; they are the step's first rows. A row a request and step: the engine's hottest loop,
+        and list comprehensions are the fastest there is."""
+        self.rows = requests
+        self.num_decode_rows = len(requests)
+        self.req_indices = [request.req_index for request in requests]  # type: ignore[misc]  # who runs has one
+        self.starts = [request.num_computed_tokens for request in requests]
+        self.counts = [1] * len(requests)
+        self.samples = [True] * len(requests)
+        self.budget -= len(requests)
+        for request in requests:
+            request.num_computed_tokens += 1
+            request.num_in_flight += 1
+
+    def add_prompt_row(self, request: Request, count: int) -> None:
+        """The next `count` tokens of its prompt. It samples where they complete it."""
+        row, start = len(self.rows), request.num_computed_tokens
+        completes = start + count == request.num_tokens
+        assert request.req_index is not None
+        if not request.is_announced:
+            request.is_announced = True
+            self.admissions.append(_admission(request, request.req_index))
+        if request.prompt_logprobs is not None and start + 1 < request.prompt_len:
+            followed = min(count, request.prompt_len - 1 - start)
+            self.prompt_logprobs.append(PromptLogprobs(row, followed, request.params.prompt_logprobs or 0))
+        if request.constraint is not None and completes:
+            self.masks[row] = request.constraint.mask
+        self.rows.append(request)
+        self.req_indices.append(request.req_index)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.samples.append(completes)
+        self.budget -= count
+        request.num_computed_tokens += count
+        request.num_in_flight += completes
 
     def sort_decode_rows(self) -> None:
         """Brings rows with fewer drafts before those with more."""
@@ -49,9 +89,9 @@ class PlannedStep:
         self.drafts = {place[row]: tokens for row, tokens in self.drafts.items()}
         self.following = [place[row] for row in self.following]
 
-    def plan(self, number: int) -> StepPlan:
+    def plan(self) -> StepPlan:
         return StepPlan(
-            step=number,
+            step=self.number,
             req_indices=self.req_indices,
             starts=self.starts,
             counts=self.counts,
@@ -65,9 +105,22 @@ class PlannedStep:
             num_drafts=self.num_drafts,
             following=self.following,
             keeps_up=self.keeps_up,
-            swap_out=self.swap_out,
-            swap_in=self.swap_in,
+            transfers=self.transfers,
+            awaits_transfers=self.awaits_transfers,
             preempted=self.preempted,
             prefix_queried_tokens=self.prefix_queried_tokens,
             prefix_hit_tokens=self.prefix_hit_tokens,
         )
+
+
+def _admission(request: Request, req_index: int) -> Admission:
+    return Admission(
+        req_index,
+        request.request_id,
+        request.token_ids.copy(),
+        request.prompt_len,
+        request.block_table.copy(),
+        request.params,
+        request.seed,
+        request.stop_ids,
+    )

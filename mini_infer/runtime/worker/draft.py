@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.modeling.model import Model
@@ -78,10 +77,9 @@ def make_drafter(
         store = allocate_kv(served.kv_layout, limits.num_blocks, config.cache.block_size, served.device)
     except ConfigError as error:
         raise ConfigError(f"speculation.draft has as many KV blocks as the target: {error}") from error
-    transfers = KVTransfer([store], limits.num_host_blocks) if limits.num_host_blocks else None
     vocab_size = min(served.spec.vocab_size, sampler.vocab_size)
     fewer = vocab_size if vocab_size < sampler.vocab_size else None
-    model = TorchModel(weights, store, transfers, served.backends, known_tokens=fewer)
+    model = TorchModel(weights, store, served.backends, known_tokens=fewer)
     longest, block_size = states.max_model_len, config.cache.block_size
     drafter = DraftModel(
         model,

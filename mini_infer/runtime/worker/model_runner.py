@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_infer.core.plan import NO_DRAFT, StepPlan, StepResult
+from mini_infer.core.plan import NO_DRAFT, StepPlan, StepResult, Transfer
 from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs
 from mini_infer.runtime.sampling.logprobs import prompt_logprobs
@@ -40,11 +40,25 @@ class StepModel(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, ...] -> [N, vocab_size]"""
 
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (device block, host block) pairs to the host."""
 
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies (host block, device block) pairs back."""
+class Transfers(Protocol):
+    """Who copies blocks between the device and the host: cache/transfer.py's KVTransfer, or the dry model."""
+
+    def start(self, transfer: Transfer) -> None:
+        """Queues the copies behind what the device was given so far."""
+
+    def poll(self, wait: bool = False) -> tuple[int, ...]:
+        """Ids of transfers that have ended since the last call; where it is to wait, of all that were started."""
+
+
+class NoTransfers:
+    """There is no host memory to copy to."""
+
+    def start(self, transfer: Transfer) -> None:
+        raise AssertionError(f"{transfer} without host memory")
+
+    def poll(self, wait: bool = False) -> tuple[int, ...]:
+        return ()
 
 
 class Runner:
@@ -65,12 +79,14 @@ class Runner:
         model: StepModel,
         states: RequestStates,
         sampler: Sampler,
+        transfers: Transfers | None = None,
         drafter: Drafter | None = None,
         rate: float | None = None,
         follows: bool = False,
         threads: Threads = as_it_is,
     ) -> None:
         self._model, self._states, self._sampler = model, states, sampler
+        self._transfers = transfers or NoTransfers()
         self._drafter = drafter or NoDrafter()
         self._follows = follows
         self._threads = threads
@@ -84,7 +100,8 @@ class Runner:
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
-        self._start_transfers(plan)
+        for transfer in plan.transfers:
+            self._transfers.start(transfer)
         self._drafter.plan(plan)
         params = [self._sampler.admit(a.req_index, a.params, a.seed, a.prompt_len, a.stop_ids) for a in plan.admissions]
         if not plan.req_indices:
@@ -93,12 +110,6 @@ class Runner:
         launch = self._launch_any(plan, params) if descriptor is None else self._launch_rows(plan, params, descriptor)
         self._drafter.book(plan)
         return launch
-
-    def _start_transfers(self, plan: StepPlan) -> None:
-        if plan.swap_out:
-            self._model.swap_out(plan.swap_out)
-        if plan.swap_in:
-            self._model.swap_in(plan.swap_in)
 
     def _rows_alone(self, plan: StepPlan) -> BatchDescriptor | None:
         """How the plan's rows are computed where they are computed by themselves; None where they go the way of any."""
@@ -202,7 +213,8 @@ class Runner:
             if len(own) < len(tokens[rows[index]]):
                 own.append(entry)
         of_prompts = {part.row: part.finish() for part in launched.prompt_logprobs}
-        return StepResult(tokens, logprobs, of_prompts, 0.0 if launched.drafting is None else launched.drafting.read())
+        draft_s = 0.0 if launched.drafting is None else launched.drafting.read()
+        return StepResult(tokens, logprobs, of_prompts, draft_s, self._transfers.poll(wait=not tokens))
 
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
         """Puts another token where the next step reads it."""

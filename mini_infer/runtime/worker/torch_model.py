@@ -10,9 +10,7 @@ import torch
 from mini_infer.attention.backend import Kind, Requirements, Selection, select_backend
 from mini_infer.attention.context import AttentionContext
 from mini_infer.cache.kv_store import KVStore
-from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import AttentionConfig
-from mini_infer.core.plan import Transfer
 from mini_infer.modeling.model import Model
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.pieces import NoPieces, PiecewiseGraphs
@@ -42,14 +40,12 @@ class TorchModel:
         self,
         model: Model,
         store: KVStore,
-        transfers: KVTransfer | None,
         backends: AttentionBackends,
         known_tokens: int | None = None,
     ) -> None:
         self._model = model
         self._last_token = None if known_tokens is None else known_tokens - 1
-        self._store = store
-        self._transfers = transfers
+        self.store = store
         self._backends = backends
         self._pieces: PiecewiseGraphs | NoPieces = NoPieces()
         self._windows, self._scale = model.spec.windows, model.spec.attention.scale
@@ -71,7 +67,7 @@ class TorchModel:
     def _context(self, step: StepInput) -> AttentionContext:
         return AttentionContext(
             step.batch,
-            self._store,
+            self.store,
             self._backends.prefill.backend,
             self._backends.decode.backend,
             self._windows,
@@ -83,8 +79,8 @@ class TorchModel:
     ) -> CaptureReport:
         """Captures steps of these numbers of tokens, which `forward` then replays. The last block of the store must be
         nobody's: padding tokens write to it."""
-        padding_slot = (self._store.num_blocks - 1) * self._store.block_size
-        pieces = PiecewiseGraphs(self._model, self._store, sizes, padding_slot)
+        padding_slot = (self.store.num_blocks - 1) * self.store.block_size
+        pieces = PiecewiseGraphs(self._model, self.store, sizes, padding_slot)
         report = pieces.capture(memory, progress)
         self._pieces = pieces
         return report
@@ -103,16 +99,4 @@ class TorchModel:
         kinds: dict[Kind, Selection] = {"prefill": self._backends.prefill, "decode": self._backends.decode}
         for kind, selection in kinds.items():
             heads = self._model.spec.attention.num_heads
-            selection.backend.warm_up(kind, self._store, heads, self._windows, self._scale, max_rows)
-
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._copy(to_host=True, pairs=pairs)
-
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._copy(to_host=False, pairs=pairs)
-
-    def _copy(self, to_host: bool, pairs: Sequence[tuple[int, int]]) -> None:
-        """The scheduler takes blocks for moved when the step is launched, so the host waits for them."""
-        assert self._transfers is not None
-        self._transfers.start(Transfer(0, to_host, list(pairs)))
-        self._transfers.poll(wait=True)
+            selection.backend.warm_up(kind, self.store, heads, self._windows, self._scale, max_rows)

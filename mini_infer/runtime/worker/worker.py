@@ -159,8 +159,7 @@ class Worker:
         """What computes steps, with KV memory of its own; its model, and its draft model."""
         config = self._config
         store = allocate_kv(self.target.kv_layout, limits.num_blocks, config.cache.block_size, self.device)
-        transfers = KVTransfer([store], limits.num_host_blocks) if limits.num_host_blocks else None
-        model = TorchModel(self._model, store, transfers, self.target.backends)
+        model = TorchModel(self._model, store, self.target.backends)
         states = RequestStates(
             config.scheduler.max_num_seqs,
             limits.max_model_len,
@@ -171,8 +170,12 @@ class Worker:
             lookahead=config.speculation.most,
         )
         drafter, draft = make_drafter(config, self._draft, limits, states, self._sampler)
+        transfers = None
+        if limits.num_host_blocks:  # one for both models: a block is there when it is there for both
+            stores = [store] if draft is None else [store, draft.store]
+            transfers = KVTransfer(stores, limits.num_host_blocks)
         rate = config.speculation.rate
-        return Runner(model, states, self._sampler, drafter, rate, follows, self._threads), model, draft
+        return Runner(model, states, self._sampler, transfers, drafter, rate, follows, self._threads), model, draft
 
     # --- CUDA graphs ----------------------------------------------------------------------------------------------
 
