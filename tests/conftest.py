@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, is_hypothesis_test, seed, settings
 _SAME_EACH_TIME = settings(
     derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck), stateful_step_count=30
 )
-for _profile, _examples in {"light": 200, "usual": 60, "heavy": 15}.items():
+for _profile, _examples in {"light": 200, "usual": 60, "heavy": 12}.items():
     settings.register_profile(_profile, _SAME_EACH_TIME, max_examples=_examples)
 settings.load_profile("usual")
 
