@@ -86,9 +86,13 @@ def test_a_process_that_cannot_start_is_explained():
 
 def test_ctrl_c_kills_it():
     peer = start(fault="hang", child=True)
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        peer.serve(ITEMS, 1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C
+    try:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            peer.serve(ITEMS, 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not is_running(peer.about["child"])
 
 
