@@ -16,6 +16,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, is_hypothesis_test, seed, settings
 
+from mini_infer.attention.context import AttentionBatch
+
 # On how many examples a property is tried, the same ones in every run: by default on those of "usual", on more where
 # @settings.get_profile("light") says that an example is a call of one function, on fewer where one is a whole history.
 _SAME_EACH_TIME = settings(
@@ -24,8 +26,6 @@ _SAME_EACH_TIME = settings(
 for _profile, _examples in {"light": 200, "usual": 60, "heavy": 12}.items():
     settings.register_profile(_profile, _SAME_EACH_TIME, max_examples=_examples)
 settings.load_profile("usual")
-
-from mini_infer.attention.context import AttentionBatch
 
 if not torch.cuda.is_available():
     # Read when triton is imported, by whichever test comes first: kernels then run on the CPU, slowly.

@@ -206,7 +206,7 @@ def test_one_that_is_not_there_is_asked_for_once(gpu):
 
 
 def test_who_has_a_process_of_its_own(stubs):
-    cpu = EngineConfig.from_dict({"model": {"device": "cpu"}})
+    cpu = EngineConfig.from_dict({"seed": 0, "model": {"device": "cpu"}})
     with Peers(PeerSettings()) as peers:
         assert [peers.open(kind, cpu) for kind in (Kind.engine, Kind.hf, Kind.hf_continuous)] == [None] * 3
         with pytest.raises(PeerAbsent, match="vLLM is measured on a CUDA device"):
