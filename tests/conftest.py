@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import zlib
+
+# Before torch is imported, here and in every child: a process of the test run has one core.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, is_hypothesis_test, seed, settings
 
 from mini_infer.attention.context import AttentionBatch
+
+# On how many examples a property is tried, the same ones in every run: by default on those of "usual", on more where
+# @settings.get_profile("light") says that an example is a call of one function, on fewer where one is a whole history.
+_SAME_EACH_TIME = settings(
+    derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck), stateful_step_count=30
+)
+for _profile, _examples in {"light": 200, "usual": 60, "heavy": 12}.items():
+    settings.register_profile(_profile, _SAME_EACH_TIME, max_examples=_examples)
+settings.load_profile("usual")
 
 if not torch.cuda.is_available():
     # Read when triton is imported, by whichever test comes first: kernels then run on the CPU, slowly.
@@ -21,6 +37,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What imports have made is left out of garbage collections: each would take some tenths of a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Each case of a parametrised property has examples of its own."""
+    function = getattr(item.obj, "__func__", item.obj) if isinstance(item, pytest.Function) else None
+    if is_hypothesis_test(function):
+        seed(zlib.crc32(item.nodeid.encode()))(function)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
@@ -149,5 +148,4 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity(self.live)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestPoolMachine = PoolMachine.TestCase

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,11 +23,12 @@ def compose_config() -> Callable[..., DictConfig]:
     schema.register()
     OmegaConf.register_new_resolver("lab.help", lambda: "", replace=True)
 
-    def make(*overrides: str) -> DictConfig:
+    @cache
+    def composed(*overrides: str) -> DictConfig:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             return compose("config", overrides=[f"hydra.searchpath=[file://{TEST_CONF}]", *overrides])
 
-    return make
+    return lambda *overrides: copy.deepcopy(composed(*overrides))
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +57,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "random-qwen2"
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def frozen_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was frozen after the collection of the tests stays so, and a measurement's own collections are short."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture(autouse=True)

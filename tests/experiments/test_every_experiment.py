@@ -56,17 +56,23 @@ OWN = {
 # A dry model has no draft: the shipped pair runs these, with what is slow about them left out.
 _PAIR = [
     *("model=tiny", "engine.model.dtype=float32", "engine.model.device=cpu", "engine.model.max_model_len=512"),
+    # An engine with drafts measures what steps of every size cost, up to the largest there can be.
+    *("engine.scheduler.max_num_seqs=4", "engine.scheduler.max_num_batched_tokens=512", "engine.cache.memory_gib=0.03"),
     "measure.repeats=1",
 ]
 _DRAFT = "engine.speculation.draft={path: tiny-draft, load_format: auto, hf_config: null}"
 PAIRED = {
-    "spec_decode": [*("~experiment.variants.draft_1", "~experiment.variants.draft_7"), "workload.max_output_tokens=64"],
+    "spec_decode": [
+        *("~experiment.variants.draft_1", "~experiment.variants.draft_7"),
+        "workload.min_output_tokens=16",
+        "workload.max_output_tokens=16",
+    ],
     "spec_decode_edits": ["workload.min_output_tokens=16", "workload.max_output_tokens=16"],
     "spec_decode_7b": [_DRAFT],
     "spec_decode_acceptance_7b": [_DRAFT],
     "spec_decode_adaptive_7b": [_DRAFT],
-    "composition": ["engine.model.max_model_len=400"],
-    "composition_1_5b": ["engine.model.max_model_len=400", _DRAFT],
+    "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12"],
+    "composition_1_5b": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
 }
 NEEDS_TRITON = {"flash_decode"}  # test_lab_kernels.py runs it in Triton's interpreter
 

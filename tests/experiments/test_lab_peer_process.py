@@ -86,9 +86,13 @@ def test_a_process_that_cannot_start_is_explained():
 
 def test_ctrl_c_kills_it():
     peer = start(fault="hang", child=True)
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        peer.serve(ITEMS, 1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C
+    try:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            peer.serve(ITEMS, 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not is_running(peer.about["child"])
 
 
@@ -202,7 +206,7 @@ def test_one_that_is_not_there_is_asked_for_once(gpu):
 
 
 def test_who_has_a_process_of_its_own(stubs):
-    cpu = EngineConfig.from_dict({"model": {"device": "cpu"}})
+    cpu = EngineConfig.from_dict({"seed": 0, "model": {"device": "cpu"}})
     with Peers(PeerSettings()) as peers:
         assert [peers.open(kind, cpu) for kind in (Kind.engine, Kind.hf, Kind.hf_continuous)] == [None] * 3
         with pytest.raises(PeerAbsent, match="vLLM is measured on a CUDA device"):

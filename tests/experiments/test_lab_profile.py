@@ -122,8 +122,9 @@ def dry_gpu(monkeypatch):
     monkeypatch.setattr(profile_pass, "_trace", lambda engine: [engine.step() for _ in range(5)] and trace())
 
 
-def dry_engine(**scheduler):
-    values = {"model": {"path": "dry", "load_format": "dry"}, "cache": {"num_blocks": 600}, "scheduler": scheduler}
+def dry_engine(max_model_len=None, **scheduler):
+    model = {"path": "dry", "load_format": "dry", "max_model_len": max_model_len}
+    values = {"model": model, "cache": {"num_blocks": 600}, "scheduler": scheduler}
     return LLMEngine(EngineConfig.from_dict(values))
 
 
@@ -146,12 +147,9 @@ def test_all_requests_decode_together_and_are_gone_afterwards(dry_gpu):
 
 def test_what_cannot_decode_together_is_said_so(dry_gpu):
     with pytest.raises(NoProfile, match="does not decode 4 requests together"):
-        profile_pass.profile_decode(dry_engine(max_num_seqs=2), items(4), "new", "p")
-    short = LLMEngine(
-        EngineConfig.from_dict({"model": {"path": "dry", "load_format": "dry", "max_model_len": 100}})
-    )  # fmt: skip
+        profile_pass.profile_decode(dry_engine(max_model_len=192, max_num_seqs=2), items(4), "new", "p")
     with pytest.raises(NoProfile, match="leaves 60 tokens after the longest prompt"):
-        profile_pass.profile_decode(short, items(1), "new", "p")
+        profile_pass.profile_decode(dry_engine(max_model_len=100), items(1), "new", "p")
 
 
 def test_requests_that_end_while_steps_are_profiled_are_said_so(dry_gpu):

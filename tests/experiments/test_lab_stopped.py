@@ -188,7 +188,15 @@ def test_a_time_limit_keeps_what_was_measured(tmp_path):
     places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
     slow = ["model=dry", "engine.model.dry.step_ms=30", "engine.model.dry.max_model_len=2048", "measure.repeats=50"]
     few = ["engine.model.device=cpu", "workload.count=2", "workload.prompt_tokens=8", "workload.output_tokens=9"]
-    command = [sys.executable, "run.py", "experiment=overlap", *places, *slow, *few]
+    command = [
+        sys.executable,
+        "run.py",
+        "experiment=overlap",
+        f"hydra.run.dir={tmp_path / 'out'}",
+        *places,
+        *slow,
+        *few,
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     while "repeat 2 of 50" not in process.stderr.readline():

@@ -183,7 +183,6 @@ rows = st.lists(
 
 
 @given(rows, st.floats(1, 128), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
 def test_prompts_share_exactly_what_is_intended(paths, shrink, seed):
     """Against every pair of prompts, token by token. Ids are chained, as in a real trace: one names its whole path."""
     tokens = RandomTokens(DRY.size, generator(seed, "tokens"))
@@ -205,7 +204,7 @@ def _common(a, b):
 
 
 @given(rows, st.sampled_from([1.0, 5.5, 40.0]))
-@settings(max_examples=15, deadline=None)
+@settings.get_profile("heavy")
 def test_the_engine_finds_what_is_intended(tmp_path_factory, paths, shrink):
     lines = []
     for path, last in paths:

@@ -66,7 +66,6 @@ def byte_ids(tokenizer, text):
 class TestDeltas:
     @families
     @given(data=st.data())
-    @settings(max_examples=60, deadline=None)
     def test_of_text_join_to_the_text(self, make, data):
         tokenizer = make()
         token_ids = tokenizer.encode(data.draw(UNICODE))
@@ -77,7 +76,7 @@ class TestDeltas:
 
     @families
     @given(data=st.data(), skip=st.booleans())
-    @settings(max_examples=100, deadline=None)
+    @settings.get_profile("light")
     def test_of_any_tokens_join_to_the_text(self, make, data, skip):
         tokenizer = make()
         token_ids = data.draw(random_ids(tokenizer))
@@ -139,7 +138,6 @@ class TestWays:
         assert isinstance(open_stream(sentencepiece(), True), WindowStream)
 
     @given(st.data())
-    @settings(max_examples=60, deadline=None)
     def test_both_ways_agree(self, data):
         """The window is right for byte-level tokenizers, too; the table is only faster."""
         tokenizer = byte_level()
@@ -205,7 +203,7 @@ STOPS = st.lists(st.text("abc.", min_size=1, max_size=5), min_size=1, max_size=4
 
 class TestStopStrings:
     @given(st.data(), STOPS, st.booleans())
-    @settings(max_examples=300, deadline=None)
+    @settings.get_profile("light")
     def test_as_a_search_of_the_full_text(self, data, stops, include):
         text = data.draw(st.text("abc.é", max_size=40))
         token_ids = list(text.encode())
@@ -219,7 +217,7 @@ class TestStopStrings:
         assert detokenizer.num_tokens == consumed
 
     @given(st.data())
-    @settings(max_examples=100, deadline=None)
+    @settings.get_profile("light")
     def test_how_tokens_chop_the_text_does_not_matter(self, data):
         tokenizer = byte_level()
         token_ids = tokenizer.encode(data.draw(st.sampled_from([EMOJI, "The end. STOP here.", "return a + b  # sum"])))
@@ -231,7 +229,7 @@ class TestStopStrings:
         assert (text, detokenizer.stop_string) == naive_stop(full, stops)
 
     @given(st.data(), STOPS)
-    @settings(max_examples=200, deadline=None)
+    @settings.get_profile("light")
     def test_none_begins_in_the_text_of_the_first_min_tokens(self, data, stops):
         text = data.draw(st.text("abc.", max_size=40))
         min_tokens = data.draw(st.integers(0, 20))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
@@ -117,7 +117,6 @@ class TestPenalties:
             assert got[row] == expected.argmax()
 
     @given(st.data())
-    @settings(max_examples=60, deadline=None)
     def test_all_three_against_the_formula(self, data):
         tokens = st.lists(st.integers(0, 7), min_size=1, max_size=12)
         prompt, output = data.draw(tokens), data.draw(tokens)

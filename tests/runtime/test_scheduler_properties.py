@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
@@ -307,7 +307,7 @@ combinations = list(
     ("batching", "chunked", "cache", "preemption"),
     [pytest.param(*c, marks=pytest.mark.slow if c[2] == "contiguous" else ()) for c in combinations],
 )
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings.get_profile("heavy")
 @given(
     machine=machines(),
     traffic=st.lists(arrivals(), min_size=1, max_size=8),

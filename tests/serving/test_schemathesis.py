@@ -9,7 +9,7 @@ import httpx
 import pytest
 import schemathesis
 from http_server import Server, running
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 
@@ -27,17 +27,8 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 OPEN = ("/healthz", "/readyz", "/metrics")  # without the key
 OPERATIONS = [(path, method.upper()) for path, methods in DOCUMENT["paths"].items() for method in methods]
-same_each_time = settings(
-    max_examples=15,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    phases=[
-        Phase.explicit,
-        Phase.generate,
-    ],  # a failure is printed as it was found: shrinking takes longer than reading
-    suppress_health_check=list(HealthCheck),
-)
+# A failure is printed as it was found: shrinking takes longer than reading.
+UNSHRUNK = [Phase.explicit, Phase.generate]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +59,7 @@ def send(server: Server, case: Case, headers: dict[str, str]) -> Any:
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("path", "method"), [each for each in OPERATIONS if each[0] not in OPEN])
 def test_nothing_is_too_odd(server: Server, path: str, method: str, mode: GenerationMode) -> None:
-    @same_each_time
+    @settings(settings.get_profile("heavy"), phases=UNSHRUNK)
     @given(schemathesis.openapi.from_dict(DOCUMENT)[path][method].as_strategy(generation_mode=mode))
     def ask(case: Case) -> None:
         if isinstance(case.body, dict):
@@ -80,7 +71,7 @@ def test_nothing_is_too_odd(server: Server, path: str, method: str, mode: Genera
 
 @pytest.mark.parametrize("path", GOOD)
 def test_one_odd_field_in_a_good_request(server: Server, path: str) -> None:
-    @settings(same_each_time, max_examples=40)
+    @settings(phases=UNSHRUNK)
     @given(schemathesis.openapi.from_dict(DOCUMENT)[path]["POST"].as_strategy(), st.data())
     def ask(case: Case, data: st.DataObject) -> None:
         odd = data.draw(st.sampled_from(sorted(case.body)))
@@ -118,7 +109,7 @@ ALLOWED: dict[str, st.SearchStrategy[Any]] = {
 def test_every_mixture_of_allowed_values_is_answered(server: Server) -> None:
     prompts = st.one_of(st.text(min_size=1, max_size=32), st.lists(st.integers(0, 511), min_size=1, max_size=200))
 
-    @settings(same_each_time, max_examples=50)
+    @settings(phases=UNSHRUNK)
     @given(st.fixed_dictionaries({"prompt": prompts, "max_tokens": st.integers(1, 8)}, optional=ALLOWED))
     def ask(body: dict[str, Any]) -> None:
         response = server.post(TEXT, **body)
