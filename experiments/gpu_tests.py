@@ -17,7 +17,7 @@ import torch
 from experiments.lab import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
-PATHS = ("tests/attention", "tests/kernels", "tests/runtime")  # elsewhere no test needs a GPU
+PATHS = ("tests/attention", "tests/cache", "tests/kernels", "tests/runtime")  # elsewhere no test needs a GPU
 OUTCOMES = ("passed", "failed", "skipped")
 
 

@@ -183,7 +183,7 @@ def test_what_graphs_read_lives_as_long_as_they_do() -> None:
     """Graphs hold addresses: the parameters, the store and the static tensors are the object's to hold."""
     engine = make()
     pieces = with_pieces(engine, [64])
-    store = weakref.ref(pieces.store.tensors[0].untyped_storage())
+    store = weakref.ref(pieces._store.tensors[0].untyped_storage())
     weight = weakref.ref(pieces._model.embed_tokens)
     pieces._pieces = {}  # these recordings, unlike graphs, hold tensors themselves
     engine.close()
