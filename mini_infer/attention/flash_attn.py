@@ -7,6 +7,7 @@ thread blocks as there are KV heads, where Flash Decoding (kernels/flash_decode.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ class FlashAttnBackend(AttentionBackend):
 
     def __init__(self) -> None:
         try:
+            # Compiled kernels, of seconds each, are kept on disk, as Triton keeps its own. The package asks when it is
+            # imported; where somebody has decided otherwise, that stays.
+            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
             from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:
             raise ImportError(f"it is not installed ({error}): pip install 'mini-infer[flash]'") from error

@@ -126,7 +126,7 @@ def test_rows_with_drafts_have_the_logits_of_any_step(dtype: str, tolerance: flo
     for row in every:  # the prompt's own tokens stand where drafts would
         states.overwrite(np.full(4, row), lengths[row] + np.arange(4), torch.tensor(prompts[row][-4:], device="cuda"))
     history = states.history.clone()
-    store = model._store
+    store = model.store
     before = store.tensors[0].clone()
     step = states.build(plan, Samples.of(plan))
     expected = model.compute_logits(model.forward(step)).float()

@@ -159,7 +159,10 @@ class Runner:
         token_ids, logprobs = self._sampler.sample(
             logits, step, sampled.req_indices, sampled.positions, history, masks, drafted.logits
         )
-        self._rows.settle(step, token_ids)
+        if step.drafts is None:
+            self._states.append(step, token_ids)  # where each row goes on the host knows
+        else:
+            self._rows.settle(step, token_ids)
         tokens = token_ids if step.drafts is None else torch.stack((token_ids, step.drafts.token_ids))
         return self._launched(
             plan,

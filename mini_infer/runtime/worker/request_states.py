@@ -134,17 +134,17 @@ class RequestStates:
         most_samples = 1
         if plan.num_drafts:
             firsts = np.flatnonzero(sampled.places() == 0)
-            sample_starts = np.append(firsts, len(sampled.rows))
-            most_samples = int(np.diff(sample_starts).max(initial=1))
+            ends = np.append(firsts, len(sampled.rows))
+            most_samples = int(np.diff(ends).max(initial=1))
             sources = np.full(len(sampled.rows), NO_DRAFT) if sources is None else sources
-            of_drafts = sampled.req_indices[firsts], sample_starts, sampled.have_drafts(), sources
+            of_drafts = sampled.req_indices[firsts], ends, sampled.have_drafts(), sources
         sent = self.h2d.send(req_indices, seq_lens, query_starts, req_indices[row], positions, *own, *of_drafts)
         rows32, lens32, starts32 = sent[:3]
         token_owners, places, tokens, sampled_indices, sampled_places = (part.long() for part in sent[3:8])
         sampled_flat = sampled_indices * self.width + sampled_places
-        sampling, ends, drafts = sent[6], self._row_ends(len(sampled.rows), 1)[0], None
+        sampling, sample_starts, drafts = None, None, None
         if of_drafts:
-            sampling, ends, has_draft, drawn_from = sent[8:]
+            sampling, sample_starts, has_draft, drawn_from = sent[8:]
             standing = self._flat.index_select(0, sampled_flat).long()
             drafts = Drafts(standing.where(has_draft != 0, NO_DRAFT), drawn_from.long())
         num_decode_rows, decode_query_len = _alike(plan)
@@ -171,7 +171,7 @@ class RequestStates:
             sampled_positions=sampled_places,
             places=sampled_flat,
             sampling=sampling,
-            sample_starts=ends,
+            sample_starts=sample_starts,
             most_samples=most_samples,
             drafts=drafts,
         )
@@ -270,8 +270,8 @@ class RequestStates:
     # --- what a step leaves ---------------------------------------------------------------------------------------
 
     def settle(self, step: StepInput, token_ids: Tensor, rate: float | None, vocab_size: int) -> None:
-        """Writes the tokens [S] that were picked behind their rows' tokens, and where each row goes on. With a stated
-        `rate` of acceptance it changes them."""
+        """Writes the tokens [S] that were picked behind their rows' tokens, and where each row goes on, of a step of
+        packed rows or with drafts. With a stated `rate` of acceptance it changes them."""
         drafts = None if step.drafts is None else step.drafts.token_ids
         self._kernels.settle_rows(
             self.rows, self._next_starts, step.sampling, step.sample_starts, step.sampled_positions, drafts, token_ids,
@@ -286,7 +286,7 @@ class RequestStates:
             self._flat.index_copy_(0, step.places, drafts.int().where(drafts != NO_DRAFT, settled))
 
     def append(self, step: StepInput, token_ids: Tensor) -> None:
-        """Writes tokens [S] behind their rows' tokens, where the rest of this step reads them: drafts."""
+        """Writes tokens [S] behind their rows' tokens."""
         self._flat.index_copy_(0, step.places, token_ids.int())
 
     def overwrite(self, req_indices: IntArray, positions: IntArray, token_ids: Tensor) -> None:

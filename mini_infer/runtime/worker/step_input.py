@@ -74,8 +74,9 @@ class StepInput:
     param_rows: Tensor  # [S, num_params] int32, as the sampler encoded them
     sampled_positions: Tensor  # [S] int64: the place in its sequence of the token that is sampled
     places: Tensor  # [S] int64: where in the flat state the sampled token goes
-    sampling: Tensor  # int32: req_indices of the rows that sample
-    sample_starts: Tensor  # int32: where among S the tokens of each of them begin, and the last one's end
+    # Of packed rows, and where there are drafts:
+    sampling: Tensor | None  # int32: req_indices of the rows that sample
+    sample_starts: Tensor | None  # int32: where among S the tokens of each of them begin, and the last one's end
     most_samples: int  # of one row
     drafts: Drafts | None  # of all S; None: there are no drafts
 
