@@ -10,6 +10,7 @@ from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 STARTUP = StartupReport(
     device="A GPU",
     dtype="bfloat16",
+    implementation="ours",
     attention_prefill="triton",
     attention_decode="triton",
     kernels="triton",
