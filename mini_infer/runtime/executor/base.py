@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mini_infer.core.plan import StepPlan, StepResult
-from mini_infer.runtime.text.tokenizer import Tokenizer
-from mini_infer.runtime.worker.limits import Limits
-from mini_infer.runtime.worker.model_runner import Runner
-from mini_infer.runtime.worker.startup import StartupReport
-from mini_infer.speculative.policy.costs import StepCosts
+
+if TYPE_CHECKING:  # the loop needs no torch
+    from mini_infer.runtime.text.tokenizer import Tokenizer
+    from mini_infer.runtime.worker.limits import Limits
+    from mini_infer.runtime.worker.model_runner import Runner
+    from mini_infer.runtime.worker.startup import StartupReport
+    from mini_infer.speculative.policy.costs import StepCosts
 
 
 class Executor(Protocol):

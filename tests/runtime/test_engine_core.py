@@ -1,0 +1,75 @@
+"""The engine's loop, without text and without torch, on an executor that is a few lines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from mini_infer.cache.kv_manager import KVManager
+from mini_infer.core.config import SchedulerConfig
+from mini_infer.core.plan import StepPlan, StepResult
+from mini_infer.core.request import FinishReason, Request, SamplingParams
+from mini_infer.runtime.engine_core import EngineCore
+from mini_infer.runtime.scheduler.scheduler import Scheduler, TokenUpdate
+
+
+class Counting:
+    """An executor whose tokens count up, and whose clock moves on by a second a step."""
+
+    def __init__(self, overlap: bool) -> None:
+        self.overlap = overlap
+        self.now = 0.0
+        self.in_flight: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        self.in_flight.append(plan)
+        assert len(self.in_flight) <= 1 + self.overlap
+        return plan
+
+    def collect(self, handle: StepPlan) -> StepResult:
+        assert self.in_flight.pop(0) is handle, "steps are collected in the order in which they were launched"
+        self.now += 1
+        ends = [start + count for start, count in zip(handle.starts, handle.counts, strict=True)]
+        return StepResult([[end] if samples else [] for end, samples in zip(ends, handle.samples, strict=True)])
+
+
+class Posted:
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def process(self, updates: Sequence[TokenUpdate], result: StepResult) -> list:
+        return []
+
+    def post(self, requests: Sequence[Request]) -> None:
+        self.requests += [request for request in requests if request.finished]
+
+    def unfinished(self) -> list[Request]:
+        return []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_loop_runs_on_any_executor_and_clock(overlap: bool) -> None:
+    executor, posted = Counting(overlap), Posted()
+
+    def make_scheduler() -> Scheduler:
+        return Scheduler(SchedulerConfig(max_num_seqs=4), KVManager(64, 4, 64), follows=overlap)
+
+    core = EngineCore(make_scheduler, executor, lambda: executor.now, posted, records_kept=100)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=5)
+    for name in "abc":
+        core.scheduler.add(Request(name, [0] * 6, params, max_total_tokens=11))
+    while core.scheduler.num_unfinished:
+        core.step()
+    assert [r.request_id for r in posted.requests] == ["a", "b", "c"]
+    for request in posted.requests:
+        assert (request.output_token_ids, request.finish_reason) == ([6, 7, 8, 9, 10], FinishReason.length)
+        assert [b - a for a, b in zip(request.token_times, request.token_times[1:], strict=False)] == [1] * 4
+    assert sum(record.sampled_tokens for record in core.records) == 15
+
+
+def test_it_imports_no_torch() -> None:
+    code = "import sys, mini_infer.runtime.engine_core; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
