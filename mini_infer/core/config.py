@@ -85,9 +85,7 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV together
     prefix_caching: bool = True  # prompts that begin alike share the KV of their beginning, also over time
     num_host_blocks: int | None = None  # blocks of swap space, for preemption=swap; or give host_memory_gib
-    host_memory_gib: float | None = (
-        None  # GiB of it, page-locked; default: what the pool has, up to 4, if they are free
-    )
+    host_memory_gib: float | None = None  # GiB of it, page-locked; default: the pool's, up to 4
     watermark: float = 0.01  # share of the pool that admission leaves free for running requests to grow
 
     def __post_init__(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -22,10 +24,14 @@ from mini_infer.speculative.step_costs import measure_costs
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time that passes only while the dry model takes it: what else the machine does, does not show."""
     now = 0.0
+    ours = threading.get_ident()  # threads that other tests have left sleep, too
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds: float, really: Callable[[float], None] = time.sleep) -> None:
         nonlocal now
-        now += seconds
+        if threading.get_ident() == ours:
+            now += seconds
+        else:
+            really(seconds)
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "perf_counter", lambda: now)

@@ -33,7 +33,13 @@ NOT_EVERY_NUMBER = {  # will do, and this one does
 
 def test_every_setting_is_a_flag_and_a_variable() -> None:
     samples = {bool: "true", int: "7", float: "0.5", str: "text", dict: '{"a": 1}'}
-    alone = {"model.hf_config", "cache.layout", "speculation.acceptance", "speculation.ngram_min"}
+    alone = {
+        "model.hf_config",
+        "cache.layout",
+        "cache.host_memory_gib",
+        "speculation.acceptance",
+        "speculation.ngram_min",
+    }
     alone |= {"speculation.draft.path", "speculation.draft.hf_config"}  # impossible without another setting
     for row in table():
         if row.key in alone:
