@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mini_infer.core.errors import ModelError
-from mini_infer.modeling.rope import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+from mini_infer.modeling.rope import RopeSpec
 from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
 
 
@@ -50,7 +49,7 @@ def decoder_spec(
         layers=tuple(LayerSpec(replace(attention, window=window), mlp) for window in windows),
         norm_eps=config.rms_norm_eps,
         tie_word_embeddings=config.tie_word_embeddings,
-        max_model_len=stretched_length(rope, config.max_position_embeddings),
+        max_model_len=stretched_length(config),
         dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
         eos_token_ids=token_ids(config.eos_token_id),
         config=config,
@@ -63,14 +62,14 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return tuple(token for token in values if token >= 0)
 
 
-def stretched_length(rope: RopeSpec, max_position: int) -> int:
+def stretched_length(config: Any) -> int:
     """Tokens that the positions reach: linear and yarn stretch them; llama3's max_position_embeddings has it in."""
-    scaling = rope.scaling
-    if isinstance(scaling, YarnScaling):
-        return max(max_position, int(scaling.original_max_len * scaling.factor))
-    if isinstance(scaling, LinearScaling):
-        return int(max_position * scaling.factor)
-    return max_position
+    values, length = config.rope_parameters, config.max_position_embeddings
+    if values["rope_type"] == "linear":
+        return int(length * values["factor"])
+    if values["rope_type"] == "yarn" and values["factor"]:
+        return max(length, int(values["original_max_position_embeddings"] * values["factor"]))
+    return length
 
 
 def layer_windows(config: Any, source: str) -> tuple[int | None, ...]:
@@ -88,49 +87,15 @@ def rope_spec(config: Any, source: str) -> RopeSpec:
         raise ModelError(f"{source}: rope_parameters that differ between layers are not supported")
     if values.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(f"{source}: partial_rotary_factor other than 1 is not supported")
-    theta = float(values["rope_theta"])
-    kind = values["rope_type"]
+    kind, theta = values["rope_type"], float(values["rope_theta"])
     if kind == "default":
         return RopeSpec(theta)
-    if kind == "linear":
-        return RopeSpec(theta, LinearScaling(values["factor"]))
-    if kind == "llama3":
-        return RopeSpec(
-            theta,
-            Llama3Scaling(
-                factor=values["factor"],
-                low_freq_factor=values["low_freq_factor"],
-                high_freq_factor=values["high_freq_factor"],
-                original_max_len=values["original_max_position_embeddings"],
-            ),
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ModelError(
+            f"{source}: rope type {kind!r} is not supported; supported are default, linear, llama3, yarn. "
+            "(dynamic and longrope change the keys already cached as a sequence grows)"
         )
-    if kind == "yarn":
-        return RopeSpec(theta, _yarn(values, config.max_position_embeddings))
-    raise ModelError(
-        f"{source}: rope type {kind!r} is not supported; supported are default, linear, llama3, yarn. "
-        "(dynamic and longrope change the keys already cached as a sequence grows)"
-    )
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-
-def _yarn(values: dict[str, Any], max_position: int) -> YarnScaling:
-    original = values["original_max_position_embeddings"]
-    factor = values["factor"] or max_position / original
-    mscale, mscale_all_dim = values.get("mscale"), values.get("mscale_all_dim")
-    attention_factor = values.get("attention_factor")
-    if attention_factor is None:
-        if mscale and mscale_all_dim:
-            attention_factor = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
-        else:
-            attention_factor = _yarn_mscale(factor, 1.0)
-    return YarnScaling(
-        factor=factor,
-        original_max_len=original,
-        beta_fast=values.get("beta_fast") or 32,
-        beta_slow=values.get("beta_slow") or 1,
-        truncate=values.get("truncate", True),
-        attention_factor=attention_factor,
-    )
-
-
-def _yarn_mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    scaled, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
+    return RopeSpec(theta, tuple(scaled.tolist()), float(attention_factor))
