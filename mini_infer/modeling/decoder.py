@@ -22,12 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_infer.attention.context import AttentionContext
-from mini_infer.cache.layout import KVLayout
 from mini_infer.kernels.interface import Places, QKNorm, Stream
 from mini_infer.modeling.layers import Layer, Linear, RMSNorm
 from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel, empty_parameter
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
-from mini_infer.modeling.model import CheckpointTensor
+from mini_infer.modeling.model import CheckpointTensor, Model
 from mini_infer.modeling.rope import RotaryTable
 from mini_infer.modeling.spec import AttentionSpec, MLPSpec, ModelSpec
 
@@ -94,17 +93,15 @@ class DecoderLayer(nn.Module):
         return self.mlp.forward(Stream(x, residual, before_mlp))
 
 
-class Decoder(nn.Module):
-    """A Model (modeling/model.py). Parameters are empty until the loader fills them.
+class Decoder(Model):
+    """Parameters are empty until the loader fills them.
 
     Args:
         max_len: one more than the last position that may come.
     """
 
     def __init__(self, spec: ModelSpec, max_len: int, build: Build) -> None:
-        super().__init__()
-        self.spec, self.dtype, self.device = spec, build.dtype, build.device
-        self.kv_layout: KVLayout = spec.kv_layout(build.dtype)
+        super().__init__(spec, build.dtype, build.device)
         size = (spec.vocab_size, spec.hidden_size)
         self.embed_tokens = empty_parameter(*size, dtype=build.dtype, device=build.device)
         attention = spec.attention
@@ -131,9 +128,6 @@ class Decoder(nn.Module):
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         return self._head.apply(hidden, out)
-
-    def weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.parameters())
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         tensors = {name: CheckpointTensor.copied_to(table) for name, table in self._tables.items()}

@@ -13,13 +13,14 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.interface import Kernels
 from mini_infer.kernels.ops import TorchKernels
 from mini_infer.modeling.checkpoint import checkpoint_dtype, fill_from, read_json, resolve_folder, safetensors_files
+from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.hf_config import token_ids
 from mini_infer.modeling.linear_methods.base import Build, LinearMethodFactory
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.model import Model
-from mini_infer.modeling.registry import factory, parse_spec
+from mini_infer.modeling.registry import parse_spec
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.modeling.transformers_model import load_transformers_model
+from mini_infer.modeling.transformers_model import load_transformers_model, new_transformers_model
 
 _DRAWN_AT_ONCE = 2**28  # random numbers
 _DUMMY_STD = 0.02  # as models are initialised: activations stay of order 1
@@ -51,7 +52,7 @@ def load_model(
     build = Build(dtype, device, kernels or TorchKernels(), linear_method)
     if spec.through_transformers and config.load_format is LoadFormat.auto:
         return load_transformers_model(resolve_folder(config.path), spec, build)
-    model = factory(spec)(spec, max_len or spec.max_model_len, build)
+    model = _new_model(spec, max_len or spec.max_model_len, build)
     if config.load_format is LoadFormat.dummy:
         model.fill_dummy(dummy_weights(device, config.seed))
     else:
@@ -62,8 +63,11 @@ def load_model(
 
 def outline(spec: ModelSpec, dtype: torch.dtype) -> Model:
     """The model without memory, for what it says of itself."""
-    build = Build(dtype, torch.device("meta"), TorchKernels(), Unquantized.create)
-    return factory(spec)(spec, 1, build)
+    return _new_model(spec, 1, Build(dtype, torch.device("meta"), TorchKernels(), Unquantized.create))
+
+
+def _new_model(spec: ModelSpec, max_len: int, build: Build) -> Model:
+    return new_transformers_model(spec, build) if spec.through_transformers else Decoder(spec, max_len, build)
 
 
 def dummy_weights(device: torch.device, seed: int) -> Callable[[Tensor], None]:

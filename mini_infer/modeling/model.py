@@ -5,19 +5,15 @@ T tokens of a step, S of them sampled, hidden size H, vocabulary V.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mini_infer.attention.context import AttentionContext
-
-if TYPE_CHECKING:
-    from mini_infer.cache.layout import KVLayout
-    from mini_infer.modeling.linear_methods.base import Build
-    from mini_infer.modeling.spec import ModelSpec
+from mini_infer.modeling.spec import ModelSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,10 +21,8 @@ class CheckpointTensor:
     """One tensor of a checkpoint, and what becomes of it.
 
     Attributes:
-        shape: that it has in the checkpoint.
         load: takes it, on the CPU and in the dtype of its file, to its place: copied, converted, transposed, packed,
             quantized or cut to a shard. Called once.
-        dtypes: that it may have in its file.
         memory: the part of a parameter that becomes equal to it but for the dtype, [*shape], of any strides; None
             where it is stored in another form.
     """
@@ -43,28 +37,23 @@ class CheckpointTensor:
         return cls(tuple(memory.shape), memory.copy_, memory=memory)
 
 
-class Model(Protocol):
+class Model(nn.Module):
     """A decoder-only model on one device.
 
     On the meta device it takes no memory, and all but `forward` and `compute_logits` can be asked of it: that is how
     sizes are known before weights are loaded.
+
+    Attributes:
+        dtype: of hidden states and logits.
+        kv_layout: what the KV cache holds of a token in each layer.
     """
 
-    @property
-    def spec(self) -> ModelSpec:
-        """Vocabulary, longest sequence, end-of-sequence ids, and what each layer is made of: heads, windows, scale."""
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec, self.dtype, self.device = spec, dtype, device
+        self.kv_layout = spec.kv_layout(dtype)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of hidden states and logits."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def kv_layout(self) -> KVLayout:
-        """What the KV cache holds of a token in each layer."""
-
+    @abstractmethod
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """token_ids and positions [T] int64 -> hidden states [T, H], of `dtype`, after the last norm.
 
@@ -72,15 +61,15 @@ class Model(Protocol):
         CUDA graph all else that the model reads has a fixed address, and nothing waits for the device.
         """
 
+    @abstractmethod
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden [S, H] -> [S, V], of `dtype`; in `out`, contiguous, where it is given."""
 
-    def weight_bytes(self) -> int:
-        """Bytes that the weights take on the device, shared ones once; also where they are not loaded."""
-
+    @abstractmethod
     def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
         """Checkpoint name -> what becomes of that tensor. Together they fill every weight."""
 
+    @abstractmethod
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
         """Random weights of the true shapes, norms' ones apart, which are 1.
 
@@ -88,6 +77,6 @@ class Model(Protocol):
         rounding, in every dtype.
         """
 
-
-# (spec, max_len, build) -> the model on build.device, weights empty, for positions below max_len.
-ModelFactory = Callable[["ModelSpec", int, "Build"], Model]
+    def weight_bytes(self) -> int:
+        """Bytes that the weights take on the device, shared ones once; also where they are not loaded."""
+        return sum(parameter.nbytes for parameter in self.parameters())

@@ -1,25 +1,15 @@
-"""The architectures that are known here: how each config.json becomes a ModelSpec, and who builds the model."""
+"""The architectures that are known here, and how a config.json becomes a ModelSpec."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from mini_infer.core.errors import ModelError
 from mini_infer.core.model_config import Implementation
-from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.hf_config import decoder_spec, layer_windows
-from mini_infer.modeling.model import ModelFactory
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.modeling.transformers_model import new_transformers_model, transformers_spec
-
-
-@dataclass(frozen=True)
-class Architecture:
-    model_type: str  # of the transformers config class, which knows the defaults and the older spellings
-    read: Callable[[str, Any, str], ModelSpec]  # (architecture, config, source), source being its name in errors
-    build: ModelFactory = Decoder
+from mini_infer.modeling.transformers_model import transformers_spec
 
 
 def _llama(name: str, config: Any, source: str) -> ModelSpec:
@@ -40,11 +30,13 @@ def _mistral(name: str, config: Any, source: str) -> ModelSpec:
     return decoder_spec(name, config, source, (config.sliding_window,) * config.num_hidden_layers)
 
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture("llama", _llama),
-    "Qwen2ForCausalLM": Architecture("qwen2", _qwen2),
-    "Qwen3ForCausalLM": Architecture("qwen3", _qwen3),
-    "MistralForCausalLM": Architecture("mistral", _mistral),
+# Architecture -> the model_type of its transformers config class, which knows defaults and older spellings, and what
+# makes the spec of (architecture, config, source).
+ARCHITECTURES: dict[str, tuple[str, Callable[[str, Any, str], ModelSpec]]] = {
+    "LlamaForCausalLM": ("llama", _llama),
+    "Qwen2ForCausalLM": ("qwen2", _qwen2),
+    "Qwen3ForCausalLM": ("qwen3", _qwen3),
+    "MistralForCausalLM": ("mistral", _mistral),
 }
 
 # A config.json without these would silently get the sizes of the family's 7B model.
@@ -69,16 +61,11 @@ def parse_spec(raw: dict[str, Any], source: str, implementation: Implementation 
         raise ModelError(f"{source}: missing {', '.join(missing)}")
     from transformers import AutoConfig  # takes seconds to import, and a dry model needs none of it
 
-    architecture = ARCHITECTURES[name]
+    model_type, read = ARCHITECTURES[name]
     values = {key: value for key, value in raw.items() if key != "model_type"}
     try:
-        config = AutoConfig.for_model(architecture.model_type, **values)
-        return architecture.read(name, config, source)
+        return read(name, AutoConfig.for_model(model_type, **values), source)
     except ModelError:
         raise
     except Exception as error:  # transformers raises whatever its validators do
         raise ModelError(f"{source}: {error}") from error
-
-
-def factory(spec: ModelSpec) -> ModelFactory:
-    return new_transformers_model if spec.through_transformers else ARCHITECTURES[spec.architecture].build

@@ -22,12 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_infer.attention.context import AttentionContext
-from mini_infer.cache.layout import KVLayout
 from mini_infer.core.errors import ModelError
 from mini_infer.modeling.checkpoint import safetensors_files
 from mini_infer.modeling.hf_config import token_ids
 from mini_infer.modeling.linear_methods.base import Build
-from mini_infer.modeling.model import CheckpointTensor
+from mini_infer.modeling.model import CheckpointTensor, Model
 from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
 from mini_infer.modeling.transformers_probe import PAGED, attend_by, probe, register, text_config
 
@@ -63,18 +62,15 @@ def transformers_spec(raw: dict[str, Any], source: str, registered: str) -> Mode
     )
 
 
-class TransformersModel(nn.Module):
-    """A causal language model of transformers behind the Model protocol (modeling/model.py)."""
+class TransformersModel(Model):
+    """A causal language model of transformers."""
 
     def __init__(self, causal_lm: Any, spec: ModelSpec) -> None:
-        super().__init__()
-        self.spec = spec
+        embedding = causal_lm.get_input_embeddings().weight
+        super().__init__(spec, embedding.dtype, embedding.device)
         causal_lm.requires_grad_(False)
         self._checkpoint = dict(causal_lm.named_parameters())
         self._decoder = causal_lm.get_decoder()
-        embedding = self._decoder.get_input_embeddings().weight
-        self.dtype, self.device = embedding.dtype, embedding.device
-        self.kv_layout: KVLayout = spec.kv_layout(self.dtype)
         self._attention = _PagedAttention(spec.attention)
         attend_by(self._decoder, self._attention)
         # What makes logits of hidden states (head, scale, cap, bias) is the rest of the model's own code.
@@ -83,7 +79,6 @@ class TransformersModel(nn.Module):
         self._rest = causal_lm
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """token_ids and positions [T] int64 -> hidden states [T, H] after the last norm."""
         self._attention.context = context
         # Drafts may stand behind the last position, where nobody reads what is computed.
         positions = positions.clamp(max=self.spec.max_model_len - 1)
@@ -92,12 +87,8 @@ class TransformersModel(nn.Module):
         return outputs[0][0]
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [S, H] -> [S, V], of the model's dtype; in `out`, contiguous, where it is given."""
         logits = self._rest(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits.to(self.dtype) if out is None else out.copy_(logits)
-
-    def weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.parameters())
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """By transformers' names; its own loading also knows those of older files."""
@@ -164,8 +155,8 @@ class _Outputs:
         return None
 
 
-def new_transformers_model(spec: ModelSpec, max_len: int, build: Build) -> TransformersModel:
-    """A ModelFactory. Weights are as transformers initialises them, and without memory on the meta device."""
+def new_transformers_model(spec: ModelSpec, build: Build) -> TransformersModel:
+    """Weights are as transformers initialises them, and without memory on the meta device."""
     from transformers import AutoModelForCausalLM
 
     register()
