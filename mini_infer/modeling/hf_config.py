@@ -29,8 +29,6 @@ def decoder_spec(
     """
     if config.hidden_act != "silu":
         raise ModelError(f"{source}: hidden_act is {config.hidden_act!r}; only 'silu' is supported")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{source}: quantized checkpoints are not supported; use the original weights")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ModelError(f"{source}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")

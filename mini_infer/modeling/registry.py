@@ -9,7 +9,7 @@ from mini_infer.core.errors import ModelError
 from mini_infer.core.model_config import Implementation
 from mini_infer.modeling.hf_config import decoder_spec, layer_windows
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.modeling.transformers_model import transformers_spec
+from mini_infer.modeling.transformers_probe import transformers_spec
 
 
 def _llama(name: str, config: Any, source: str) -> ModelSpec:
@@ -49,21 +49,23 @@ def parse_spec(raw: dict[str, Any], source: str, implementation: Implementation 
     names = [names] if isinstance(names, str) else names
     name = next((name for name in names if name in ARCHITECTURES), None)
     ours = ", ".join(ARCHITECTURES)
-    if implementation is Implementation.transformers or (implementation is Implementation.auto and name is None):
-        return transformers_spec(raw, source, ours)
-    if name is None:
-        raise ModelError(
-            f"{source}: unsupported architecture {', '.join(names) or '(none given)'}; model.implementation=ours "
-            f"supports {ours}, and transformers others"
-        )
-    missing = [key for key in _REQUIRED if key not in raw]
-    if missing:
-        raise ModelError(f"{source}: missing {', '.join(missing)}")
-    from transformers import AutoConfig  # takes seconds to import, and a dry model needs none of it
-
-    model_type, read = ARCHITECTURES[name]
-    values = {key: value for key, value in raw.items() if key != "model_type"}
+    if raw.get("quantization_config") is not None:
+        raise ModelError(f"{source}: quantized checkpoints are not supported; use the original weights")
     try:
+        if implementation is Implementation.transformers or (implementation is Implementation.auto and name is None):
+            return transformers_spec(raw, names, source, ours)
+        if name is None:
+            raise ModelError(
+                f"{source}: unsupported architecture {', '.join(names) or '(none given)'}; model.implementation=ours "
+                f"supports {ours}, and transformers others"
+            )
+        missing = [key for key in _REQUIRED if key not in raw]
+        if missing:
+            raise ModelError(f"{source}: missing {', '.join(missing)}")
+        from transformers import AutoConfig  # takes seconds to import, and a dry model needs none of it
+
+        model_type, read = ARCHITECTURES[name]
+        values = {key: value for key, value in raw.items() if key != "model_type"}
         return read(name, AutoConfig.for_model(model_type, **values), source)
     except ModelError:
         raise

@@ -24,42 +24,10 @@ from torch import Tensor, nn
 from mini_infer.attention.context import AttentionContext
 from mini_infer.core.errors import ModelError
 from mini_infer.modeling.checkpoint import safetensors_files
-from mini_infer.modeling.hf_config import token_ids
 from mini_infer.modeling.linear_methods.base import Build
 from mini_infer.modeling.model import CheckpointTensor, Model
-from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
-from mini_infer.modeling.transformers_probe import PAGED, attend_by, probe, register, text_config
-
-
-def transformers_spec(raw: dict[str, Any], source: str, registered: str) -> ModelSpec:
-    """A config.json's content -> ModelSpec. Raises ModelError where it cannot be served, with the reason.
-
-    Args:
-        source: names the config in errors.
-        registered: the architectures that need no transformers, for the message to who has an unknown one.
-    """
-    config = text_config(raw, source, registered)
-    findings = probe(config, source)
-    first = findings.calls[0]
-    # Keys and values of different sizes are both kept at the larger one, filled up with zeros.
-    head_dim = max(max(call.key_dim, call.value_dim) for call in findings.calls)
-    mlp = MLPSpec(getattr(config, "intermediate_size", None) or 4 * findings.hidden_size)  # bounds memory, no more
-    return ModelSpec(
-        architecture=findings.architecture,
-        vocab_size=findings.vocab_size,
-        hidden_size=findings.hidden_size,
-        layers=tuple(
-            LayerSpec(AttentionSpec(first.num_heads, first.num_kv_heads, head_dim, first.scale, call.window), mlp)
-            for call in findings.calls
-        ),
-        norm_eps=0.0,  # transformers' code has its own
-        tie_word_embeddings=config.tie_word_embeddings,
-        max_model_len=config.max_position_embeddings,
-        dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
-        eos_token_ids=token_ids(config.eos_token_id),
-        through_transformers=True,
-        config=config,
-    )
+from mini_infer.modeling.spec import AttentionSpec, ModelSpec
+from mini_infer.modeling.transformers_probe import PAGED, attend_by, register
 
 
 class TransformersModel(Model):

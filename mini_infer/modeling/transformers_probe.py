@@ -9,14 +9,15 @@ results on the host fails there, for it finds none.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mini_infer.core.errors import ModelError
+from mini_infer.modeling.hf_config import token_ids
+from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
 
 PAGED = "mini_infer"  # the attention implementation's name in transformers; it has no masks, so none are made
 _PROBE = "mini_infer_probe"  # the same function, with masks
@@ -33,8 +34,7 @@ _NOT_DONE = {
 _ALIBI = ("bloom", "mpt")  # always; others say so in their config
 
 
-@dataclass(frozen=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """One layer's call of the attention function."""
 
     layer: int
@@ -46,12 +46,57 @@ class AttentionCall:
     window: int | None
 
 
-@dataclass(frozen=True)
-class Findings:
-    architecture: str
-    calls: tuple[AttentionCall, ...]  # of all layers, in order
-    hidden_size: int
-    vocab_size: int
+class _CannotServeError(Exception):
+    """Why; raised out of the midst of transformers' code."""
+
+
+def transformers_spec(raw: dict[str, Any], names: list[str], source: str, ours: str) -> ModelSpec:
+    """A config.json's content -> ModelSpec. Raises ModelError where it cannot be served, with the reason.
+
+    Args:
+        names: its architectures.
+        source: names the config in errors.
+        ours: the architectures that need no transformers, for the message.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    model_type, config, architecture = raw.get("model_type"), None, None
+    if model_type in CONFIG_MAPPING:
+        config = AutoConfig.for_model(model_type, **{key: raw[key] for key in raw if key != "model_type"})
+        architecture = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if config is None or architecture is None or architecture.__name__ not in names:
+        raise ModelError(
+            f"{source}: unsupported architecture {', '.join(names) or '(none given)'} ({model_type=}); supported are "
+            f"{ours}, and what transformers knows as a causal language model by its model_type"
+        )
+    try:
+        for refused, reason in _refusals(config, architecture):
+            if refused:
+                raise _CannotServeError(reason)
+        calls, hidden_size, vocab_size = _probe(config)
+    except _CannotServeError as error:
+        name = architecture.__name__
+        raise ModelError(f"{source}: {name} cannot run through transformers' code here: {error}") from error
+    first = calls[0]
+    # Keys and values of different sizes are both kept at the larger one, filled up with zeros.
+    head_dim = max(max(call.key_dim, call.value_dim) for call in calls)
+    mlp = MLPSpec(getattr(config, "intermediate_size", None) or 4 * hidden_size)  # bounds memory, no more
+    return ModelSpec(
+        architecture=architecture.__name__,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=tuple(
+            LayerSpec(AttentionSpec(first.num_heads, first.num_kv_heads, head_dim, first.scale, call.window), mlp)
+            for call in calls
+        ),
+        norm_eps=0.0,  # transformers' code has its own
+        tie_word_embeddings=config.tie_word_embeddings,
+        max_model_len=config.max_position_embeddings,
+        dtype=config.dtype if isinstance(config.dtype, torch.dtype) else None,
+        eos_token_ids=token_ids(config.eos_token_id),
+        through_transformers=True,
+        config=config,
+    )
 
 
 def register() -> None:
@@ -86,103 +131,74 @@ def _remembering_mask(mask_function: Callable[..., Tensor], q_length: int, kv_le
     return mask
 
 
-def text_config(raw: dict[str, Any], source: str, registered: str) -> Any:
-    """transformers' config of a config.json's content. Raises ModelError where it is of no causal language model.
+def _refusals(config: Any, architecture: Any) -> Iterator[tuple[object, str]]:
+    """(whether it holds, reason) of all that a config can say."""
+    yield config.is_encoder_decoder, "it is the decoder of an encoder-decoder, which attends to an encoder's states"
+    yield config.get_text_config() is not config, "it takes more than text, and only decoders of text are served"
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    others = ", ".join(kinds)
+    yield (
+        getattr(architecture, "_is_stateful", False) or any("attention" not in kind for kind in kinds),
+        f"its layers keep a state{f' ({others})' if kinds else ''} that is not each token's keys and values, which is "
+        "all the cache holds",
+    )
+    yield kinds, f"layers of kind {others} are not supported; only full and sliding attention are"
+    yield (
+        getattr(config, "alibi", config.model_type in _ALIBI),
+        "it uses ALiBi, a bias of positions on attention scores, which no attention backend here does",
+    )
+    yield (
+        not architecture._can_set_attn_implementation(),
+        "its code attends by itself, not through an attention function that could be replaced",
+    )
+    yield (
+        not getattr(config, "max_position_embeddings", None),
+        "its config does not say how many positions there are (max_position_embeddings)",
+    )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = values.get("rope_type")
+        yield (
+            kind in ("dynamic", "longrope"),
+            f"rope type {kind} changes the keys already cached as a sequence grows",
+        )
 
-    Args:
-        registered: names of the architectures that need no transformers, for the message.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    names = raw.get("architectures") or []
-    names = [names] if isinstance(names, str) else names
-    name, model_type = ", ".join(names) or "(none given)", raw.get("model_type")
-    own_ways = f"supported are {registered}, and what transformers knows as a causal language model by its model_type"
-    try:
-        config = AutoConfig.for_model(model_type, **{key: raw[key] for key in raw if key != "model_type"})
-    except ValueError as error:
-        if "Unrecognized model identifier" in str(error):
-            raise ModelError(f"{source}: unsupported architecture {name} ({model_type=}); {own_ways}") from None
-        raise ModelError(f"{source}: {error}") from error
-    except Exception as error:  # transformers raises whatever its validators do
-        raise ModelError(f"{source}: {error}") from error
-    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if known is None or known.__name__ not in names:
-        raise ModelError(f"{source}: unsupported architecture {name} ({model_type=}); {own_ways}")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"{source}: quantized checkpoints are not supported; use the original weights")
-    return config
-
-
-def probe(config: Any, source: str) -> Findings:
-    """Raises ModelError with the reason where a model of this config cannot run through paged attention."""
+def _probe(config: Any) -> tuple[list[AttentionCall], int, int]:
+    """The calls of all layers in order, hidden size and vocabulary. Raises _CannotServeError."""
     from transformers import AutoModelForCausalLM
 
     register()
-    architecture = AutoModelForCausalLM._model_mapping[type(config)]
-    recorder = _Recorder(getattr(config, "max_position_embeddings", None) or 1)
-    reason = _reason_in_config(config, architecture)
-    if reason is None:
-        try:
-            with torch.device("meta"), torch.inference_mode():
-                model = AutoModelForCausalLM.from_config(
-                    config, attn_implementation=_PROBE, dtype=torch.bfloat16
-                ).eval()
-                decoder = model.get_decoder()
-                reason = _reason_in_code(model, decoder)
-                if reason is None:
-                    hidden, logits = recorder.run(model, decoder)
-        except _CannotServeError as error:
-            reason = str(error)
-        except Exception as error:  # whatever its code does, with such a config or where there are no values
-            said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            waits = isinstance(error, RuntimeError) and "meta" in str(error)  # a NotImplementedError is one
-            reason = f"it waits for results on the host ({said})" if waits else f"its code fails with {said}"
-    reason = reason or recorder.reason()
-    if reason is not None:
-        raise ModelError(f"{source}: {architecture.__name__} cannot run through transformers' code here: {reason}")
-    return Findings(architecture.__name__, tuple(recorder.calls), hidden.shape[-1], logits.shape[-1])
+    recorder = _Recorder(config.max_position_embeddings)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=_PROBE, dtype=torch.bfloat16).eval()
+            hidden, logits = recorder.run(model, model.get_decoder())
+    except _CannotServeError:
+        raise
+    except Exception as error:  # whatever its code does, with such a config or where there are no values
+        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        waits = isinstance(error, RuntimeError) and "meta" in str(error)  # a NotImplementedError is one
+        reason = f"it waits for results on the host ({said})" if waits else f"its code fails with {said}"
+        raise _CannotServeError(reason) from error
+    calls = recorder.calls
+    layers = [call.layer for call in calls]
+    if not layers or layers != list(range(len(layers))):
+        raise _CannotServeError(
+            "its layers must attend once each through transformers' attention function; the layers that did are "
+            f"{layers}"
+        )
+    for what in ("num_heads", "num_kv_heads"):
+        differing = sorted({getattr(call, what) for call in calls})
+        if len(differing) > 1:
+            numbers = ", ".join(map(str, differing))
+            raise _CannotServeError(f"{what} differs between its layers ({numbers}); the cache has one for all")
+    return calls, hidden.shape[-1], logits.shape[-1]
 
 
 def _nothing(query: Tensor, value: Tensor) -> Tensor:
     """Of the shape of what attention gives."""
     return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
-
-
-class _CannotServeError(Exception):
-    """Why; raised out of the midst of transformers' code."""
-
-
-def _reason_in_config(config: Any, architecture: Any) -> str | None:
-    if config.is_encoder_decoder:
-        return "it is the decoder of an encoder-decoder, which attends to an encoder's states"
-    if config.get_text_config() is not config:
-        return "it takes more than text, and only decoders of text are served"
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if getattr(architecture, "_is_stateful", False) or any("attention" not in kind for kind in kinds):
-        more = f" ({', '.join(sorted(kinds))})" if kinds else ""
-        return f"its layers keep a state{more} that is not each token's keys and values, which is all the cache holds"
-    if kinds:
-        return f"layers of kind {', '.join(sorted(kinds))} are not supported; only full and sliding attention are"
-    if getattr(config, "alibi", config.model_type in _ALIBI):
-        return "it uses ALiBi, a bias of positions on attention scores, which no attention backend here does"
-    if not architecture._can_set_attn_implementation():
-        return "its code attends by itself, not through an attention function that could be replaced"
-    if not getattr(config, "max_position_embeddings", None):
-        return "its config does not say how many positions there are (max_position_embeddings)"
-    rope = getattr(config, "rope_parameters", None) or {}
-    for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if values.get("rope_type") in ("dynamic", "longrope"):
-            return f"rope type {values['rope_type']} changes the keys already cached as a sequence grows"
-    return None
-
-
-def _reason_in_code(model: Any, decoder: Any) -> str | None:
-    if decoder is model:
-        return "its code has no decoder apart from the head that makes logits"
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        return "its code takes no position_ids, so its tokens cannot be of several sequences"
-    return None
 
 
 class _Recorder:
@@ -194,6 +210,10 @@ class _Recorder:
 
     def run(self, model: Any, decoder: Any) -> tuple[Tensor, Tensor]:
         """Hidden states and logits of a few tokens, without values."""
+        if decoder is model:
+            raise _CannotServeError("its code has no decoder apart from the head that makes logits")
+        if "position_ids" not in inspect.signature(decoder.forward).parameters:
+            raise _CannotServeError("its code takes no position_ids, so its tokens cannot be of several sequences")
         tokens = torch.zeros((1, _TOKENS), dtype=torch.int64)
         attend_by(decoder, self)
         # With a mask of padding, the code does not look whether positions start anew, as of packed sequences.
@@ -244,18 +264,3 @@ class _Recorder:
                         f"layer {layer} has a mask that is neither causal nor a sliding window of the last tokens"
                     )
         return None if window > last else window
-
-    def reason(self) -> str | None:
-        """Why these calls cannot be served, if they cannot."""
-        if [call.layer for call in self.calls] != list(range(len(self.calls))) or not self.calls:
-            return (
-                "its layers must attend once each through transformers' attention function; the layers that did are "
-                f"{[call.layer for call in self.calls]}"
-            )
-        for what in ("num_heads", "num_kv_heads"):
-            differing = sorted({getattr(call, what) for call in self.calls})
-            if len(differing) > 1:
-                return (
-                    f"{what} differs between its layers ({', '.join(map(str, differing))}); the cache has one for all"
-                )
-        return None
