@@ -17,7 +17,7 @@ from torch import Tensor
 
 from experiments.lab.kernel_case import Case, Implementation, VariantAbsent, Work, heads, require_triton, row_error
 from mini_infer.attention.backend import Kind, Requirements, select_backend
-from mini_infer.attention.context import AttentionBatch
+from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import AttentionChoice
@@ -112,7 +112,7 @@ class _Attention(Case):
             reason = str(error).partition(f": {choice.value}: ")[2].partition(". Others:")[0]
             raise VariantAbsent(reason or str(error)) from error
         begin = backend.decode if self.kind == "decode" else backend.prefill
-        step = begin(self._batch, self._store, [None] * copies, self._scale)
+        step = begin(self._batch, ModelAttention(self._store, [None] * copies, self._scale))
         self._held.append(step)
         return Implementation(lambda copy: step(copy, self._q[copy]), backend.capabilities.graph_safe)
 

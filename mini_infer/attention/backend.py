@@ -6,22 +6,20 @@ A new backend is one file with an AttentionBackend, one line in BACKENDS and its
 from __future__ import annotations
 
 import importlib
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from mini_infer.cache.kv_store import KVStore
+from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import AttentionChoice
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.limits import AttentionLimits, names
-
-if TYPE_CHECKING:
-    from mini_infer.attention.context import AttentionBatch
 
 Kind = Literal["prefill", "decode"]
 
@@ -102,9 +100,8 @@ class AttentionStep(Protocol):
 class AttentionBackend(ABC):
     """Makes, once a step, the callables that every layer of that step shares. Both return q's shape and dtype.
 
-    windows[layer] is the layer's sliding window: a query at position p sees (p - window, p]; None sees [0, p].
-    scale multiplies q.k. num_heads is a multiple of num_kv_heads, and head h reads KV head h // group. A token's heads
-    are contiguous in q, and its tokens may lie apart.
+    num_heads is a multiple of num_kv_heads, and head h reads KV head h // group. A token's heads are contiguous in q,
+    and its tokens may lie apart.
 
     Decode rows have batch.decode_query_len tokens each: one, or 1 + k where k drafts are verified. They are the last of
     their sequences, and a token sees those before it. Rows that differ in their number of tokens are prefill rows.
@@ -115,23 +112,51 @@ class AttentionBackend(ABC):
     capabilities: Capabilities
 
     @abstractmethod
-    def decode(
-        self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float
-    ) -> AttentionStep: ...
+    def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep: ...
 
     @abstractmethod
-    def prefill(
-        self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float
-    ) -> AttentionStep: ...
+    def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep: ...
 
     def check(self, device: torch.device) -> None:  # noqa: B027 most have nothing to try
         """Raises whatever error shows that the backend, although it can be imported, does not work on this machine."""
 
-    def warm_up(  # noqa: B027 most backends have nothing to compile
-        self, kind: Kind, kv_store: KVStore, num_heads: int, windows: Sequence[int | None], scale: float, max_rows: int
-    ) -> None:
+    def variants(self, kind: Kind) -> Sequence[tuple[int, int]]:
+        """(rows, tokens of the longest one) of steps that between them run every variant of the kernels."""
+        return ()
+
+    @torch.inference_mode()
+    def warm_up(self, kind: Kind, attention: ModelAttention, num_heads: int, max_rows: int) -> None:
         """Compiles everything that steps of up to max_rows rows will run, so that none of them waits for a compiler.
         Reads block 0, and leaves the cache as it is."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a compiler's, about its own package
+            for num_rows, max_query_len in self.variants(kind):
+                if num_rows <= max_rows:
+                    self._run_small_steps(kind, attention, num_heads, num_rows, max_query_len)
+
+    def _run_small_steps(
+        self, kind: Kind, attention: ModelAttention, num_heads: int, num_rows: int, max_query_len: int
+    ) -> None:
+        """Steps of one-token rows at the start of block 0, with every window in force, and with none. max_query_len is
+        only what the step says of its longest row."""
+        keys, windows = attention.store.keys(0), attention.windows
+        q = torch.zeros(num_rows, num_heads, keys.shape[-1], dtype=keys.dtype, device=keys.device)
+        zeros = torch.zeros(num_rows, dtype=torch.int64, device=keys.device)
+        for length in {1, 1 + max((window for window in windows if window is not None), default=0)}:
+            batch = AttentionBatch(
+                positions=zeros,
+                slot_mapping=zeros,
+                block_tables=zeros.int()[:, None],
+                query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=keys.device),
+                seq_lens=torch.ones(num_rows, dtype=torch.int32, device=keys.device),
+                num_decode_rows=num_rows if kind == "decode" else 0,
+                max_decode_seq_len=length,
+                max_prefill_query_len=max_query_len,
+                max_prefill_seq_len=length,
+            )
+            step = (self.decode if kind == "decode" else self.prefill)(batch, attention)
+            for window in set(windows):
+                step(windows.index(window), q)
 
 
 @dataclass(frozen=True)
@@ -180,8 +205,3 @@ def _load(candidate: AttentionChoice, kind: Kind, needs: Requirements) -> Attent
     except Exception as error:  # a compiler's, the driver's
         return f"it does not work here ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
     return instance
-
-
-def effective_windows(windows: Sequence[int | None], length: int) -> list[int | None]:
-    """A window that covers every sequence of a step, the longest of `length` tokens, is none."""
-    return [None if window is None or window >= length else window for window in windows]

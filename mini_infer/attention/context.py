@@ -1,15 +1,18 @@
-"""What attention knows about a step: AttentionBatch (the rows) and AttentionContext (the rows, bound to a cache)."""
+"""What attention knows of a step (AttentionBatch), of the model (ModelAttention), and of both (AttentionContext)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from mini_infer.attention.backend import AttentionBackend
 from mini_infer.cache.kv_store import KVStore
+
+if TYPE_CHECKING:
+    from mini_infer.attention.backend import AttentionBackend
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,29 +91,43 @@ class AttentionBatch:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class ModelAttention:
+    """The same in every step: the cache of a model, and how its layers attend.
+
+    windows[layer] is the layer's sliding window: a query at position p sees (p - window, p]; None sees [0, p].
+    scale multiplies q.k.
+    """
+
+    store: KVStore
+    windows: Sequence[int | None]
+    scale: float
+
+    def windows_within(self, length: int) -> list[int | None]:
+        """A window that covers every sequence of a step, the longest of `length` tokens, is none."""
+        return [None if window is None or window >= length else window for window in self.windows]
+
+
 class AttentionContext:
     """The argument through which a model's attention layers reach the KV cache in one step.
 
     A layer first stores its K and V, by `store` or, fused with other operations, in key_slots and value_slots at
     batch.slot_mapping; and then it attends.
-    windows[layer] is the layer's sliding window, or None for full attention. scale multiplies q.k.
     """
 
     def __init__(
         self,
         batch: AttentionBatch,
-        kv_store: KVStore,
+        attention: ModelAttention,
         prefill_backend: AttentionBackend,
         decode_backend: AttentionBackend,
-        windows: Sequence[int | None],
-        scale: float,
     ) -> None:
         self.batch = batch
-        self._kv_store = kv_store
+        self._kv_store = attention.store
         # A backend derives here, once a step, what all layers share.
-        self._decode = decode_backend.decode(batch, kv_store, windows, scale) if batch.num_decode_rows else None
+        self._decode = decode_backend.decode(batch, attention) if batch.num_decode_rows else None
         has_prefill = batch.num_decode_rows < batch.num_rows
-        self._prefill = prefill_backend.prefill(batch, kv_store, windows, scale) if has_prefill else None
+        self._prefill = prefill_backend.prefill(batch, attention) if has_prefill else None
 
     def key_slots(self, layer: int) -> Tensor:
         """[num_blocks * block_size, num_kv_heads, head_dim], where batch.slot_mapping points."""

@@ -8,18 +8,14 @@ thread blocks as there are KV heads, where Flash Decoding (kernels/flash_decode.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mini_infer.attention.backend import AttentionBackend, Capabilities, Kind, effective_windows
-from mini_infer.attention.context import AttentionBatch
-from mini_infer.attention.warm_up import run_small_steps
-from mini_infer.cache.kv_store import KVStore
+from mini_infer.attention.backend import AttentionBackend, AttentionStep, Capabilities, Kind
+from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.kernels.limits import AttentionLimits
 
 # Of a paged cache, on both generations.
@@ -50,43 +46,35 @@ class FlashAttnBackend(AttentionBackend):
             raise ImportError(f"it is not installed ({error}): pip install 'mini-infer[flash]'") from error
         self._kernels = _Kernels(_flash_attn_fwd)
 
-    def decode(self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float) -> _Step:
+    def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
         n = batch.num_decode_rows
-        rows = _Rows(batch.query_starts[: n + 1], batch.seq_lens[:n], batch.block_tables[:n], scale)
-        return _Step(self._kernels, kv_store, effective_windows(windows, batch.max_decode_seq_len), rows)
+        rows = _Rows(batch.query_starts[: n + 1], batch.seq_lens[:n], batch.block_tables[:n], attention.scale)
+        return self._step(rows, attention, batch.max_decode_seq_len)
 
-    def prefill(self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float) -> _Step:
+    def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
         n = batch.num_decode_rows
-        rows = _Rows(batch.prefill_query_starts(), batch.seq_lens[n:], batch.block_tables[n:], scale)
-        return _Step(self._kernels, kv_store, effective_windows(windows, batch.max_prefill_seq_len), rows)
+        rows = _Rows(batch.prefill_query_starts(), batch.seq_lens[n:], batch.block_tables[n:], attention.scale)
+        return self._step(rows, attention, batch.max_prefill_seq_len)
 
-    def warm_up(
-        self, kind: Kind, kv_store: KVStore, num_heads: int, windows: Sequence[int | None], scale: float, max_rows: int
-    ) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the compiler's, about its own package
-            for num_rows in (1, _ROWS_WITHOUT_TABLE + 1):
-                if num_rows <= max_rows:
-                    run_small_steps(self, kind, kv_store, num_heads, windows, scale, num_rows=num_rows)
+    def _step(self, rows: _Rows, attention: ModelAttention, max_len: int) -> AttentionStep:
+        kernels, store, windows = self._kernels, attention.store, attention.windows_within(max_len)
+
+        def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+            return kernels(q, store.keys(layer), store.values(layer), rows, windows[layer], out)
+
+        return step
+
+    def variants(self, kind: Kind) -> list[tuple[int, int]]:
+        return [(1, 1), (_ROWS_WITHOUT_TABLE + 1, 1)]
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
+class _Rows(NamedTuple):
     """Rows of any number of tokens each, the last of their sequences."""
 
     query_starts: Tensor  # [R + 1] int32, from 0
     seq_lens: Tensor  # [R] int32
     block_tables: Tensor  # [R, W] int32
     scale: float
-
-
-class _Step:
-    def __init__(self, kernels: _Kernels, kv_store: KVStore, windows: Sequence[int | None], rows: _Rows) -> None:
-        self._kernels, self._kv_store, self._windows, self._rows = kernels, kv_store, windows, rows
-
-    def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-        keys, values = self._kv_store.keys(layer), self._kv_store.values(layer)
-        return self._kernels(q, keys, values, self._rows, self._windows[layer], out)
 
 
 class _Kernels:
@@ -107,10 +95,7 @@ class _Kernels:
         variant = (q.dtype, q.shape[1:], keys.shape[1:], window is None, rows.seq_lens.shape[0] > _ROWS_WITHOUT_TABLE)
         call = self._variants.get(variant)
         if call is None:
-            if variant in self._variants:
-                result = self._package_call(q, keys, values, rows, left)
-            else:
-                result = self._first_call(variant, q, keys, values, rows, left)
+            result = self._through_package(variant, q, keys, values, rows, left)
             return result if out is None else out.copy_(result)
         out = q.new_empty(q.shape) if out is None else out
         arguments = list(call.arguments)
@@ -119,39 +104,31 @@ class _Kernels:
         call.kernel(*arguments)
         return out
 
-    def _package_call(self, q: Tensor, keys: Tensor, values: Tensor, rows: _Rows, left: int | None) -> Tensor:
-        return self._forward(
-            q,
-            keys,
-            values,
-            cu_seqlens_q=rows.query_starts,
-            seqused_k=rows.seq_lens,
-            page_table=rows.block_tables,
-            softmax_scale=rows.scale,
-            causal=True,
-            window_size_left=left,
-        )[0]
-
-    def _first_call(
+    def _through_package(
         self, variant: tuple, q: Tensor, keys: Tensor, values: Tensor, rows: _Rows, left: int | None
     ) -> Tensor:
-        cache = getattr(self._forward, "compile_cache", None)
-        if cache is None:
-            return self._package_call(q, keys, values, rows, left)
-        listener = _Listener(cache)
-        self._forward.compile_cache = listener
+        """Notes at a variant's first call what the kernel is called with."""
+        forward, cache = self._forward, getattr(self._forward, "compile_cache", None)
+        listener = None if cache is None or variant in self._variants else _Listener(cache)
+        if listener is not None:
+            forward.compile_cache = listener
         try:
-            out = self._package_call(q, keys, values, rows, left)
+            out = forward(
+                q,
+                keys,
+                values,
+                cu_seqlens_q=rows.query_starts,
+                seqused_k=rows.seq_lens,
+                page_table=rows.block_tables,
+                softmax_scale=rows.scale,
+                causal=True,
+                window_size_left=left,
+            )[0]
         finally:
-            self._forward.compile_cache = cache
-        call, changing = listener.call, _changing(q, keys, values, out, rows, left)
-        if call is not None:
-            understood = len(call.arguments) > max(changing) and all(
-                _same(argument, changing[place]) if place in changing else _is_fixed(argument)
-                for place, argument in enumerate(call.arguments)
-            )
-            fixed = tuple(None if place in changing else argument for place, argument in enumerate(call.arguments))
-            self._variants[variant] = _Call(call.kernel, fixed) if understood else None
+            if listener is not None:
+                forward.compile_cache = cache
+        if listener is not None and listener.call is not None:
+            self._variants[variant] = _understood(listener.call, _changing(q, keys, values, out, rows, left))
         return out
 
 
@@ -170,6 +147,21 @@ def _changing(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, rows: _Rows,
     }
 
 
+class _Call(NamedTuple):
+    kernel: Callable
+    arguments: Sequence[Any]
+
+
+def _understood(call: _Call, changing: dict[int, Any]) -> _Call | None:
+    """The call, if what changes from call to call stands where we think, and nothing else does."""
+    fixed = [None if place in changing else argument for place, argument in enumerate(call.arguments)]
+    known = len(call.arguments) > max(changing) and all(
+        _same(argument, changing[place]) if place in changing else _is_fixed(argument)
+        for place, argument in enumerate(call.arguments)
+    )
+    return _Call(call.kernel, fixed) if known else None
+
+
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
@@ -179,12 +171,6 @@ def _same(one: Any, other: Any) -> bool:
 def _is_fixed(argument: Any) -> bool:
     """Nothing, or a side of a window that is 0: no tensor and no length, which another step would have others of."""
     return not isinstance(argument, Tensor) and argument in (None, 0, (None, None))
-
-
-@dataclass(frozen=True)
-class _Call:
-    kernel: Callable
-    arguments: tuple
 
 
 class _Listener:

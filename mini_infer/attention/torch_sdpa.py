@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_infer.attention.backend import AttentionBackend, Capabilities, effective_windows
-from mini_infer.attention.context import AttentionBatch
+from mini_infer.attention.backend import AttentionBackend, Capabilities
+from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.kernels.limits import AttentionLimits
 
@@ -35,13 +34,34 @@ class SdpaBackend(AttentionBackend):
     def __init__(self) -> None:
         self._scratch = _Scratch()
 
-    def decode(self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float) -> _Decode:
-        return _Decode(batch, kv_store, windows, scale, self._scratch)
+    def decode(self, batch: AttentionBatch, attention: ModelAttention) -> _Step:
+        """Rows of like lengths together."""
+        n, device = batch.decode_query_len, batch.positions.device
+        # Where only the device knows how long rows are, this waits for it: a reason why it is not graph-safe.
+        seq_lens = batch.seq_lens.cpu().numpy() if batch.host_seq_lens is None else batch.host_seq_lens
+        seq_lens = seq_lens[: batch.num_decode_rows]
+        positions = batch.positions[: batch.num_decode_tokens].view(-1, n)
+        tables = batch.block_tables[: batch.num_decode_rows]
+        groups = _alike(seq_lens)
+        if len(groups) == 1:  # as they are
+            return _Step([_DecodeRows(positions, tables, seq_lens, attention, self._scratch)])
+        parts = []
+        for rows in groups:
+            index = torch.from_numpy(rows).to(device)
+            parts.append(_DecodeRows(positions[index], tables[index], seq_lens[rows], attention, self._scratch))
+        order = np.concatenate([(rows[:, None] * n + np.arange(n)).ravel() for rows in groups])
+        return _Step(parts, torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device))
 
-    def prefill(
-        self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float
-    ) -> _Prefill:
-        return _Prefill(batch, kv_store, windows, scale, self._scratch)
+    def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> _Step:
+        """Row by row."""
+        starts, seq_lens = batch.host_query_starts, batch.host_seq_lens
+        assert starts is not None, "it is not graph-safe"
+        assert seq_lens is not None, "it is not graph-safe"
+        parts = []
+        for row in range(batch.num_decode_rows, batch.num_rows):
+            num_tokens, table = int(starts[row + 1] - starts[row]), batch.block_tables[row : row + 1]
+            parts.append(_Prompt(num_tokens, int(seq_lens[row]), table, attention, self._scratch))
+        return _Step(parts)
 
 
 class _Scratch:
@@ -61,70 +81,51 @@ class _Scratch:
 
 
 class _Gather:
-    """The blocks of some rows [R, W] of block tables, as K and V of shape [R, W * block_size, num_kv_heads, head_dim].
+    """The blocks of some rows of block tables [R, W], as K and V of shape [R, length, num_kv_heads, head_dim].
 
     Keys and values come in one index_select: they are rows b and num_blocks + b of the same matrix.
     """
 
-    def __init__(self, kv_store: KVStore, block_tables: Tensor, scratch: _Scratch) -> None:
-        self._kv_store = kv_store
-        blocks = block_tables.flatten()
-        self._index = torch.cat((blocks, blocks + kv_store.num_blocks))
-        self._out = scratch.take(len(self._index), kv_store.blocks(0))
+    def __init__(self, store: KVStore, block_tables: Tensor, length: int, scratch: _Scratch) -> None:
+        self._store = store
+        blocks = block_tables[:, : math.ceil(length / store.block_size)].flatten()
+        self._index = torch.cat((blocks, blocks + store.num_blocks))
+        self._out = scratch.take(len(self._index), store.blocks(0))
         rows = block_tables.shape[0]
-        self.k, self.v = self._out.view(2, rows, -1, *kv_store.keys(0).shape[2:])
+        self.k, self.v = self._out.view(2, rows, -1, *store.keys(0).shape[2:])[:, :, :length]
 
     def __call__(self, layer: int) -> None:
         """Fills k and v."""
-        torch.index_select(self._kv_store.blocks(layer), 0, self._index, out=self._out)
+        torch.index_select(self._store.blocks(layer), 0, self._index, out=self._out)
+
+
+class _Step:
+    """One part of the tokens after the other.
+
+    order, inverse: where the tokens of the parts stand in q, and where each token of q stands in the parts; None where
+    the parts follow each other as in q.
+    """
+
+    def __init__(
+        self, parts: Sequence[_DecodeRows | _Prompt], order: Tensor | None = None, inverse: Tensor | None = None
+    ) -> None:
+        self._parts, self._order, self._inverse = parts, order, inverse
+        self._num_tokens = [part.num_tokens for part in parts]
+
+    def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+        if len(self._parts) == 1:
+            result = self._parts[0](layer, q)
+            return result if out is None else out.copy_(result)
+        q = q if self._order is None else q[self._order]
+        results = [part(layer, own) for part, own in zip(self._parts, q.split(self._num_tokens), strict=True)]
+        if self._inverse is None:
+            return torch.cat(results, out=out)
+        result = torch.cat(results)[self._inverse]
+        return result if out is None else out.copy_(result)
 
 
 # Padding that a further call must save to be worth its overhead, in tokens of K and V gathered for nothing.
 _WORTH_A_CALL = 1024
-
-
-class _Decode:
-    """Decode rows, those of like lengths together."""
-
-    def __init__(
-        self,
-        batch: AttentionBatch,
-        kv_store: KVStore,
-        windows: Sequence[int | None],
-        scale: float,
-        scratch: _Scratch,
-    ) -> None:
-        n = batch.decode_query_len
-        # Where only the device knows how long rows are, this waits for it: a reason why it is not graph-safe.
-        seq_lens = batch.seq_lens.cpu().numpy() if batch.host_seq_lens is None else batch.host_seq_lens
-        seq_lens = seq_lens[: batch.num_decode_rows]
-        groups = _alike(seq_lens)
-        device = batch.positions.device
-        self._n = n
-        self._order: Tensor | None = None  # the rows, group after group
-        self._tokens = [len(rows) * n for rows in groups]
-        positions = batch.positions[: batch.num_decode_tokens].view(-1, n)
-        tables = batch.block_tables[: batch.num_decode_rows]
-        if len(groups) == 1:  # as they are
-            self._parts = [_DecodePart(positions, tables, seq_lens, kv_store, windows, scale, scratch)]
-            return
-        order = np.concatenate(groups)
-        self._order = torch.from_numpy(order).to(device)
-        self._inverse = torch.from_numpy(np.argsort(order)).to(device)
-        self._parts = []
-        for rows in groups:
-            index = torch.from_numpy(rows).to(device)
-            part = _DecodePart(positions[index], tables[index], seq_lens[rows], kv_store, windows, scale, scratch)
-            self._parts.append(part)
-
-    def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-        result = self._parts[0](layer, q) if self._order is None else self._by_group(layer, q)
-        return result if out is None else out.copy_(result)
-
-    def _by_group(self, layer: int, q: Tensor) -> Tensor:
-        q = q.unflatten(0, (-1, self._n))[self._order].flatten(0, 1)
-        results = [part(layer, own) for part, own in zip(self._parts, q.split(self._tokens), strict=True)]
-        return torch.cat(results).unflatten(0, (-1, self._n))[self._inverse].flatten(0, 1)
 
 
 def _alike(lens: np.ndarray) -> list[np.ndarray]:
@@ -139,7 +140,7 @@ def _alike(lens: np.ndarray) -> list[np.ndarray]:
         order = order[shorter[0] :]
 
 
-class _DecodePart:
+class _DecodeRows:
     """Decode rows in one call, padded to the longest.
 
     q [R * n, num_heads, head_dim] is seen as [R, num_kv_heads, n * group, head_dim], so each KV head serves its group
@@ -151,34 +152,31 @@ class _DecodePart:
         positions: Tensor,  # [R, n]
         block_tables: Tensor,  # [R, W]
         seq_lens: np.ndarray,  # [R]
-        kv_store: KVStore,
-        windows: Sequence[int | None],
-        scale: float,
+        attention: ModelAttention,
         scratch: _Scratch,
     ) -> None:
+        self.num_tokens = positions.numel()
         self._rows, self._n = positions.shape
-        self._kv_heads, self._scale = kv_store.keys(0).shape[2], scale
-        length = int(seq_lens.max())
-        self._gather = _Gather(kv_store, block_tables[:, : math.ceil(length / kv_store.block_size)], scratch)
-        self._k = self._gather.k[:, :length].transpose(1, 2)
-        self._v = self._gather.v[:, :length].transpose(1, 2)
-        self._windows = effective_windows(windows, length)
+        self._scale, length = attention.scale, int(seq_lens.max())
+        self._gather = _Gather(attention.store, block_tables, length, scratch)
+        self._k, self._v = self._gather.k.transpose(1, 2), self._gather.v.transpose(1, 2)
+        self._windows = attention.windows_within(length)
         same_length = bool((seq_lens == length).all())
         keys = torch.arange(length, device=positions.device)
         self._masks: dict[int | None, Tensor | None] = {}  # [R, 1, n, length]
         for window in set(self._windows):
             needed = window is not None or self._n > 1 or not same_length
-            self._masks[window] = _mask(positions, keys, window, kv_store.keys(0).dtype)[:, None] if needed else None
+            self._masks[window] = _mask(positions, keys, window, self._k.dtype)[:, None] if needed else None
 
     def __call__(self, layer: int, q: Tensor) -> Tensor:
         self._gather(layer)
         mask = self._masks[self._windows[layer]]
-        shape, n = q.shape, self._n
-        group = shape[1] // self._kv_heads
+        shape, n, kv_heads = q.shape, self._n, self._k.shape[1]
+        group = shape[1] // kv_heads
         if n == 1:
-            q = q.view(self._rows, self._kv_heads, group, -1)
+            q = q.view(self._rows, kv_heads, group, -1)
         else:
-            q = q.view(self._rows, n, self._kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
+            q = q.view(self._rows, n, kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
             mask = None if mask is None else mask.repeat_interleave(group, dim=2)
         out = F.scaled_dot_product_attention(q, self._k, self._v, attn_mask=mask, scale=self._scale)
         if n > 1:
@@ -186,80 +184,40 @@ class _DecodePart:
         return out.reshape(shape)
 
 
-@dataclass(frozen=True, eq=False)
-class _Row:
-    """One prompt, or a chunk of one. Tokens [begin, end) of the step's prefill tokens."""
+class _Prompt:
+    """One prompt, or a chunk of one.
 
-    begin: int
-    end: int
-    length: int  # of the sequence up to `end`
-    gather: _Gather
-    views: dict[int | None, _View]  # of each window
-
-
-@dataclass(frozen=True, eq=False)
-class _View:
-    """The keys [first, length) that a row's queries may see, and which query sees which."""
-
-    first: int
-    is_causal: bool  # query i sees keys [0, i]; no mask
-    mask: Tensor | None  # [end - begin, length - first]
-
-
-class _Prefill:
-    """Row by row. q [n, num_heads, head_dim] is seen as [num_kv_heads, group, n, head_dim], with K and V expanded
-    over the group at stride 0."""
+    q [n, num_heads, head_dim] is seen as [num_kv_heads, group, n, head_dim], with K and V expanded over the group at
+    stride 0.
+    """
 
     def __init__(
-        self,
-        batch: AttentionBatch,
-        kv_store: KVStore,
-        windows: Sequence[int | None],
-        scale: float,
-        scratch: _Scratch,
+        self, num_tokens: int, length: int, block_table: Tensor, attention: ModelAttention, scratch: _Scratch
     ) -> None:
-        self._scale = scale
-        self._windows = effective_windows(windows, batch.max_prefill_seq_len)
-        distinct = set(self._windows)
-        assert batch.host_seq_lens is not None, "it is not graph-safe"
-        assert batch.host_query_starts is not None, "it is not graph-safe"
-        self._rows = []
-        for row in range(batch.num_decode_rows, batch.num_rows):
-            begin, end = (int(x) - batch.num_decode_tokens for x in batch.host_query_starts[row : row + 2])
-            length = int(batch.host_seq_lens[row])
-            start = length - (end - begin)
-            width = math.ceil(length / kv_store.block_size)
-            table = batch.block_tables[row : row + 1, :width]
-            gather = _Gather(kv_store, table, scratch)
-            views = {window: _view(start, length, window, kv_store.keys(0).dtype, table.device) for window in distinct}
-            self._rows.append(_Row(begin, end, length, gather, views))
+        self.num_tokens, self._scale = num_tokens, attention.scale
+        self._gather = _Gather(attention.store, block_table, length, scratch)
+        self._windows = attention.windows_within(length)
+        # By window: the first key that a query may see, and the mask [n, keys from there on], None where it is causal.
+        self._views: dict[int | None, tuple[int, Tensor | None]] = {}
+        start, device = length - num_tokens, block_table.device
+        for window in set(self._windows):
+            if window is None and start == 0:
+                self._views[window] = 0, None
+                continue
+            first = 0 if window is None else max(0, start - window + 1)
+            queries, keys = torch.arange(start, length, device=device), torch.arange(first, length, device=device)
+            self._views[window] = first, _mask(queries, keys, window, self._gather.k.dtype)
 
-    def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-        outs = []
-        for row in self._rows:
-            row.gather(layer)
-            keys, values = row.gather.k[0, : row.length], row.gather.v[0, : row.length]
-            outs.append(self._attend(q[row.begin : row.end], keys, values, row.views[self._windows[layer]]))
-        return outs[0] if len(outs) == 1 and out is None else torch.cat(outs, out=out)
-
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, view: _View) -> Tensor:
-        group = q.shape[1] // keys.shape[1]
-        q = q.unflatten(1, (-1, group)).permute(1, 2, 0, 3)
-        k = keys[view.first :].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
-        v = values[view.first :].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=view.mask, is_causal=view.is_causal, scale=self._scale)
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        self._gather(layer)
+        first, mask = self._views[self._windows[layer]]
+        kv_heads = self._gather.k.shape[2]
+        group = q.shape[1] // kv_heads
+        q = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+        k = self._gather.k[0, first:].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+        v = self._gather.v[0, first:].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _view(start: int, length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> _View:
-    if window is None or window >= length:
-        if start == 0:
-            return _View(0, is_causal=True, mask=None)
-        window = None
-    first = 0 if window is None else max(0, start - window + 1)
-    queries = torch.arange(start, length, device=device)
-    keys = torch.arange(first, length, device=device)
-    return _View(first, is_causal=False, mask=_mask(queries, keys, window, dtype))
 
 
 def _mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:

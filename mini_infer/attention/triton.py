@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mini_infer.attention.backend import (
-    AttentionBackend,
-    AttentionStep,
-    Capabilities,
-    Kind,
-    effective_windows,
-)
-from mini_infer.attention.context import AttentionBatch
-from mini_infer.attention.warm_up import run_small_steps
-from mini_infer.cache.kv_store import KVStore
+from mini_infer.attention.backend import AttentionBackend, AttentionStep, Capabilities, Kind
+from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.kernels import flash_decode, paged_decode, paged_prefill
 from mini_infer.kernels.ops import TritonKernels
 
@@ -37,56 +27,45 @@ class TritonBackend(AttentionBackend):
     def check(self, device: torch.device) -> None:
         TritonKernels().check(device)
 
-    def decode(
-        self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float
-    ) -> AttentionStep:
-        n = batch.num_decode_rows
-        windows = effective_windows(windows, batch.max_decode_seq_len)
+    def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
+        n, store = batch.num_decode_rows, attention.store
+        windows = attention.windows_within(batch.max_decode_seq_len)
         block_tables, seq_lens = batch.block_tables[:n], batch.seq_lens[:n]
         parts: dict[int | None, Any] = {}  # by window: layers with the same one split their rows alike
 
         def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-            q, keys, values = q.contiguous(), kv_store.keys(layer), kv_store.values(layer)
+            q, keys, values = q.contiguous(), store.keys(layer), store.values(layer)
             rows: dict[str, Any] = {"window": windows[layer], "query_len": batch.decode_query_len}
             if windows[layer] not in parts:
                 parts[windows[layer]] = flash_decode.split_rows(q, keys, seq_lens, **rows)
-            rows |= {"scale": scale, "parts": parts[windows[layer]], "out": out}
+            rows |= {"scale": attention.scale, "parts": parts[windows[layer]], "out": out}
             return flash_decode.flash_decode(q, keys, values, block_tables, seq_lens, **rows)
 
         return step
 
-    def prefill(
-        self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float
-    ) -> AttentionStep:
-        n = batch.num_decode_rows
-        windows = effective_windows(windows, batch.max_prefill_seq_len)
+    def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
+        n, store = batch.num_decode_rows, attention.store
+        windows = attention.windows_within(batch.max_prefill_seq_len)
         block_tables, seq_lens = batch.block_tables[n:], batch.seq_lens[n:]
         query_starts = batch.prefill_query_starts()
 
         def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
             return paged_prefill.paged_prefill(
                 q,
-                kv_store.keys(layer),
-                kv_store.values(layer),
+                store.keys(layer),
+                store.values(layer),
                 block_tables,
                 query_starts,
                 seq_lens,
                 max_query_len=batch.max_prefill_query_len,
-                scale=scale,
+                scale=attention.scale,
                 window=windows[layer],
                 out=out,
             )
 
         return step
 
-    def warm_up(
-        self, kind: Kind, kv_store: KVStore, num_heads: int, windows: Sequence[int | None], scale: float, max_rows: int
-    ) -> None:
-        warm_up = partial(run_small_steps, self, kind, kv_store, num_heads, windows, scale)
+    def variants(self, kind: Kind) -> list[tuple[int, int]]:
         if kind == "prefill":
-            for max_query_len in (1, 2**20):  # short rows and long rows have tiles of their own
-                warm_up(max_query_len=max_query_len)
-        else:
-            for num_rows in (1, 2, 33, 257, 1025):  # where flash_decode and split_rows change their variants
-                if num_rows <= max_rows:
-                    warm_up(num_rows=num_rows)
+            return [(1, 1), (1, 2**20)]  # short rows and long rows have tiles of their own
+        return [(num_rows, 1) for num_rows in (1, 2, 33, 257, 1025)]  # where flash_decode and split_rows change theirs

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mini_infer.attention.backend import AttentionBackend
-from mini_infer.attention.context import AttentionBatch, AttentionContext
+from mini_infer.attention.context import AttentionBatch, AttentionContext, ModelAttention
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout
 
@@ -39,7 +39,8 @@ class Step:
     queries: list[torch.Tensor]  # [layer] of [T, heads, head_dim]
 
     def context(self, prefill: AttentionBackend, decode: AttentionBackend | None = None) -> AttentionContext:
-        return AttentionContext(self.batch, self.store, prefill, decode or prefill, self.windows, self.geometry.scale)
+        attention = ModelAttention(self.store, self.windows, self.geometry.scale)
+        return AttentionContext(self.batch, attention, prefill, decode or prefill)
 
     def expected(self, layer: int) -> torch.Tensor:
         """[T, heads, head_dim] float64"""

@@ -11,6 +11,7 @@ import torch
 from small_cache import Geometry, Step, make_step
 
 from mini_infer.attention.backend import AttentionBackend
+from mini_infer.attention.context import ModelAttention
 from mini_infer.attention.flash_attn import FlashAttnBackend
 from mini_infer.attention.torch_sdpa import SdpaBackend
 
@@ -151,7 +152,7 @@ def test_warming_up_changes_nothing(make_backend: type[AttentionBackend], kind: 
     dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
     step = make_step([(3, 2)], 0, Geometry(4, 2, 16, 8), (None, 5), DEVICE, dtype)
     before = step.store.tensors[0].clone()
-    backend.warm_up(kind, step.store, 4, step.windows, 0.1, max_rows=1)
+    backend.warm_up(kind, ModelAttention(step.store, step.windows, 0.1), 4, max_rows=1)
     assert torch.equal(step.store.tensors[0], before)
 
 
@@ -183,7 +184,7 @@ def test_a_warm_flash_attn_compiles_nothing_more() -> None:
     geometry, windows = Geometry(28, 4, 128, 16), (None, 200)
     warm = make_step([(0, 1)], 0, geometry, windows, DEVICE, torch.bfloat16)
     for kind in ("prefill", "decode"):
-        backend.warm_up(kind, warm.store, 28, windows, 0.1, max_rows=400)
+        backend.warm_up(kind, ModelAttention(warm.store, windows, 0.1), 28, max_rows=400)
     compiled = len(interface._flash_attn_fwd.compile_cache.cache)
     for rows, num_decode_rows in (
         ([(0, 1)], 0),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mini_infer.attention.context import AttentionContext
+from mini_infer.attention.context import AttentionContext, ModelAttention
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout
@@ -18,7 +18,7 @@ def test_store_writes_to_the_slots_of_the_step(step_rows: Any, dtype: torch.dtyp
     store = KVStore(KVLayout.of_heads(2, 2, 8, dtype), num_blocks=9, block_size=BLOCK, device=torch.device("cpu"))
     batch = step_rows([(9, 1, [5, 2, 7]), (4, 6, [3, 0, 8])], 1, BLOCK)
     backend = SdpaBackend()
-    context = AttentionContext(batch, store, backend, backend, (None, None), 1.0)
+    context = AttentionContext(batch, ModelAttention(store, (None, None), 1.0), backend, backend)
     k, v = torch.randn(7, 3, 2, 8).to(dtype).transpose(0, 1)[:2]  # as a split of q, k and v leaves them
     context.store(1, k, v)
     assert torch.equal(store.keys(1)[7, 1], k[0])

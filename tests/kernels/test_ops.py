@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini_infer.attention.context import AttentionBatch, AttentionContext
+from mini_infer.attention.context import AttentionBatch, AttentionContext, ModelAttention
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout
@@ -60,7 +60,8 @@ class Model:
     def step(self, batch: AttentionBatch) -> Tensor:
         device = self.store.device
         backend = SdpaBackend()
-        context = AttentionContext(batch, self.store, backend, backend, self.spec.windows, self.spec.attention.scale)
+        attention = ModelAttention(self.store, self.spec.windows, self.spec.attention.scale)
+        context = AttentionContext(batch, attention, backend, backend)
         tokens = torch.arange(batch.num_tokens, device=device) * 7 % SHAPE["vocab_size"]
         return self.model.compute_logits(self.model.forward(tokens, batch.positions, context))
 

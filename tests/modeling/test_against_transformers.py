@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from mini_infer.attention.backend import Requirements, select_backend
-from mini_infer.attention.context import AttentionContext
+from mini_infer.attention.context import AttentionContext, ModelAttention
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import AttentionChoice, ModelConfig
 from mini_infer.kernels.ops import TorchKernels
@@ -144,7 +144,9 @@ class PagedModel:
         """rows: (sequence, start, count, block table). Returns each row's logits [count, vocab]."""
         batch = self._rows([row[1:] for row in rows], num_decode_rows, BLOCK, unused_block=rows[0][3][0])
         scale = self.spec.attention.scale
-        context = AttentionContext(batch, self.store, self._backend, self._backend, self.spec.windows, scale)
+        context = AttentionContext(
+            batch, ModelAttention(self.store, self.spec.windows, scale), self._backend, self._backend
+        )
         tokens = torch.tensor([t for sequence, start, count, _ in rows for t in sequence[start : start + count]])
         logits = self.model.compute_logits(self.model.forward(tokens, batch.positions, context))
         assert logits.dtype == torch.float32

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mini_infer.attention.context import AttentionBatch, AttentionContext
+from mini_infer.attention.context import AttentionBatch, AttentionContext, ModelAttention
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import ModelConfig
@@ -140,7 +140,7 @@ def logits(model: Model, step_rows: Callable[..., AttentionBatch]) -> Tensor:
     results = []
     for start, count, num_decode_rows in ((0, 7, 0), (7, 5, 0), (12, 1, 1)):
         batch = step_rows([(start, count, [4, 1, 3, 0])], num_decode_rows, 4)
-        context = AttentionContext(batch, store, backend, backend, model.spec.windows, attention.scale)
+        context = AttentionContext(batch, ModelAttention(store, model.spec.windows, attention.scale), backend, backend)
         tokens = torch.arange(start, start + count) * 7 % 90
         results.append(model.compute_logits(model.forward(tokens, batch.positions, context)))
     return torch.cat(results)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.attention.backend import AttentionBackend, AttentionStep
-from mini_infer.attention.context import AttentionBatch
+from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.attention.torch_sdpa import SdpaBackend
-from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.plan import NO_DRAFT, Admission, Growth, StepPlan
 from mini_infer.kernels.draw import NUM_PARAMS
 from mini_infer.runtime.graphs.capture import GraphMemory
@@ -42,19 +40,19 @@ class DeviceOnly(AttentionBackend):
 
     capabilities = SdpaBackend.capabilities
 
-    def decode(
-        self, batch: AttentionBatch, kv_store: KVStore, windows: Sequence[int | None], scale: float
-    ) -> AttentionStep:
+    def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
         assert batch.host_seq_lens is None
         n = batch.decode_query_len
         tables = batch.block_tables.long()
 
         def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-            keys, values = (part[tables].flatten(1, 2) for part in (kv_store.keys(layer), kv_store.values(layer)))
+            keys, values = (
+                part[tables].flatten(1, 2) for part in (attention.store.keys(layer), attention.store.values(layer))
+            )
             group = q.shape[1] // keys.shape[2]
             keys, values = (part.repeat_interleave(group, dim=2) for part in (keys, values))
             rows = q.unflatten(0, (-1, n))
-            scores = torch.einsum("rqhd,rkhd->rhqk", rows, keys) * scale
+            scores = torch.einsum("rqhd,rkhd->rhqk", rows, keys) * attention.scale
             seen = torch.arange(keys.shape[1]) <= (batch.seq_lens[:, None] - n + torch.arange(n))[..., None]
             weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1)
             result = torch.einsum("rhqk,rkhd->rqhd", weights, values).flatten(0, 1)

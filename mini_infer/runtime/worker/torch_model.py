@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mini_infer.attention.backend import Kind, Requirements, Selection, select_backend
-from mini_infer.attention.context import AttentionContext
+from mini_infer.attention.context import AttentionContext, ModelAttention
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import AttentionConfig
 from mini_infer.modeling.model import Model
@@ -48,7 +48,7 @@ class TorchModel:
         self.store = store
         self._backends = backends
         self._pieces: PiecewiseGraphs | NoPieces = NoPieces()
-        self._windows, self._scale = model.spec.windows, model.spec.attention.scale
+        self._attention = ModelAttention(store, model.spec.windows, model.spec.attention.scale)
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Computes the step's tokens and returns their hidden states [T, hidden_size], which stay until the next
@@ -65,14 +65,8 @@ class TorchModel:
         return token_ids if self._last_token is None else token_ids.clamp(max=self._last_token)
 
     def _context(self, step: StepInput) -> AttentionContext:
-        return AttentionContext(
-            step.batch,
-            self.store,
-            self._backends.prefill.backend,
-            self._backends.decode.backend,
-            self._windows,
-            self._scale,
-        )
+        backends = self._backends
+        return AttentionContext(step.batch, self._attention, backends.prefill.backend, backends.decode.backend)
 
     def capture_pieces(
         self, sizes: Sequence[int], memory: GraphMemory, progress: Callable[[list[int]], Iterable[int]]
@@ -99,4 +93,4 @@ class TorchModel:
         kinds: dict[Kind, Selection] = {"prefill": self._backends.prefill, "decode": self._backends.decode}
         for kind, selection in kinds.items():
             heads = self._model.spec.attention.num_heads
-            selection.backend.warm_up(kind, self.store, heads, self._windows, self._scale, max_rows)
+            selection.backend.warm_up(kind, self._attention, heads, max_rows)
