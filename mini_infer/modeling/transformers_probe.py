@@ -40,8 +40,7 @@ class AttentionCall(NamedTuple):
     layer: int
     num_heads: int
     num_kv_heads: int
-    key_dim: int
-    value_dim: int
+    head_dim: int  # the larger one where values differ from keys
     scale: float
     window: int | None
 
@@ -79,7 +78,7 @@ def transformers_spec(raw: dict[str, Any], names: list[str], source: str, ours: 
         raise ModelError(f"{source}: {name} cannot run through transformers' code here: {error}") from error
     first = calls[0]
     # Keys and values of different sizes are both kept at the larger one, filled up with zeros.
-    head_dim = max(max(call.key_dim, call.value_dim) for call in calls)
+    head_dim = max(call.head_dim for call in calls)
     mlp = MLPSpec(getattr(config, "intermediate_size", None) or 4 * hidden_size)  # bounds memory, no more
     return ModelSpec(
         architecture=architecture.__name__,
@@ -240,8 +239,7 @@ class _Recorder:
                 layer=layer,
                 num_heads=query.shape[1],
                 num_kv_heads=key.shape[1],
-                key_dim=key.shape[3],
-                value_dim=value.shape[3],
+                head_dim=max(key.shape[3], value.shape[3]),
                 scale=query.shape[3] ** -0.5 if scale is None else float(scale),
                 window=kwargs.get("sliding_window") if mask is None else self._window(layer, mask),
             )
