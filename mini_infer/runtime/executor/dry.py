@@ -36,31 +36,16 @@ class DryExecutor:
         self.overlap = scheduler.overlap is When.always
         model = DryModel(dry, limits.num_blocks, block_size, limits.num_host_blocks)
         sampler = make_sampler(scheduler.max_num_seqs, dry.vocab_size, cpu, TorchKernels())
-        states = RequestStates(
-            scheduler.max_num_seqs,
-            limits.max_model_len,
-            block_size,
-            sampler.num_params,
-            cpu,
-            padding_block=limits.num_blocks,
-            lookahead=config.speculation.most,
-        )
-        self.runner = Runner(
-            model, states, sampler, transfers=model, rate=config.speculation.rate, follows=self.overlap
-        )
+        states = RequestStates.of(config, limits, sampler)
+        self.runner = Runner(model, states, sampler, model, rate=config.speculation.rate, follows=self.overlap)
         self.startup = StartupReport(
             device="cpu",
             dtype="dry",
             implementation="dry",
-            attention_prefill="none",
-            attention_decode="none",
-            kernels="none",
             sampler=sampler.name,
             overlap=self.overlap,
             max_model_len=limits.max_model_len,
             num_kv_blocks=limits.num_blocks,
-            kv_bytes=0,
-            weight_bytes=0,
             seconds=time.perf_counter() - started,
             graphs=_NO_GRAPHS,
             prefill_graphs=_NO_GRAPHS,

@@ -11,7 +11,8 @@ who speculates are parts that it is given; the dry model is one of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +28,6 @@ from mini_infer.runtime.worker.launched import LaunchedStep, record_event
 from mini_infer.runtime.worker.request_states import RequestStates, small_growths
 from mini_infer.runtime.worker.row_step import RowStep, real_tokens
 from mini_infer.runtime.worker.step_input import IntArray, Samples, StepInput
-from mini_infer.runtime.worker.threads import Threads, as_it_is
 from mini_infer.speculative.draft_model import Drafter, NoDrafter
 
 
@@ -68,7 +68,7 @@ class Runner:
         rate: at which drafts are accepted, whatever the target says (RowStep).
         follows: a step may be launched before the drafts of the one before it are read, whose rows must therefore go
             alone where they can.
-        threads: what a step runs inside, on a CPU.
+        threads: what a step of so many tokens runs inside, on a CPU.
 
     Attributes:
         graphs: steps of rows alone, of which none is captured yet.
@@ -83,7 +83,7 @@ class Runner:
         drafter: Drafter | None = None,
         rate: float | None = None,
         follows: bool = False,
-        threads: Threads = as_it_is,
+        threads: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._model, self._states, self._sampler = model, states, sampler
         self._transfers = transfers or NoTransfers()

@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +29,11 @@ from mini_infer.kernels import rows as definition
 from mini_infer.kernels.rows import PACKED, GatheredRows
 from mini_infer.runtime.worker.host_to_device import HostToDevice
 from mini_infer.runtime.worker.step_input import Drafts, IntArray, Samples, StepInput
+
+if TYPE_CHECKING:
+    from mini_infer.core.config import EngineConfig
+    from mini_infer.runtime.sampling.sampler import Sampler
+    from mini_infer.runtime.worker.limits import Limits
 
 _ONE_TOKEN_AND_NO_GROWTH = np.array([[1], [-1]], dtype=np.int32)
 
@@ -71,6 +77,19 @@ class RequestStates:
         self._ends: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._packed = torch.zeros(PACKED * max_num_seqs, dtype=torch.int32, device=device)
         self._views: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, config: EngineConfig, limits: Limits, sampler: Sampler) -> RequestStates:
+        """Padding rows write to the block behind those that the scheduler knows."""
+        return cls(
+            config.scheduler.max_num_seqs,
+            limits.max_model_len,
+            config.cache.block_size,
+            sampler.num_params,
+            sampler.device,
+            padding_block=limits.num_blocks,
+            lookahead=config.speculation.most,
+        )
 
     # --- what changed ---------------------------------------------------------------------------------------------
 
@@ -118,11 +137,8 @@ class RequestStates:
             sources: [S], of Drafts; None: nothing random proposed any.
         """
         sampled = sampled or Samples.of(plan)
-        req_indices = np.array(plan.req_indices)
-        starts = np.array(plan.starts)
-        counts = np.array(plan.counts)
-        seq_lens = starts + counts
-        query_starts = np.concatenate(([0], np.cumsum(counts)))
+        req_indices, starts, counts = np.array(plan.req_indices), np.array(plan.starts), np.array(plan.counts)
+        seq_lens, query_starts = starts + counts, np.concatenate(([0], np.cumsum(counts)))
         row = np.repeat(np.arange(len(req_indices)), counts)  # [T]: the row each token belongs to
         positions = np.arange(len(row)) - query_starts[row] + starts[row]
         own = (
@@ -147,19 +163,14 @@ class RequestStates:
             sampling, sample_starts, has_draft, drawn_from = sent[8:]
             standing = self._flat.index_select(0, sampled_flat).long()
             drafts = Drafts(standing.where(has_draft != 0, NO_DRAFT), drawn_from.long())
-        num_decode_rows, decode_query_len = _alike(plan)
         width = -(-int(seq_lens.max(initial=1)) // self.block_size)
-        batch = AttentionBatch(
+        batch = AttentionBatch.of_rows(
             positions=places,
             slot_mapping=self._slot_mapping(token_owners, places),
             block_tables=self.rows[:, self._table : self._table + width].index_select(0, rows32),
             query_starts=starts32,
             seq_lens=lens32,
-            num_decode_rows=num_decode_rows,
-            decode_query_len=decode_query_len,
-            max_decode_seq_len=int(seq_lens[:num_decode_rows].max(initial=0)),
-            max_prefill_query_len=int(counts[num_decode_rows:].max(initial=0)),
-            max_prefill_seq_len=int(seq_lens[num_decode_rows:].max(initial=0)),
+            num_decode_rows=_alike(plan),
             host_query_starts=query_starts,
             host_seq_lens=seq_lens,
         )
@@ -241,10 +252,6 @@ class RequestStates:
             num_decode_rows=num_rows,
             decode_query_len=query_len,
             max_decode_seq_len=self.max_model_len,
-            max_prefill_query_len=0,
-            max_prefill_seq_len=0,
-            host_query_starts=None,
-            host_seq_lens=None,
         )
         return StepInput(
             batch=batch,
@@ -314,12 +321,10 @@ def small_growths(plan: StepPlan) -> list[Growth]:
     return growths if small else []
 
 
-def _alike(plan: StepPlan) -> tuple[int, int]:
-    """How many leading rows attention takes as decode rows, and the tokens of each. Where rows differ in their drafts,
-    those with drafts go with the prompts, which may have any number of tokens."""
+def _alike(plan: StepPlan) -> int:
+    """How many leading rows attention takes as decode rows. Where rows differ in their drafts, those with drafts go
+    with the prompts, which may have any number of tokens."""
     n = plan.num_decode_rows
-    if not plan.num_drafts:
-        return n, 1
-    if plan.counts[0] == plan.counts[n - 1]:
-        return n, plan.counts[0]
-    return bisect_right(plan.counts, 1, hi=n), 1
+    if not plan.num_drafts or plan.counts[0] == plan.counts[n - 1]:
+        return n
+    return bisect_right(plan.counts, 1, hi=n)
