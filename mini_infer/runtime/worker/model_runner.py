@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,13 +23,12 @@ from torch import Tensor
 from mini_infer.core.plan import NO_DRAFT, StepPlan, StepResult, Transfer
 from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs
-from mini_infer.runtime.sampling.logprobs import prompt_logprobs
+from mini_infer.runtime.sampling.logprobs import Logprobs, RowLogprobs, prompt_logprobs
 from mini_infer.runtime.sampling.sampler import Sampler
-from mini_infer.runtime.worker.launched import LaunchedStep, record_event
 from mini_infer.runtime.worker.request_states import RequestStates, small_growths
 from mini_infer.runtime.worker.row_step import RowStep, real_tokens
 from mini_infer.runtime.worker.step_input import IntArray, Samples, StepInput
-from mini_infer.speculative.draft_model import Drafter, NoDrafter
+from mini_infer.speculative.draft_model import Drafter, NoDrafter, Stopwatch
 
 
 class StepModel(Protocol):
@@ -59,6 +59,22 @@ class NoTransfers:
 
     def poll(self, wait: bool = False) -> tuple[int, ...]:
         return ()
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchedStep:
+    """A step in flight. Its tokens and log-probabilities are on their way to the host, and are there when `done` has
+    happened."""
+
+    plan: StepPlan
+    done: torch.cuda.Event | None  # None on a CPU, where a step is done when its launch returns
+    sampled: Samples | None = None  # None where no row samples
+    logits: Tensor | None = None  # [S, vocab_size] until the next launch; None where no row samples, or drafts do
+    tokens: Tensor | None = None  # [S], with drafts [2, S]: what the target picks, and what stands there
+    real: IntArray | None = None  # [S]: those among `tokens`, where it has padding
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Sequence[RowLogprobs] = ()
+    drafting: Stopwatch | None = None  # None where no model drafted
 
 
 class Runner:
@@ -201,7 +217,8 @@ class Runner:
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Waits for a step, whether or not it samples: nobody runs ahead of the device. Row i of the result belongs to
         row i of the plan."""
-        launched.done.synchronize()
+        if launched.done is not None:
+            launched.done.synchronize()
         tokens: list[list[int]] = [[] for _ in launched.plan.req_indices]
         rows = [] if launched.sampled is None else launched.sampled.rows.tolist()
         if launched.tokens is not None and launched.tokens.dim() == 2:
@@ -223,6 +240,15 @@ class Runner:
         """Puts another token where the next step reads it."""
         token = torch.tensor([token_id], device=self._states.device)
         self._states.overwrite(np.array([req_index]), np.array([position]), token)
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event behind everything that the device has been given so far."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def keep_accepted(tokens: list[list[int]], rows: Sequence[int], picked: Sequence[int], drafts: Sequence[int]) -> None:

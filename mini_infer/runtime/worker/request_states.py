@@ -13,7 +13,6 @@ it by then. Where drafts are verified, the device also keeps where each request 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from types import ModuleType
@@ -28,7 +27,7 @@ from mini_infer.core.plan import NO_DRAFT, Growth, StepPlan
 from mini_infer.kernels import rows as definition
 from mini_infer.kernels.rows import PACKED, GatheredRows
 from mini_infer.runtime.worker.host_to_device import HostToDevice
-from mini_infer.runtime.worker.step_input import Drafts, IntArray, Samples, StepInput
+from mini_infer.runtime.worker.step_input import Drafts, IntArray, Samples, StepInput, leading_alike
 
 if TYPE_CHECKING:
     from mini_infer.core.config import EngineConfig
@@ -106,23 +105,24 @@ class RequestStates:
             return
         places: list[IntArray] = []
         values: list[IntArray | Sequence[int]] = []
+
+        def write(req_index: int, column: int, numbers: IntArray | Sequence[int]) -> None:
+            first = req_index * self.width + column
+            places.append(np.arange(first, first + len(numbers)))
+            values.append(numbers)
+
         for admission, params in zip(plan.admissions, param_rows, strict=True):
             blocks = admission.block_table
             if self._fill_up:
                 blocks = blocks + [self._padding_block] * (self._params - self._table - len(blocks))
-            for column, numbers in ((0, admission.token_ids), (self._table, blocks), (self._params, params)):
-                first = admission.req_index * self.width + column
-                places.append(np.arange(first, first + len(numbers)))
-                values.append(numbers)
+            write(admission.req_index, 0, admission.token_ids)
+            write(admission.req_index, self._table, blocks)
+            write(admission.req_index, self._params, params)
         # Where a row follows drafts that are not read yet, a place for others is not known: there any tokens will do.
         for row, drafts in plan.drafts.items() if not plan.following else ():
-            first = plan.req_indices[row] * self.width + plan.starts[row] + 1
-            places.append(np.arange(first, first + len(drafts)))
-            values.append(drafts)
+            write(plan.req_indices[row], plan.starts[row] + 1, drafts)
         for req_index, first, blocks in growths:
-            first += req_index * self.width + self._table
-            places.append(np.arange(first, first + len(blocks)))
-            values.append(blocks)
+            write(req_index, self._table + first, blocks)
         if places:
             where, what = self.h2d.send(np.concatenate(places), np.concatenate(values))
             self._flat.index_copy_(0, where.long(), what)
@@ -141,36 +141,34 @@ class RequestStates:
         seq_lens, query_starts = starts + counts, np.concatenate(([0], np.cumsum(counts)))
         row = np.repeat(np.arange(len(req_indices)), counts)  # [T]: the row each token belongs to
         positions = np.arange(len(row)) - query_starts[row] + starts[row]
-        own = (
-            query_starts[sampled.rows] + sampled.positions - 1 - starts[sampled.rows],
-            sampled.req_indices,
-            sampled.positions,
-        )
-        of_drafts: tuple[np.ndarray, ...] = ()
+        tokens_before = query_starts[sampled.rows] + sampled.positions - 1 - starts[sampled.rows]
+        numbers = [req_indices, seq_lens, query_starts, req_indices[row], positions]
+        numbers += [tokens_before, sampled.req_indices, sampled.positions]
         most_samples = 1
         if plan.num_drafts:
             firsts = np.flatnonzero(sampled.places() == 0)
             ends = np.append(firsts, len(sampled.rows))
             most_samples = int(np.diff(ends).max(initial=1))
             sources = np.full(len(sampled.rows), NO_DRAFT) if sources is None else sources
-            of_drafts = sampled.req_indices[firsts], ends, sampled.have_drafts(), sources
-        sent = self.h2d.send(req_indices, seq_lens, query_starts, req_indices[row], positions, *own, *of_drafts)
-        rows32, lens32, starts32 = sent[:3]
-        token_owners, places, tokens, sampled_indices, sampled_places = (part.long() for part in sent[3:8])
+            numbers += [sampled.req_indices[firsts], ends, sampled.have_drafts(), sources]
+        rows32, lens32, starts32, *sent = self.h2d.send(*numbers)
+        token_owners, places, tokens, sampled_indices, sampled_places = (part.long() for part in sent[:5])
         sampled_flat = sampled_indices * self.width + sampled_places
         sampling, sample_starts, drafts = None, None, None
-        if of_drafts:
-            sampling, sample_starts, has_draft, drawn_from = sent[8:]
+        if plan.num_drafts:
+            sampling, sample_starts, has_draft, drawn_from = sent[5:]
             standing = self._flat.index_select(0, sampled_flat).long()
             drafts = Drafts(standing.where(has_draft != 0, NO_DRAFT), drawn_from.long())
+        block = places // self.block_size
+        blocks = self._flat.index_select(0, token_owners * self.width + self._table + block)
         width = -(-int(seq_lens.max(initial=1)) // self.block_size)
         batch = AttentionBatch.of_rows(
             positions=places,
-            slot_mapping=self._slot_mapping(token_owners, places),
+            slot_mapping=blocks * self.block_size + (places - block * self.block_size),
             block_tables=self.rows[:, self._table : self._table + width].index_select(0, rows32),
             query_starts=starts32,
             seq_lens=lens32,
-            num_decode_rows=_alike(plan),
+            num_decode_rows=leading_alike(plan),
             host_query_starts=query_starts,
             host_seq_lens=seq_lens,
         )
@@ -186,12 +184,6 @@ class RequestStates:
             most_samples=most_samples,
             drafts=drafts,
         )
-
-    def _slot_mapping(self, token_owners: Tensor, positions: Tensor) -> Tensor:
-        """[T] int64: where each token's K and V go, block * block_size + offset."""
-        block = positions // self.block_size
-        blocks = self._flat.index_select(0, token_owners * self.width + self._table + block)
-        return blocks * self.block_size + (positions - block * self.block_size)
 
     # --- a step of rows alone: one token each, or as many as there are drafts -----------------------------------------
 
@@ -319,12 +311,3 @@ def small_growths(plan: StepPlan) -> list[Growth]:
         return []
     small = all(len(blocks) == 1 for _, _, blocks in growths) and len({g.req_index for g in growths}) == len(growths)
     return growths if small else []
-
-
-def _alike(plan: StepPlan) -> int:
-    """How many leading rows attention takes as decode rows. Where rows differ in their drafts, those with drafts go
-    with the prompts, which may have any number of tokens."""
-    n = plan.num_decode_rows
-    if not plan.num_drafts or plan.counts[0] == plan.counts[n - 1]:
-        return n
-    return bisect_right(plan.counts, 1, hi=n)

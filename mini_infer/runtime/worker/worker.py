@@ -223,9 +223,12 @@ class Worker:
                 self.runner.collect(self.runner.launch(plan))
 
     @cached_property
-    def step_costs(self) -> StepCosts:
+    def _step_costs(self) -> StepCosts:
         captured = self.runner.graphs.with_drafts
         return measure_costs(self.runner, self._config, self.limits, self.overlap, captured)
+
+    def step_costs(self) -> StepCosts:
+        return self._step_costs
 
     def report(self) -> StartupReport:
         kernels, target, draft = self._kernels, self.target, self.draft
