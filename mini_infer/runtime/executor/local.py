@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.runtime.worker.limits import settle_limits
@@ -24,7 +26,7 @@ class LocalExecutor:
         self.tokenizer, self.vocab_size = worker.tokenizer, spec.vocab_size
         self.eos_token_ids = worker.eos_token_ids
         self.overlap, self.startup = worker.overlap, worker.report()
-        self.reserve_memory, self.step_costs = worker.reserve_memory, worker.step_costs
+        self.reserve_memory, self.step_costs = worker.reserve_memory, cache(worker.measure_step_costs)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         return self.runner.launch(plan)

@@ -95,11 +95,8 @@ class RequestStates:
     def apply(
         self, plan: StepPlan, param_rows: Sequence[IntArray] = (), growths: Sequence[Growth] | None = None
     ) -> None:
-        """Takes in the plan's admissions, with a row of sampling parameters each, drafts and grown block tables.
-
-        Args:
-            growths: those that are taken in here; None: all of the plan's.
-        """
+        """Takes in the plan's admissions, with a row of sampling parameters each, drafts and grown block tables: the
+        plan's, or the `growths` that are given."""
         growths = plan.growths if growths is None else growths
         if not (plan.admissions or plan.drafts or growths):
             return
@@ -129,14 +126,13 @@ class RequestStates:
 
     # --- a step of any rows ---------------------------------------------------------------------------------------
 
-    def build(self, plan: StepPlan, sampled: Samples | None = None, sources: IntArray | None = None) -> StepInput:
+    def build(self, plan: StepPlan, sampled: Samples, sources: IntArray | None = None) -> StepInput:
         """The input of any step, its shapes being those of the plan, whose changes have been applied.
 
         Args:
-            sampled: Samples.of(plan), where it has been made.
+            sampled: Samples.of(plan).
             sources: [S], of Drafts; None: nothing random proposed any.
         """
-        sampled = sampled or Samples.of(plan)
         req_indices, starts, counts = np.array(plan.req_indices), np.array(plan.starts), np.array(plan.counts)
         seq_lens, query_starts = starts + counts, np.concatenate(([0], np.cumsum(counts)))
         row = np.repeat(np.arange(len(req_indices)), counts)  # [T]: the row each token belongs to
@@ -259,8 +255,7 @@ class RequestStates:
         )
 
     def _row_ends(self, num_rows: int, query_len: int) -> tuple[Tensor, Tensor]:
-        """Where each row begins [num_rows + 1] int32, and its last token [num_rows] int64. Made once: a captured graph
-        knows nothing of them but their address."""
+        """Where rows begin [R + 1] int32, and their last tokens [R] int64. Kept: a graph knows their addresses."""
         if (num_rows, query_len) not in self._ends:
             starts = torch.arange(num_rows + 1, device=self.device) * query_len
             self._ends[num_rows, query_len] = starts.int(), starts[1:] - 1
@@ -278,8 +273,7 @@ class RequestStates:
         )  # fmt: skip
 
     def restore_drafts(self, step: StepInput) -> None:
-        """Puts the drafts back where `settle` wrote the tokens that were picked: the history is again what it was when
-        they were picked."""
+        """Puts the drafts back where `settle` wrote the tokens that were picked."""
         if step.drafts is not None:
             drafts, settled = step.drafts.token_ids, self._flat.index_select(0, step.places)
             self._flat.index_copy_(0, step.places, drafts.int().where(drafts != NO_DRAFT, settled))
@@ -289,8 +283,7 @@ class RequestStates:
         self._flat.index_copy_(0, step.places, token_ids.int())
 
     def overwrite(self, req_indices: IntArray, positions: IntArray, token_ids: Tensor) -> None:
-        """Puts other tokens [S], on the state's device, where those of a step went: behind the first positions [S]
-        tokens of the requests [S]."""
+        """Puts other tokens [S], on the state's device, behind the first positions [S] tokens of the requests [S]."""
         places = self.h2d.send(req_indices * self.width + positions)[0].long()
         self._flat.index_copy_(0, places, token_ids.int())
 
@@ -307,7 +300,5 @@ def small_growths(plan: StepPlan) -> list[Growth]:
     """The plan's growths where each is by one block, and none of a request's is beside another one; else none. They fit
     into packed rows."""
     growths = plan.growths
-    if not growths:
-        return []
     small = all(len(blocks) == 1 for _, _, blocks in growths) and len({g.req_index for g in growths}) == len(growths)
     return growths if small else []

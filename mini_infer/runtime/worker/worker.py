@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
@@ -222,13 +222,9 @@ class Worker:
             for plan in largest_steps(self._config, self.limits.max_model_len, padding_block):
                 self.runner.collect(self.runner.launch(plan))
 
-    @cached_property
-    def _step_costs(self) -> StepCosts:
+    def measure_step_costs(self) -> StepCosts:
         captured = self.runner.graphs.with_drafts
         return measure_costs(self.runner, self._config, self.limits, self.overlap, captured)
-
-    def step_costs(self) -> StepCosts:
-        return self._step_costs
 
     def report(self) -> StartupReport:
         kernels, target, draft = self._kernels, self.target, self.draft
