@@ -23,14 +23,14 @@ PADDING_IDS = 1024  # models of one family round the size of one vocabulary up, 
 
 
 def plan_draft(
-    config: EngineConfig, target: ServedModel, tokenizer: Tokenizer, sampler_name: str | None
+    config: EngineConfig, target: ServedModel, tokenizer: Tokenizer, uncapturable: str | None
 ) -> ServedModel | None:
     """The draft model, None where there is none. Raises ConfigError where it cannot propose for the target."""
     if not config.speculation.has_draft_model:
         return None
     name = f"speculation.draft.path={config.speculation.draft.path}"
     try:
-        draft = ServedModel.plan(config, config.speculation.draft.model(config.model), target.device, sampler_name)
+        draft = ServedModel.plan(config, config.speculation.draft.model(config.model), target.device, uncapturable)
     except ModelError as error:
         raise ConfigError(f"{name}: {error}") from error
     vocab_size, known = draft.spec.vocab_size, target.spec.vocab_size

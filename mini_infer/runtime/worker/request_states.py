@@ -44,8 +44,8 @@ class RequestStates:
         max_model_len: the longest request, in tokens.
         block_size: tokens a KV block.
         num_params: int32 columns of sampling parameters.
-        lookahead: tokens of padding that may stand behind the longest request's last one.
         padding_block: the KV block that padding rows write to.
+        lookahead: tokens of padding that may stand behind the longest request's last one.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class RequestStates:
         self.rows[self.padding_index, self._table : self._params] = padding_block
         self.history = self.rows[:, : self._table]
         self._flat = self.rows.view(-1)
-        self.h2d = HostToDevice(device)
         self._fill_up = lookahead > 0  # tokens of padding find the padding block where a request has none
+        self.h2d = HostToDevice(device)
         self._next_starts = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._ends: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._packed = torch.zeros(PACKED * max_num_seqs, dtype=torch.int32, device=device)
@@ -127,12 +127,8 @@ class RequestStates:
     # --- a step of any rows ---------------------------------------------------------------------------------------
 
     def build(self, plan: StepPlan, sampled: Samples, sources: IntArray | None = None) -> StepInput:
-        """The input of any step, its shapes being those of the plan, whose changes have been applied.
-
-        Args:
-            sampled: Samples.of(plan).
-            sources: [S], of Drafts; None: nothing random proposed any.
-        """
+        """The input of any step, its shapes being those of the plan, whose changes have been applied. `sources` [S] are
+        those of Drafts; None: nothing random proposed any."""
         req_indices, starts, counts = np.array(plan.req_indices), np.array(plan.starts), np.array(plan.counts)
         seq_lens, query_starts = starts + counts, np.concatenate(([0], np.cumsum(counts)))
         row = np.repeat(np.arange(len(req_indices)), counts)  # [T]: the row each token belongs to
@@ -297,8 +293,7 @@ class RequestStates:
 
 
 def small_growths(plan: StepPlan) -> list[Growth]:
-    """The plan's growths where each is by one block, and none of a request's is beside another one; else none. They fit
-    into packed rows."""
+    """The plan's growths where each is a request's only one, and by one block; else none. They fit into packed rows."""
     growths = plan.growths
     small = all(len(blocks) == 1 for _, _, blocks in growths) and len({g.req_index for g in growths}) == len(growths)
     return growths if small else []
