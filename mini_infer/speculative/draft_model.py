@@ -29,7 +29,6 @@ from torch import Tensor
 
 from mini_infer.core.plan import StepPlan
 from mini_infer.core.uniforms import Array
-from mini_infer.runtime.worker.step_input import Samples
 from mini_infer.speculative.draft_kv import DraftKV
 
 if TYPE_CHECKING:  # it is handed them
@@ -188,7 +187,7 @@ class DraftModel:
             own, starts, counts = req_indices[rows], self._kv.computed(req_indices[rows]), take[rows]
             none_samples = [False] * len(rows)
             plan = StepPlan(0, own.tolist(), starts.tolist(), counts.tolist(), none_samples, num_decode_rows=0)
-            self._model.forward(self._states.build(plan, Samples.of(plan)))
+            self._model.forward(self._states.build(plan))
             self._kv.advance(own, starts + counts)
 
 

@@ -42,8 +42,6 @@ class RequestStates:
     Args:
         max_num_seqs: requests; one row more is kept for padding.
         max_model_len: the longest request, in tokens.
-        block_size: tokens a KV block.
-        num_params: int32 columns of sampling parameters.
         padding_block: the KV block that padding rows write to.
         lookahead: tokens of padding that may stand behind the longest request's last one.
     """
@@ -52,8 +50,8 @@ class RequestStates:
         self,
         max_num_seqs: int,
         max_model_len: int,
-        block_size: int,
-        num_params: int,
+        block_size: int,  # tokens a KV block
+        num_params: int,  # int32 columns of sampling parameters
         device: torch.device,
         padding_block: int = 0,
         lookahead: int = 0,
@@ -126,9 +124,10 @@ class RequestStates:
 
     # --- a step of any rows ---------------------------------------------------------------------------------------
 
-    def build(self, plan: StepPlan, sampled: Samples, sources: IntArray | None = None) -> StepInput:
+    def build(self, plan: StepPlan, sampled: Samples | None = None, sources: IntArray | None = None) -> StepInput:
         """The input of any step, its shapes being those of the plan, whose changes have been applied. `sources` [S] are
         those of Drafts; None: nothing random proposed any."""
+        sampled = sampled or Samples.of(plan)
         req_indices, starts, counts = np.array(plan.req_indices), np.array(plan.starts), np.array(plan.counts)
         seq_lens, query_starts = starts + counts, np.concatenate(([0], np.cumsum(counts)))
         row = np.repeat(np.arange(len(req_indices)), counts)  # [T]: the row each token belongs to
