@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mini_infer.core.request import SamplingParams, TokenLogprob
 
@@ -24,8 +24,8 @@ class Admission(NamedTuple):
     prompt_len: int
     block_table: list[int]
     params: SamplingParams
-    seed: int
-    stop_ids: frozenset[int]  # end-of-sequence (unless ignored) and stop tokens
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()  # end-of-sequence (unless ignored) and stop tokens
 
 
 class Growth(NamedTuple):
@@ -95,6 +95,14 @@ class StepPlan:
     preempted: list[str] = field(default_factory=list)  # request ids
     prefix_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache this step
     prefix_hit_tokens: int = 0
+
+    @classmethod
+    def alike(cls, rows: int, start: int, count: int, *, decode: bool, **others: Any) -> StepPlan:
+        """Of the first requests `count` tokens each, all of which sample: to warm up or to measure with."""
+        columns = list(range(rows)), [start] * rows, [count] * rows, [True] * rows
+        if decode:
+            return cls(0, *columns, num_decode_rows=rows, num_drafts=rows * (count - 1), **others)
+        return cls(0, *columns, num_decode_rows=0, **others)
 
     @property
     def empty(self) -> bool:

@@ -74,7 +74,7 @@ def _plans(rows: Sequence[Probed], config: EngineConfig) -> Iterator[StepPlan]:
         blocks = range(first_block, first_block + _blocks_of(token_ids, config))
         first_block = blocks.stop
         prompt = list(token_ids[:split])
-        admission = Admission(req_index, f"probe {req_index}", prompt, split, list(blocks), _GREEDY, 0, frozenset())
+        admission = Admission(req_index, "probe", prompt, split, list(blocks), SamplingParams(temperature=0))
         for start in range(0, split, budget):
             count = min(budget, split - start)
             samples = [start + count == split]
@@ -82,14 +82,10 @@ def _plans(rows: Sequence[Probed], config: EngineConfig) -> Iterator[StepPlan]:
     for step in range(max(len(token_ids) - split for token_ids, split in rows)):
         req_indices = [req_index for req_index, (token_ids, split) in enumerate(rows) if split + step < len(token_ids)]
         starts = [rows[req_index][1] + step for req_index in req_indices]
-        yield StepPlan(
-            0, req_indices, starts, [1] * len(req_indices), [True] * len(req_indices), num_decode_rows=len(req_indices)
-        )
+        n = len(req_indices)
+        yield StepPlan(0, req_indices, starts, [1] * n, [True] * n, num_decode_rows=n)
 
 
 def _blocks_of(token_ids: Sequence[int], config: EngineConfig) -> int:
     """Blocks that a row of these tokens takes."""
     return len(token_ids) // config.cache.block_size + 1
-
-
-_GREEDY = SamplingParams(temperature=0)

@@ -91,7 +91,7 @@ def test_a_size_that_finds_no_memory_is_left_out(
         assert isinstance(graph, LoggingGraph)
         return graph
 
-    captured, report = capture_sizes([64, 128, 192, 256], capture, "tokens", GraphMemory(CPU), 7, iter)
+    captured, report = capture_sizes([64, 128, 192, 256], capture, "tokens", GraphMemory(CPU), 7)
     assert (list(captured), report.batch_sizes, report.memory_bytes) == ([128, 64], (64, 128), 407)
     assert report.limits == (
         "no graph for 256 tokens: out of GPU memory during capture",
@@ -107,7 +107,7 @@ def test_another_error_ends_the_capture() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        capture_sizes([64], capture, "tokens", GraphMemory(CPU), 0, iter)
+        capture_sizes([64], capture, "tokens", GraphMemory(CPU), 0)
 
 
 def test_decode_steps_of_all_sizes_share_a_stream_and_their_logits(pretended_gpu: SimpleNamespace) -> None:

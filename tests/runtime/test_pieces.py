@@ -16,7 +16,7 @@ from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.modeling.loader import load_spec
 from mini_infer.runtime.graphs.capture import GraphMemory
-from mini_infer.runtime.graphs.pieces import NoPieces, PiecewiseGraphs, graph_bytes, token_ladder
+from mini_infer.runtime.graphs.pieces import PiecewiseGraphs, graph_bytes, token_ladder
 from mini_infer.runtime.probe import probe_logits
 from mini_infer.runtime.worker.step_input import Samples
 
@@ -229,6 +229,6 @@ def test_a_draft_model_never_looks_up_what_is_no_token_of_its_own() -> None:
         outputs.append(model.forward(step).clone())
         with_pieces(engine, [64])
         outputs.append(model.forward(step).clone())
-        model._pieces = NoPieces()
+        model._pieces = None
     for other in outputs[1:]:
         torch.testing.assert_close(other, outputs[0])

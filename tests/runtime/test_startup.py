@@ -3,8 +3,8 @@
 import pytest
 
 from mini_infer import EngineConfig, LLMEngine
-from mini_infer.runtime.worker.memory import decode_steps, largest_step
-from mini_infer.runtime.worker.phases import Phases
+from mini_infer.runtime.worker.memory import decode_steps, largest_steps
+from mini_infer.runtime.worker.startup import Phases
 
 
 def test_seconds_are_told_by_phase_and_waited_for() -> None:
@@ -30,7 +30,8 @@ def test_an_engine_tells_where_its_seconds_went() -> None:
 
 @pytest.mark.parametrize("most", [1, 5, 8])
 def test_small_decode_steps_are_of_rows_that_the_largest_step_admits(most: int) -> None:
-    step = largest_step(most, 64, 32, 16, block=0)
+    config = EngineConfig.from_dict({"scheduler": {"max_num_seqs": most, "max_num_batched_tokens": 64}})
+    (step,) = largest_steps(config, max_model_len=32, block=0)
     plans = decode_steps(step, [1, 2, 4, 8])
     assert [plan.num_decode_rows for plan in plans] == [size for size in (1, 2, 4, 8) if size <= most]
     admitted = {admission.req_index for admission in step.admissions}

@@ -252,7 +252,7 @@ class Captures:
             for model in models:
                 choice = dataclasses.replace(model._backends.decode, backend=DeviceOnly())  # type: ignore[attr-defined]
                 inner.setattr(model, "_backends", AttentionBackends(choice, choice))
-            inner.setattr(runner._sampler, "_main", lambda logits, params, positions: logits.argmax(1))
+            inner.setattr(runner._sampler, "main", lambda logits, params, positions: logits.argmax(1))
             inner.setattr(runner._sampler, "_verify", lambda logits, *others: logits.argmax(1))
             memory = GraphMemory(torch.device("cpu"))
             logits = [model.new_logits(64) for model in models]  # type: ignore[attr-defined]

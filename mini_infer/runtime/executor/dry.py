@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from functools import cached_property
+from functools import cache
 
 import torch
 
@@ -13,12 +13,10 @@ from mini_infer.kernels.ops import TorchKernels
 from mini_infer.runtime.executor.dry_model import DryModel
 from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import ByteTokenizer, Tokenizer
-from mini_infer.runtime.worker.launched import LaunchedStep
 from mini_infer.runtime.worker.limits import settle_limits
-from mini_infer.runtime.worker.model_runner import Runner
+from mini_infer.runtime.worker.model_runner import LaunchedStep, Runner
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
-from mini_infer.speculative.policy.costs import StepCosts
 from mini_infer.speculative.step_costs import measure_costs
 
 _NO_GRAPHS = CaptureReport(limits=("the dry model runs on the CPU",))
@@ -27,7 +25,7 @@ _NO_GRAPHS = CaptureReport(limits=("the dry model runs on the CPU",))
 class DryExecutor:
     def __init__(self, config: EngineConfig) -> None:
         started = time.perf_counter()
-        self._config, dry, cpu = config, config.model.dry, torch.device("cpu")
+        dry, cpu = config.model.dry, torch.device("cpu")
         scheduler, block_size = config.scheduler, config.cache.block_size
         plenty = scheduler.max_num_seqs * -(-dry.max_model_len // block_size)
         self.limits = limits = settle_limits(config, dry.max_model_len, plenty, block_bytes=0)
@@ -36,31 +34,17 @@ class DryExecutor:
         self.overlap = scheduler.overlap is When.always
         model = DryModel(dry, limits.num_blocks, block_size, limits.num_host_blocks)
         sampler = make_sampler(scheduler.max_num_seqs, dry.vocab_size, cpu, TorchKernels())
-        states = RequestStates(
-            scheduler.max_num_seqs,
-            limits.max_model_len,
-            block_size,
-            sampler.num_params,
-            cpu,
-            padding_block=limits.num_blocks,
-            lookahead=config.speculation.most,
-        )
-        self.runner = Runner(
-            model, states, sampler, transfers=model, rate=config.speculation.rate, follows=self.overlap
-        )
+        states = RequestStates.of(config, limits, sampler)
+        self.runner = Runner(model, states, sampler, model, rate=config.speculation.rate, follows=self.overlap)
+        self.step_costs = cache(lambda: measure_costs(self.runner, config, limits, self.overlap))
         self.startup = StartupReport(
             device="cpu",
             dtype="dry",
             implementation="dry",
-            attention_prefill="none",
-            attention_decode="none",
-            kernels="none",
             sampler=sampler.name,
             overlap=self.overlap,
             max_model_len=limits.max_model_len,
             num_kv_blocks=limits.num_blocks,
-            kv_bytes=0,
-            weight_bytes=0,
             seconds=time.perf_counter() - started,
             graphs=_NO_GRAPHS,
             prefill_graphs=_NO_GRAPHS,
@@ -72,13 +56,6 @@ class DryExecutor:
 
     def collect(self, handle: LaunchedStep) -> StepResult:
         return self.runner.collect(handle)
-
-    def step_costs(self) -> StepCosts:
-        return self._step_costs
-
-    @cached_property
-    def _step_costs(self) -> StepCosts:
-        return measure_costs(self.runner, self._config, self.limits, self.overlap)
 
     def reserve_memory(self) -> None:
         pass

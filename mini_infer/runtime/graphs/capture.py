@@ -28,6 +28,7 @@ class Replayable(Protocol):
     def replay(self) -> None: ...
 
 
+Size = TypeVar("Size")
 Captured = TypeVar("Captured", bound=Replayable)
 
 
@@ -91,13 +92,13 @@ class Cutter:
 
 
 def capture_sizes(
-    sizes: Sequence[int],
-    capture: Callable[[int], Captured],
+    sizes: Sequence[Size],
+    capture: Callable[[Size], Captured],
     unit: str,
     memory: GraphMemory,
     static_bytes: int,
-    progress: Callable[[list[int]], Iterable[int]],
-) -> tuple[dict[int, Captured], CaptureReport]:
+    units: Callable[[Any], int] = int,
+) -> tuple[dict[Size, Captured], CaptureReport]:
     """Captures the sizes while nothing else runs on the GPU, the largest first: the others fit into its memory. One
     that finds no memory is left out, and the report says so.
 
@@ -105,17 +106,18 @@ def capture_sizes(
         capture: captures one size, on the current stream.
         unit: of a size, for the report.
         static_bytes: of tensors that the graphs read and write, for the report: they have been taken already.
+        units: how many of them a size is.
     """
     device, start = memory.device, time.perf_counter()
     gc.collect()  # not during a capture: what it frees might be a graph
     torch.cuda.empty_cache()  # what others have left is not counted as saved
     free = torch.cuda.mem_get_info(device)[0]
-    captured: dict[int, Captured] = {}
-    limits = []
+    captured: dict[Size, Captured] = {}
+    left_out: list[int] = []
     current = torch.cuda.current_stream(device)
     memory.stream.wait_stream(current)
     with torch.cuda.stream(memory.stream):
-        for size in progress(sorted(sizes, reverse=True)):
+        for size in _progress_bar(sorted(sizes, key=units, reverse=True), f"capturing CUDA graphs ({unit})"):
             graphs = _try(capture, size, device)
             if graphs is not None:
                 captured[size] = graphs
@@ -123,18 +125,29 @@ def capture_sizes(
             # Not in _try: as long as the error is handled, its traceback holds what the size has taken. And a pool that
             # has no graphs left must be empty before the next one is captured into it.
             torch.cuda.empty_cache()
-            limits.append(f"no graph for {size} {unit}: out of GPU memory during capture")
+            left_out.append(units(size))
     current.wait_stream(memory.stream)
     taken = free - torch.cuda.mem_get_info(device)[0]
     return captured, CaptureReport(
-        batch_sizes=tuple(sorted(captured)),
+        batch_sizes=tuple(sorted({units(size) for size in captured})),
         seconds=time.perf_counter() - start,
         memory_bytes=taken + static_bytes,
-        limits=tuple(limits),
+        limits=tuple(
+            f"no graph for {number} {unit}: out of GPU memory during capture" for number in dict.fromkeys(left_out)
+        ),
     )
 
 
-def _try(capture: Callable[[int], Captured], size: int, device: torch.device) -> Captured | None:
+def _progress_bar(items: Sequence[Size], title: str) -> Iterable[Size]:
+    """On a terminal; silence elsewhere."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(items, title, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _try(capture: Callable[[Size], Captured], size: Size, device: torch.device) -> Captured | None:
     """None where it finds no memory."""
     try:
         graphs = capture(size)

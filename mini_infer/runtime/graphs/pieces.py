@@ -19,7 +19,7 @@ each cut is a barrier, and a `gdc_wait` never has to see beyond one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,21 +86,15 @@ class _CutContext(AttentionContext):
 
     def __init__(self, size: int, static: _Static, store: KVStore, cut: Callable[[int], None]) -> None:
         none = torch.empty(0, dtype=torch.int32, device=store.device)
-        batch = AttentionBatch(
+        self.batch = AttentionBatch(
             positions=static.positions[:size],
             slot_mapping=static.slot_mapping[:size],
             block_tables=none[:, None],
             query_starts=none,
             seq_lens=none,
             num_decode_rows=0,
-            decode_query_len=1,
-            max_decode_seq_len=0,
-            max_prefill_query_len=0,
-            max_prefill_seq_len=0,
-            host_query_starts=None,
-            host_seq_lens=None,
         )
-        self.batch, self._kv_store = batch, store  # and no backend: nobody attends here
+        self._kv_store = store  # and no backend: nobody attends here
         self._static, self._cut = static, cut
 
     def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -141,14 +135,14 @@ class PiecewiseGraphs:
         self._static = _Static(rows[0], rows[1], rows[2], q[0], q[1], hidden)
 
     @torch.inference_mode()
-    def capture(self, memory: GraphMemory, progress: Callable[[list[int]], Iterable[int]] = iter) -> CaptureReport:
+    def capture(self, memory: GraphMemory) -> CaptureReport:
         """Captures all sizes, on a GPU."""
 
         def capture(size: int) -> _Pieces:
-            memory.warm_up(lambda: self._run(self._context(size, lambda layer: None)))
+            memory.warm_up(lambda: self._run(size, lambda layer: None))
             return self.capture_size(size, memory.pool)
 
-        self._pieces, report = capture_sizes(self._sizes, capture, "tokens", memory, self._static.num_bytes(), progress)
+        self._pieces, report = capture_sizes(self._sizes, capture, "tokens", memory, self._static.num_bytes())
         return report
 
     def capture_size(self, size: int, pool: Any = None) -> _Pieces:
@@ -160,18 +154,15 @@ class PiecewiseGraphs:
             layers.append(layer)
             cutter.cut()
 
-        context = self._context(size, cut)
         with cutter:
-            self._run(context)
+            self._run(size, cut)
         *before, last = cutter.graphs
         return _Pieces(list(zip(before, layers, strict=True)), last)
 
-    def _context(self, size: int, cut: Callable[[int], None]) -> _CutContext:
-        return _CutContext(size, self._static, self._store, cut)
-
-    def _run(self, context: _CutContext) -> None:
+    def _run(self, size: int, cut: Callable[[int], None]) -> None:
         """A forward between static tensors."""
-        static, size = self._static, context.batch.num_tokens
+        static = self._static
+        context = _CutContext(size, static, self._store, cut)
         hidden = self._model.forward(static.token_ids[:size], static.positions[:size], context)
         # Copied, so that sizes share one tensor rather than each holding its own.
         static.hidden[:size].copy_(hidden)
@@ -195,10 +186,3 @@ class PiecewiseGraphs:
             context.attend(layer, q, out=attended)
         pieces.last.replay()
         return static.hidden[:count]
-
-
-class NoPieces:
-    """Every operation is launched by itself."""
-
-    def replay(self, token_ids: Tensor, context: AttentionContext) -> None:
-        return None

@@ -12,10 +12,9 @@ be measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,20 +40,6 @@ class BatchDescriptor:
         return self.num_rows * self.query_len
 
 
-class Chain(Protocol):
-    """Drafter.chain."""
-
-    def __call__(self, num_rows: int, query_len: int, out: Tensor | None = None) -> Tensor | None: ...
-
-
-class Run(Protocol):
-    """RowStep.run."""
-
-    def __call__(
-        self, num_rows: int, query_len: int, draft_logits: Tensor | None = None, out: Tensor | None = None
-    ) -> DoneRows: ...
-
-
 @dataclass(frozen=True, eq=False)
 class _Captured:
     chain: Graph | None  # where a draft model proposes
@@ -71,27 +56,20 @@ class _Captured:
         self.step.replay()
 
 
-@dataclass(frozen=True)
-class _SameSize:
-    """Of descriptors with as many tokens."""
-
-    captured: list[_Captured]
-
-    def replay(self) -> None:
-        for one in self.captured:
-            one.replay()
-
-
 class StepGraphs:
     """Steps of packed rows: captured ones are replayed, others run eagerly.
 
     Args:
-        chain, run: what is done with the packed rows of `states`; safe to capture where anything is captured.
+        chain, run: Drafter.chain and RowStep.run; safe to capture where anything is captured.
         new_graph: makes a graph that captures on the current stream.
     """
 
     def __init__(
-        self, states: RequestStates, chain: Chain, run: Run, new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph
+        self,
+        states: RequestStates,
+        chain: Callable[..., Tensor | None],
+        run: Callable[..., DoneRows],
+        new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
     ) -> None:
         self._states, self._chain, self._run, self._new_graph = states, chain, run, new_graph
         self._captured: dict[BatchDescriptor, _Captured] = {}
@@ -105,12 +83,11 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(
         self,
-        descriptors: Iterable[BatchDescriptor],
+        descriptors: Sequence[BatchDescriptor],
         logits: Tensor,
         draft_logits: Tensor | None,
         memory: GraphMemory,
         unit: str,
-        progress: Callable[[list[int]], Iterable[int]] = iter,
     ) -> CaptureReport:
         """Captures all descriptors, on a GPU, those of most tokens first.
 
@@ -118,17 +95,15 @@ class StepGraphs:
             logits, draft_logits: memory that all graphs write theirs to; the second is None where no model drafts.
             unit: what the report counts.
         """
-        by_tokens: dict[int, list[BatchDescriptor]] = {}
-        for descriptor in descriptors:
-            by_tokens.setdefault(descriptor.num_tokens, []).append(descriptor)
-        static_bytes = logits.nbytes + (0 if draft_logits is None else draft_logits.nbytes)
-
-        def capture(tokens: int) -> _SameSize:
-            return _SameSize([self._capture(d, logits, draft_logits, memory) for d in by_tokens[tokens]])
-
-        captured, report = capture_sizes(list(by_tokens), capture, unit, memory, static_bytes, progress)
-        for tokens, same in captured.items():
-            self._captured.update(zip(by_tokens[tokens], same.captured, strict=True))
+        captured, report = capture_sizes(
+            descriptors,
+            lambda descriptor: self._capture(descriptor, logits, draft_logits, memory),
+            unit,
+            memory,
+            logits.nbytes + (0 if draft_logits is None else draft_logits.nbytes),
+            units=lambda descriptor: descriptor.num_tokens,
+        )
+        self._captured.update(captured)
         self._fits.clear()
         return report
 

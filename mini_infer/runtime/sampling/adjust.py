@@ -133,12 +133,7 @@ def _penalties(req_indices: Array, positions: Array, columns: Array, send: Send)
     if not columns["penalised"].any():
         return None
     factors = np.stack([columns["repetition"], columns["presence"], columns["frequency"]])[:, :, None]
-    return Penalties(
-        req_indices=send(req_indices),
-        prompt_lens=send(columns["prompt_len"]),
-        longest=int(positions.max()),
-        factors=send(factors),
-    )
+    return Penalties(send(req_indices), send(columns["prompt_len"]), int(positions.max()), send(factors))
 
 
 def padded(vocab_size: int) -> int:

@@ -52,9 +52,13 @@ class Sampler:
 
     Args:
         max_num_seqs: requests that there can be at a time.
-        main: the main path as one call that is safe to capture, (logits, param_rows, positions) -> token ids; None:
-            torch operations, which `sample` chooses on the host by what the rows of a step use.
+        main: the main path as one call that is safe to capture; None: torch operations, which `sample` chooses on the
+            host by what the rows of a step use.
         verify: likewise, where drafts were drawn: (logits, param_rows, positions, drafts, their logits, sources).
+
+    Attributes:
+        main: (logits [S, V], left as they are, param_rows [S, num_params] int32 as `admit` returned them, positions
+            [S]: tokens before the one that is sampled) -> token ids [S] int64, by what lies on the device alone.
     """
 
     num_params = NUM_PARAMS
@@ -70,8 +74,8 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.name = "torch" if main is None else "triton"
-        self.graph_safe = main is not None
-        self._main = main or pick_rows
+        self._graph_safe = main is not None
+        self.main: MainPath = main or pick_rows
         self._verify = verify
         self._params = np.zeros(max_num_seqs, PARAM_COLUMNS)
         self._num_top = np.full(max_num_seqs, -1, np.int64)  # -1 where no log-probabilities are asked for
@@ -90,19 +94,6 @@ class Sampler:
         self._rare_until[req_index] = until if params.logprobs is None else ALWAYS
         return encoded
 
-    def main(self, logits: Tensor, param_rows: Tensor, positions: Tensor) -> Tensor:
-        """One token a row, by what lies on the device alone; safe to capture where `graph_safe`.
-
-        Args:
-            logits: [S, V], left as they are.
-            param_rows: [S, num_params] int32, the rows that `admit` returned.
-            positions: [S]: tokens before the one that is sampled.
-
-        Returns:
-            token ids [S] int64.
-        """
-        return self._main(logits, param_rows, positions)
-
     def pick(
         self,
         logits: Tensor,
@@ -111,7 +102,7 @@ class Sampler:
         drafts: Drafts | None = None,
         draft_logits: Tensor | None = None,
     ) -> Tensor:
-        """Likewise, of rows some of which may be drafts' places: there the draft itself where it is accepted.
+        """`main`, of rows some of which may be drafts' places: there the draft itself where it is accepted.
 
         Args:
             draft_logits: [D, V'], what drafts were drawn from (speculative/verify.py). Where nothing random proposed
@@ -119,7 +110,7 @@ class Sampler:
                 accepted.
         """
         if drafts is None or draft_logits is None:
-            return self._main(logits, param_rows, positions)
+            return self.main(logits, param_rows, positions)
         return self._verify(logits, param_rows, positions, drafts.token_ids, draft_logits, drafts.sources)
 
     def warm_up(self, draft_logits: Tensor | None = None) -> None:
@@ -128,7 +119,7 @@ class Sampler:
         Args:
             draft_logits: [1, V'] like those of a draft model, where there is one.
         """
-        if self.graph_safe:
+        if self._graph_safe:
             scores = torch.zeros((1, padded(self.vocab_size)), device=self.device)[:, : self.vocab_size]
             rows = torch.zeros((1, NUM_PARAMS), dtype=torch.int32, device=self.device)
             zero = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -159,7 +150,7 @@ class Sampler:
         """
         rare = self.rare(req_indices, positions, masks)
         drafts = None if draft_logits is None else step.drafts
-        if self.graph_safe:
+        if self._graph_safe:
             token_ids = self.pick(logits, step.param_rows, step.sampled_positions, drafts, draft_logits)
             if rare is None:
                 return SampledTokens(token_ids, None)

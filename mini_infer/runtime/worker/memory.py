@@ -9,7 +9,7 @@ import torch
 
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout
-from mini_infer.core.config import CacheConfig
+from mini_infer.core.config import CacheConfig, EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.core.request import SamplingParams
@@ -52,68 +52,26 @@ def allocate_kv(layout: KVLayout, num_blocks: int, block_size: int, device: torc
         ) from error
 
 
-def largest_step(max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_size: int, block: int) -> StepPlan:
-    """A plan that takes as much memory as any: all tokens of the budget, in as many prompts as there can be, so that
-    all of them sample. They share one block for all their tokens: nobody reads the results."""
-    rows = max(1, min(max_num_seqs, max_num_tokens))
-    share = min(-(-max_num_tokens // rows), max_model_len - 1)
-    table = [block] * -(-max_model_len // block_size)
-    return StepPlan(
-        step=0,
-        req_indices=list(range(rows)),
-        starts=[0] * rows,
-        counts=[share] * rows,
-        samples=[True] * rows,
-        num_decode_rows=0,
-        admissions=[
-            Admission(
-                req_index, f"warm-up {req_index}", [0] * share, share, table, SamplingParams(), req_index, frozenset()
-            )
-            for req_index in range(rows)
-        ],
-    )
+def largest_steps(config: EngineConfig, max_model_len: int, block: int) -> list[StepPlan]:
+    """Plans that take as much memory as any: all tokens of the budget, in as many prompts as there can be, so that all
+    of them sample; and the same requests with drafts, where more tokens are sampled than in any other step. All tokens
+    share one block: nobody reads the results."""
+    tokens, most_drafts = config.scheduler.max_num_batched_tokens, config.speculation.most
+    rows = max(1, min(config.scheduler.max_num_seqs, tokens))
+    share = min(-(-tokens // rows), max_model_len - 1)
+    table = [block] * -(-max_model_len // config.cache.block_size)
+    admissions = [Admission(row, "warm-up", [0] * share, share, table, SamplingParams(), row) for row in range(rows)]
+    steps = [StepPlan.alike(rows, 0, share, decode=False, admissions=admissions)]
+    if most_drafts:
+        drafts = min(most_drafts, max(1, (tokens - rows) // 2 // rows))
+        steps.append(StepPlan.alike(rows, 0, 1 + drafts, decode=True, drafts=dict.fromkeys(range(rows), [0] * drafts)))
+    return steps
 
 
-def largest_verification(max_num_seqs: int, max_num_tokens: int, num_drafts: int, step: StepPlan) -> StepPlan:
-    """Likewise of a step with drafts: more tokens are sampled there than in any other.
-
-    Args:
-        num_drafts: of a request, at most.
-        step: the plan of `largest_step`, whose admissions it has.
-    """
-    rows = min(max_num_seqs, len(step.req_indices))
-    drafts = min(num_drafts, max(1, (max_num_tokens - rows) // 2 // rows))
-    return StepPlan(
-        step=0,
-        req_indices=step.req_indices[:rows],
-        starts=[0] * rows,
-        counts=[1 + drafts] * rows,
-        samples=[True] * rows,
-        num_decode_rows=rows,
-        drafts={row: [0] * drafts for row in range(rows)},
-        num_drafts=rows * drafts,
-    )
-
-
-def decode_steps(step: StepPlan, sizes: Iterable[int]) -> list[StepPlan]:
-    """Steps of so many decode rows, for the sake of the kernels that are chosen by the number of rows.
-
-    Args:
-        step: the plan of `largest_step`, whose admissions they have.
-    """
-    rows = len(step.req_indices)
-    return [
-        StepPlan(
-            step=0,
-            req_indices=step.req_indices[:size],
-            starts=[1] * size,
-            counts=[1] * size,
-            samples=[True] * size,
-            num_decode_rows=size,
-        )
-        for size in sizes
-        if size <= rows
-    ]
+def decode_steps(largest: StepPlan, sizes: Iterable[int]) -> list[StepPlan]:
+    """Steps of so many decode rows, for the sake of the kernels that are chosen by the number of rows. `largest` has
+    admitted them."""
+    return [StepPlan.alike(size, 1, 1, decode=True) for size in sizes if size <= largest.num_rows]
 
 
 def hold_small_memory(device: torch.device) -> None:

@@ -11,7 +11,9 @@ who speculates are parts that it is given; the dry model is one of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,14 +23,12 @@ from torch import Tensor
 from mini_infer.core.plan import NO_DRAFT, StepPlan, StepResult, Transfer
 from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs
-from mini_infer.runtime.sampling.logprobs import prompt_logprobs
+from mini_infer.runtime.sampling.logprobs import Logprobs, RowLogprobs, prompt_logprobs
 from mini_infer.runtime.sampling.sampler import Sampler
-from mini_infer.runtime.worker.launched import LaunchedStep, record_event
 from mini_infer.runtime.worker.request_states import RequestStates, small_growths
 from mini_infer.runtime.worker.row_step import RowStep, real_tokens
 from mini_infer.runtime.worker.step_input import IntArray, Samples, StepInput
-from mini_infer.runtime.worker.threads import Threads, as_it_is
-from mini_infer.speculative.draft_model import Drafter, NoDrafter
+from mini_infer.speculative.draft_model import Drafter, NoDrafter, Stopwatch
 
 
 class StepModel(Protocol):
@@ -61,6 +61,22 @@ class NoTransfers:
         return ()
 
 
+@dataclass(frozen=True, eq=False)
+class LaunchedStep:
+    """A step in flight. Its tokens and log-probabilities are on their way to the host, and are there when `done` has
+    happened."""
+
+    plan: StepPlan
+    done: torch.cuda.Event | None  # None on a CPU, where a step is done when its launch returns
+    sampled: Samples | None = None  # None where no row samples
+    logits: Tensor | None = None  # [S, vocab_size] until the next launch; None where no row samples, or drafts do
+    tokens: Tensor | None = None  # [S], with drafts [2, S]: what the target picks, and what stands there
+    real: IntArray | None = None  # [S]: those among `tokens`, where it has padding
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Sequence[RowLogprobs] = ()
+    drafting: Stopwatch | None = None  # None where no model drafted
+
+
 class Runner:
     """
     Args:
@@ -68,7 +84,7 @@ class Runner:
         rate: at which drafts are accepted, whatever the target says (RowStep).
         follows: a step may be launched before the drafts of the one before it are read, whose rows must therefore go
             alone where they can.
-        threads: what a step runs inside, on a CPU.
+        threads: what a step of so many tokens runs inside, on a CPU.
 
     Attributes:
         graphs: steps of rows alone, of which none is captured yet.
@@ -83,7 +99,7 @@ class Runner:
         drafter: Drafter | None = None,
         rate: float | None = None,
         follows: bool = False,
-        threads: Threads = as_it_is,
+        threads: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._model, self._states, self._sampler = model, states, sampler
         self._transfers = transfers or NoTransfers()
@@ -201,7 +217,8 @@ class Runner:
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Waits for a step, whether or not it samples: nobody runs ahead of the device. Row i of the result belongs to
         row i of the plan."""
-        launched.done.synchronize()
+        if launched.done is not None:
+            launched.done.synchronize()
         tokens: list[list[int]] = [[] for _ in launched.plan.req_indices]
         rows = [] if launched.sampled is None else launched.sampled.rows.tolist()
         if launched.tokens is not None and launched.tokens.dim() == 2:
@@ -223,6 +240,15 @@ class Runner:
         """Puts another token where the next step reads it."""
         token = torch.tensor([token_id], device=self._states.device)
         self._states.overwrite(np.array([req_index]), np.array([position]), token)
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event behind everything that the device has been given so far."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def keep_accepted(tokens: list[list[int]], rows: Sequence[int], picked: Sequence[int], drafts: Sequence[int]) -> None:

@@ -13,10 +13,10 @@ it by then. Where drafts are verified, the device also keeps where each request 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,7 +27,12 @@ from mini_infer.core.plan import NO_DRAFT, Growth, StepPlan
 from mini_infer.kernels import rows as definition
 from mini_infer.kernels.rows import PACKED, GatheredRows
 from mini_infer.runtime.worker.host_to_device import HostToDevice
-from mini_infer.runtime.worker.step_input import Drafts, IntArray, Samples, StepInput
+from mini_infer.runtime.worker.step_input import Drafts, IntArray, Samples, StepInput, leading_alike
+
+if TYPE_CHECKING:
+    from mini_infer.core.config import EngineConfig
+    from mini_infer.runtime.sampling.sampler import Sampler
+    from mini_infer.runtime.worker.limits import Limits
 
 _ONE_TOKEN_AND_NO_GROWTH = np.array([[1], [-1]], dtype=np.int32)
 
@@ -37,18 +42,16 @@ class RequestStates:
     Args:
         max_num_seqs: requests; one row more is kept for padding.
         max_model_len: the longest request, in tokens.
-        block_size: tokens a KV block.
-        num_params: int32 columns of sampling parameters.
-        lookahead: tokens of padding that may stand behind the longest request's last one.
         padding_block: the KV block that padding rows write to.
+        lookahead: tokens of padding that may stand behind the longest request's last one.
     """
 
     def __init__(
         self,
         max_num_seqs: int,
         max_model_len: int,
-        block_size: int,
-        num_params: int,
+        block_size: int,  # tokens a KV block
+        num_params: int,  # int32 columns of sampling parameters
         device: torch.device,
         padding_block: int = 0,
         lookahead: int = 0,
@@ -65,45 +68,56 @@ class RequestStates:
         self.rows[self.padding_index, self._table : self._params] = padding_block
         self.history = self.rows[:, : self._table]
         self._flat = self.rows.view(-1)
-        self.h2d = HostToDevice(device)
         self._fill_up = lookahead > 0  # tokens of padding find the padding block where a request has none
+        self.h2d = HostToDevice(device)
         self._next_starts = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._ends: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._packed = torch.zeros(PACKED * max_num_seqs, dtype=torch.int32, device=device)
         self._views: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, config: EngineConfig, limits: Limits, sampler: Sampler) -> RequestStates:
+        """Padding rows write to the block behind those that the scheduler knows."""
+        return cls(
+            config.scheduler.max_num_seqs,
+            limits.max_model_len,
+            config.cache.block_size,
+            sampler.num_params,
+            sampler.device,
+            padding_block=limits.num_blocks,
+            lookahead=config.speculation.most,
+        )
 
     # --- what changed ---------------------------------------------------------------------------------------------
 
     def apply(
         self, plan: StepPlan, param_rows: Sequence[IntArray] = (), growths: Sequence[Growth] | None = None
     ) -> None:
-        """Takes in the plan's admissions, with a row of sampling parameters each, drafts and grown block tables.
-
-        Args:
-            growths: those that are taken in here; None: all of the plan's.
-        """
+        """Takes in the plan's admissions, with a row of sampling parameters each, drafts and grown block tables: the
+        plan's, or the `growths` that are given."""
         growths = plan.growths if growths is None else growths
         if not (plan.admissions or plan.drafts or growths):
             return
         places: list[IntArray] = []
         values: list[IntArray | Sequence[int]] = []
+
+        def write(req_index: int, column: int, numbers: IntArray | Sequence[int]) -> None:
+            first = req_index * self.width + column
+            places.append(np.arange(first, first + len(numbers)))
+            values.append(numbers)
+
         for admission, params in zip(plan.admissions, param_rows, strict=True):
             blocks = admission.block_table
             if self._fill_up:
                 blocks = blocks + [self._padding_block] * (self._params - self._table - len(blocks))
-            for column, numbers in ((0, admission.token_ids), (self._table, blocks), (self._params, params)):
-                first = admission.req_index * self.width + column
-                places.append(np.arange(first, first + len(numbers)))
-                values.append(numbers)
+            write(admission.req_index, 0, admission.token_ids)
+            write(admission.req_index, self._table, blocks)
+            write(admission.req_index, self._params, params)
         # Where a row follows drafts that are not read yet, a place for others is not known: there any tokens will do.
         for row, drafts in plan.drafts.items() if not plan.following else ():
-            first = plan.req_indices[row] * self.width + plan.starts[row] + 1
-            places.append(np.arange(first, first + len(drafts)))
-            values.append(drafts)
+            write(plan.req_indices[row], plan.starts[row] + 1, drafts)
         for req_index, first, blocks in growths:
-            first += req_index * self.width + self._table
-            places.append(np.arange(first, first + len(blocks)))
-            values.append(blocks)
+            write(req_index, self._table + first, blocks)
         if places:
             where, what = self.h2d.send(np.concatenate(places), np.concatenate(values))
             self._flat.index_copy_(0, where.long(), what)
@@ -111,55 +125,41 @@ class RequestStates:
     # --- a step of any rows ---------------------------------------------------------------------------------------
 
     def build(self, plan: StepPlan, sampled: Samples | None = None, sources: IntArray | None = None) -> StepInput:
-        """The input of any step, its shapes being those of the plan, whose changes have been applied.
-
-        Args:
-            sampled: Samples.of(plan), where it has been made.
-            sources: [S], of Drafts; None: nothing random proposed any.
-        """
+        """The input of any step, its shapes being those of the plan, whose changes have been applied. `sources` [S] are
+        those of Drafts; None: nothing random proposed any."""
         sampled = sampled or Samples.of(plan)
-        req_indices = np.array(plan.req_indices)
-        starts = np.array(plan.starts)
-        counts = np.array(plan.counts)
-        seq_lens = starts + counts
-        query_starts = np.concatenate(([0], np.cumsum(counts)))
+        req_indices, starts, counts = np.array(plan.req_indices), np.array(plan.starts), np.array(plan.counts)
+        seq_lens, query_starts = starts + counts, np.concatenate(([0], np.cumsum(counts)))
         row = np.repeat(np.arange(len(req_indices)), counts)  # [T]: the row each token belongs to
         positions = np.arange(len(row)) - query_starts[row] + starts[row]
-        own = (
-            query_starts[sampled.rows] + sampled.positions - 1 - starts[sampled.rows],
-            sampled.req_indices,
-            sampled.positions,
-        )
-        of_drafts: tuple[np.ndarray, ...] = ()
+        tokens_before = query_starts[sampled.rows] + sampled.positions - 1 - starts[sampled.rows]
+        numbers = [req_indices, seq_lens, query_starts, req_indices[row], positions]
+        numbers += [tokens_before, sampled.req_indices, sampled.positions]
         most_samples = 1
         if plan.num_drafts:
             firsts = np.flatnonzero(sampled.places() == 0)
             ends = np.append(firsts, len(sampled.rows))
             most_samples = int(np.diff(ends).max(initial=1))
             sources = np.full(len(sampled.rows), NO_DRAFT) if sources is None else sources
-            of_drafts = sampled.req_indices[firsts], ends, sampled.have_drafts(), sources
-        sent = self.h2d.send(req_indices, seq_lens, query_starts, req_indices[row], positions, *own, *of_drafts)
-        rows32, lens32, starts32 = sent[:3]
-        token_owners, places, tokens, sampled_indices, sampled_places = (part.long() for part in sent[3:8])
+            numbers += [sampled.req_indices[firsts], ends, sampled.have_drafts(), sources]
+        rows32, lens32, starts32, *sent = self.h2d.send(*numbers)
+        token_owners, places, tokens, sampled_indices, sampled_places = (part.long() for part in sent[:5])
         sampled_flat = sampled_indices * self.width + sampled_places
         sampling, sample_starts, drafts = None, None, None
-        if of_drafts:
-            sampling, sample_starts, has_draft, drawn_from = sent[8:]
+        if plan.num_drafts:
+            sampling, sample_starts, has_draft, drawn_from = sent[5:]
             standing = self._flat.index_select(0, sampled_flat).long()
             drafts = Drafts(standing.where(has_draft != 0, NO_DRAFT), drawn_from.long())
-        num_decode_rows, decode_query_len = _alike(plan)
+        block = places // self.block_size
+        blocks = self._flat.index_select(0, token_owners * self.width + self._table + block)
         width = -(-int(seq_lens.max(initial=1)) // self.block_size)
-        batch = AttentionBatch(
+        batch = AttentionBatch.of_rows(
             positions=places,
-            slot_mapping=self._slot_mapping(token_owners, places),
+            slot_mapping=blocks * self.block_size + (places - block * self.block_size),
             block_tables=self.rows[:, self._table : self._table + width].index_select(0, rows32),
             query_starts=starts32,
             seq_lens=lens32,
-            num_decode_rows=num_decode_rows,
-            decode_query_len=decode_query_len,
-            max_decode_seq_len=int(seq_lens[:num_decode_rows].max(initial=0)),
-            max_prefill_query_len=int(counts[num_decode_rows:].max(initial=0)),
-            max_prefill_seq_len=int(seq_lens[num_decode_rows:].max(initial=0)),
+            num_decode_rows=leading_alike(plan),
             host_query_starts=query_starts,
             host_seq_lens=seq_lens,
         )
@@ -175,12 +175,6 @@ class RequestStates:
             most_samples=most_samples,
             drafts=drafts,
         )
-
-    def _slot_mapping(self, token_owners: Tensor, positions: Tensor) -> Tensor:
-        """[T] int64: where each token's K and V go, block * block_size + offset."""
-        block = positions // self.block_size
-        blocks = self._flat.index_select(0, token_owners * self.width + self._table + block)
-        return blocks * self.block_size + (positions - block * self.block_size)
 
     # --- a step of rows alone: one token each, or as many as there are drafts -----------------------------------------
 
@@ -241,10 +235,6 @@ class RequestStates:
             num_decode_rows=num_rows,
             decode_query_len=query_len,
             max_decode_seq_len=self.max_model_len,
-            max_prefill_query_len=0,
-            max_prefill_seq_len=0,
-            host_query_starts=None,
-            host_seq_lens=None,
         )
         return StepInput(
             batch=batch,
@@ -260,8 +250,7 @@ class RequestStates:
         )
 
     def _row_ends(self, num_rows: int, query_len: int) -> tuple[Tensor, Tensor]:
-        """Where each row begins [num_rows + 1] int32, and its last token [num_rows] int64. Made once: a captured graph
-        knows nothing of them but their address."""
+        """Where rows begin [R + 1] int32, and their last tokens [R] int64. Kept: a graph knows their addresses."""
         if (num_rows, query_len) not in self._ends:
             starts = torch.arange(num_rows + 1, device=self.device) * query_len
             self._ends[num_rows, query_len] = starts.int(), starts[1:] - 1
@@ -279,8 +268,7 @@ class RequestStates:
         )  # fmt: skip
 
     def restore_drafts(self, step: StepInput) -> None:
-        """Puts the drafts back where `settle` wrote the tokens that were picked: the history is again what it was when
-        they were picked."""
+        """Puts the drafts back where `settle` wrote the tokens that were picked."""
         if step.drafts is not None:
             drafts, settled = step.drafts.token_ids, self._flat.index_select(0, step.places)
             self._flat.index_copy_(0, step.places, drafts.int().where(drafts != NO_DRAFT, settled))
@@ -290,8 +278,7 @@ class RequestStates:
         self._flat.index_copy_(0, step.places, token_ids.int())
 
     def overwrite(self, req_indices: IntArray, positions: IntArray, token_ids: Tensor) -> None:
-        """Puts other tokens [S], on the state's device, where those of a step went: behind the first positions [S]
-        tokens of the requests [S]."""
+        """Puts other tokens [S], on the state's device, behind the first positions [S] tokens of the requests [S]."""
         places = self.h2d.send(req_indices * self.width + positions)[0].long()
         self._flat.index_copy_(0, places, token_ids.int())
 
@@ -305,21 +292,7 @@ class RequestStates:
 
 
 def small_growths(plan: StepPlan) -> list[Growth]:
-    """The plan's growths where each is by one block, and none of a request's is beside another one; else none. They fit
-    into packed rows."""
+    """The plan's growths where each is a request's only one, and by one block; else none. They fit into packed rows."""
     growths = plan.growths
-    if not growths:
-        return []
     small = all(len(blocks) == 1 for _, _, blocks in growths) and len({g.req_index for g in growths}) == len(growths)
     return growths if small else []
-
-
-def _alike(plan: StepPlan) -> tuple[int, int]:
-    """How many leading rows attention takes as decode rows, and the tokens of each. Where rows differ in their drafts,
-    those with drafts go with the prompts, which may have any number of tokens."""
-    n = plan.num_decode_rows
-    if not plan.num_drafts:
-        return n, 1
-    if plan.counts[0] == plan.counts[n - 1]:
-        return n, plan.counts[0]
-    return bisect_right(plan.counts, 1, hi=n), 1

@@ -36,14 +36,12 @@ class ServedModel:
 
     @classmethod
     def plan(
-        cls, config: EngineConfig, model: ModelConfig, device: torch.device, sampler_name: str | None
+        cls, config: EngineConfig, model: ModelConfig, device: torch.device, uncapturable: str | None
     ) -> ServedModel:
-        """
-        Args:
-            sampler_name: of a sampler that cannot be captured; None for one that can.
+        """Raises ConfigError or ModelError where it cannot be served with these settings.
 
-        Raises:
-            ConfigError, ModelError: it cannot be served with these settings.
+        Args:
+            uncapturable: name of a sampler that cannot be captured; None for one that can.
         """
         if model.hf_config is None:  # a hub name is looked up once; from here on it is a folder
             folder = resolve_folder(model.path, weights=model.load_format is LoadFormat.auto)
@@ -51,14 +49,8 @@ class ServedModel:
         spec = load_spec(model)
         dtype = resolve_dtype(model, spec, device)
         kv_layout = spec.kv_layout(dtype)
-        needs = Requirements(
-            layout=kv_layout,
-            block_size=config.cache.block_size,
-            dtype=dtype,
-            device=device,
-            sliding_window=any(spec.windows),
-        )
-        backends, no_graphs = _select_attention(config, needs, sampler_name)
+        needs = Requirements(kv_layout, config.cache.block_size, dtype, device, sliding_window=any(spec.windows))
+        backends, no_graphs = _select_attention(config, needs, uncapturable)
         block_bytes = kv_layout.bytes_per_block(config.cache.block_size)
         return cls(model, spec, dtype, device, kv_layout, block_bytes, backends, no_graphs)
 
@@ -73,7 +65,7 @@ class ServedModel:
 
 
 def _select_attention(
-    config: EngineConfig, needs: Requirements, sampler_name: str | None
+    config: EngineConfig, needs: Requirements, uncapturable: str | None
 ) -> tuple[AttentionBackends, str | None]:
     """The backends, and why decode steps will not be captured in CUDA graphs; None where they will."""
     capture = config.graphs.capture
@@ -81,8 +73,8 @@ def _select_attention(
         reason = "graphs.capture=never"
     elif needs.device.type != "cuda":
         reason = NEEDS_GPU
-    elif sampler_name is not None:
-        reason = f"the {sampler_name} sampler cannot be captured"
+    elif uncapturable is not None:
+        reason = f"the {uncapturable} sampler cannot be captured"
     else:
         try:
             return AttentionBackends.select(config.attention, dataclasses.replace(needs, graphs=True)), None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -23,25 +26,53 @@ class StartupReport:
 
     device: str
     dtype: str
-    implementation: str  # of the model: ours, transformers or dry
-    attention_prefill: str
-    attention_decode: str
-    kernels: str
     sampler: str
     overlap: bool
     max_model_len: int
     num_kv_blocks: int
-    kv_bytes: int
-    weight_bytes: int
     seconds: float
     graphs: CaptureReport
     prefill_graphs: CaptureReport
-    draft_graphs: CaptureReport = dataclasses.field(default_factory=CaptureReport)  # of steps that verify drafts
+    draft_graphs: CaptureReport = field(default_factory=CaptureReport)  # of steps that verify drafts
+    implementation: str = "ours"  # or transformers or dry
+    attention_prefill: str = "none"
+    attention_decode: str = "none"
+    kernels: str = "none"
     speculation: str = "none"
     threads: str = "none"  # that torch computes a step with on the CPU
-    phases: dict[str, float] = dataclasses.field(default_factory=dict)  # seconds of `seconds`, by what was done
+    phases: dict[str, float] = field(default_factory=dict)  # seconds of `seconds`, by what was done
+    kv_bytes: int = 0
+    weight_bytes: int = 0
     draft_weight_bytes: int = 0
     draft_kv_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+class Phases:
+    """
+    Args:
+        finish: waits for what a device was given, so that a phase has all of its own work and none of another's.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, finish: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.seconds: dict[str, float] = {}  # in the order in which phases were first entered
+        self._finish, self._clock, self._started = finish, clock, clock()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """What runs inside belongs to the phase, which may be entered again, but not inside another."""
+        started = self._clock()
+        yield
+        if self._finish is not None:
+            self._finish()
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - started
+
+    @property
+    def total(self) -> float:
+        """Seconds until now, whatever was done in them."""
+        return self._clock() - self._started

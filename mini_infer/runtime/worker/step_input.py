@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -83,3 +84,12 @@ class StepInput:
     def sampled(self, tokens: Tensor) -> Tensor:
         """Of something that each token has, [T, ...], what those before the sampled ones have: [S, ...]."""
         return tokens if self.sampled_tokens is None else tokens.index_select(0, self.sampled_tokens)
+
+
+def leading_alike(plan: StepPlan) -> int:
+    """How many leading rows attention takes as decode rows. Where rows differ in their drafts, those with drafts go
+    with the prompts, which may have any number of tokens."""
+    n = plan.num_decode_rows
+    if not plan.num_drafts or plan.counts[0] == plan.counts[n - 1]:
+        return n
+    return bisect_right(plan.counts, 1, hi=n)

@@ -18,14 +18,11 @@ Six layers of 1,024 on the idle machine, asleep: 1.05, 0.87, 0.62. In between li
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 
 import torch
 
 _WORTH_SHARING = 4 * 10**8  # parameters times tokens
-
-Threads = Callable[[int], AbstractContextManager[None]]  # a step of so many tokens runs inside
 
 
 class StepThreads:
@@ -56,8 +53,3 @@ class StepThreads:
         if self._most == 1 or self._many_tokens <= 1:
             return str(self._most)
         return f"{self._most}, and 1 for steps of less than {self._many_tokens} tokens"
-
-
-def as_it_is(num_tokens: int) -> AbstractContextManager[None]:
-    """The threads that torch has."""
-    return contextlib.nullcontext()

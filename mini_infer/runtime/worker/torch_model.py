@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import AttentionConfig
 from mini_infer.modeling.model import Model
 from mini_infer.runtime.graphs.capture import GraphMemory
-from mini_infer.runtime.graphs.pieces import NoPieces, PiecewiseGraphs
+from mini_infer.runtime.graphs.pieces import PiecewiseGraphs
 from mini_infer.runtime.worker.startup import CaptureReport
 from mini_infer.runtime.worker.step_input import StepInput
 
@@ -47,14 +47,14 @@ class TorchModel:
         self._last_token = None if known_tokens is None else known_tokens - 1
         self.store = store
         self._backends = backends
-        self._pieces: PiecewiseGraphs | NoPieces = NoPieces()
+        self._pieces: PiecewiseGraphs | None = None
         self._attention = ModelAttention(store, model.spec.windows, model.spec.attention.scale)
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Computes the step's tokens and returns their hidden states [T, hidden_size], which stay until the next
         call."""
         context, token_ids = self._context(step), self._known(step.token_ids)
-        hidden = self._pieces.replay(token_ids, context)
+        hidden = None if self._pieces is None else self._pieces.replay(token_ids, context)
         return self._model.forward(token_ids, step.batch.positions, context) if hidden is None else hidden
 
     def forward_eagerly(self, step: StepInput) -> torch.Tensor:
@@ -68,14 +68,12 @@ class TorchModel:
         backends = self._backends
         return AttentionContext(step.batch, self._attention, backends.prefill.backend, backends.decode.backend)
 
-    def capture_pieces(
-        self, sizes: Sequence[int], memory: GraphMemory, progress: Callable[[list[int]], Iterable[int]]
-    ) -> CaptureReport:
+    def capture_pieces(self, sizes: Sequence[int], memory: GraphMemory) -> CaptureReport:
         """Captures steps of these numbers of tokens, which `forward` then replays. The last block of the store must be
         nobody's: padding tokens write to it."""
         padding_slot = (self.store.num_blocks - 1) * self.store.block_size
         pieces = PiecewiseGraphs(self._model, self.store, sizes, padding_slot)
-        report = pieces.capture(memory, progress)
+        report = pieces.capture(memory)
         self._pieces = pieces
         return report
 
@@ -90,7 +88,7 @@ class TorchModel:
 
     def warm_up(self, max_rows: int) -> None:
         """Compiles what attention will run, so that no step waits for a compiler."""
+        heads = self._model.spec.attention.num_heads
         kinds: dict[Kind, Selection] = {"prefill": self._backends.prefill, "decode": self._backends.decode}
         for kind, selection in kinds.items():
-            heads = self._model.spec.attention.num_heads
             selection.backend.warm_up(kind, self._attention, heads, max_rows)

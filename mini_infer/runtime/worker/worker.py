@@ -14,39 +14,35 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
 from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import EngineConfig, When
 from mini_infer.core.errors import ConfigError
-from mini_infer.core.plan import StepPlan
 from mini_infer.kernels.compile_ahead import compiled_in_parallel
 from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.loader import resolve_device
 from mini_infer.modeling.model import Model
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.pieces import graph_bytes, token_ladder
-from mini_infer.runtime.graphs.step_graphs import batch_ladder, decode_grid
+from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, batch_ladder, decode_grid, draft_grid
 from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import load_tokenizer
-from mini_infer.runtime.worker.draft import capture_drafts, make_drafter, plan_draft, row_logits_bytes
+from mini_infer.runtime.worker.draft import make_drafter, plan_draft
 from mini_infer.runtime.worker.limits import Limits
 from mini_infer.runtime.worker.memory import (
     allocate_kv,
     decode_steps,
     hold_small_memory,
     kv_memory,
-    largest_step,
-    largest_verification,
+    largest_steps,
 )
 from mini_infer.runtime.worker.model_runner import Runner
-from mini_infer.runtime.worker.phases import Phases
-from mini_infer.runtime.worker.progress import progress_bar
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.served_model import NEEDS_GPU, ServedModel
-from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
+from mini_infer.runtime.worker.startup import CaptureReport, Phases, StartupReport
 from mini_infer.runtime.worker.threads import StepThreads
 from mini_infer.runtime.worker.torch_model import TorchModel
 from mini_infer.speculative.policy.costs import StepCosts
@@ -73,7 +69,8 @@ class Worker:
         self.draft = plan_draft(config, self.target, self.tokenizer, uncapturable)
         spec = self.target.spec
         self.eos_token_ids = spec.eos_token_ids or tuple(self.tokenizer.eos_token_ids)
-        self.block_bytes = self.target.block_bytes + (self.draft.block_bytes if self.draft else 0)
+        self._served = [self.target] if self.draft is None else [self.target, self.draft]
+        self.block_bytes = sum(model.block_bytes for model in self._served)
         self._sampler = make_sampler(config.scheduler.max_num_seqs, spec.vocab_size, self.device, self._kernels)
         parameters = self.target.weight_bytes // self.target.dtype.itemsize
         self._threads = StepThreads(config.model.threads, parameters if self.device.type == "cpu" else None)
@@ -86,17 +83,13 @@ class Worker:
     def load(self, max_model_len: int) -> None:
         """For requests of so many tokens; rows of drafts may have tokens of padding behind the longest."""
         max_len = max_model_len + self._config.speculation.most
-        with self._phase("load"):
-            self._model = self.target.load(max_len, self._kernels)
-        self._draft: tuple[ServedModel, Model] | None = None
-        if self.draft is not None:
-            if self.draft.spec.max_model_len < max_model_len:
-                logger.warning(
-                    "the draft's own limit is %d tokens: beyond, drafts for longer requests get worse",
-                    self.draft.spec.max_model_len,
-                )
-            with self._phase("load draft"):
-                self._draft = self.draft, self.draft.load(max_len, self._kernels)
+        if self.draft is not None and self.draft.spec.max_model_len < max_model_len:
+            own = self.draft.spec.max_model_len
+            logger.warning("the draft's own limit is %d tokens: beyond, drafts for longer requests get worse", own)
+        self._weights: list[Model] = []
+        for name, served in zip(("load", "load draft"), self._served, strict=False):
+            with self._phase(name):
+                self._weights.append(served.load(max_len, self._kernels))
 
     def affordable_blocks(self, limits: Limits | None = None) -> int:
         """KV blocks that fit beside what is on the device already and what steps take there.
@@ -113,17 +106,17 @@ class Worker:
         """Runs the largest step there can be on a small KV store, which also compiles what steps run. Returns the bytes
         that it took beside weights and KV."""
         small = dataclasses.replace(limits, num_blocks=1, num_host_blocks=0)
-        runner, model, draft = self._make_runner(small, follows=True)
+        runner, models = self._make_runner(small, follows=True)
         scheduler, device = self._config.scheduler, self.device
-        largest = self._largest_steps(limits, block=0)
+        largest = largest_steps(self._config, limits.max_model_len, block=0)
         try:
             with self._phase("compile"), compiled_in_parallel():
-                self._sampler.warm_up(None if draft is None else draft.new_logits(1))
+                self._sampler.warm_up(*(draft.new_logits(1) for draft in models[1:]))
                 for plan in [*largest, *decode_steps(largest[0], batch_ladder(scheduler.max_num_seqs))]:
                     runner.collect(runner.launch(plan))
                 # Last come backends that compile by other means, for which the caller waits.
-                for one in filter(None, (draft, model)):
-                    one.warm_up(scheduler.max_num_seqs)
+                for model in reversed(models):
+                    model.warm_up(scheduler.max_num_seqs)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
@@ -136,87 +129,82 @@ class Worker:
                 "in the GPU's memory beside the weights: lower it, or choose a smaller model"
             ) from error
         taken = torch.cuda.max_memory_allocated(device) - before
-        del runner, model, draft
+        del runner, models, model
         torch.cuda.empty_cache()
         return taken
 
     def _bytes_of_graphs(self) -> int:
         """What graphs of prompts will take of a GPU's memory, and those of rows with drafts where they are captured."""
-        sizes = self._prefill_sizes()
-        taken = graph_bytes(self.target.spec, self.target.dtype, sizes)
+        models = self._served if self._captures_rows else self._served[:1]
+        taken = sum(graph_bytes(model.spec, model.dtype, self._prefill_sizes()) for model in models)
         if self._captures_rows:
-            taken += row_logits_bytes(self._config, self.target, self.draft)
-            if self.draft is not None:
-                taken += graph_bytes(self.draft.spec, self.draft.dtype, sizes)
+            for model, tokens in zip(models, _logits_rows(self._draft_grid()), strict=False):
+                taken += tokens * model.spec.vocab_size * model.dtype.itemsize
         return taken
 
     def allocate(self, limits: Limits) -> None:
         self.limits = limits
         with self._phase("allocate"):
-            self.runner, self._torch_model, self._draft_model = self._make_runner(limits, self.overlap)
+            self.runner, self._models = self._make_runner(limits, self.overlap)
 
-    def _make_runner(self, limits: Limits, follows: bool) -> tuple[Runner, TorchModel, TorchModel | None]:
-        """What computes steps, with KV memory of its own; its model, and its draft model."""
-        config = self._config
+    def _make_runner(self, limits: Limits, follows: bool) -> tuple[Runner, list[TorchModel]]:
+        """What computes steps, with KV memory of its own; the target, and the draft model where there is one."""
+        config, sampler = self._config, self._sampler
         store = allocate_kv(self.target.kv_layout, limits.num_blocks, config.cache.block_size, self.device)
-        model = TorchModel(self._model, store, self.target.backends)
-        states = RequestStates(
-            config.scheduler.max_num_seqs,
-            limits.max_model_len,
-            config.cache.block_size,
-            self._sampler.num_params,
-            self.device,
-            padding_block=limits.num_blocks,  # the one behind those that the scheduler knows
-            lookahead=config.speculation.most,
-        )
-        drafter, draft = make_drafter(config, self._draft, limits, states, self._sampler)
+        models = [TorchModel(self._weights[0], store, self.target.backends)]
+        states = RequestStates.of(config, limits, sampler)
+        drafter = None
+        if self.draft is not None:
+            drafter, draft = make_drafter(config, self.draft, self._weights[1], limits, states, sampler)
+            models.append(draft)
         transfers = None
         if limits.num_host_blocks:  # one for both models: a block is there when it is there for both
-            stores = [store] if draft is None else [store, draft.store]
-            transfers = KVTransfer(stores, limits.num_host_blocks)
+            transfers = KVTransfer([model.store for model in models], limits.num_host_blocks)
         rate = config.speculation.rate
-        return Runner(model, states, self._sampler, transfers, drafter, rate, follows, self._threads), model, draft
+        return Runner(models[0], states, sampler, transfers, drafter, rate, follows, self._threads), models
 
     # --- CUDA graphs ----------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
         memory = GraphMemory(self.device) if self.device.type == "cuda" else None
+        config, sizes = self._config.graphs, self._prefill_sizes()
+        self._captured = [CaptureReport(), CaptureReport(), CaptureReport()]
         with self._phase("capture decode"):
-            captured = self._capture_decode(memory)
-        with self._phase("capture pieces"):
-            captured_pieces = self._capture_pieces(memory)
-        captured_rows = CaptureReport()
+            if memory is None or self.target.no_graphs is not None:
+                self._captured[0] = CaptureReport(limits=(self.target.no_graphs or NEEDS_GPU,))
+            else:
+                self._captured[0] = self._capture_rows(decode_grid(self._most_rows), memory, "rows")
+        with self._phase("capture pieces"):  # without attention and sampler: on a GPU nothing stands in their way
+            if memory is not None and sizes:
+                self._captured[1] = self._models[0].capture_pieces(sizes, memory)
+            else:
+                asked = "graphs.capture=never" if config.capture is When.never else "graphs.max_prefill_tokens=0"
+                self._captured[1] = CaptureReport(limits=(NEEDS_GPU if memory is None else asked,))
         if memory is not None and self._captures_rows:
-            models = self._torch_model, self._draft_model
             with self._phase("capture rows"):
-                sizes = self._prefill_sizes()
-                captured_rows = capture_drafts(self._config, self.runner.graphs, *models, memory, sizes)
-        self._captured = captured, captured_pieces, captured_rows
+                for draft in self._models[1:] if sizes else ():
+                    draft.capture_pieces(sizes, memory)
+                if self._draft_grid():
+                    self._captured[2] = self._capture_rows(self._draft_grid(), memory, "tokens of drafts")
         with self._phase("reserve memory"):
             self.reserve_memory()
 
+    def _capture_rows(self, grid: list[BatchDescriptor], memory: GraphMemory, unit: str) -> CaptureReport:
+        logits = [model.new_logits(n) for model, n in zip(self._models, _logits_rows(grid), strict=False) if n]
+        return self.runner.graphs.capture(grid, logits[0], logits[1] if len(logits) > 1 else None, memory, unit)
+
     @property
     def _captures_rows(self) -> bool:
-        return self.target.no_graphs is None and (self.draft is None or self.draft.no_graphs is None)
+        return all(model.no_graphs is None for model in self._served)
 
-    def _capture_decode(self, memory: GraphMemory | None) -> CaptureReport:
-        if memory is None or self.target.no_graphs is not None:
-            return CaptureReport(limits=(self.target.no_graphs or NEEDS_GPU,))
-        max_num_seqs = self._config.scheduler.max_num_seqs
-        grid = decode_grid(min(self._config.graphs.max_batch or max_num_seqs, max_num_seqs))
-        logits = self._torch_model.new_logits(max(d.num_rows for d in grid))
-        progress = progress_bar("capturing CUDA graphs")
-        return self.runner.graphs.capture(grid, logits, None, memory, "rows", progress)
+    @property
+    def _most_rows(self) -> int:
+        most = self._config.scheduler.max_num_seqs
+        return min(self._config.graphs.max_batch or most, most)
 
-    def _capture_pieces(self, memory: GraphMemory | None) -> CaptureReport:
-        """Attention is not in the graphs, and neither is the sampler: on a GPU nothing stands in their way."""
-        if memory is None:
-            return CaptureReport(limits=(NEEDS_GPU,))
-        sizes = self._prefill_sizes()
-        if not sizes:
-            never = self._config.graphs.capture is When.never
-            return CaptureReport(limits=("graphs.capture=never" if never else "graphs.max_prefill_tokens=0",))
-        return self._torch_model.capture_pieces(sizes, memory, progress_bar("capturing CUDA graphs of prompts"))
+    def _draft_grid(self) -> list[BatchDescriptor]:
+        """Steps of rows with drafts that are to be captured."""
+        return draft_grid(self._most_rows, self._config.speculation.most)
 
     def _prefill_sizes(self) -> list[int]:
         """Numbers of tokens whose steps are to be captured in pieces, on a GPU."""
@@ -230,17 +218,11 @@ class Worker:
         """Leaves in torch's allocator what the largest step takes, so that no step waits for the driver to find it."""
         if self.device.type == "cuda":
             hold_small_memory(self.device)
-            for plan in self._largest_steps(self.limits, block=self.limits.num_blocks):  # the padding block
+            padding_block = self.limits.num_blocks
+            for plan in largest_steps(self._config, self.limits.max_model_len, padding_block):
                 self.runner.collect(self.runner.launch(plan))
 
-    def _largest_steps(self, limits: Limits, block: int) -> list[StepPlan]:
-        scheduler, drafts = self._config.scheduler, self._config.speculation.most
-        rows, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-        step = largest_step(rows, tokens, limits.max_model_len, self._config.cache.block_size, block)
-        return [step, largest_verification(rows, tokens, drafts, step)] if drafts else [step]
-
-    @cached_property
-    def step_costs(self) -> StepCosts:
+    def measure_step_costs(self) -> StepCosts:
         captured = self.runner.graphs.with_drafts
         return measure_costs(self.runner, self._config, self.limits, self.overlap, captured)
 
@@ -270,3 +252,9 @@ class Worker:
             draft_weight_bytes=draft.weight_bytes if draft else 0,
             draft_kv_bytes=self.limits.num_blocks * draft.block_bytes if draft else 0,
         )
+
+
+def _logits_rows(grid: list[BatchDescriptor]) -> tuple[int, int]:
+    """Rows of logits that graphs keep: the target's, one a token, and a draft model's, one a draft."""
+    target = max((d.num_tokens for d in grid), default=0)
+    return target, max((d.num_tokens - d.num_rows for d in grid), default=0)
