@@ -22,7 +22,7 @@ from mini_infer.runtime.worker.served_model import ServedModel
 from mini_infer.runtime.worker.startup import CaptureReport
 from mini_infer.runtime.worker.torch_model import TorchModel
 from mini_infer.speculative.draft_kv import DraftKV
-from mini_infer.speculative.draft_model import Drafter, DraftModel, NoDrafter
+from mini_infer.speculative.draft_model import Drafter, DraftModel
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def make_drafter(
     """Who proposes on the device, and its model if it has one. Takes the draft's KV memory: as many blocks as the
     target's, each with the same number."""
     if draft is None:
-        return NoDrafter(), None
+        return Drafter(), None
     served, weights = draft
     try:
         store = allocate_kv(served.kv_layout, limits.num_blocks, config.cache.block_size, served.device)
