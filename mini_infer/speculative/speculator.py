@@ -1,64 +1,67 @@
-"""The seam between the scheduler and speculation: `plan` before a step, `book` after it, `forget` at a request's end.
-
-Speculator     how many drafts a request gets (a DraftLengthPolicy), and which (a Proposer)
-NoSpeculation  none, and the scheduler waits for nothing
-"""
+"""The seam between scheduler and speculation: `plan` before a step, `book` after it, `forget` at a request's end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import Request, RequestStatus
+from mini_infer.core.speculation_config import SpeculationConfig, SpeculationMethod
 from mini_infer.speculative.policy import Drafted, DraftLengthPolicy, StepTime
+from mini_infer.speculative.policy.adaptive import AdaptiveDraftLength
+from mini_infer.speculative.policy.costs import StepCosts
 from mini_infer.speculative.proposers import Proposer
+from mini_infer.speculative.proposers.lookup import ngram_proposer, suffix_proposer
+from mini_infer.speculative.proposers.synthetic import SyntheticProposer
 
 _FINISHED = RequestStatus.finished
 
 
 class NoSpeculation:
-    """What a scheduler without speculation has."""
+    """Nobody proposes, and the scheduler waits for nothing."""
 
-    waits = keeps_up = needs_tokens = False
-    most = 0
+    most = 0  # drafts of a request in a step
+    needs_tokens = False  # drafts are looked up in the request's tokens: none may be in flight
+    keeps_up = False  # drafts are worth making these days: a draft model computes prompts, too
+    waits = False  # the next step, until the one in flight is booked: its tokens are needed for drafts
 
     def plan(self, requests: Sequence[Request], prompts: bool = False) -> dict[int, Draft]:
+        """Drafts by place in `requests`, which are the running ones of a step. `prompts`: it may have some, too."""
         return {}
 
     def book(
         self, requests: Sequence[Request], plan: StepPlan, result: StepResult, seconds: float | None = None
     ) -> None:
-        pass
+        """A step is over. For every step, in order.
+
+        Args:
+            requests: of the plan's rows.
+            seconds: between the booking of the step before and this one; None where the engine had nothing to do in
+                between, or nobody has measured it.
+        """
 
     def forget(self, request: Request) -> None:
-        pass
+        """The request has ended."""
 
 
-class Speculator:
-    """
+class Speculator(NoSpeculation):
+    """A proposer, and a policy of how many drafts a request gets.
+
     Args:
-        most: drafts of a request in a step.
         waiting_cost: of a step that waits for the one before it, as a share of a step.
     """
 
     def __init__(self, proposer: Proposer, policy: DraftLengthPolicy, most: int, waiting_cost: float = 0.0) -> None:
         self.policy, self.most = policy, most
         self.needs_tokens = proposer.needs_tokens
-        self.keeps_up = False  # drafts are worth making these days: a draft model computes prompts, too
-        self.waits = False  # the next step, until the one in flight is booked: its tokens are needed for drafts
-        self._proposer = proposer
-        self._waiting_cost = waiting_cost
-        self._waited = 0.0  # what the step being planned has waited in vain
+        self._proposer, self._waiting_cost = proposer, waiting_cost
+        self._waited = 0.0  # what the step being planned has waited for drafts that it does not have
         self._host_s = 0.0  # what its lookups took
 
     def plan(self, requests: Sequence[Request], prompts: bool = False) -> dict[int, Draft]:
-        """Drafts by place in `requests`, which are the running ones of a step. `prompts`: it may have some, too.
-
-        A request with a grammar gets none: what may come next depends on the token before. Where drafts are looked up
-        from the tokens themselves and some are in flight none gets any, and the step after this one waits if they
-        would be worth it.
-        """
+        """A request with a grammar gets none: what may come next depends on the token before. Where drafts are looked
+        up and tokens are in flight nobody gets any, and the step after this one waits if they would be worth it."""
         self.keeps_up = self.waits = False
         if not requests:
             return {}
@@ -84,24 +87,12 @@ class Speculator:
     def book(
         self, requests: Sequence[Request], plan: StepPlan, result: StepResult, seconds: float | None = None
     ) -> None:
-        """A step is over. For every step, in order.
-
-        Args:
-            requests: of the plan's rows.
-            seconds: between the booking of the step before and this one; None where the engine had nothing to do in
-                between, or nobody has measured it.
-        """
-        running = [request.status is not _FINISHED for request in requests[: plan.num_decode_rows]]
-        num_running = running.count(True)
+        running = [row for row in range(plan.num_decode_rows) if requests[row].status is not _FINISHED]
         drafts: list[Drafted] = []
         if plan.num_drafts:
             counts, tokens = plan.counts, result.tokens
-            drafts = [
-                (requests[row], counts[row] - 1, len(tokens[row]) - 1)
-                for row, runs in enumerate(running)
-                if runs and counts[row] > 1
-            ]
-        comparable = 0 < num_running == plan.num_rows  # no prompts, and nobody whose tokens are dropped
+            drafts = [(requests[row], counts[row] - 1, len(tokens[row]) - 1) for row in running if counts[row] > 1]
+        comparable = 0 < len(running) == plan.num_rows  # no prompts, and nobody whose tokens are dropped
         step_time = StepTime(
             seconds if comparable else None,
             result.draft_s,
@@ -110,9 +101,29 @@ class Speculator:
             speculative=plan.keeps_up or plan.num_drafts > 0,
         )
         self._host_s = self._waited = 0.0
-        self.policy.book(num_running, drafts, step_time)
+        self.policy.book(len(running), drafts, step_time)
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
         self._proposer.forget(request)
         self.policy.forget(request)
+
+
+def make_speculator(config: SpeculationConfig, vocab_size: int, step_costs: Callable[[], StepCosts]) -> NoSpeculation:
+    """
+    Args:
+        step_costs: by which it is chosen how many drafts a request gets, unless it is as many as there are.
+    """
+    if not config.most:
+        return NoSpeculation()
+    if config.has_draft_model:
+        proposer = Proposer()
+    elif config.method is SpeculationMethod.ngram:
+        proposer = ngram_proposer(config.ngram_min, config.ngram_max)
+    elif config.method is SpeculationMethod.suffix:
+        proposer = suffix_proposer()
+    else:
+        proposer = SyntheticProposer(vocab_size)
+    if not config.adaptive:
+        return Speculator(proposer, DraftLengthPolicy(), config.most)
+    costs = step_costs()
+    return Speculator(proposer, AdaptiveDraftLength(costs, config.most), config.most, waiting_cost=costs.waiting)

@@ -11,10 +11,9 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from mini_infer.core.uniforms import Array
-from mini_infer.speculative.policy import Drafted, StepTime
+from mini_infer.speculative.policy import Drafted, DraftLengthPolicy, StepTime
 from mini_infer.speculative.policy.costs import StepCosts
-from mini_infer.speculative.policy.estimates import AcceptanceRate, best_lengths, expected_accepted
-from mini_infer.speculative.policy.step_times import StepTimes
+from mini_infer.speculative.policy.estimates import AcceptanceRate, StepTimes, best_lengths, expected_accepted
 
 INITIAL_BUDGET = 4.0  # a few steps whose drafts are all rejected
 MAX_BUDGET = 30.0  # 64 prompts of 1,000 tokens that arrive together take a draft of 0.5B about 20 steps of a 7B target
@@ -22,10 +21,9 @@ OUTLIER = 2.0  # busy machines have steps of twice the usual length, and drafts 
 _CATCHING_UP = 1.5  # times what drafting takes by itself
 _AMORTISED = 0.01  # of the deferred loss, each step: chance evens out over a hundred
 _REASK = 250  # steps after which the estimates are asked again if nothing was learned: times are forgotten
-_UNKNOWN = AcceptanceRate(fade=1.0)
 
 
-class AdaptiveDraftLength:
+class AdaptiveDraftLength(DraftLengthPolicy):
     """
     Args:
         most: drafts a row.
@@ -45,18 +43,13 @@ class AdaptiveDraftLength:
         self._overall = AcceptanceRate(fade=0.997, accepted=7, trials=10)  # an optimistic start
         self._rates: dict[Hashable, AcceptanceRate] = {}
         self._plain_before = True  # the step booked last had nothing of speculation in it
-        self._num_vain = 0  # steps in which a request had nothing to explore
+        self._num_empty = 0  # steps that were to have drafts, and for which there was nothing to propose
         self._question: object = None  # what was last asked of the estimates, None where something was learned since
         self._answer: tuple[list[int], bool] = ([], False)  # draft lengths, and whether any could pay
 
     def choose(self, requests: Sequence[Hashable], limits: Sequence[int], prompts: bool = False) -> list[int]:
-        """Drafts for each request of the next step, from 0 to min(its limit, most).
-
-        Args:
-            limits: what there are proposals for, or room.
-            prompts: some may be in the step, too. Then there are no drafts: nobody has measured what they cost there,
-                the batch is about to grow, and a draft model would catch up on requests for which it may not pay.
-        """
+        # Beside prompts there are none: nobody has measured what drafts cost there, the batch is about to grow, and a
+        # draft model would catch up on requests for which it may not pay.
         rows = len(requests)
         if prompts or self.budget <= 0 or not any(limits) or self._times.wants_plain():
             return [0] * rows
@@ -66,30 +59,29 @@ class AdaptiveDraftLength:
             lengths = best_lengths(self._acceptance(requests), allowed, self.costs, relative)
             could_pay = bool(lengths.any() or best_lengths(np.ones(rows), allowed, self.costs, relative).any())
             self._question, self._answer = (list(requests), list(limits)), (lengths.tolist(), could_pay)
-        best, could_pay = self._answer
-        best = best.copy()
+        best, could_pay = self._answer[0].copy(), self._answer[1]
         if could_pay and self._to_explore >= 0 and not any(best):
             # The same request as last time, unless it had nothing: on another a draft model would have to catch up.
             places = [place for place, limit in enumerate(limits) if limit]
-            best[places[self._num_vain % len(places)]] = 1
+            best[places[self._num_empty % len(places)]] = 1
         return best
 
     def book(self, rows: int, drafts: Sequence[Drafted], time: StepTime) -> None:
         self._times.next_step(timed=time.seconds is not None)
         self.budget += self._exploration
         self._to_explore = min(0.0, self._to_explore + self._exploration)
-        speculative = time.speculative or bool(drafts)
-        if speculative or not self._plain_before:
+        if time.speculative or not self._plain_before:
             self._charge(max(1, rows), drafts, time)
+            self._question = None
         elif time.seconds is not None:
             self._times.learn(0, rows, time.seconds / self.costs.verify_seconds(rows))
-        if speculative or not self._plain_before or self._times.step % _REASK == 0:
+        if self._times.step % _REASK == 0:
             self._question = None
         kept = min(max(0.0, self._deferred), MAX_BUDGET) * (1 - _AMORTISED)  # a deferred gain counts at once
         self.budget = min(MAX_BUDGET, self.budget + kept - self._deferred)
         self._deferred = kept
-        self._plain_before = not speculative
-        self._num_vain += speculative and not drafts
+        self._plain_before = not time.speculative
+        self._num_empty += time.speculative and not drafts
         for request, drafted, accepted in drafts:
             if request not in self._rates:
                 self._rates[request] = AcceptanceRate(fade=0.97)
@@ -106,11 +98,11 @@ class AdaptiveDraftLength:
         lengths = np.zeros(rows, dtype=int)
         lengths[: len(drafts)] = [drafted for _, drafted, _ in drafts]
         rates = self._acceptance([request for request, _, _ in drafts])
-        hoped = expected_accepted(rates, lengths[: len(drafts)]) / rows
+        gain = expected_accepted(rates, lengths[: len(drafts)]) / rows
         expected, once, took = self._steps(lengths, time)
-        self.budget += 1 + hoped - expected
-        self._to_explore -= max(0.0, expected + once - 1 - hoped)
-        self._deferred += took - expected + hoped - sum(accepted for _, _, accepted in drafts) / rows
+        self.budget += 1 + gain - expected
+        self._to_explore -= max(0.0, expected + once - 1 - gain)
+        self._deferred += took - expected + gain - sum(accepted for _, _, accepted in drafts) / rows
 
     def _steps(self, lengths: Array, time: StepTime) -> tuple[float, float, float]:
         """What a step was expected to take, what it took that is done once for many, and what it took in all, in steps
@@ -135,5 +127,5 @@ class AdaptiveDraftLength:
     def _acceptance(self, requests: Sequence[Hashable]) -> Array:
         """[R] the acceptance rate of each request: the engine's, until its own is known."""
         prior = self._overall.estimate(0.5, weight=0)
-        known = self._rates.get
-        return np.array([known(request, _UNKNOWN).estimate(prior, 16) for request in requests])
+        rates = self._rates
+        return np.array([rates[r].estimate(prior, 16) if r in rates else prior for r in requests])

@@ -1,4 +1,4 @@
-"""What a step costs by rows and tokens a row, and Leviathan's formula for what drafts are worth by it."""
+"""What a step costs by rows and tokens a row."""
 
 from __future__ import annotations
 
@@ -6,27 +6,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
 from mini_infer.core.uniforms import Array
-
-
-def expected_tokens(acceptance: float, k: int) -> float:
-    """Tokens a step brings on average with k drafts, each accepted with probability `acceptance` if those before it
-    are: (1 - a^(k+1)) / (1 - a), the capped geometric of Leviathan et al. 2023 (arXiv:2211.17192, equation 1)."""
-    return sum(acceptance**i for i in range(k + 1))
-
-
-def leviathan_speedup(acceptance: float, k: int, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """Tokens a second with k drafts over those without (theorem 3.8 of Leviathan et al., with verify_cost = 1).
-
-    Args:
-        draft_cost: of one draft token, in steps of the target without drafts.
-        verify_cost: of a step with 1 + k tokens a row, in the same unit.
-    """
-    return expected_tokens(acceptance, k) / (k * draft_cost + verify_cost)
 
 
 class StepCosts:
@@ -45,9 +28,6 @@ class StepCosts:
         captured: (rows, tokens a row) of graphs for steps with drafts.
         padded: steps with drafts that no graph takes are padded, too.
         waiting: what it costs a step to wait for the one before it, as a share of a step without drafts.
-
-    Raises:
-        ValueError: the table has holes, or costs that are not above 0.
     """
 
     def __init__(
@@ -59,22 +39,21 @@ class StepCosts:
         waiting: float = 0.0,
     ) -> None:
         rows, widths = sorted({r for r, _ in target}), sorted({w for _, w in target})
-        missing = [(r, w) for r in rows for w in widths if (r, w) not in target]
-        if missing or len(widths) < 2 or widths[0] != 1:
+        if len(widths) < 2 or widths[0] != 1 or len(target) < len(rows) * len(widths):
             raise ValueError(
                 "step costs must be measured for every number of rows with 1 token a row and with at least one larger "
-                f"number; got {rows} rows and {widths} tokens a row, without {missing[:4]}"
+                f"number; got {sorted(target)}"
             )
-        if not all(seconds > 0 for seconds in target.values()):
+        if min(target.values()) <= 0:
             raise ValueError("step costs must be above 0 seconds")
-        if draft is not None and not draft:
+        if draft == {}:
             raise ValueError("the draft's costs must be measured for at least one number of rows")
         grid = np.array([[target[r, w] for r in rows] for w in widths])
         self.rows, self.tokens_per_row = rows, widths
         self.target_s = np.maximum.accumulate(np.maximum.accumulate(grid, axis=0), axis=1).tolist()  # [widths][rows]
-        self.draft_rows = sorted(draft or [])
-        self.draft_s = list(accumulate(((draft or {})[r] for r in self.draft_rows), max))
-        self.captured = sorted(map(list, set(captured)), key=lambda graph: (graph[0] * graph[1], graph))
+        by_rows = sorted((draft or {}).items())
+        self.draft_rows, self.draft_s = [r for r, _ in by_rows], list(accumulate((s for _, s in by_rows), max))
+        self.captured = sorted(set(captured), key=lambda graph: (graph[0] * graph[1], graph))
         self.padded, self.waiting = padded, waiting
         self._shapes: dict[tuple[int, int], tuple[int, int] | None] = {}
 
@@ -115,13 +94,7 @@ class StepCosts:
         width = 1 + (longest if padded else lengths.sum() / rows)
         return self.verify_seconds(rows, width) + self.proposing_seconds(lengths)
 
-    def table(self) -> dict[str, Any]:
-        """Plain lists, for a record: target_s[i][j] is a step of rows[j] with tokens_per_row[i], draft_s[i] one draft
-        token for each of draft_rows[i]."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
     def __str__(self) -> str:
-        """A line: the target's milliseconds by rows, and those of a draft token."""
         widths = "/".join(map(str, self.tokens_per_row))
         curves = zip(self.rows, *self.target_s, strict=True)
         steps = ", ".join(f"{rows}: {'/'.join(f'{1e3 * s:.2f}' for s in seconds)}" for rows, *seconds in curves)
