@@ -17,7 +17,6 @@ import hashlib
 from array import array
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -308,19 +307,3 @@ class KVManager:
             reserved_slots=reserved,
             host_blocks_used=self.num_host_blocks - len(self._host_free),
         )
-
-    def check_integrity(self, holders: Collection[Request]) -> None:
-        """Raises AssertionError unless blocks, tables, hashes and swap space agree. `holders` as in `usage`."""
-        for request in holders:
-            table = request.block_table
-            assert len(table) * self.block_size >= request.num_computed_tokens, f"{request} outgrew its table"
-            assert len(set(table)) == len(table), f"{request} holds a block twice"
-            assert (request in self._host_tables) is self.is_under_way(request), f"{request} is in swap space, too"
-            if self._unit > 1:
-                assert all(b == a + 1 for a, b in pairwise(table)), f"{request} is not contiguous"
-        owners = [parked.request for parked in self._under_way.values() if parked.request is not None]
-        assert len(set(owners)) == len(owners), "a request has two transfers under way"
-        self._pool.check_integrity(self._released(holders))
-        host_tables = [*self._host_tables.values(), *(parked.host for parked in self._under_way.values())]
-        host = self._host_free + [block for table in host_tables for block in table]
-        assert sorted(host) == list(range(self.num_host_blocks)), "a host block is lost or in two places"

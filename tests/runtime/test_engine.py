@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from integrity import check_scheduler
 
 from mini_infer import LLM, ConfigError, EngineConfig, LLMEngine, RequestError, SamplingParams
 from mini_infer.core.config import When
@@ -22,7 +23,7 @@ def engine() -> LLMEngine:
 
 
 def assert_idle(engine: LLMEngine) -> None:
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     assert not engine.has_unfinished_requests()
     assert engine.scheduler.usage().used_blocks == 0
     assert not engine._mailbox
@@ -501,7 +502,7 @@ def test_request_swapped_out_in_a_failed_step_is_computed_again(monkeypatch: pyt
         except RuntimeError:
             failures += 1
             continue
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
         for output in outputs:
             tokens[output.request_id] += output.outputs[0].token_ids_delta
             reasons[output.request_id] = output.outputs[0].finish_reason
@@ -646,7 +647,7 @@ def test_no_step_is_left_under_way_when_all_requests_have_ended() -> None:
     engine.generate("hello", SamplingParams(temperature=0, max_tokens=9, stop_token_ids=(stop,)))
     assert not engine.has_unfinished_requests()
     assert not engine.core._in_flight
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     aborted = engine.add_request("hello", SamplingParams(temperature=0, max_tokens=9))
     engine.step()
     engine.abort(aborted)

@@ -166,7 +166,7 @@ class Scheduler:
         step.awaits_transfers = idle and bool(self._requests and self.kv.transfers)
         plan = step.plan()
         if not plan.empty:
-            self._planned[step.number] = step
+            self._planned[step.step] = step
         return plan
 
     def _can_follow(self) -> bool:
@@ -456,24 +456,6 @@ class Scheduler:
 
     def usage(self) -> KVUsage:
         return self.kv.usage(self._running + self._prefilling + self._swapping_in)
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless queues, indices and blocks agree."""
-        active = self._running + self._prefilling + self._swapping_in
-        for status, queue in self._batch.items():
-            assert all(r.status is status for r in queue), f"a request that is not {status.value} is among those"
-            assert queue == sorted(queue, key=self._rank), f"those {status.value} are not in rank order"
-        req_indices = [_req_index(r) for r in active] + self._free_indices
-        assert sorted(req_indices) == list(range(self.config.max_num_seqs)), "a req_index is lost or in two places"
-        counts = len(active) + len(self._line)
-        assert counts == len(self._requests), f"{len(self._requests)} unfinished requests, but {counts} in the queues"
-        for request in self._requests:
-            assert request.num_tokens == len(request.token_ids)
-            assert request.num_computed_tokens <= request.num_tokens + request.num_in_flight
-            assert 0 <= request.num_in_flight <= sum(1 + step.num_drafts for step in self._planned.values())
-            if request not in active:
-                assert not request.block_table, f"{request} holds blocks outside the batch"
-        self.kv.check_integrity(active)
 
 
 def _req_index(request: Request) -> int:
