@@ -12,11 +12,12 @@ from mini_infer.runtime.scheduler.scheduler import Scheduler
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Queues, indices and blocks agree."""
-    active = scheduler._running + scheduler._prefilling + scheduler._swapping_in
-    for status, queue in scheduler._batch.items():
+    batch = scheduler._batch
+    active = batch.requests()
+    for status, queue in batch._queues.items():
         assert all(r.status is status for r in queue), f"a request that is not {status.value} is among those"
         assert queue == sorted(queue, key=scheduler._rank), f"those {status.value} are not in rank order"
-    req_indices = [r.req_index for r in active] + scheduler._free_indices
+    req_indices = [r.req_index for r in active] + batch.free_indices
     assert sorted(req_indices) == list(range(scheduler.config.max_num_seqs)), "a req_index is lost or in two places"
     counts = len(active) + len(scheduler._line)
     unfinished = len(scheduler._requests)
@@ -37,7 +38,7 @@ def check_kv(kv: KVManager, holders: Collection[Request]) -> None:
         assert len(table) * kv.block_size >= request.num_computed_tokens, f"{request} outgrew its table"
         assert len(set(table)) == len(table), f"{request} holds a block twice"
         assert (request in kv._host_tables) is kv.is_under_way(request), f"{request} is in swap space, too"
-        if kv._unit > 1:
+        if kv.least_blocks > 1:
             assert all(b == a + 1 for a, b in pairwise(table)), f"{request} is not contiguous"
     owners = [parked.request for parked in kv._under_way.values() if parked.request is not None]
     assert len(set(owners)) == len(owners), "a request has two transfers under way"

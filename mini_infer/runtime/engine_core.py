@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, Protocol
 from mini_infer.core.plan import KVUsage, StepPlan, StepRecord, StepResult, count_drafts
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 from mini_infer.runtime.executor.base import Executor
-from mini_infer.runtime.scheduler.scheduler import Scheduler, TokenUpdate
+from mini_infer.runtime.scheduler.booking import TokenUpdate
+from mini_infer.runtime.scheduler.scheduler import Scheduler
 
 _row_of = itemgetter(2)  # of a TokenUpdate
 

@@ -15,7 +15,8 @@ from mini_infer.core.plan import StepRecord, StepResult
 from mini_infer.core.request import Request, RequestOutput, SamplingParams
 from mini_infer.runtime.engine_core import Ending, EngineCore
 from mini_infer.runtime.executor.base import Executor
-from mini_infer.runtime.scheduler.scheduler import Scheduler, TokenUpdate
+from mini_infer.runtime.scheduler.booking import TokenUpdate
+from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.text.detokenizer import Detokenizer
 from mini_infer.runtime.text.grammar import CompiledGrammar, GrammarCompiler
 from mini_infer.runtime.text.output import OutputProcessor
