@@ -52,10 +52,8 @@ class KVManager:
     """Every verb either happens whole or answers "no room" (None) and changes nothing.
 
     Args:
-        num_blocks: blocks of the pool; `capacity` tells how many tokens one request can have.
-        block_size: tokens a block.
         max_model_len: the longest request, in tokens.
-        num_host_blocks: blocks of swap space.
+        num_host_blocks: of swap space.
     """
 
     def __init__(
@@ -71,9 +69,9 @@ class KVManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching and layout is Layout.paged
-        # Blocks that are always taken together: one, or a whole request's worth.
-        self._unit = 1 if layout is Layout.paged else -(-max_model_len // block_size)
-        self._pool = BlockPool(num_blocks // self._unit)
+        # Blocks that are always taken together: one, or with the contiguous layout a whole request's worth.
+        self.least_blocks = 1 if layout is Layout.paged else -(-max_model_len // block_size)
+        self._pool = BlockPool(num_blocks // self.least_blocks)
         self._host_free = list(range(num_host_blocks - 1, -1, -1))
         self._host_tables: dict[Request, list[int]] = {}  # host blocks of swapped requests
         self._under_way: dict[int, _UnderWay] = {}  # by transfer id
@@ -83,17 +81,12 @@ class KVManager:
     @property
     def capacity(self) -> int:
         """Tokens that fit when one request has the whole pool."""
-        return self._pool.num_blocks * self._unit * self.block_size
+        return self._pool.num_blocks * self.least_blocks * self.block_size
 
     @property
     def requests_grow(self) -> bool:
         """Whether a request may need more blocks than it was admitted with."""
-        return self._unit == 1
-
-    @property
-    def least_blocks(self) -> int:
-        """Blocks that are always taken together: one, or with the contiguous layout a whole request's worth."""
-        return self._unit
+        return self.least_blocks == 1
 
     @property
     def num_evictions(self) -> int:
@@ -102,11 +95,11 @@ class KVManager:
     @property
     def num_free(self) -> int:
         """Blocks that nobody refers to, those among them that still hold a prefix."""
-        return self._pool.num_free * self._unit
+        return self._pool.num_free * self.least_blocks
 
     def num_free_without(self, requests: Iterable[Request]) -> int:
         """`num_free` if these requests had no blocks, and all transfers had ended."""
-        return self._pool.num_free_after(self._released(requests), ()) * self._unit
+        return self._pool.num_free_after(self._released(requests), ()) * self.least_blocks
 
     def _released(self, requests: Iterable[Request]) -> list[list[int]]:
         tables = [request.block_table for request in requests] + [parked.table for parked in self._under_way.values()]
@@ -126,7 +119,7 @@ class KVManager:
             self._extend_hashes(request, limit)
             blocks = self._pool.find(request.block_hashes[:limit])
         leader = request.fork_of
-        if leader is not None and self._unit == 1:
+        if leader is not None and self.least_blocks == 1:
             shareable = min(leader.num_committed_blocks, (leader.prompt_len - 1) // self.block_size)
             if shareable > len(blocks):
                 blocks = leader.block_table[:shareable]
@@ -171,7 +164,7 @@ class KVManager:
         match = NO_MATCH if request in self._host_tables else self.match_prefix(request)
         released = [] if without is None else self._released(without)
         spare = self._pool.num_free_after(released, match.blocks) - self._num_missing(request, match)
-        return match if spare * self._unit >= keep_free else None
+        return match if spare * self.least_blocks >= keep_free else None
 
     def admit(self, request: Request, match: PrefixMatch = NO_MATCH) -> None:
         """Gives a request, for which there is room, its table: the matched blocks, and new ones for the rest of its
@@ -276,21 +269,21 @@ class KVManager:
 
     def _num_missing(self, request: Request, match: PrefixMatch) -> int:
         """Units to allocate for all of the request's tokens, besides the matched blocks."""
-        return -(-request.num_tokens // (self.block_size * self._unit)) - len(match.blocks)
+        return -(-request.num_tokens // (self.block_size * self.least_blocks)) - len(match.blocks)
 
     def _units(self, table: list[int]) -> list[int]:
-        return table if self._unit == 1 else [block // self._unit for block in table[:: self._unit]]
+        unit = self.least_blocks
+        return table if unit == 1 else [block // unit for block in table[::unit]]
 
     def _expand(self, units: list[int]) -> list[int]:
-        if self._unit == 1:
-            return units
-        return [block for unit in units for block in range(unit * self._unit, (unit + 1) * self._unit)]
+        unit = self.least_blocks
+        return units if unit == 1 else [block for first in units for block in range(first * unit, (first + 1) * unit)]
 
     # --- observation --------------------------------------------------------------------------------------------
 
     def usage(self, holders: Collection[Request]) -> KVUsage:
         """`holders` are the requests that have a block table now."""
-        used = (self._pool.num_blocks - self._pool.num_free) * self._unit
+        used = (self._pool.num_blocks - self._pool.num_free) * self.least_blocks
         reserved = used * self.block_size
         # A shared block is full, so the unused slots are at the ends of the tables, each its request's own.
         num_blocks = sum(map(len, map(_block_table, holders)))
