@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import EngineConfig, LoadFormat
@@ -20,12 +21,11 @@ from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.text.detokenizer import Detokenizer
 from mini_infer.runtime.text.grammar import CompiledGrammar, GrammarCompiler
 from mini_infer.runtime.text.output import OutputProcessor
-from mini_infer.runtime.text.prompt import Prompt, encode_prompt, is_single_prompt, require_fit
+from mini_infer.runtime.text.prompt import Params, Prompt, encode_prompt, pair_prompts, require_fit
 from mini_infer.runtime.text.tokenizer import checked_text
 from mini_infer.speculative.loading import make_speculator
 
 RECORDS_KEPT = 100_000
-Params = SamplingParams | Mapping[str, Any]  # a mapping holds arguments of SamplingParams
 
 
 class LLMEngine:
@@ -63,9 +63,8 @@ class LLMEngine:
         self.core = EngineCore(self._make_scheduler, executor, clock, self, records_kept)
         self._outputs = OutputProcessor()
         self._grammars = GrammarCompiler(executor.tokenizer, executor.vocab_size, executor.eos_token_ids)
-        self._claimed: set[str] = set()  # requests of `generate` and `stream`, which `step` does not hand out
-        self._mailbox: dict[str, list[RequestOutput]] = {}  # their outputs that are not handed over yet, by request
-        self._outbox: list[RequestOutput] = []  # for the next `step` to hand out
+        self._inboxes: dict[str, deque[RequestOutput]] = {}  # of unfinished requests of `generate` and `stream`, by id
+        self._outbox: list[RequestOutput] = []  # of all others, for the next `step` to hand out
         self._num_requests = 0
         self._seed = secrets.randbits(62) if self.config.seed is None else self.config.seed
 
@@ -114,24 +113,15 @@ class LLMEngine:
         Raises:
             RequestError: a prompt or its parameters cannot be served; then none of them is.
         """
-        if not isinstance(prompts, (str, Sequence)):
-            raise RequestError(f"prompts are one prompt or a list of them, not {type(prompts).__name__}", "prompt")
-        batch: list[Prompt] = [prompts] if is_single_prompt(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
-        each = [params] * len(batch) if params is None or isinstance(params, (SamplingParams, Mapping)) else params
-        if not isinstance(each, Sequence) or isinstance(each, (str, bytes)):
-            raise RequestError(f"sampling parameters are SamplingParams or a mapping, not {type(each).__name__}")
-        if len(each) != len(batch):
-            raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters: give one, or one each")
-        checked = [self._check(prompt, own) for prompt, own in zip(batch, each, strict=True)]
-        ids = [self._enqueue(request, claim=True, stream=False) for request in checked]
+        checked = [self._check(prompt, own) for prompt, own in pair_prompts(prompts, params)]
+        inbox: deque[RequestOutput] = deque()
+        ids = [self._enqueue(request, stream=False, inbox=inbox) for request in checked]
         done: dict[str, RequestOutput] = {}
-        try:
-            for output in self._follow(ids):
+        with contextlib.closing(self._follow(ids, inbox)) as outputs:
+            for output in outputs:
                 done[output.request_id] = output
                 if on_output is not None:
                     on_output(output)
-        finally:
-            self._disown(ids)
         return [done[request_id] for request_id in ids]
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[RequestOutput]:
@@ -140,11 +130,26 @@ class LLMEngine:
         return self._stream(self._check(prompt, params))
 
     def _stream(self, request: _Checked) -> Iterator[RequestOutput]:
-        ids = [self._enqueue(request, claim=True)]
+        inbox: deque[RequestOutput] = deque()
+        yield from self._follow([self._enqueue(request, inbox=inbox)], inbox)
+
+    def _follow(self, request_ids: Sequence[str], inbox: deque[RequestOutput]) -> Generator[RequestOutput, None, None]:
+        """The outputs of these requests as they come, until all have finished. Leaving it early aborts them."""
+        num_unfinished = len(request_ids)
         try:
-            yield from self._follow(ids)
+            while num_unfinished:
+                if not inbox:  # else somebody else stepped the engine while an output was being read
+                    if not self.scheduler.num_unfinished:
+                        raise RuntimeError(f"the engine has lost {num_unfinished} requests: this is a bug")
+                    self.core.step()
+                while inbox:
+                    output = inbox.popleft()
+                    num_unfinished -= output.finished
+                    yield output
         finally:
-            self._disown(ids)
+            for request_id in request_ids:
+                if request_id in self._inboxes:
+                    self.abort(request_id)
 
     # --- step by step ---------------------------------------------------------------------------------------------
 
@@ -243,7 +248,7 @@ class LLMEngine:
         arrival_time: float | None = None,
         cache_salt: str = "",
         stream: bool = True,
-        claim: bool = False,
+        inbox: deque[RequestOutput] | None = None,
     ) -> str:
         text, token_ids, params, grammar = checked
         number = self._num_requests
@@ -275,8 +280,8 @@ class LLMEngine:
         for request, _ in sequences:
             self.scheduler.add(request)
         self._outputs.add(request_id, text, sequences, stream)
-        if claim:
-            self._claimed.add(request_id)
+        if inbox is not None:
+            self._inboxes[request_id] = inbox
         return request_id
 
     # --- a request's way out (engine_core.Outputs) -------------------------------------------------------------------
@@ -287,40 +292,16 @@ class LLMEngine:
 
     def post(self, requests: Sequence[Request]) -> None:
         outputs = self._outputs.collect(requests)
-        if not self._claimed:
+        if not self._inboxes:
             self._outbox += outputs
             return
         for output in outputs:
-            if output.request_id in self._claimed:
-                self._mailbox.setdefault(output.request_id, []).append(output)
-            else:
-                self._outbox.append(output)
+            self._inboxes.get(output.request_id, self._outbox).append(output)
+            if output.finished:
+                self._inboxes.pop(output.request_id, None)
 
     def unfinished(self) -> list[Request]:
         return self._outputs.unfinished()
-
-    def _follow(self, request_ids: Sequence[str]) -> Iterator[RequestOutput]:
-        """The outputs of claimed requests as they come, until all have finished."""
-        missing = dict.fromkeys(request_ids)
-        while True:
-            for request_id in [i for i in self._mailbox if i in missing]:
-                for output in self._mailbox.pop(request_id):
-                    if output.finished:
-                        del missing[request_id]
-                    yield output
-            if not missing:
-                return
-            if any(request_id in self._mailbox for request_id in missing):
-                continue  # somebody else stepped the engine while this output was being read
-            if not any(request_id in self._outputs for request_id in missing):
-                raise RuntimeError(f"the engine has lost {', '.join(missing)}: this is a bug")
-            self.core.step()
-
-    def _disown(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            self.abort(request_id)
-            self._mailbox.pop(request_id, None)
-            self._claimed.discard(request_id)
 
 
 class _Checked(NamedTuple):
