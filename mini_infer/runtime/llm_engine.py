@@ -6,16 +6,17 @@ import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from types import NoneType
+from typing import TypeAlias
 
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.core.config import EngineConfig, LoadFormat
+from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import RequestError
-from mini_infer.core.plan import StepRecord, StepResult
+from mini_infer.core.plan import StepResult
 from mini_infer.core.request import Request, RequestOutput, SamplingParams
 from mini_infer.runtime.engine_core import Ending, EngineCore
-from mini_infer.runtime.executor.base import Executor
+from mini_infer.runtime.executor import make_executor
 from mini_infer.runtime.scheduler.booking import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.text.detokenizer import Detokenizer
@@ -26,6 +27,8 @@ from mini_infer.runtime.text.tokenizer import checked_text
 from mini_infer.speculative.loading import make_speculator
 
 RECORDS_KEPT = 100_000
+# A request that can be served: its prompt's text, where it was given as text, and its token ids.
+_Checked: TypeAlias = tuple[str | None, list[int], SamplingParams, CompiledGrammar | None]
 
 
 class LLMEngine:
@@ -54,13 +57,15 @@ class LLMEngine:
         records_kept: int = RECORDS_KEPT,
     ) -> None:
         self.config = EngineConfig(model=config) if isinstance(config, str) else config
-        self.executor = executor = _make_executor(self.config)
+        self.executor = executor = make_executor(self.config)
         self.tokenizer = executor.tokenizer
         self.max_model_len = executor.limits.max_model_len
         self.startup = executor.startup
         self.vocab_size = executor.vocab_size
         self.clock = clock
         self.core = EngineCore(self._make_scheduler, executor, clock, self, records_kept)
+        self.records = self.core.records  # the latest StepRecords, oldest first
+        self.observers = self.core.observers  # each is called with every StepRecord
         self._outputs = OutputProcessor()
         self._grammars = GrammarCompiler(executor.tokenizer, executor.vocab_size, executor.eos_token_ids)
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # of unfinished requests of `generate` and `stream`, by id
@@ -84,16 +89,6 @@ class LLMEngine:
     @property
     def scheduler(self) -> Scheduler:
         return self.core.scheduler
-
-    @property
-    def records(self) -> deque[StepRecord]:
-        """The latest StepRecords, oldest first."""
-        return self.core.records
-
-    @property
-    def observers(self) -> list[Callable[[StepRecord], None]]:
-        """Each is called with every StepRecord."""
-        return self.core.observers
 
     # --- whole requests -------------------------------------------------------------------------------------------
 
@@ -175,14 +170,13 @@ class LLMEngine:
         Raises:
             RequestError: it cannot be served. Nothing else is touched.
         """
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, got {priority!r}", "priority")
-        if arrival_time is not None and not isinstance(arrival_time, (int, float)):
-            raise RequestError(
-                f"arrival_time must be seconds on the engine's clock, got {arrival_time!r}", "arrival_time"
-            )
-        if request_id is not None and not isinstance(request_id, str):
-            raise RequestError(f"request_id must be a string, got {request_id!r}", "request_id")
+        for name, value, kind, allowed in (
+            ("priority", priority, int, "an integer"),
+            ("arrival_time", arrival_time, (int, float, NoneType), "seconds on the engine's clock"),
+            ("request_id", request_id, (str, NoneType), "a string"),
+        ):
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise RequestError(f"{name} must be {allowed}, got {value!r}", name)
         if request_id is not None and request_id in self._outputs:
             raise RequestError(f"a request {request_id!r} is running already: choose another request_id", "request_id")
         checked_text(cache_salt, "cache_salt")
@@ -230,15 +224,17 @@ class LLMEngine:
         params = SamplingParams.of(given)
         text, token_ids = encode_prompt(prompt, self.tokenizer, self.vocab_size)
         require_fit(len(token_ids), self.max_model_len, self.executor.limits.reason)
-        self._check_ids("stop token", params.stop_token_ids, "stop_token_ids")
-        self._check_ids("biased token", [token for token, _ in params.biases], "logit_bias")
+        biased = [token for token, _ in params.biases]
+        for name, ids, param in (
+            ("stop token", params.stop_token_ids, "stop_token_ids"),
+            ("biased token", biased, "logit_bias"),
+        ):
+            for token in ids:
+                if not 0 <= token < self.vocab_size:
+                    allowed = f"0 to {self.vocab_size - 1} are allowed"
+                    raise RequestError(f"{name} id {token} is out of range: {allowed}", param)
         grammar = None if params.grammar is None else self._grammars.compile(params.grammar)
-        return _Checked(text, token_ids, params, grammar)
-
-    def _check_ids(self, name: str, token_ids: Iterable[int], param: str) -> None:
-        for token in token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(f"{name} id {token} is out of range: 0 to {self.vocab_size - 1} are allowed", param)
+        return text, token_ids, params, grammar
 
     def _enqueue(
         self,
@@ -268,7 +264,8 @@ class LLMEngine:
                 params,
                 max_total_tokens=min(limit, self.max_model_len),
                 eos_token_ids=self.executor.eos_token_ids,
-                seed=sibling_seed(seed, index),
+                # The n completions differ, and none of them repeats the request with the next seed.
+                seed=(seed + index * 0x9E3779B97F4A7C15) % 2**63,
                 priority=priority,
                 arrival_time=self.clock() if arrival_time is None else arrival_time,
                 cache_salt=cache_salt,
@@ -302,28 +299,3 @@ class LLMEngine:
 
     def unfinished(self) -> list[Request]:
         return self._outputs.unfinished()
-
-
-class _Checked(NamedTuple):
-    """A request that can be served."""
-
-    text: str | None
-    token_ids: list[int]
-    params: SamplingParams
-    grammar: CompiledGrammar | None
-
-
-def sibling_seed(seed: int, index: int) -> int:
-    """The n completions of one request differ, and none of them repeats the request with the next seed."""
-    return (seed + index * 0x9E3779B97F4A7C15) % 2**63
-
-
-def _make_executor(config: EngineConfig) -> Executor:
-    # Imported where it is chosen: the dry model needs no model code, and a model no dry one.
-    if config.model.load_format is LoadFormat.dry:
-        from mini_infer.runtime.executor.dry import DryExecutor
-
-        return DryExecutor(config)
-    from mini_infer.runtime.executor.local import LocalExecutor
-
-    return LocalExecutor(config)
