@@ -224,15 +224,11 @@ class LLMEngine:
         params = SamplingParams.of(given)
         text, token_ids = encode_prompt(prompt, self.tokenizer, self.vocab_size)
         require_fit(len(token_ids), self.max_model_len, self.executor.limits.reason)
-        biased = [token for token, _ in params.biases]
-        for name, ids, param in (
-            ("stop token", params.stop_token_ids, "stop_token_ids"),
-            ("biased token", biased, "logit_bias"),
-        ):
-            for token in ids:
-                if not 0 <= token < self.vocab_size:
-                    allowed = f"0 to {self.vocab_size - 1} are allowed"
-                    raise RequestError(f"{name} id {token} is out of range: {allowed}", param)
+        limited = [("stop token", token, "stop_token_ids") for token in params.stop_token_ids]
+        limited += [("biased token", token, "logit_bias") for token, _ in params.biases]
+        for name, token, param in limited:
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"{name} id {token} is out of range: 0 to {self.vocab_size - 1} are allowed", param)
         grammar = None if params.grammar is None else self._grammars.compile(params.grammar)
         return text, token_ids, params, grammar
 

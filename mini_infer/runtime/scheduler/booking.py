@@ -13,15 +13,15 @@ FINISHED = RequestStatus.finished  # up to Python 3.11 looking up an Enum's memb
 
 # A request, its new tokens, and the plan's row they came from: a plain tuple, since a step makes hundreds.
 TokenUpdate: TypeAlias = tuple[Request, list[int], int]
-Endings: TypeAlias = list[tuple[Request, FinishReason]]
+Ending: TypeAlias = tuple[Request, FinishReason, int | None]  # with the stop token that ended it
 
 
 def book_tokens(
     step: PlannedStep, plan: StepPlan, result: StepResult, now: float, kv: KVManager
-) -> tuple[list[TokenUpdate], Endings]:
+) -> tuple[list[TokenUpdate], list[Ending]]:
     """Takes in the step's tokens, without those of requests that ended while it ran. Who ends by them is left to do."""
     updates: list[TokenUpdate] = []
-    endings: Endings = []
+    endings: list[Ending] = []
     num_plain = 0 if plan.has_drafts else plan.num_decode_rows
     for row, request, token_ids in zip(range(num_plain), step.rows, result.tokens):  # noqa: B905  # zip is to stop
         if request.status is FINISHED:
@@ -34,7 +34,7 @@ def book_tokens(
         updates.append((request, token_ids, row))
         if num_tokens >= request.quiet_until or token in request.stop_ids:
             if (reason := _end_of(request, token)) is not None:
-                endings.append((request, reason))
+                endings.append((request, reason, _stop_token(request)))
             _commit(request, num_tokens - 1, step, kv)
     for row in range(num_plain, len(step.rows)):
         request, token_ids = step.rows[row], result.tokens[row]
@@ -46,7 +46,7 @@ def book_tokens(
             token_ids, reason = _take_tokens(request, token_ids, now)
             updates.append((request, token_ids, row))
             if reason is not None:
-                endings.append((request, reason))
+                endings.append((request, reason, _stop_token(request)))
         if has_drafts and request not in step.preempted_since:
             # What a rejected draft wrote is written over before anybody reads it. Its blocks stay for the next one.
             request.num_computed_tokens = request.num_tokens - 1 + request.num_in_flight
@@ -80,6 +80,11 @@ def _end_of(request: Request, token: int) -> FinishReason | None:
     if reason is None and request.num_tokens >= request.max_total_tokens:
         return FinishReason.length
     return reason
+
+
+def _stop_token(request: Request) -> int | None:
+    last = request.token_ids[-1]
+    return last if last in request.params.stop_token_ids else None
 
 
 def _commit(request: Request, num_computed: int, step: PlannedStep, kv: KVManager) -> None:

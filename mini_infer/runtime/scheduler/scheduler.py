@@ -32,7 +32,6 @@ model and a simulator.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
 
 from mini_infer.cache.kv_manager import KVManager, PrefixMatch
 from mini_infer.core.config import Batching, Policy, Preemption, SchedulerConfig
@@ -336,25 +335,21 @@ class Scheduler:
         """Books a step's tokens at time `now`, and ends the requests that are done."""
         step = self._planned.pop(plan.step)
         # Whoever collects a step without rows waits for all transfers: those not made by then never will be.
-        self._end_transfers(result.transfers_done if plan.req_indices else self.kv.transfers)
+        for transfer_id in result.transfers_done if plan.req_indices else self.kv.transfers:
+            moved = self.kv.end_transfer(transfer_id)
+            if moved is not None and moved.status is RequestStatus.swapping_in:
+                self._batch.move(moved, RequestStatus.prefilling)
         seconds = None if self._last_update is None else now - self._last_update
         self._drafts.proposer.book(step.rows, plan, result, seconds)
         book_prompt_logprobs(step, result)
         updates, endings = book_tokens(step, plan, result, now, self.kv)
-        for request, reason in endings:
-            last = request.token_ids[-1]
-            self.finish(request, reason, last if last in request.params.stop_token_ids else None)
+        for ending in endings:
+            self.finish(*ending)
         for request in step.rows[plan.num_decode_rows :]:
             if request.num_output_tokens:
                 self._line.release_siblings(request)
         self._last_update = now if self._requests else None
         return updates
-
-    def _end_transfers(self, transfer_ids: Iterable[int]) -> None:
-        for transfer_id in transfer_ids:
-            request = self.kv.end_transfer(transfer_id)
-            if request is not None and request.status is RequestStatus.swapping_in:
-                self._batch.move(request, RequestStatus.prefilling)
 
     def fail(self, plan: StepPlan) -> list[Request]:
         """Gives up a step that did not run to its end. Ends the requests whose KV it would have written, and returns
