@@ -49,12 +49,7 @@ _block_table, _num_computed_tokens = attrgetter("block_table"), attrgetter("num_
 
 
 class KVManager:
-    """Every verb either happens whole or answers "no room" (None) and changes nothing.
-
-    Args:
-        max_model_len: the longest request, in tokens.
-        num_host_blocks: of swap space.
-    """
+    """Every verb either happens whole or answers "no room" (None) and changes nothing."""
 
     def __init__(
         self,
