@@ -7,7 +7,7 @@ from integrity import check_scheduler
 
 from mini_infer import LLM, ConfigError, EngineConfig, LLMEngine, RequestError, SamplingParams
 from mini_infer.core.config import When
-from mini_infer.core.request import FinishReason
+from mini_infer.core.request import FinishReason, RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -104,6 +104,22 @@ def test_generate_tells_of_each_request_as_it_ends(engine: LLMEngine) -> None:
     told: list[tuple[str, int]] = []
     engine.generate(["a", "b", "c"], params, on_output=lambda out: told.append((out.prompt or "", len(engine.records))))
     assert told == [("b", 2), ("c", 9), ("a", 30)]
+
+
+def test_the_id_of_a_request_that_generate_has_finished_is_free_again(engine: LLMEngine) -> None:
+    def reuse(output: RequestOutput) -> None:
+        if output.prompt == "short":
+            engine.add_request("again", GREEDY, request_id=output.request_id)
+
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 4)]
+    short, _ = engine.generate(["short", "long"], params, on_output=reuse)
+    assert short.prompt == "short"
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].request_id == short.request_id
+    assert outputs[-1].outputs[0].finish_reason == "length"
+    assert_idle(engine)
 
 
 def test_outputs_of_requests_that_ended_meanwhile_are_still_handed_over(engine: LLMEngine) -> None:
