@@ -103,21 +103,3 @@ class BlockPool:
         self._hashes[block] = None
         self.num_evictions += 1
         return block
-
-    def check_integrity(self, tables: Iterable[list[int]]) -> None:
-        """Raises AssertionError unless every block is in exactly one state and the reference counts are those of
-        `tables`, the block tables of all live requests."""
-        held = Counter(block for table in tables for block in table)
-        for block in range(self.num_blocks):
-            assert self._ref_counts[block] == held[block], (
-                f"block {block} has {self._ref_counts[block]} references, but {held[block]} tables hold it"
-            )
-        referenced = {block for block, count in enumerate(self._ref_counts) if count}
-        blank, cached = set(self._blank), set(self._cached)
-        assert len(blank) == len(self._blank), "a blank block is listed twice"
-        assert len(referenced) + len(blank) + len(cached) == self.num_blocks, "a block is lost or in two states"
-        assert referenced | blank | cached == set(range(self.num_blocks)), "a block is lost or in two states"
-        hashed = {block: h for block, h in enumerate(self._hashes) if h is not None}
-        assert {h: block for block, h in hashed.items()} == self._block_of_hash, "the hash index is not one to one"
-        assert cached <= hashed.keys(), "a cached block has no hash"
-        assert blank.isdisjoint(hashed), "a blank block has a hash"

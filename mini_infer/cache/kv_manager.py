@@ -17,7 +17,6 @@ import hashlib
 from array import array
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -50,14 +49,7 @@ _block_table, _num_computed_tokens = attrgetter("block_table"), attrgetter("num_
 
 
 class KVManager:
-    """Every verb either happens whole or answers "no room" (None) and changes nothing.
-
-    Args:
-        num_blocks: blocks of the pool; `capacity` tells how many tokens one request can have.
-        block_size: tokens a block.
-        max_model_len: the longest request, in tokens.
-        num_host_blocks: blocks of swap space.
-    """
+    """Every verb either happens whole or answers "no room" (None) and changes nothing."""
 
     def __init__(
         self,
@@ -72,9 +64,9 @@ class KVManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching and layout is Layout.paged
-        # Blocks that are always taken together: one, or a whole request's worth.
-        self._unit = 1 if layout is Layout.paged else -(-max_model_len // block_size)
-        self._pool = BlockPool(num_blocks // self._unit)
+        # Blocks that are always taken together: one, or with the contiguous layout a whole request's worth.
+        self.least_blocks = 1 if layout is Layout.paged else -(-max_model_len // block_size)
+        self._pool = BlockPool(num_blocks // self.least_blocks)
         self._host_free = list(range(num_host_blocks - 1, -1, -1))
         self._host_tables: dict[Request, list[int]] = {}  # host blocks of swapped requests
         self._under_way: dict[int, _UnderWay] = {}  # by transfer id
@@ -84,17 +76,12 @@ class KVManager:
     @property
     def capacity(self) -> int:
         """Tokens that fit when one request has the whole pool."""
-        return self._pool.num_blocks * self._unit * self.block_size
+        return self._pool.num_blocks * self.least_blocks * self.block_size
 
     @property
     def requests_grow(self) -> bool:
         """Whether a request may need more blocks than it was admitted with."""
-        return self._unit == 1
-
-    @property
-    def least_blocks(self) -> int:
-        """Blocks that are always taken together: one, or with the contiguous layout a whole request's worth."""
-        return self._unit
+        return self.least_blocks == 1
 
     @property
     def num_evictions(self) -> int:
@@ -103,11 +90,11 @@ class KVManager:
     @property
     def num_free(self) -> int:
         """Blocks that nobody refers to, those among them that still hold a prefix."""
-        return self._pool.num_free * self._unit
+        return self._pool.num_free * self.least_blocks
 
     def num_free_without(self, requests: Iterable[Request]) -> int:
         """`num_free` if these requests had no blocks, and all transfers had ended."""
-        return self._pool.num_free_after(self._released(requests), ()) * self._unit
+        return self._pool.num_free_after(self._released(requests), ()) * self.least_blocks
 
     def _released(self, requests: Iterable[Request]) -> list[list[int]]:
         tables = [request.block_table for request in requests] + [parked.table for parked in self._under_way.values()]
@@ -127,7 +114,7 @@ class KVManager:
             self._extend_hashes(request, limit)
             blocks = self._pool.find(request.block_hashes[:limit])
         leader = request.fork_of
-        if leader is not None and self._unit == 1:
+        if leader is not None and self.least_blocks == 1:
             shareable = min(leader.num_committed_blocks, (leader.prompt_len - 1) // self.block_size)
             if shareable > len(blocks):
                 blocks = leader.block_table[:shareable]
@@ -172,7 +159,7 @@ class KVManager:
         match = NO_MATCH if request in self._host_tables else self.match_prefix(request)
         released = [] if without is None else self._released(without)
         spare = self._pool.num_free_after(released, match.blocks) - self._num_missing(request, match)
-        return match if spare * self._unit >= keep_free else None
+        return match if spare * self.least_blocks >= keep_free else None
 
     def admit(self, request: Request, match: PrefixMatch = NO_MATCH) -> None:
         """Gives a request, for which there is room, its table: the matched blocks, and new ones for the rest of its
@@ -277,21 +264,21 @@ class KVManager:
 
     def _num_missing(self, request: Request, match: PrefixMatch) -> int:
         """Units to allocate for all of the request's tokens, besides the matched blocks."""
-        return -(-request.num_tokens // (self.block_size * self._unit)) - len(match.blocks)
+        return -(-request.num_tokens // (self.block_size * self.least_blocks)) - len(match.blocks)
 
     def _units(self, table: list[int]) -> list[int]:
-        return table if self._unit == 1 else [block // self._unit for block in table[:: self._unit]]
+        unit = self.least_blocks
+        return table if unit == 1 else [block // unit for block in table[::unit]]
 
     def _expand(self, units: list[int]) -> list[int]:
-        if self._unit == 1:
-            return units
-        return [block for unit in units for block in range(unit * self._unit, (unit + 1) * self._unit)]
+        unit = self.least_blocks
+        return units if unit == 1 else [block for first in units for block in range(first * unit, (first + 1) * unit)]
 
     # --- observation --------------------------------------------------------------------------------------------
 
     def usage(self, holders: Collection[Request]) -> KVUsage:
         """`holders` are the requests that have a block table now."""
-        used = (self._pool.num_blocks - self._pool.num_free) * self._unit
+        used = (self._pool.num_blocks - self._pool.num_free) * self.least_blocks
         reserved = used * self.block_size
         # A shared block is full, so the unused slots are at the ends of the tables, each its request's own.
         num_blocks = sum(map(len, map(_block_table, holders)))
@@ -308,19 +295,3 @@ class KVManager:
             reserved_slots=reserved,
             host_blocks_used=self.num_host_blocks - len(self._host_free),
         )
-
-    def check_integrity(self, holders: Collection[Request]) -> None:
-        """Raises AssertionError unless blocks, tables, hashes and swap space agree. `holders` as in `usage`."""
-        for request in holders:
-            table = request.block_table
-            assert len(table) * self.block_size >= request.num_computed_tokens, f"{request} outgrew its table"
-            assert len(set(table)) == len(table), f"{request} holds a block twice"
-            assert (request in self._host_tables) is self.is_under_way(request), f"{request} is in swap space, too"
-            if self._unit > 1:
-                assert all(b == a + 1 for a, b in pairwise(table)), f"{request} is not contiguous"
-        owners = [parked.request for parked in self._under_way.values() if parked.request is not None]
-        assert len(set(owners)) == len(owners), "a request has two transfers under way"
-        self._pool.check_integrity(self._released(holders))
-        host_tables = [*self._host_tables.values(), *(parked.host for parked in self._under_way.values())]
-        host = self._host_free + [block for table in host_tables for block in table]
-        assert sorted(host) == list(range(self.num_host_blocks)), "a host block is lost or in two places"

@@ -15,32 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.config_checks import at_least, coerce
 from mini_infer.core.errors import ConfigError
-from mini_infer.core.model_config import Device, DryConfig, DType, Implementation, KernelChoice, LoadFormat, ModelConfig
+from mini_infer.core.model_config import (  # noqa: F401  # importers of the tree find its parts here
+    Device,
+    DryConfig,
+    DType,
+    Implementation,
+    KernelChoice,
+    LoadFormat,
+    ModelConfig,
+)
 from mini_infer.core.speculation_config import SpeculationConfig
-
-__all__ = [
-    "PREFILL_GRAPH_STEP",
-    "AttentionChoice",
-    "AttentionConfig",
-    "Batching",
-    "CacheConfig",
-    "DType",
-    "Device",
-    "DryConfig",
-    "EngineConfig",
-    "GraphsConfig",
-    "Implementation",
-    "KernelChoice",
-    "Layout",
-    "LoadFormat",
-    "ModelConfig",
-    "Policy",
-    "Preemption",
-    "SchedulerConfig",
-    "SpeculationConfig",
-    "When",
-    "replace",
-]
 
 
 class When(str, Enum):

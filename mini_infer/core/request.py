@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -41,6 +41,7 @@ class Constraint(Protocol):
         """Whether the token only says that the text has ended."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence in the engine. The scheduler owns it; `block_table` is written by the KVManager alone.
 
@@ -50,98 +51,58 @@ class Request:
     rejected set the counter back.
     """
 
-    __slots__ = (
-        "arrival_time",
-        "block_hashes",
-        "block_table",
-        "cache_salt",
-        "constraint",
-        "ended_by_token",
-        "finish_reason",
-        "first_scheduled_time",
-        "fork_of",
-        "grow_after",
-        "is_announced",
-        "max_total_tokens",
-        "min_total_tokens",
-        "must_be_read",
-        "num_cached_tokens",
-        "num_committed_blocks",
-        "num_computed_tokens",
-        "num_in_flight",
-        "num_preemptions",
-        "num_tokens",
-        "order",
-        "params",
-        "priority",
-        "prompt_len",
-        "prompt_logprobs",
-        "quiet_until",
-        "req_index",
-        "request_id",
-        "seed",
-        "status",
-        "stop_ids",
-        "stop_reason",
-        "token_ids",
-        "token_times",
-    )
+    request_id: str  # the caller's name for it; n > 1 completions share it
+    prompt_token_ids: InitVar[Sequence[int]]
+    params: SamplingParams
+    _: KW_ONLY
+    max_total_tokens: int  # it ends with "length" when num_tokens reaches this
+    eos_token_ids: InitVar[Sequence[int]] = ()
+    seed: int = 0
+    priority: int = 0
+    arrival_time: float = 0.0
+    cache_salt: str = ""
+    fork_of: Request | None = None  # the sibling (n > 1) whose prompt blocks this one shares
+    constraint: Constraint | None = None  # it has taken in the whole output
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        max_total_tokens: int,
-        eos_token_ids: Sequence[int] = (),
-        seed: int = 0,
-        priority: int = 0,
-        arrival_time: float = 0.0,
-        cache_salt: str = "",
-        fork_of: Request | None = None,
-        constraint: Constraint | None = None,
-    ) -> None:
-        self.request_id = request_id  # the caller's name for it; n > 1 completions share it
-        self.params = params
-        self.token_ids: list[int] = list(prompt_token_ids)  # prompt, then output
-        self.prompt_len = len(self.token_ids)
-        self.num_tokens = self.prompt_len  # == len(token_ids), kept because the hot loop reads it
-        self.num_computed_tokens = 0
-        self.num_in_flight = 0  # tokens that steps not booked yet will bring: drafts count as accepted
-        self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache when first admitted
-        self.max_total_tokens = max_total_tokens  # it ends with "length" when num_tokens reaches this
+    # What follows changes, but for the first four.
+    prompt_len: int = field(init=False)
+    min_total_tokens: int = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)  # end-of-sequence (unless ignored) and stop tokens
+    must_be_read: bool = field(init=False)  # what it samples depends on more than what lies on the device
+    token_ids: list[int] = field(init=False)  # prompt, then output
+    num_tokens: int = field(init=False)  # == len(token_ids), kept because the hot loop reads it
+    num_computed_tokens: int = field(init=False, default=0)
+    num_in_flight: int = field(init=False, default=0)  # tokens of steps not booked yet: drafts count as accepted
+    num_cached_tokens: int | None = field(init=False, default=None)  # of the prompt, when it was first admitted
+    # Of the second prompt token on, as they are computed; None where nobody asks. Siblings have the leader's prompt.
+    prompt_logprobs: list[TokenLogprob | None] | None = field(init=False, default=None)
+    order: int = field(init=False, default=0)  # of arrival, given by the scheduler
+    status: RequestStatus = field(init=False, default=RequestStatus.waiting)
+    req_index: int | None = field(init=False, default=None)  # its row in the device's request state, while in the batch
+    is_announced: bool = field(init=False, default=False)  # the device knows that this row is its own
+    # Up to here the scheduler has nothing to decide: its next token needs no block and is not beyond its end
+    # (grow_after), and the one that comes fills no block and does not end it (quiet_until). 0: not known.
+    grow_after: int = field(init=False, default=0)
+    quiet_until: int = field(init=False, default=0)
+    block_table: list[int] = field(init=False, default_factory=list)
+    block_hashes: list[bytes] = field(init=False, default_factory=list)  # of its full blocks, as far as needed
+    num_committed_blocks: int = field(init=False, default=0)  # leading ones that are filled for sure: may be shared
+    num_preemptions: int = field(init=False, default=0)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    ended_by_token: bool = field(init=False, default=False)  # by end-of-sequence or a stop token, which are no text
+    stop_reason: int | str | None = field(init=False, default=None)  # stop token or string; None for end-of-sequence
+    first_scheduled_time: float | None = field(init=False, default=None)
+    token_times: list[float] = field(init=False, default_factory=list)  # when each output token appeared
+
+    def __post_init__(self, prompt_token_ids: Sequence[int], eos_token_ids: Sequence[int]) -> None:
+        params = self.params
+        self.token_ids = list(prompt_token_ids)
+        self.prompt_len = self.num_tokens = len(self.token_ids)
         self.min_total_tokens = self.prompt_len + params.min_tokens
         self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
-        # Whether what it samples depends on where it stands or on what it said, beyond what lies on the device.
-        self.must_be_read = constraint is not None or params.adjusts_logits or params.logprobs is not None
-        self.seed = seed
-        self.priority = priority
-        self.arrival_time = arrival_time
-        self.cache_salt = cache_salt
-        self.fork_of = fork_of  # the sibling (n > 1) whose prompt blocks this one shares
-        self.constraint = constraint  # it has taken in the whole output
-        # From the second token on as they are computed; None where nobody asks. Siblings have the leader's prompt.
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        if params.prompt_logprobs is not None and fork_of is None:
+        self.must_be_read = self.constraint is not None or params.adjusts_logits or params.logprobs is not None
+        if params.prompt_logprobs is not None and self.fork_of is None:
             self.prompt_logprobs = [None]
-        self.order = 0  # arrival order, given by the scheduler
-        self.status = RequestStatus.waiting
-        self.req_index: int | None = None  # its row in the per-request state on the device, while it is in a batch
-        self.is_announced = False  # a plan has told the device of it, since it was given its req_index
-        # Up to here the scheduler has nothing to decide: its next token needs no block and is not beyond its end
-        # (grow_after), and the one that comes fills no block and does not end it (quiet_until). 0: not known.
-        self.grow_after = 0
-        self.quiet_until = 0
-        self.block_table: list[int] = []
-        self.block_hashes: list[bytes] = []  # chained hashes of its full blocks, as far as they were needed
-        self.num_committed_blocks = 0  # leading blocks that are filled for sure, and may be shared
-        self.num_preemptions = 0
-        self.finish_reason: FinishReason | None = None
-        self.ended_by_token = False  # its last token is an end-of-sequence or a stop token, and so no text
-        self.stop_reason: int | str | None = None  # the stop token or string that ended it; None for end-of-sequence
-        self.first_scheduled_time: float | None = None
-        self.token_times: list[float] = []  # when each output token appeared
 
     @property
     def num_output_tokens(self) -> int:

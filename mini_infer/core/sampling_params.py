@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,22 @@ from mini_infer.core.errors import RequestError
 from mini_infer.core.grammar import Grammar
 
 MAX_STOP_LENGTH = 1024
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+# What values are allowed where there is one, and how that is said.
+_BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (lambda n: 1 <= n <= 256, "from 1 to 256"),
+    "temperature": (lambda t: 0 <= t <= 100, "from 0 (greedy) to 100"),
+    "top_k": (lambda k: k >= 0, "0 or -1 (all tokens), or more"),
+    "top_p": (lambda p: 0 < p <= 1, "above 0 and at most 1"),
+    "min_p": (lambda p: 0 <= p <= 1, "from 0 to 1"),
+    "repetition_penalty": (lambda p: 0 < p <= 10, "above 0, at most 10"),
+    "presence_penalty": (lambda p: abs(p) <= 2, "from -2 to 2"),
+    "frequency_penalty": (lambda p: abs(p) <= 2, "from -2 to 2"),
+    "max_tokens": (lambda n: n >= 1, "at least 1, or None"),
+    "logprobs": (lambda n: 0 <= n <= 64, "from 0 to 64, or None"),
+    "prompt_logprobs": (lambda n: 0 <= n <= 64, "from 0 to 64, or None"),
+    "seed": (lambda seed: 0 <= seed < 2**63, "from 0 to 2**63 - 1"),
+}
 
 
 @dataclass(frozen=True)
@@ -48,48 +64,20 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        ):
+        for name in _NUMBERS:
             _number(name, getattr(self, name))
         for name in ("n", "top_k", "min_tokens"):
             _integer(name, getattr(self, name))
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name))
-        _require("n", self.n, 1 <= self.n <= 256, "from 1 to 256")
-        _require("temperature", self.temperature, 0 <= self.temperature <= 100, "from 0 (greedy) to 100")
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        _require("top_k", self.top_k, self.top_k >= 0, "0 or -1 (all tokens), or more")
-        _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
-        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
-        _require(
-            "repetition_penalty",
-            self.repetition_penalty,
-            0 < self.repetition_penalty <= 10,
-            "above 0, at most 10",
-        )
-        _require("presence_penalty", self.presence_penalty, abs(self.presence_penalty) <= 2, "from -2 to 2")
-        _require("frequency_penalty", self.frequency_penalty, abs(self.frequency_penalty) <= 2, "from -2 to 2")
-        _require(
-            "max_tokens",
-            self.max_tokens,
-            self.max_tokens is None or self.max_tokens >= 1,
-            "at least 1, or None",
-        )
+        for name, (is_allowed, allowed) in _BOUNDS.items():
+            value = getattr(self, name)
+            _require(name, value, value is None or is_allowed(value), allowed)
         limit = math.inf if self.max_tokens is None else self.max_tokens
         _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= limit, f"from 0 to max_tokens ({limit})")
-        for name in ("logprobs", "prompt_logprobs"):
-            number = getattr(self, name)
-            _require(name, number, number is None or 0 <= number <= 64, "from 0 to 64, or None")
-        if self.seed is not None:
-            _require("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop must hold non-empty strings, got {text!r}", "stop")

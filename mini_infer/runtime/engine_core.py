@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, Protocol
 from mini_infer.core.plan import KVUsage, StepPlan, StepRecord, StepResult, count_drafts
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 from mini_infer.runtime.executor.base import Executor
-from mini_infer.runtime.scheduler.scheduler import Scheduler, TokenUpdate
+from mini_infer.runtime.scheduler.booking import TokenUpdate
+from mini_infer.runtime.scheduler.scheduler import Scheduler
 
 _row_of = itemgetter(2)  # of a TokenUpdate
 
@@ -104,23 +105,27 @@ class EngineCore:
         """Runs one step. An error of the executor ends the requests of its plan and is raised; one in the bookkeeping
         ends all of them."""
         start = self.clock()
-        plan, kv, evictions = self._schedule(start)
+        with _on_error(self._start_over):
+            evictions = self.scheduler.kv.num_evictions
+            plan = self.scheduler.schedule(start)
+            kv, evictions = self.scheduler.usage(), self.scheduler.kv.num_evictions - evictions
         planned = self.clock()
         if not plan.empty:
-            self._in_flight.append(_InFlightStep(plan, self._launch(plan), kv, evictions))
+            with _on_error(lambda: self._give_up(plan)):
+                self._in_flight.append(_InFlightStep(plan, self.executor.launch(plan), kv, evictions))
         waits = self.executor.overlap and not plan.empty  # for the step after it, unless there is none
         step = self._in_flight.popleft() if len(self._in_flight) > waits else None
-        result = self._collect(step) if step else StepResult([])
+        result = StepResult([])
+        if step:
+            with _on_error(lambda: self._give_up(step.plan)):
+                result = self.executor.collect(step.handle)
         executed = self.clock()
-        try:
+        with _on_error(self._start_over):
             updates = self.scheduler.update(step.plan, result, executed) if step else []
             endings = self._outputs.process(updates, result)
             for request, reason, stop, _ in endings:
                 self.scheduler.finish(request, reason, stop)
             self._outputs.post([request for request, _, _ in updates])
-        except BaseException:
-            self._start_over()
-            raise
         if not self.scheduler.num_unfinished:
             self.drop_in_flight()
         end = self.clock()
@@ -129,30 +134,6 @@ class EngineCore:
             num_dropped = sum(ending.num_dropped for ending in endings)
             # Where nothing was read, what was just launched is told of when it is.
             self._observe(step or _InFlightStep(_nothing(plan.step), None, kv, 0), result, updates, num_dropped, end)
-
-    def _schedule(self, now: float) -> tuple[StepPlan, KVUsage, int]:
-        """The next plan, the KV memory as it will be then, and the evictions that it caused."""
-        evictions = self.scheduler.kv.num_evictions
-        try:
-            plan = self.scheduler.schedule(now)
-            return plan, self.scheduler.usage(), self.scheduler.kv.num_evictions - evictions
-        except BaseException:
-            self._start_over()
-            raise
-
-    def _launch(self, plan: StepPlan) -> Any:
-        try:
-            return self.executor.launch(plan)
-        except BaseException:
-            self._give_up(plan)
-            raise
-
-    def _collect(self, step: _InFlightStep) -> StepResult:
-        try:
-            return self.executor.collect(step.handle)
-        except BaseException:
-            self._give_up(step.plan)
-            raise
 
     def _give_up(self, plan: StepPlan) -> None:
         """The KV of the plan's requests is unknown now. Nobody else's is: blocks become shareable only once their step
@@ -243,6 +224,16 @@ class _Laps:
         self.schedule_s += schedule_s
         self.execute_s += execute_s
         self.update_s += update_s
+
+
+@contextlib.contextmanager
+def _on_error(clean_up: Callable[[], None]) -> Iterator[None]:
+    """Cleans up after what went wrong, and then raises it."""
+    try:
+        yield
+    except BaseException:
+        clean_up()
+        raise
 
 
 def _nothing(step: int) -> StepPlan:

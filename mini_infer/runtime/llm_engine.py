@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from types import NoneType
+from typing import TypeAlias
 
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.core.config import EngineConfig, LoadFormat
+from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import RequestError
-from mini_infer.core.plan import StepRecord, StepResult
+from mini_infer.core.plan import StepResult
 from mini_infer.core.request import Request, RequestOutput, SamplingParams
 from mini_infer.runtime.engine_core import Ending, EngineCore
-from mini_infer.runtime.executor.base import Executor
-from mini_infer.runtime.scheduler.scheduler import Scheduler, TokenUpdate
+from mini_infer.runtime.executor import make_executor
+from mini_infer.runtime.scheduler.booking import TokenUpdate
+from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.text.detokenizer import Detokenizer
 from mini_infer.runtime.text.grammar import CompiledGrammar, GrammarCompiler
 from mini_infer.runtime.text.output import OutputProcessor
-from mini_infer.runtime.text.prompt import Prompt, encode_prompt, is_single_prompt, require_fit
+from mini_infer.runtime.text.prompt import Params, Prompt, encode_prompt, pair_prompts, require_fit
 from mini_infer.runtime.text.tokenizer import checked_text
 from mini_infer.speculative.speculator import make_speculator
 
 RECORDS_KEPT = 100_000
-Params = SamplingParams | Mapping[str, Any]  # a mapping holds arguments of SamplingParams
+# A request that can be served: its prompt's text, where it was given as text, and its token ids.
+_Checked: TypeAlias = tuple[str | None, list[int], SamplingParams, CompiledGrammar | None]
 
 
 class LLMEngine:
@@ -53,18 +57,19 @@ class LLMEngine:
         records_kept: int = RECORDS_KEPT,
     ) -> None:
         self.config = EngineConfig(model=config) if isinstance(config, str) else config
-        self.executor = executor = _make_executor(self.config)
+        self.executor = executor = make_executor(self.config)
         self.tokenizer = executor.tokenizer
         self.max_model_len = executor.limits.max_model_len
         self.startup = executor.startup
         self.vocab_size = executor.vocab_size
         self.clock = clock
         self.core = EngineCore(self._make_scheduler, executor, clock, self, records_kept)
+        self.records = self.core.records  # the latest StepRecords, oldest first
+        self.observers = self.core.observers  # each is called with every StepRecord
         self._outputs = OutputProcessor()
         self._grammars = GrammarCompiler(executor.tokenizer, executor.vocab_size, executor.eos_token_ids)
-        self._claimed: set[str] = set()  # requests of `generate` and `stream`, which `step` does not hand out
-        self._mailbox: dict[str, list[RequestOutput]] = {}  # their outputs that are not handed over yet, by request
-        self._outbox: list[RequestOutput] = []  # for the next `step` to hand out
+        self._inboxes: dict[str, deque[RequestOutput]] = {}  # of unfinished requests of `generate` and `stream`, by id
+        self._outbox: list[RequestOutput] = []  # of all others, for the next `step` to hand out
         self._num_requests = 0
         self._seed = secrets.randbits(62) if self.config.seed is None else self.config.seed
 
@@ -85,16 +90,6 @@ class LLMEngine:
     def scheduler(self) -> Scheduler:
         return self.core.scheduler
 
-    @property
-    def records(self) -> deque[StepRecord]:
-        """The latest StepRecords, oldest first."""
-        return self.core.records
-
-    @property
-    def observers(self) -> list[Callable[[StepRecord], None]]:
-        """Each is called with every StepRecord."""
-        return self.core.observers
-
     # --- whole requests -------------------------------------------------------------------------------------------
 
     def generate(
@@ -113,24 +108,15 @@ class LLMEngine:
         Raises:
             RequestError: a prompt or its parameters cannot be served; then none of them is.
         """
-        if not isinstance(prompts, (str, Sequence)):
-            raise RequestError(f"prompts are one prompt or a list of them, not {type(prompts).__name__}", "prompt")
-        batch: list[Prompt] = [prompts] if is_single_prompt(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
-        each = [params] * len(batch) if params is None or isinstance(params, (SamplingParams, Mapping)) else params
-        if not isinstance(each, Sequence) or isinstance(each, (str, bytes)):
-            raise RequestError(f"sampling parameters are SamplingParams or a mapping, not {type(each).__name__}")
-        if len(each) != len(batch):
-            raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters: give one, or one each")
-        checked = [self._check(prompt, own) for prompt, own in zip(batch, each, strict=True)]
-        ids = [self._enqueue(request, claim=True, stream=False) for request in checked]
+        checked = [self._check(prompt, own) for prompt, own in pair_prompts(prompts, params)]
+        inbox: deque[RequestOutput] = deque()
+        ids = [self._enqueue(request, stream=False, inbox=inbox) for request in checked]
         done: dict[str, RequestOutput] = {}
-        try:
-            for output in self._follow(ids):
+        with contextlib.closing(self._follow(ids, inbox)) as outputs:
+            for output in outputs:
                 done[output.request_id] = output
                 if on_output is not None:
                     on_output(output)
-        finally:
-            self._disown(ids)
         return [done[request_id] for request_id in ids]
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[RequestOutput]:
@@ -139,11 +125,26 @@ class LLMEngine:
         return self._stream(self._check(prompt, params))
 
     def _stream(self, request: _Checked) -> Iterator[RequestOutput]:
-        ids = [self._enqueue(request, claim=True)]
+        inbox: deque[RequestOutput] = deque()
+        yield from self._follow([self._enqueue(request, inbox=inbox)], inbox)
+
+    def _follow(self, request_ids: Sequence[str], inbox: deque[RequestOutput]) -> Generator[RequestOutput, None, None]:
+        """The outputs of these requests as they come, until all have finished. Leaving it early aborts them."""
+        num_unfinished = len(request_ids)
         try:
-            yield from self._follow(ids)
+            while num_unfinished:
+                if not inbox:  # else somebody else stepped the engine while an output was being read
+                    if not self.scheduler.num_unfinished:
+                        raise RuntimeError(f"the engine has lost {num_unfinished} requests: this is a bug")
+                    self.core.step()
+                while inbox:
+                    output = inbox.popleft()
+                    num_unfinished -= output.finished
+                    yield output
         finally:
-            self._disown(ids)
+            for request_id in request_ids:
+                if request_id in self._inboxes:
+                    self.abort(request_id)
 
     # --- step by step ---------------------------------------------------------------------------------------------
 
@@ -169,14 +170,13 @@ class LLMEngine:
         Raises:
             RequestError: it cannot be served. Nothing else is touched.
         """
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, got {priority!r}", "priority")
-        if arrival_time is not None and not isinstance(arrival_time, (int, float)):
-            raise RequestError(
-                f"arrival_time must be seconds on the engine's clock, got {arrival_time!r}", "arrival_time"
-            )
-        if request_id is not None and not isinstance(request_id, str):
-            raise RequestError(f"request_id must be a string, got {request_id!r}", "request_id")
+        for name, value, kind, allowed in (
+            ("priority", priority, int, "an integer"),
+            ("arrival_time", arrival_time, (int, float, NoneType), "seconds on the engine's clock"),
+            ("request_id", request_id, (str, NoneType), "a string"),
+        ):
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise RequestError(f"{name} must be {allowed}, got {value!r}", name)
         if request_id is not None and request_id in self._outputs:
             raise RequestError(f"a request {request_id!r} is running already: choose another request_id", "request_id")
         checked_text(cache_salt, "cache_salt")
@@ -224,15 +224,13 @@ class LLMEngine:
         params = SamplingParams.of(given)
         text, token_ids = encode_prompt(prompt, self.tokenizer, self.vocab_size)
         require_fit(len(token_ids), self.max_model_len, self.executor.limits.reason)
-        self._check_ids("stop token", params.stop_token_ids, "stop_token_ids")
-        self._check_ids("biased token", [token for token, _ in params.biases], "logit_bias")
-        grammar = None if params.grammar is None else self._grammars.compile(params.grammar)
-        return _Checked(text, token_ids, params, grammar)
-
-    def _check_ids(self, name: str, token_ids: Iterable[int], param: str) -> None:
-        for token in token_ids:
+        limited = [("stop token", token, "stop_token_ids") for token in params.stop_token_ids]
+        limited += [("biased token", token, "logit_bias") for token, _ in params.biases]
+        for name, token, param in limited:
             if not 0 <= token < self.vocab_size:
                 raise RequestError(f"{name} id {token} is out of range: 0 to {self.vocab_size - 1} are allowed", param)
+        grammar = None if params.grammar is None else self._grammars.compile(params.grammar)
+        return text, token_ids, params, grammar
 
     def _enqueue(
         self,
@@ -242,7 +240,7 @@ class LLMEngine:
         arrival_time: float | None = None,
         cache_salt: str = "",
         stream: bool = True,
-        claim: bool = False,
+        inbox: deque[RequestOutput] | None = None,
     ) -> str:
         text, token_ids, params, grammar = checked
         number = self._num_requests
@@ -262,7 +260,8 @@ class LLMEngine:
                 params,
                 max_total_tokens=min(limit, self.max_model_len),
                 eos_token_ids=self.executor.eos_token_ids,
-                seed=sibling_seed(seed, index),
+                # The n completions differ, and none of them repeats the request with the next seed.
+                seed=(seed + index * 0x9E3779B97F4A7C15) % 2**63,
                 priority=priority,
                 arrival_time=self.clock() if arrival_time is None else arrival_time,
                 cache_salt=cache_salt,
@@ -274,8 +273,8 @@ class LLMEngine:
         for request, _ in sequences:
             self.scheduler.add(request)
         self._outputs.add(request_id, text, sequences, stream)
-        if claim:
-            self._claimed.add(request_id)
+        if inbox is not None:
+            self._inboxes[request_id] = inbox
         return request_id
 
     # --- a request's way out (engine_core.Outputs) -------------------------------------------------------------------
@@ -286,62 +285,13 @@ class LLMEngine:
 
     def post(self, requests: Sequence[Request]) -> None:
         outputs = self._outputs.collect(requests)
-        if not self._claimed:
+        if not self._inboxes:
             self._outbox += outputs
             return
         for output in outputs:
-            if output.request_id in self._claimed:
-                self._mailbox.setdefault(output.request_id, []).append(output)
-            else:
-                self._outbox.append(output)
+            self._inboxes.get(output.request_id, self._outbox).append(output)
+            if output.finished:
+                self._inboxes.pop(output.request_id, None)
 
     def unfinished(self) -> list[Request]:
         return self._outputs.unfinished()
-
-    def _follow(self, request_ids: Sequence[str]) -> Iterator[RequestOutput]:
-        """The outputs of claimed requests as they come, until all have finished."""
-        missing = dict.fromkeys(request_ids)
-        while True:
-            for request_id in [i for i in self._mailbox if i in missing]:
-                for output in self._mailbox.pop(request_id):
-                    if output.finished:
-                        del missing[request_id]
-                    yield output
-            if not missing:
-                return
-            if any(request_id in self._mailbox for request_id in missing):
-                continue  # somebody else stepped the engine while this output was being read
-            if not any(request_id in self._outputs for request_id in missing):
-                raise RuntimeError(f"the engine has lost {', '.join(missing)}: this is a bug")
-            self.core.step()
-
-    def _disown(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            self.abort(request_id)
-            self._mailbox.pop(request_id, None)
-            self._claimed.discard(request_id)
-
-
-class _Checked(NamedTuple):
-    """A request that can be served."""
-
-    text: str | None
-    token_ids: list[int]
-    params: SamplingParams
-    grammar: CompiledGrammar | None
-
-
-def sibling_seed(seed: int, index: int) -> int:
-    """The n completions of one request differ, and none of them repeats the request with the next seed."""
-    return (seed + index * 0x9E3779B97F4A7C15) % 2**63
-
-
-def _make_executor(config: EngineConfig) -> Executor:
-    # Imported where it is chosen: the dry model needs no model code, and a model no dry one.
-    if config.model.load_format is LoadFormat.dry:
-        from mini_infer.runtime.executor.dry import DryExecutor
-
-        return DryExecutor(config)
-    from mini_infer.runtime.executor.local import LocalExecutor
-
-    return LocalExecutor(config)

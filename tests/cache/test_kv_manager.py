@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from integrity import check_kv
 
 from mini_infer.cache.kv_manager import NO_MATCH, KVManager, PrefixMatch
 from mini_infer.core.config import Layout
@@ -71,7 +72,7 @@ def test_prefix_survives_its_request_until_the_blocks_are_needed() -> None:
     other = computed(kv, [100 + i for i in range(12)], "other")
     assert kv.num_evictions == 2
     assert kv.match_prefix(request(list(range(12)))).num_tokens == 4
-    kv.check_integrity([other])
+    check_kv(kv, [other])
 
 
 def test_prefix_cache_off_matches_nothing() -> None:
@@ -89,7 +90,7 @@ def test_admission_counts_matched_blocks_that_are_free() -> None:
     assert match.num_tokens == 8
     assert not admitted(kv, r, keep_free=1)
     assert admitted(kv, r)
-    kv.check_integrity([r])
+    check_kv(kv, [r])
 
 
 def test_room_that_others_would_leave_counts_what_they_share_once_and_what_is_matched_not_at_all() -> None:
@@ -128,19 +129,19 @@ def test_swap_moves_computed_blocks_and_brings_them_back() -> None:
     assert kv.usage([]).used_blocks == 2, "until it has ended"
     assert kv.usage([]).used_slots == 7
     assert kv.is_under_way(r)
-    kv.check_integrity([])
+    check_kv(kv, [])
     assert kv.end_transfer(out.transfer_id) is r
     assert kv.usage([]).used_blocks == 0
     assert kv.usage([]).host_blocks_used == 2
     back = kv.swap_in(r)
     assert [h for h, _ in back.pairs] == [h for _, h in out.pairs]
     assert [d for _, d in back.pairs] == r.block_table
-    kv.check_integrity([r])
+    check_kv(kv, [r])
     assert kv.usage([r]).host_blocks_used == 2
     assert kv.end_transfer(back.transfer_id) is r
     assert kv.end_transfer(back.transfer_id) is None
     assert kv.usage([r]).host_blocks_used == 0
-    kv.check_integrity([r])
+    check_kv(kv, [r])
 
 
 @pytest.mark.parametrize("undo", [False, True])
@@ -156,13 +157,13 @@ def test_blocks_of_one_that_goes_are_free_when_its_transfer_has_ended(undo: bool
         assert r.block_table == []
         assert kv.num_free_without([]) == 4
     kv.free(r)
-    kv.check_integrity([])
+    check_kv(kv, [])
     assert (kv.usage([]).used_blocks, kv.usage([]).host_blocks_used) == (2, 2)
     assert kv.room_for(request(list(range(16)))) is None
     assert kv.room_for(request(list(range(16))), without=()) is not None
     assert kv.end_transfer(back.transfer_id) is None
     assert (kv.usage([]).used_blocks, kv.usage([]).host_blocks_used) == (0, 0)
-    kv.check_integrity([])
+    check_kv(kv, [])
 
 
 def test_swap_without_room_changes_nothing() -> None:
@@ -170,7 +171,7 @@ def test_swap_without_room_changes_nothing() -> None:
     r = computed(kv, list(range(7)))
     assert kv.swap_out(r) is None
     assert len(r.block_table) == 2
-    kv.check_integrity([r])
+    check_kv(kv, [r])
 
 
 def test_sibling_shares_the_leaders_full_prompt_blocks_without_a_prefix_cache() -> None:
@@ -181,12 +182,12 @@ def test_sibling_shares_the_leaders_full_prompt_blocks_without_a_prefix_cache() 
     assert match.blocks == leader.block_table[:2]
     assert admitted(kv, sibling)
     sibling.num_computed_tokens = match.num_tokens
-    kv.check_integrity([leader, sibling])
+    check_kv(kv, [leader, sibling])
     usage = kv.usage([leader, sibling])
     assert usage.used_blocks == 4  # two shared, and one of each their own
     assert usage.used_slots == 8 + 2 + 0
     kv.free(leader)
-    kv.check_integrity([sibling])
+    check_kv(kv, [sibling])
 
 
 def test_contiguous_layout_reserves_the_longest_request() -> None:
@@ -201,14 +202,14 @@ def test_contiguous_layout_reserves_the_longest_request() -> None:
     usage = kv.usage([a, b])
     assert (usage.reserved_slots, usage.used_slots) == (32, 2)
     assert kv.grow(a, 16) == []
-    kv.check_integrity([a, b])
+    check_kv(kv, [a, b])
     kv.free(a)
     assert admitted(kv, c)
-    kv.check_integrity([b, c])
+    check_kv(kv, [b, c])
 
 
 def test_integrity_check_finds_a_lost_host_block() -> None:
     kv = KVManager(4, 4, 16, num_host_blocks=2)
     kv._host_free.pop()
     with pytest.raises(AssertionError, match="host block"):
-        kv.check_integrity([])
+        check_kv(kv, [])

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+from integrity import check_scheduler
 from schemas import PERSON
 
 from mini_infer import EngineConfig, LLMEngine, RequestOutput, SamplingParams
@@ -36,7 +37,7 @@ def outputs(device: str) -> list[RequestOutput]:
     cache = {"memory_gib": 0.25}
     engine = LLMEngine(EngineConfig.from_dict({"model": model, "cache": cache, "scheduler": {"max_num_seqs": 16}}))
     given = engine.generate(PROMPTS, params())
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     assert engine.scheduler.usage().used_blocks == 0
     engine.close()
     return given

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from integrity import check_scheduler
 
 from mini_infer import LLM, ConfigError, EngineConfig, LLMEngine, RequestError, SamplingParams
 from mini_infer.core.config import When
-from mini_infer.core.request import FinishReason
+from mini_infer.core.request import FinishReason, RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -22,11 +23,10 @@ def engine() -> LLMEngine:
 
 
 def assert_idle(engine: LLMEngine) -> None:
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     assert not engine.has_unfinished_requests()
     assert engine.scheduler.usage().used_blocks == 0
-    assert not engine._mailbox
-    assert not engine._claimed
+    assert not engine._inboxes
     assert not engine._outputs.unfinished()
 
 
@@ -104,6 +104,22 @@ def test_generate_tells_of_each_request_as_it_ends(engine: LLMEngine) -> None:
     told: list[tuple[str, int]] = []
     engine.generate(["a", "b", "c"], params, on_output=lambda out: told.append((out.prompt or "", len(engine.records))))
     assert told == [("b", 2), ("c", 9), ("a", 30)]
+
+
+def test_the_id_of_a_request_that_generate_has_finished_is_free_again(engine: LLMEngine) -> None:
+    def reuse(output: RequestOutput) -> None:
+        if output.prompt == "short":
+            engine.add_request("again", GREEDY, request_id=output.request_id)
+
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 4)]
+    short, _ = engine.generate(["short", "long"], params, on_output=reuse)
+    assert short.prompt == "short"
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert outputs[-1].request_id == short.request_id
+    assert outputs[-1].outputs[0].finish_reason == "length"
+    assert_idle(engine)
 
 
 def test_outputs_of_requests_that_ended_meanwhile_are_still_handed_over(engine: LLMEngine) -> None:
@@ -501,7 +517,7 @@ def test_request_swapped_out_in_a_failed_step_is_computed_again(monkeypatch: pyt
         except RuntimeError:
             failures += 1
             continue
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
         for output in outputs:
             tokens[output.request_id] += output.outputs[0].token_ids_delta
             reasons[output.request_id] = output.outputs[0].finish_reason
@@ -646,7 +662,7 @@ def test_no_step_is_left_under_way_when_all_requests_have_ended() -> None:
     engine.generate("hello", SamplingParams(temperature=0, max_tokens=9, stop_token_ids=(stop,)))
     assert not engine.has_unfinished_requests()
     assert not engine.core._in_flight
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     aborted = engine.add_request("hello", SamplingParams(temperature=0, max_tokens=9))
     engine.step()
     engine.abort(aborted)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_shapes import SHAPES
+from integrity import check_scheduler
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import AttentionConfig, GraphsConfig, KernelChoice, ModelConfig, When
@@ -58,7 +59,7 @@ def params(count: int) -> list[SamplingParams]:
 
 def tokens(engine: LLMEngine, count: int = 40) -> list[list[int]]:
     outputs = [output.outputs[0].token_ids for output in engine.generate(prompts(count), params(count))]
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     assert engine.scheduler.usage().used_blocks == 0
     engine.close()
     return outputs

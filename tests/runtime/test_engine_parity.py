@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from integrity import check_scheduler
 
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
 from mini_infer.runtime.probe import probe_batch, probe_logits
@@ -117,7 +118,7 @@ def test_greedy_tokens_equal_transformers(
     engine = LLMEngine(EngineConfig.from_dict({"model": {"path": str(folder), "device": "cpu"}, **MACHINES[machine]}))
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
     outputs = engine.generate(prompts(), params)
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
     records = engine.records

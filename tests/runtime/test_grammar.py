@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import small_tokenizers
 import torch
+from integrity import check_scheduler
 from schemas import PERSON
 
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
@@ -157,7 +158,7 @@ class TestOverlap:
         output = alone.generate("x", regex("[a-z]{5}", n=2))[0]
         assert all(re.fullmatch("[a-z]{5}", completion.text) for completion in output.outputs)
         assert not alone.core._in_flight
-        alone.scheduler.check_integrity()
+        check_scheduler(alone.scheduler)
 
 
 class TestMasks:

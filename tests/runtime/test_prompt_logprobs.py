@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from integrity import check_scheduler
 from transformers import AutoModelForCausalLM
 
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams, assets
@@ -135,7 +136,7 @@ def test_a_prompt_that_gives_way_halfway(expected: list, preemption: str, overla
         for output in engine.step():
             answers.setdefault(output.request_id, output.prompt_logprobs)
             reasons[output.request_id] = output.outputs[0].finish_reason
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     assert any("slow" in record.preempted for record in engine.records)
     assert answers == {"slow": expected, "urgent": None}
     assert set(reasons.values()) == {FinishReason.length}

@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 import pytest
+from integrity import check_scheduler
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Layout, SchedulerConfig
 from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus, SamplingParams
-from mini_infer.runtime.scheduler.scheduler import Scheduler, TokenUpdate
+from mini_infer.runtime.scheduler.booking import TokenUpdate
+from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.speculative.speculator import NoSpeculation
 
 BLOCK = 4
@@ -60,7 +62,7 @@ class Bench:
 
     def plan(self) -> StepPlan:
         plan = self.scheduler.schedule(self.clock)
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return plan
 
     def book(self, plan: StepPlan, tokens: dict[int, list[int]] | None = None) -> list[TokenUpdate]:
@@ -70,7 +72,7 @@ class Bench:
         done = tuple(i for i, left in self.transfers.items() if left == 0 or not plan.req_indices)
         self.transfers = {i: left - 1 for i, left in self.transfers.items() if i not in done}
         updates = self.scheduler.update(plan, StepResult(result, transfers_done=done), self.clock)
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return updates
 
     def step(self) -> StepPlan:
@@ -275,12 +277,12 @@ def test_whoever_goes_while_its_blocks_move_leaves_them_to_the_copies(state: str
     used = bench.scheduler.usage()
     if fate == "abort":
         bench.abort(b)
-        bench.scheduler.check_integrity()
+        check_scheduler(bench.scheduler)
         assert bench.scheduler.usage() == used, "the copies may still go on"
         bench.book(plan)
     else:
         assert bench.scheduler.fail(plan) == []
-        bench.scheduler.check_integrity()
+        check_scheduler(bench.scheduler)
         assert (b.status, b.num_computed_tokens) == (RequestStatus.waiting, 0)
         assert bench.scheduler.usage().used_blocks == used.used_blocks
         if fate == "launched and failed":
@@ -605,14 +607,14 @@ def test_abort_in_every_state_gives_everything_back(state: str) -> None:
     if state not in ("planned", "sibling"):
         assert victim.status.value == state
     bench.abort(victim)
-    bench.scheduler.check_integrity()
+    check_scheduler(bench.scheduler)
     assert victim is not None
     assert victim.finish_reason is FinishReason.abort
     assert not victim.block_table
     for request in bench.added:
         if not request.finished:
             bench.abort(request)
-    bench.scheduler.check_integrity()
+    check_scheduler(bench.scheduler)
     usage = bench.scheduler.usage()
     assert usage.used_blocks == usage.host_blocks_used == 0
     assert not bench.plan().req_indices
@@ -640,7 +642,7 @@ def test_failed_step_ends_its_own_requests_only() -> None:
     a, b = bench.add("a", 4), bench.add("b", 4)
     plan = bench.plan()
     assert bench.scheduler.fail(plan) == [a]
-    bench.scheduler.check_integrity()
+    check_scheduler(bench.scheduler)
     assert a.finish_reason is FinishReason.error
     bench.step()
     assert b.num_output_tokens == 1

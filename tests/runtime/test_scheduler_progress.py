@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from integrity import check_scheduler
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Layout, SchedulerConfig
@@ -165,7 +166,7 @@ class History:
         """As EngineCore.step."""
         before = {request: request.status for request in self.requests if not request.finished}
         plan = self.scheduler.schedule()
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         now_in = {request for request in before if before[request] not in ACTIVE and request.status in ACTIVE}
         self.check_places(now_in)
@@ -175,7 +176,7 @@ class History:
         if len(self.in_flight) > (self.machine.overlap and not plan.empty):
             booked = self.in_flight.popleft()
             self.scheduler.update(booked, self.result(booked), 0.0)
-            self.scheduler.check_integrity()
+            check_scheduler(self.scheduler)
         elif plan.empty:
             assert not self.scheduler.num_unfinished, "nothing is planned, and nothing is in flight"
 
@@ -221,7 +222,7 @@ class History:
             return
         for request in admitted:
             ahead = self.siblings_ahead(self.rank(request))
-            assert len(self.scheduler._free_indices) >= ahead, f"{request} has taken a sibling's place"
+            assert len(self.scheduler._batch.free_indices) >= ahead, f"{request} has taken a sibling's place"
             assert self.kv.num_free >= ahead * self.kv.least_blocks, f"{request} has taken a sibling's block"
 
     def fits(self, request: Request, active: list[Request]) -> bool:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import check_scheduler
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import DryConfig
@@ -279,12 +280,12 @@ def drive(engine: LLMEngine, traffic: list[Arrival], failing_step: int | None, f
                 )
             if arrival.abort_after is not None and step == arrival.step + arrival.abort_after:
                 engine.abort(request_id)
-                engine.scheduler.check_integrity()
+                check_scheduler(engine.scheduler)
         setattr(runner, failing_verb, planted_failure if step == failing_step else working)
         with contextlib.suppress(PlantedFailure):
             for output in engine.step():
                 produced[output.request_id].take(output)
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
         if not engine.has_unfinished_requests() and step > 45:
             return produced
     raise AssertionError

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from integrity import check_scheduler
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import Draft, StepPlan, StepResult, count_drafts
@@ -52,7 +53,7 @@ def make_engine(speculation: dict[str, Any] | None = None, **sections: Any) -> L
 
 def tokens(engine: LLMEngine, params: SamplingParams | list[SamplingParams]) -> list[list[list[int]]]:
     outputs = engine.generate(PROMPTS, params)
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
@@ -141,7 +142,7 @@ def test_as_many_drafts_as_pay_are_made_of_the_right_tokens(without: LLMEngine, 
     assert not any(r.drafted for r in engine.records if r.prefill_tokens), "nobody knows what they would cost there"
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=16, ignore_eos=True)
     assert all(len(output[0]) == 16 for output in tokens(engine, params))
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
 
 
 def test_synthetic_drafts_are_accepted_at_their_rate() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_shapes import SHAPES
+from integrity import check_scheduler
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import Admission, StepPlan
@@ -47,7 +48,7 @@ def tokens(engine: LLMEngine, temperature: float = 0.0, seeded: bool = True, **s
         for i in range(len(PROMPTS))
     ]
     outputs = engine.generate(PROMPTS, params)
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     return [output.outputs[0].token_ids for output in outputs]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from fake_graphs import RecordingGraph
+from integrity import check_scheduler
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.runtime.graphs.pieces import PiecewiseGraphs
@@ -95,7 +96,7 @@ def run(folder: Path, machine: dict[str, Any]) -> tuple[LLMEngine, list[list[int
     model = {"path": str(folder), "device": "cpu", "implementation": "transformers"}
     engine = LLMEngine(EngineConfig.from_dict({"model": model, **machine}))
     outputs = engine.generate(prompts(), SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
     return engine, [output.outputs[0].token_ids for output in outputs]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from integrity import check_scheduler
 from served import (
     ENDLESS,
     PROMPT,
@@ -153,7 +154,7 @@ def test_whatever_comes_everybody_is_answered_and_nothing_is_left(hand_driven: M
             clients[which].say(Abort(aborted))
             del asked[which][aborted]
         server.turn()
-        server.engine.scheduler.check_integrity()
+        check_scheduler(server.engine.scheduler)
         listen()
     clients.pop().sock.close()
     asked.pop()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from mini_infer.core.plan import Admission, Growth, PromptLogprobs, StepPlan, Transfer
 from mini_infer.core.request import Request
+
+_PLAN_FIELDS = tuple(column.name for column in fields(StepPlan))
 
 
 class PlannedStep:
@@ -15,12 +18,13 @@ class PlannedStep:
         budget: tokens that the step may compute; `budget` is what is left of them.
     """
 
-    def __init__(self, number: int, now: float, budget: int) -> None:
-        self.number = number
+    def __init__(self, step: int, now: float, budget: int) -> None:
+        self.step = step
         self.now = now
         self.budget = budget
         self.rows: list[Request] = []
         self.preempted_since: set[Request] = set()  # after it was planned: their blocks are somebody else's now
+        self.short_of_blocks = False  # somebody waits for a block of the next token, or has given way for one
         self.promised = 0  # blocks that will be free soon, and for whom is settled
         self.req_indices: list[int] = []
         self.starts: list[int] = []
@@ -62,7 +66,18 @@ class PlannedStep:
         assert request.req_index is not None
         if not request.is_announced:
             request.is_announced = True
-            self.admissions.append(_admission(request, request.req_index))
+            self.admissions.append(
+                Admission(
+                    request.req_index,
+                    request.request_id,
+                    request.token_ids.copy(),
+                    request.prompt_len,
+                    request.block_table.copy(),
+                    request.params,
+                    request.seed,
+                    request.stop_ids,
+                )
+            )
         if request.prompt_logprobs is not None and start + 1 < request.prompt_len:
             followed = min(count, request.prompt_len - 1 - start)
             self.prompt_logprobs.append(PromptLogprobs(row, followed, request.params.prompt_logprobs or 0))
@@ -90,37 +105,4 @@ class PlannedStep:
         self.following = [place[row] for row in self.following]
 
     def plan(self) -> StepPlan:
-        return StepPlan(
-            step=self.number,
-            req_indices=self.req_indices,
-            starts=self.starts,
-            counts=self.counts,
-            samples=self.samples,
-            num_decode_rows=self.num_decode_rows,
-            admissions=self.admissions,
-            growths=self.growths,
-            masks=self.masks,
-            prompt_logprobs=self.prompt_logprobs,
-            drafts=self.drafts,
-            num_drafts=self.num_drafts,
-            following=self.following,
-            keeps_up=self.keeps_up,
-            transfers=self.transfers,
-            awaits_transfers=self.awaits_transfers,
-            preempted=self.preempted,
-            prefix_queried_tokens=self.prefix_queried_tokens,
-            prefix_hit_tokens=self.prefix_hit_tokens,
-        )
-
-
-def _admission(request: Request, req_index: int) -> Admission:
-    return Admission(
-        req_index,
-        request.request_id,
-        request.token_ids.copy(),
-        request.prompt_len,
-        request.block_table.copy(),
-        request.params,
-        request.seed,
-        request.stop_ids,
-    )
+        return StepPlan(**{name: getattr(self, name) for name in _PLAN_FIELDS})

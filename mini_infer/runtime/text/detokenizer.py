@@ -8,21 +8,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
 
 from mini_infer.core.request import SamplingParams
 from mini_infer.runtime.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 CONTEXT_TOKENS = 8  # of the prompt: enough for one that is not special
-
-
-class TextStream(Protocol):
-    """Text of a growing token sequence. All that it returned, joined, is the text of all the tokens."""
-
-    def push(self, token_ids: Sequence[int]) -> str: ...
-
-    def finish(self) -> str: ...
 
 
 class Detokenizer:
@@ -111,7 +102,9 @@ class StopChecker:
         return len(text)
 
 
-def open_stream(tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()) -> TextStream:
+def open_stream(
+    tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+) -> ByteStream | WindowStream:
     skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
     if tokenizer.token_bytes is not None:
         return ByteStream(tokenizer.token_bytes, skipped)

@@ -15,7 +15,7 @@ from mini_infer.core.request import (
     TokenLogprob,
 )
 from mini_infer.runtime.engine_core import Ending
-from mini_infer.runtime.scheduler.scheduler import TokenUpdate
+from mini_infer.runtime.scheduler.booking import TokenUpdate
 from mini_infer.runtime.text.detokenizer import Detokenizer
 
 logger = logging.getLogger(__name__)

@@ -6,17 +6,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mini_infer.core.errors import RequestError
+from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.text.tokenizer import Tokenizer
 
 ChatMessage = Mapping[str, Any]  # {"role": ..., "content": ...}
+Params = SamplingParams | Mapping[str, Any]  # a mapping holds arguments of SamplingParams
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
-def is_single_prompt(prompts: object) -> bool:
-    """Whether this is one prompt rather than a list of them."""
-    if isinstance(prompts, str):
-        return True
-    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], (int, Mapping))
+def pair_prompts(
+    prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None
+) -> list[tuple[Prompt, Params | None]]:
+    """Each prompt, of one or a list of them, with its parameters, which are one for all or a list."""
+    if not isinstance(prompts, (str, Sequence)):
+        raise RequestError(f"prompts are one prompt or a list of them, not {type(prompts).__name__}", "prompt")
+    single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, Mapping)))
+    batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+    each = [params] * len(batch) if params is None or isinstance(params, (SamplingParams, Mapping)) else params
+    if not isinstance(each, Sequence) or isinstance(each, (str, bytes)):
+        raise RequestError(f"sampling parameters are SamplingParams or a mapping, not {type(each).__name__}")
+    if len(each) != len(batch):
+        raise RequestError(f"{len(batch)} prompts but {len(each)} sampling parameters: give one, or one each")
+    return list(zip(batch, each, strict=True))
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tuple[str | None, list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from mini_infer import assets
 from mini_infer.core.config import LoadFormat, ModelConfig
@@ -14,52 +14,6 @@ from mini_infer.core.errors import ModelError, RequestError
 VOCABULARY_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 MESSAGE_KEYS = ("role", "content", "name")
-
-
-class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the highest id with a text. A model may have more rows than that: they are padding."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` leaves out of a text."""
-
-    @property
-    def token_bytes(self) -> Sequence[bytes] | None:
-        """The bytes of each id, where a text is nothing but its tokens' bytes read as UTF-8; None where it is not."""
-
-    @property
-    def definition(self) -> str | None:
-        """The text of its tokenizer.json, as the tokenizers library writes it; None where it has none."""
-
-    @property
-    def byte_fallback_ids(self) -> frozenset[int]:
-        """SentencePiece's <0x00> to <0xFF>. A run of them is one piece of text: its last byte can change its first."""
-
-    def encode(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer adds by itself, such as a beginning-of-sequence token.
-
-        Raises:
-            RequestError: not valid Unicode, or there is no tokenizer.
-        """
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Bytes that are no valid UTF-8 become U+FFFD; ids without a text are left out."""
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Encodes a conversation, of {"role": str, "content": str} each, up to where the model's answer begins.
-
-        Raises:
-            RequestError: a message of another shape, one that the template refuses, or there is no template.
-        """
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
@@ -110,7 +64,12 @@ def _load_hf(name: str) -> Any | None:
 
 
 class HFTokenizer:
-    """A tokenizer of the transformers library."""
+    """A tokenizer of the transformers library. ByteTokenizer and NoTokenizer answer the same calls.
+
+    Attributes:
+        vocab_size: one more than the highest id with a text. A model may have more rows than that: they are padding.
+        special_ids: what `skip_special_tokens` leaves out of a text.
+    """
 
     def __init__(self, hf: Any) -> None:
         self._hf = hf
@@ -119,9 +78,15 @@ class HFTokenizer:
         self.special_ids = frozenset(i for i, token in hf.added_tokens_decoder.items() if token.special)
 
     def encode(self, text: str) -> list[int]:
+        """With the special tokens that the tokenizer adds by itself, such as a beginning-of-sequence token.
+
+        Raises:
+            RequestError: not valid Unicode, or there is no tokenizer.
+        """
         return self._hf.encode(checked_text(text), verbose=False)  # the engine checks the length itself
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Bytes that are no valid UTF-8 become U+FFFD; ids without a text are left out."""
         if skip_special_tokens:
             token_ids = [i for i in token_ids if i not in self.special_ids]
         # Cleaning up spaces would change characters that a stream has already sent.
@@ -130,6 +95,11 @@ class HFTokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
+        """Encodes a conversation, of {"role": str, "content": str} each, up to where the model's answer begins.
+
+        Raises:
+            RequestError: a message of another shape, one that the template refuses, or there is no template.
+        """
         checked = checked_messages(messages)
         if not self._hf.chat_template:
             raise RequestError(
@@ -148,6 +118,7 @@ class HFTokenizer:
 
     @cached_property
     def token_bytes(self) -> Sequence[bytes] | None:
+        """The bytes of each id, where a text is nothing but its tokens' bytes read as UTF-8; None where it is not."""
         from tokenizers.decoders import ByteLevel
 
         backend = getattr(self._hf, "backend_tokenizer", None)
@@ -157,11 +128,13 @@ class HFTokenizer:
 
     @property
     def definition(self) -> str | None:
+        """The text of its tokenizer.json, as the tokenizers library writes it; None where it has none."""
         backend = getattr(self._hf, "backend_tokenizer", None)
         return None if backend is None else backend.to_str()
 
     @cached_property
     def byte_fallback_ids(self) -> frozenset[int]:
+        """SentencePiece's <0x00> to <0xFF>. A run of them is one piece of text: its last byte can change its first."""
         vocab = self._hf.get_vocab()
         return frozenset(vocab[token] for token in map("<0x{:02X}>".format, range(256)) if token in vocab)
 
@@ -253,6 +226,9 @@ class NoTokenizer:
             f"text needs a tokenizer: {self._reason}. Send token ids, or set model.tokenizer to a folder or a hub name",
             param,
         )
+
+
+Tokenizer: TypeAlias = HFTokenizer | ByteTokenizer | NoTokenizer
 
 
 def checked_text(text: str, param: str = "prompt") -> str:

@@ -1,0 +1,67 @@
+"""Whether the scheduler's queues, the blocks and the swap space agree. Each raises AssertionError unless they do."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from itertools import pairwise
+
+from mini_infer.cache.block_pool import BlockPool
+from mini_infer.cache.kv_manager import KVManager
+from mini_infer.core.request import Request
+from mini_infer.runtime.scheduler.scheduler import Scheduler
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Queues, indices and blocks agree."""
+    batch = scheduler._batch
+    active = batch.requests()
+    for status, queue in batch._queues.items():
+        assert all(r.status is status for r in queue), f"a request that is not {status.value} is among those"
+        assert queue == sorted(queue, key=scheduler._rank), f"those {status.value} are not in rank order"
+    req_indices = [r.req_index for r in active] + batch.free_indices
+    assert sorted(req_indices) == list(range(scheduler.config.max_num_seqs)), "a req_index is lost or in two places"
+    counts = len(active) + len(scheduler._line)
+    unfinished = len(scheduler._requests)
+    assert counts == unfinished, f"{unfinished} unfinished requests, but {counts} in the queues"
+    for request in scheduler._requests:
+        assert request.num_tokens == len(request.token_ids)
+        assert request.num_computed_tokens <= request.num_tokens + request.num_in_flight
+        assert 0 <= request.num_in_flight <= sum(1 + step.num_drafts for step in scheduler._planned.values())
+        if request not in active:
+            assert not request.block_table, f"{request} holds blocks outside the batch"
+    check_kv(scheduler.kv, active)
+
+
+def check_kv(kv: KVManager, holders: Collection[Request]) -> None:
+    """Blocks, tables, hashes and swap space agree; `holders` are the requests that have a block table."""
+    for request in holders:
+        table = request.block_table
+        assert len(table) * kv.block_size >= request.num_computed_tokens, f"{request} outgrew its table"
+        assert len(set(table)) == len(table), f"{request} holds a block twice"
+        assert (request in kv._host_tables) is kv.is_under_way(request), f"{request} is in swap space, too"
+        if kv.least_blocks > 1:
+            assert all(b == a + 1 for a, b in pairwise(table)), f"{request} is not contiguous"
+    owners = [parked.request for parked in kv._under_way.values() if parked.request is not None]
+    assert len(set(owners)) == len(owners), "a request has two transfers under way"
+    check_pool(kv._pool, kv._released(holders))
+    host_tables = [*kv._host_tables.values(), *(parked.host for parked in kv._under_way.values())]
+    host = kv._host_free + [block for table in host_tables for block in table]
+    assert sorted(host) == list(range(kv.num_host_blocks)), "a host block is lost or in two places"
+
+
+def check_pool(pool: BlockPool, tables: Iterable[list[int]]) -> None:
+    """Every block is in exactly one state, and the reference counts are those of `tables`, the block tables of all
+    live requests."""
+    held = Counter(block for table in tables for block in table)
+    for block in range(pool.num_blocks):
+        assert pool._ref_counts[block] == held[block], (
+            f"block {block} has {pool._ref_counts[block]} references, but {held[block]} tables hold it"
+        )
+    referenced = {block for block, count in enumerate(pool._ref_counts) if count}
+    blank, cached = set(pool._blank), set(pool._cached)
+    assert len(blank) == len(pool._blank), "a blank block is listed twice"
+    assert len(referenced) + len(blank) + len(cached) == pool.num_blocks, "a block is lost or in two states"
+    assert referenced | blank | cached == set(range(pool.num_blocks)), "a block is lost or in two states"
+    hashed = {block: h for block, h in enumerate(pool._hashes) if h is not None}
+    assert {h: block for block, h in hashed.items()} == pool._block_of_hash, "the hash index is not one to one"
+    assert cached <= hashed.keys(), "a cached block has no hash"
+    assert blank.isdisjoint(hashed), "a blank block has a hash"
