@@ -21,7 +21,7 @@ from mini_infer.runtime.text.grammar import CompiledGrammar, GrammarCompiler
 from mini_infer.runtime.text.output import OutputProcessor
 from mini_infer.runtime.text.prompt import Prompt, encode_prompt, is_single_prompt, require_fit
 from mini_infer.runtime.text.tokenizer import checked_text
-from mini_infer.speculative.loading import make_speculator
+from mini_infer.speculative.speculator import make_speculator
 
 RECORDS_KEPT = 100_000
 Params = SamplingParams | Mapping[str, Any]  # a mapping holds arguments of SamplingParams

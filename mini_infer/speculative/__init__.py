@@ -6,8 +6,7 @@
                 draft_plan.py   drafts in a step's plan, as far as there is room
     launch      draft_model.py  the draft model on the device, with its KV (draft_kv.py)
                 verify.py       which drafts stand, and the token after them (kernels/verify.py does it on a GPU)
-    start-up    loading.py      from the config to a Speculator
-                step_costs.py   times steps with and without drafts
+    start-up    step_costs.py   times steps with and without drafts
 
 Lookup indexes belong to one request each, take lists of token ids and give lists of token ids: append what was prompted
 or accepted with `extend`, ask with `propose(k)`. proposers/ and policy/ know neither the scheduler nor the runner.

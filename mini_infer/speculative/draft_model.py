@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # it is handed them
 
 
 class Stopwatch:
-    """The time between its making and `stop`: a GPU's own time, for what it has been given to do."""
+    """The time between its making and `stop`: a GPU's own, for what it has been given to do."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -66,8 +66,8 @@ class Drafted(NamedTuple):
     time: Stopwatch | None = None  # that it takes; None where no model did anything
 
 
-class Drafter(Protocol):
-    """Who proposes on the device."""
+class Drafter:
+    """Who proposes on the device. Here nobody does: there are no drafts, or the plan brings them."""
 
     def plan(self, plan: StepPlan) -> None:
         """For every plan, in order, before anything else of it is launched."""
@@ -79,6 +79,7 @@ class Drafter(Protocol):
         Args:
             chain: runs `chain` for the plan's rows.
         """
+        return Drafted()
 
     def chain(self, num_rows: int, query_len: int, out: Tensor | None = None) -> Tensor | None:
         """Writes query_len - 1 drafts behind the last token of each packed row, into the history.
@@ -89,33 +90,18 @@ class Drafter(Protocol):
         Returns:
             what they were drawn from [(query_len - 1) * num_rows, V']: all rows' first drafts, their second ones, ...
         """
+        return None
 
     def book(self, plan: StepPlan) -> None:
         """Behind `launch`: what has been computed of the plan's requests."""
 
 
-class NoDrafter:
-    """There are no drafts, or the plan brings them."""
-
-    def plan(self, plan: StepPlan) -> None:
-        pass
-
-    def launch(self, plan: StepPlan, chain: Callable[[], Tensor | None]) -> Drafted:
-        return Drafted()
-
-    def chain(self, num_rows: int, query_len: int, out: Tensor | None = None) -> None:
-        return None
-
-    def book(self, plan: StepPlan) -> None:
-        pass
-
-
-class DraftModel:
+class DraftModel(Drafter):
     """
     Args:
         model: with a KV store that has the target's number of blocks.
         kv: what it has computed, which is nothing.
-        vocab_size: tokens that both models know, and it may propose.
+        vocab_size: tokens that both models know.
         max_tokens: that it computes in one pass.
     """
 
@@ -130,9 +116,7 @@ class DraftModel:
         max_tokens: int,
     ) -> None:
         self._model, self._states, self._sampler = model, states, sampler
-        self._vocab_size = vocab_size
-        self._max_tokens = max_tokens
-        self._kv = kv
+        self._kv, self._vocab_size, self._max_tokens = kv, vocab_size, max_tokens
 
     def plan(self, plan: StepPlan) -> None:
         self._kv.follow(plan)

@@ -7,12 +7,17 @@ NoSpeculation  none, and the scheduler waits for nothing
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import Request, RequestStatus
+from mini_infer.core.speculation_config import SpeculationConfig, SpeculationMethod
 from mini_infer.speculative.policy import Drafted, DraftLengthPolicy, StepTime
+from mini_infer.speculative.policy.adaptive import AdaptiveDraftLength
+from mini_infer.speculative.policy.costs import StepCosts
 from mini_infer.speculative.proposers import Proposer
+from mini_infer.speculative.proposers.lookup import ngram_proposer, suffix_proposer
+from mini_infer.speculative.proposers.synthetic import SyntheticProposer
 
 _FINISHED = RequestStatus.finished
 
@@ -116,3 +121,26 @@ class Speculator:
         """The request has ended."""
         self._proposer.forget(request)
         self.policy.forget(request)
+
+
+def make_speculator(
+    config: SpeculationConfig, vocab_size: int, step_costs: Callable[[], StepCosts]
+) -> Speculator | NoSpeculation:
+    """
+    Args:
+        step_costs: by which it is chosen how many drafts a request gets, unless it is as many as there are.
+    """
+    if not config.most:
+        return NoSpeculation()
+    if config.has_draft_model:
+        proposer = Proposer()
+    elif config.method is SpeculationMethod.ngram:
+        proposer = ngram_proposer(config.ngram_min, config.ngram_max)
+    elif config.method is SpeculationMethod.suffix:
+        proposer = suffix_proposer()
+    else:
+        proposer = SyntheticProposer(vocab_size)
+    if not config.adaptive:
+        return Speculator(proposer, DraftLengthPolicy(), config.most)
+    costs = step_costs()
+    return Speculator(proposer, AdaptiveDraftLength(costs, config.most), config.most, waiting_cost=costs.waiting)

@@ -15,7 +15,7 @@ from mini_infer.runtime.graphs.capture import Cutter, GraphMemory, capture_sizes
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs, decode_grid
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.row_step import DoneRows
-from mini_infer.speculative.draft_model import NoDrafter
+from mini_infer.speculative.draft_model import Drafter
 
 CPU = torch.device("cpu")
 
@@ -123,7 +123,7 @@ def test_decode_steps_of_all_sizes_share_a_stream_and_their_logits(pretended_gpu
         places[len(out)] = out.data_ptr()
         return DoneRows(states.build_rows(num_rows, query_len), out.fill_(num_rows), torch.full((num_rows,), 5), None)
 
-    graphs = StepGraphs(states, NoDrafter().chain, run, numbered([]))
+    graphs = StepGraphs(states, Drafter().chain, run, numbered([]))
     report = graphs.capture(decode_grid(4), logits, None, GraphMemory(CPU), "rows")
     assert report.batch_sizes == (1, 2, 4)
     assert report.memory_bytes == logits.nbytes

@@ -29,7 +29,7 @@ from mini_infer.runtime.worker.request_states import RequestStates, small_growth
 from mini_infer.runtime.worker.row_step import DoneRows, real_tokens
 from mini_infer.runtime.worker.step_input import Samples
 from mini_infer.runtime.worker.torch_model import AttentionBackends
-from mini_infer.speculative.draft_model import DraftModel, NoDrafter
+from mini_infer.speculative.draft_model import Drafter, DraftModel
 
 BLOCK, SPARE_BLOCK = 4, 99
 ROWS = [(2, 9, 3), (0, 4, 1), (3, 6, 2)]  # req_index, start, count
@@ -205,7 +205,7 @@ def test_a_batch_takes_the_next_larger_graph() -> None:
         return DoneRows(states.build_rows(num_rows, query_len), zeros[:, None], zeros, torch.stack((zeros, zeros)))
 
     states = filled_states()
-    graphs = StepGraphs(states, NoDrafter().chain, run, RecordingGraph)
+    graphs = StepGraphs(states, Drafter().chain, run, RecordingGraph)
     memory = GraphMemory(torch.device("cpu"))
     assert graphs.fit(1, 1) is None
     report = graphs.capture([BatchDescriptor(2), BatchDescriptor(5)], torch.zeros(5, 1), None, memory, "rows")

@@ -9,8 +9,8 @@ import pytest
 from mini_infer import SamplingParams
 from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import Request, RequestStatus
-from mini_infer.speculative.policy import Drafted, FixedDraftLength, StepTime
-from mini_infer.speculative.proposers import OnDevice
+from mini_infer.speculative.policy import Drafted, DraftLengthPolicy, StepTime
+from mini_infer.speculative.proposers import Proposer
 from mini_infer.speculative.proposers.lookup import ngram_proposer
 from mini_infer.speculative.proposers.synthetic import SyntheticProposer
 from mini_infer.speculative.speculator import NoSpeculation, Speculator
@@ -23,7 +23,7 @@ def request(tokens: Sequence[int] = (1, 2, 3, 1, 2), in_flight: int = 1, constra
     return made
 
 
-class Chosen:
+class Chosen(DraftLengthPolicy):
     """Lengths that a test has chosen."""
 
     def __init__(self, *lengths: int) -> None:
@@ -50,7 +50,7 @@ def test_nobody_proposes_by_default() -> None:
 
 
 def test_drafts_are_what_came_after_the_last_tokens() -> None:
-    speculator = Speculator(ngram_proposer(2, 3), FixedDraftLength(), most=2)
+    speculator = Speculator(ngram_proposer(2, 3), DraftLengthPolicy(), most=2)
     none, some = request((1, 2, 3)), request()
     assert speculator.plan([none, some]) == {1: Draft(2, [3, 1])}
     some.token_ids += [3, 1, 2]
@@ -59,13 +59,13 @@ def test_drafts_are_what_came_after_the_last_tokens() -> None:
 
 
 def test_a_grammar_gets_no_drafts() -> None:
-    speculator = Speculator(ngram_proposer(2, 3), FixedDraftLength(), most=2)
+    speculator = Speculator(ngram_proposer(2, 3), DraftLengthPolicy(), most=2)
     assert speculator.plan([request(constrained=True)]) == {}
     assert not speculator.waits
 
 
 def test_with_tokens_under_way_the_next_step_waits_for_those_that_are_looked_up() -> None:
-    speculator = Speculator(ngram_proposer(2, 3), FixedDraftLength(), most=2)
+    speculator = Speculator(ngram_proposer(2, 3), DraftLengthPolicy(), most=2)
     assert speculator.needs_tokens
     assert not speculator.waits
     assert speculator.plan([request(), request(in_flight=2)]) == {}
@@ -73,9 +73,9 @@ def test_with_tokens_under_way_the_next_step_waits_for_those_that_are_looked_up(
     assert speculator.plan([request()]) == {0: Draft(2, [3, 1])}
 
 
-@pytest.mark.parametrize("proposer", [OnDevice(), SyntheticProposer(vocab_size=50)])
-def test_who_needs_no_tokens_waits_for_none(proposer: OnDevice | SyntheticProposer) -> None:
-    speculator = Speculator(proposer, FixedDraftLength(), most=3)
+@pytest.mark.parametrize("proposer", [Proposer(), SyntheticProposer(vocab_size=50)])
+def test_who_needs_no_tokens_waits_for_none(proposer: Proposer | SyntheticProposer) -> None:
+    speculator = Speculator(proposer, DraftLengthPolicy(), most=3)
     assert not speculator.needs_tokens
     drafts = speculator.plan([request(), request(in_flight=5)])
     assert [draft.length for draft in drafts.values()] == [3, 3]
@@ -83,9 +83,9 @@ def test_who_needs_no_tokens_waits_for_none(proposer: OnDevice | SyntheticPropos
     assert not speculator.waits
 
 
-@pytest.mark.parametrize("proposer", [OnDevice(), ngram_proposer(2, 3)])
-def test_a_batch_that_is_gone_decides_nothing(proposer: OnDevice) -> None:
-    speculator = Speculator(proposer, FixedDraftLength(), most=3)
+@pytest.mark.parametrize("proposer", [Proposer(), ngram_proposer(2, 3)])
+def test_a_batch_that_is_gone_decides_nothing(proposer: Proposer) -> None:
+    speculator = Speculator(proposer, DraftLengthPolicy(), most=3)
     assert speculator.plan([request()])
     assert speculator.plan([]) == {}
     assert not speculator.waits
@@ -94,7 +94,7 @@ def test_a_batch_that_is_gone_decides_nothing(proposer: OnDevice) -> None:
 
 def test_where_drafts_do_not_pay_nothing_waits() -> None:
     policy = Chosen(0, 0)
-    speculator = Speculator(OnDevice(), policy, most=3)
+    speculator = Speculator(Proposer(), policy, most=3)
     assert speculator.plan([request(), request()]) == {}
     assert not speculator.waits
     assert not speculator.keeps_up
@@ -131,7 +131,7 @@ def test_lookups_and_waiting_in_vain_are_booked_with_their_step() -> None:
 
 def test_what_nobody_waits_for_costs_no_time() -> None:
     policy = Chosen(2)
-    speculator = Speculator(OnDevice(), policy, most=3, waiting_cost=0.25)
+    speculator = Speculator(Proposer(), policy, most=3, waiting_cost=0.25)
     speculator.plan([request()])
     speculator.book([request()], plan([3]), StepResult([[1]], draft_s=0.5), seconds=2.0)
     assert policy.times == [StepTime(2.0, draft_s=0.5)]
@@ -139,7 +139,7 @@ def test_what_nobody_waits_for_costs_no_time() -> None:
 
 def test_steps_with_prompts_or_with_somebody_who_has_ended_compare_with_none() -> None:
     policy = Chosen()
-    speculator = Speculator(OnDevice(), policy, most=3)
+    speculator = Speculator(Proposer(), policy, most=3)
     gone = request()
     gone.status = RequestStatus.finished
     rows = [request(), request()]
@@ -152,7 +152,7 @@ def test_steps_with_prompts_or_with_somebody_who_has_ended_compare_with_none() -
 
 def test_running_requests_that_are_left_are_booked() -> None:
     policy = Chosen()
-    speculator = Speculator(OnDevice(), policy, most=3)
+    speculator = Speculator(Proposer(), policy, most=3)
     gone, left, new = request(), request(), request()
     gone.status = RequestStatus.finished
     speculator.book([gone, left, new], plan([1, 4, 5], prompts=1), StepResult([[1], [1, 2, 3], [4]]))

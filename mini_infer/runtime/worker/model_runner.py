@@ -28,7 +28,7 @@ from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.worker.request_states import RequestStates, small_growths
 from mini_infer.runtime.worker.row_step import RowStep, real_tokens
 from mini_infer.runtime.worker.step_input import IntArray, Samples, StepInput
-from mini_infer.speculative.draft_model import Drafter, NoDrafter, Stopwatch
+from mini_infer.speculative.draft_model import Drafter, Stopwatch
 
 
 class StepModel(Protocol):
@@ -103,7 +103,7 @@ class Runner:
     ) -> None:
         self._model, self._states, self._sampler = model, states, sampler
         self._transfers = transfers or NoTransfers()
-        self._drafter = drafter or NoDrafter()
+        self._drafter = drafter or Drafter()
         self._follows = follows
         self._threads = threads
         self._rows = RowStep(model, states, sampler, rate)

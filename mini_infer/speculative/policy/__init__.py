@@ -1,7 +1,6 @@
 """How many drafts pay: an optional policy of speculation. docs/speculation.md says what it estimates and bounds.
 
-DraftLengthPolicy  the seam: choose, book, forget
-FixedDraftLength   as many drafts as there can be
+DraftLengthPolicy  the seam: choose, book, forget; by itself it takes as many drafts as there can be
 adaptive.py        as many as bring most tokens a second, within a budget for what they may lose
 estimates.py       acceptance rates, and the best draft lengths by them
 costs.py           what a step costs by rows and tokens a row, measured at start-up
@@ -11,7 +10,7 @@ step_times.py      what steps have taken since
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 Drafted = tuple[Hashable, int, int]  # a request, its drafts in a step (not 0), and how many of them were accepted
 
@@ -26,25 +25,15 @@ class StepTime(NamedTuple):
     speculative: bool = True  # drafts were made, or hoped for
 
 
-class DraftLengthPolicy(Protocol):
+class DraftLengthPolicy:
+    """As many drafts as there can be, whatever they bring."""
+
     def choose(self, requests: Sequence[Hashable], limits: Sequence[int], prompts: bool = False) -> list[int]:
         """Drafts for each request of the next step, 0 to its limit. `prompts`: the step may have some, too."""
+        return list(limits)
 
     def book(self, rows: int, drafts: Sequence[Drafted], time: StepTime) -> None:
         """A step of so many running requests is over. For every step, also without drafts, in order."""
 
     def forget(self, request: Hashable) -> None:
         """The request has ended."""
-
-
-class FixedDraftLength:
-    """As many drafts as there can be, whatever they bring."""
-
-    def choose(self, requests: Sequence[Hashable], limits: Sequence[int], prompts: bool = False) -> list[int]:
-        return list(limits)
-
-    def book(self, rows: int, drafts: Sequence[Drafted], time: StepTime) -> None:
-        pass
-
-    def forget(self, request: Hashable) -> None:
-        pass

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from mini_infer.core.uniforms import Array
-from mini_infer.speculative.policy import Drafted, StepTime
+from mini_infer.speculative.policy import Drafted, DraftLengthPolicy, StepTime
 from mini_infer.speculative.policy.costs import StepCosts
 from mini_infer.speculative.policy.estimates import AcceptanceRate, best_lengths, expected_accepted
 from mini_infer.speculative.policy.step_times import StepTimes
@@ -25,7 +25,7 @@ _REASK = 250  # steps after which the estimates are asked again if nothing was l
 _UNKNOWN = AcceptanceRate(fade=1.0)
 
 
-class AdaptiveDraftLength:
+class AdaptiveDraftLength(DraftLengthPolicy):
     """
     Args:
         most: drafts a row.

@@ -1,37 +1,26 @@
 """Who proposes drafts.
 
+Proposer      a draft model, on the device (speculative/draft_model.py): here its drafts are counted alone
 lookup.py     what followed a request's last tokens before, by an index of its own:
 ngram.py        the latest place where they came before (prompt lookup)
 suffix.py       by counts (automaton.py), over the outputs of finished requests as well
 synthetic.py  arbitrary tokens, to be accepted at a stated rate: for speed studies with random weights
-OnDevice      a draft model, on the device (speculative/draft_model.py): here its drafts are counted alone
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 from mini_infer.core.plan import Draft
 from mini_infer.core.request import Request
 
 
-class Proposer(Protocol):
-    needs_tokens: bool  # it reads the request's tokens themselves: none may be in flight
+class Proposer:
+    """A draft model, and what others override."""
+
+    needs_tokens = False  # it reads the request's tokens themselves: none may be in flight
 
     def propose(self, request: Request, length: int) -> Draft:
         """At most `length` tokens; exactly so many, unless it needs tokens."""
-
-    def forget(self, request: Request) -> None:
-        """It has ended: its tokens are all there will be."""
-
-
-class OnDevice:
-    """A draft model writes them there."""
-
-    needs_tokens = False
-
-    def propose(self, request: Request, length: int) -> Draft:
         return Draft(length)
 
     def forget(self, request: Request) -> None:
-        pass
+        """It has ended: its tokens are all there will be."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from mini_infer.core.plan import Draft
 from mini_infer.core.request import Request
+from mini_infer.speculative.proposers import Proposer
 from mini_infer.speculative.proposers.ngram import NgramIndex
 from mini_infer.speculative.proposers.suffix import FinishedOutputs, SuffixIndex
 
@@ -14,15 +14,12 @@ OUTPUT_TOKENS = 200_000  # of finished requests, kept for the suffix proposer: a
 INDEXED_TOKENS = 8_192  # of a prompt, its last ones: indexing takes up to 5 us and 500 bytes a token, as others wait
 
 
-class Index(Protocol):
-    """What a request's tokens suggest. A rejected draft leaves nothing behind: indexes are never told of drafts."""
-
-    def extend(self, token_ids: Sequence[int]) -> None: ...
-
-    def propose(self, k: int) -> Sequence[int]: ...
+Index = (
+    NgramIndex | SuffixIndex
+)  # of one request's tokens. It is never told of drafts, so a rejected one leaves nothing
 
 
-class LookupProposer:
+class LookupProposer(Proposer):
     """
     Args:
         make: an index of the last tokens of a request.

@@ -5,21 +5,17 @@ from __future__ import annotations
 from mini_infer.core.plan import Draft
 from mini_infer.core.request import Request
 from mini_infer.core.uniforms import SYNTHETIC, Array, uniforms
+from mini_infer.speculative.proposers import Proposer
 
 _PRIME = 2**61 - 1
 
 
-class SyntheticProposer:
-    needs_tokens = False
-
+class SyntheticProposer(Proposer):
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
     def propose(self, request: Request, length: int) -> Draft:
         return Draft(length, synthetic_drafts(request.seed, request.num_tokens, length, self._vocab_size))
-
-    def forget(self, request: Request) -> None:
-        pass
 
 
 def synthetic_drafts(seed: int, position: int, k: int, vocab_size: int) -> list[int]:
