@@ -28,34 +28,43 @@ def measure_costs(
     runner: Runner, config: EngineConfig, limits: Limits, overlap: bool, captured: Sequence[BatchDescriptor] = ()
 ) -> StepCosts:
     """Times steps of all numbers of tokens a row, with the fewest rows, with the most, and with as many numbers of rows
-    in between as the budget allows. The first run of each plan, which may compile, is not counted.
-
-    Takes slots and blocks as it pleases: nobody may hold any.
+    in between as the budget allows. Overwrites the requests' state and KV: nobody may hold any.
 
     Args:
         overlap: steps are launched before the one before is read, for which rows with drafts are padded. Drafts that
             are looked up have to wait.
         captured: graphs of steps with drafts.
     """
-    looked_up = config.speculation.method in (SpeculationMethod.ngram, SpeculationMethod.suffix)
+    method, has_draft_model = config.speculation.method, config.speculation.has_draft_model
+    looked_up = method in (SpeculationMethod.ngram, SpeculationMethod.suffix)
+    most = config.speculation.num_tokens
+    widths = {d.query_len for d in captured if d.query_len <= 1 + most} or {2, 1 + (most + 1) // 2}
     target: dict[tuple[int, int], float] = {}
     draft: dict[int, float] = {}
-    waiting = 0.0
-    spent = 0.0
+    waiting = spent = 0.0
     for number, rows in enumerate(_row_counts(config, captured)):
         if spent > BUDGET_S:
             break
-        runner.collect(runner.launch(_admit(rows, config, limits)))
-        for count in _token_counts(config, captured):
-            plan = _decode(rows, count, config, limits)
-            seconds, drafting, took = _time(runner, plan, overlap and (count == 1 or not looked_up))
+        prompts = _prompts(rows, config, limits)
+        runner.collect(runner.launch(prompts))
+        for width in sorted({1, *widths, 1 + most}):
+            plan = StepPlan(
+                0,
+                prompts.req_indices,
+                prompts.starts,
+                [width] * rows,
+                prompts.samples,
+                num_decode_rows=rows,
+                drafts={} if has_draft_model else dict.fromkeys(range(rows), [0] * (width - 1)),
+                num_drafts=rows * (width - 1),
+            )
+            seconds, drafting, took = _time(runner, plan, overlap and (width == 1 or not looked_up))
             spent += took if number > 1 else 0
-            target[rows, count] = seconds - drafting
-            if count > 1 and config.speculation.has_draft_model:
-                draft[rows] = drafting / (count - 1)
-            if count == 1 and overlap and looked_up:
-                alone, _, _ = _time(runner, plan, overlap=False)
-                waiting = max(waiting, alone / seconds - 1)
+            target[rows, width] = seconds - drafting
+            if width > 1 and has_draft_model:
+                draft[rows] = drafting / (width - 1)
+            if width == 1 and overlap and looked_up:
+                waiting = max(waiting, _time(runner, plan, overlap=False)[0] / seconds - 1)
     graphs = [(descriptor.num_rows, descriptor.query_len) for descriptor in captured]
     costs = StepCosts(target, draft or None, graphs, padded=overlap and not looked_up, waiting=waiting)
     logger.info("step costs: %s", costs)
@@ -69,24 +78,17 @@ def _time(runner: Runner, plan: StepPlan, overlap: bool) -> tuple[float, float, 
     steps: list[float] = []
     drafting: list[float] = []
     started = last = time.perf_counter()
-    under_way = [runner.launch(plan)] if overlap else []
+    in_flight = [runner.launch(plan)] if overlap else []
     while len(steps) < REPEATS and last - started < PLAN_S:
-        under_way.append(runner.launch(plan))
-        drafting.append(runner.collect(under_way.pop(0)).draft_s)
+        in_flight.append(runner.launch(plan))
+        drafting.append(runner.collect(in_flight.pop(0)).draft_s)
         now = time.perf_counter()
         steps.append(now - last)
         last = now
-    for step in under_way:
+    for step in in_flight:
         runner.collect(step)
     # Whatever else the machine does makes a step longer; but one that is read late makes the next one shorter.
     return median(steps), median(drafting), time.perf_counter() - started
-
-
-def _token_counts(config: EngineConfig, captured: Sequence[BatchDescriptor]) -> list[int]:
-    """Tokens a row to measure: 1, the most there can be, and what is captured or lies in between."""
-    most = config.speculation.num_tokens
-    between = {d.query_len for d in captured if d.query_len <= 1 + most} or {2, 1 + (most + 1) // 2}
-    return sorted({1, *between, 1 + most})
 
 
 def _row_counts(config: EngineConfig, captured: Sequence[BatchDescriptor]) -> list[int]:
@@ -96,51 +98,24 @@ def _row_counts(config: EngineConfig, captured: Sequence[BatchDescriptor]) -> li
     largest = max(1, min(scheduler.max_num_seqs, most))
     between = {d.num_rows for d in captured} or {2**i for i in range(largest.bit_length())}
     rows = sorted({1, *(r for r in between if r < largest), largest})
-    ordered = dict.fromkeys((rows[0], rows[-1]))
+    order = [rows[0], rows[-1]]
     for halvings in range(1, 1 + len(rows).bit_length()):
-        stride = max(1, len(rows) >> halvings)
-        ordered.update(dict.fromkeys(rows[::stride]))
-    return list(ordered)
+        order += rows[:: max(1, len(rows) >> halvings)]
+    return list(dict.fromkeys(order))
 
 
-def _context(config: EngineConfig, limits: Limits) -> int:
-    return max(1, min(CONTEXT_TOKENS, limits.max_model_len - 1 - config.speculation.num_tokens))
-
-
-def _admit(rows: int, config: EngineConfig, limits: Limits) -> StepPlan:
-    """Gives rows their slots, with a context that nobody computes: what is in it does not matter."""
-    context = _context(config, limits)
-    width = -(-(context + 1 + config.speculation.num_tokens) // config.cache.block_size)
+def _prompts(rows: int, config: EngineConfig, limits: Limits) -> StepPlan:
+    """Admits so many requests at their prompts' last token. Nobody computes what is before it: its values do not
+    matter."""
+    most = config.speculation.num_tokens
+    context = max(1, min(CONTEXT_TOKENS, limits.max_model_len - 1 - most))
+    width = -(-(context + 1 + most) // config.cache.block_size)
     params = SamplingParams(temperature=0)
-    admissions = [
-        Admission(
-            row,
-            "a measurement",
-            [0] * context,
-            context,
-            [(row * width + i) % limits.num_blocks for i in range(width)],
-            params,
-            row,
-            frozenset(),
+    admissions = []
+    for row in range(rows):
+        table = [(row * width + i) % limits.num_blocks for i in range(width)]
+        admissions.append(
+            Admission(row, "a measurement", [0] * context, context, table, params, seed=row, stop_ids=frozenset())
         )
-        for row in range(rows)
-    ]
     starts = [context - 1] * rows
     return StepPlan(0, list(range(rows)), starts, [1] * rows, [True] * rows, num_decode_rows=0, admissions=admissions)
-
-
-def _decode(rows: int, count: int, config: EngineConfig, limits: Limits) -> StepPlan:
-    """A step of `count` tokens a row."""
-    drafts: dict[int, Sequence[int]] = {}
-    if not config.speculation.has_draft_model:
-        drafts = {row: [0] * (count - 1) for row in range(rows)}
-    return StepPlan(
-        0,
-        list(range(rows)),
-        [_context(config, limits) - 1] * rows,
-        [count] * rows,
-        [True] * rows,
-        num_decode_rows=rows,
-        drafts=drafts,
-        num_drafts=rows * (count - 1),
-    )
