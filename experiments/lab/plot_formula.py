@@ -12,12 +12,12 @@ from statistics import median
 import numpy as np
 from matplotlib.axes import Axes
 
+from experiments.lab.draft_formulas import leviathan_speedup
 from experiments.lab.plot_intervals import intervals, mark_cut, medians, reach
 from experiments.lab.plot_style import BOUND, INK, line_style, plain, spread
 from experiments.lab.rows import Table
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store import Result
-from mini_infer.speculative.policy.costs import leviathan_speedup
 
 FORMULA = "formula_tokens_per_s"
 COSTS = ("draft_cost", "verify_cost", "drafts_per_decode")

@@ -8,14 +8,41 @@ from test_lab_metrics import record, trace, value
 
 from experiments.lab import pairs, plot_formula
 from experiments.lab.answer import answer
-from experiments.lab.draft_formulas import NO_COSTS, NO_DRAFT_MODEL, NO_DRAFTS
+from experiments.lab.draft_formulas import NO_COSTS, NO_DRAFT_MODEL, NO_DRAFTS, expected_tokens, leviathan_speedup
 from experiments.lab.formulas import SERVING, Missing
 from experiments.lab.grids import Sheet
 from experiments.lab.metrics import Better, Metric, Served
 from experiments.lab.rows import Row
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from mini_infer.core.errors import ConfigError
-from mini_infer.speculative.policy.costs import StepCosts, leviathan_speedup
+from mini_infer.core.uniforms import hash_seeds
+from mini_infer.speculative.policy.costs import StepCosts
+from mini_infer.speculative.proposers.synthetic import stands_at_rate
+
+
+class TestFormula:
+    @pytest.mark.parametrize("k", [0, 1, 5])
+    @pytest.mark.parametrize("rate", [0.0, 0.5585, 0.9])
+    def test_is_the_capped_geometric(self, rate: float, k: int) -> None:
+        assert expected_tokens(rate, k) == pytest.approx((1 - rate ** (k + 1)) / (1 - rate))
+
+    def test_a_draft_that_is_always_right(self) -> None:
+        assert expected_tokens(1, 4) == 5
+
+    def test_is_what_trials_bring(self) -> None:
+        n = 20_000
+        stands = stands_at_rate(hash_seeds(np.arange(n, dtype=np.uint64))[:, None], 9 + np.arange(4), rate=0.7)
+        accepted = np.logical_and.accumulate(stands, axis=1).sum(axis=1)
+        assert 1 + accepted.mean() == pytest.approx(expected_tokens(0.7, 4), abs=0.04)
+
+    def test_a_figure_of_the_paper(self) -> None:
+        """Table 1 of Leviathan et al.: acceptance 0.8 with 5 drafts of negligible cost is 3.69 times as fast."""
+        assert leviathan_speedup(0.8, 5, draft_cost=0) == pytest.approx(3.69, abs=0.005)
+
+    def test_costs_count(self) -> None:
+        assert leviathan_speedup(0.8, 5, draft_cost=0.1, verify_cost=1.5) == pytest.approx(3.68928 / 2)
+        assert leviathan_speedup(0.3, 0, draft_cost=0.1) == 1
+
 
 # A step of 1, 2 or 3 tokens a row takes 1, 1.1 or 1.2 s, whatever the rows, and a draft token 0.1 s.
 COSTS = StepCosts(

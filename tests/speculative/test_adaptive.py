@@ -11,7 +11,7 @@ from at_rate import accepted_at_rate
 
 from mini_infer.speculative.policy import StepTime, adaptive
 from mini_infer.speculative.policy.adaptive import INITIAL_BUDGET, MAX_BUDGET, OUTLIER, AdaptiveDraftLength
-from mini_infer.speculative.policy.costs import StepCosts, expected_tokens
+from mini_infer.speculative.policy.costs import StepCosts
 from mini_infer.speculative.policy.estimates import AcceptanceRate, best_lengths, expected_accepted
 
 
@@ -22,6 +22,10 @@ def costs(token: float, draft: float = 0.0, padded: bool = False) -> StepCosts:
 
 
 UNTIMED = StepTime()
+
+
+def expected_tokens(rate: float, k: int) -> float:
+    return sum(rate**i for i in range(k + 1))
 
 
 def book(

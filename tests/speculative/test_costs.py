@@ -1,4 +1,4 @@
-"""Leviathan's formula, and the cost of steps between those that were measured."""
+"""The cost of steps between those that were measured."""
 
 from __future__ import annotations
 
@@ -7,36 +7,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from at_rate import accepted_at_rate
 
-from mini_infer.speculative.policy.costs import StepCosts, expected_tokens, leviathan_speedup
+from mini_infer.speculative.policy.costs import StepCosts
 
 
 def lengths(*numbers: int) -> np.ndarray:
     return np.array(numbers)
-
-
-class TestFormula:
-    @pytest.mark.parametrize("k", [0, 1, 5])
-    @pytest.mark.parametrize("rate", [0.0, 0.5585, 0.9])
-    def test_is_the_capped_geometric(self, rate: float, k: int) -> None:
-        assert expected_tokens(rate, k) == pytest.approx((1 - rate ** (k + 1)) / (1 - rate))
-
-    def test_a_draft_that_is_always_right(self) -> None:
-        assert expected_tokens(1, 4) == 5
-
-    def test_is_what_trials_bring(self) -> None:
-        n = 20_000
-        accepted = accepted_at_rate(np.arange(n), np.full(n, 9), np.full(n, 4), rate=0.7)
-        assert 1 + accepted.mean() == pytest.approx(expected_tokens(0.7, 4), abs=0.04)
-
-    def test_a_figure_of_the_paper(self) -> None:
-        """Table 1 of Leviathan et al.: acceptance 0.8 with 5 drafts of negligible cost is 3.69 times as fast."""
-        assert leviathan_speedup(0.8, 5, draft_cost=0) == pytest.approx(3.69, abs=0.005)
-
-    def test_costs_count(self) -> None:
-        assert leviathan_speedup(0.8, 5, draft_cost=0.1, verify_cost=1.5) == pytest.approx(3.68928 / 2)
-        assert leviathan_speedup(0.3, 0, draft_cost=0.1) == 1
 
 
 TARGET = {(1, 1): 1.0, (1, 5): 2.0, (9, 1): 2.0, (9, 5): 6.0}

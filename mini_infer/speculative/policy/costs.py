@@ -1,4 +1,4 @@
-"""What a step costs by rows and tokens a row, and Leviathan's formula for what drafts are worth by it."""
+"""What a step costs by rows and tokens a row."""
 
 from __future__ import annotations
 
@@ -11,22 +11,6 @@ from typing import Any
 import numpy as np
 
 from mini_infer.core.uniforms import Array
-
-
-def expected_tokens(acceptance: float, k: int) -> float:
-    """Tokens a step brings on average with k drafts, each accepted with probability `acceptance` if those before it
-    are: (1 - a^(k+1)) / (1 - a), the capped geometric of Leviathan et al. 2023 (arXiv:2211.17192, equation 1)."""
-    return sum(acceptance**i for i in range(k + 1))
-
-
-def leviathan_speedup(acceptance: float, k: int, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """Tokens a second with k drafts over those without (theorem 3.8 of Leviathan et al., with verify_cost = 1).
-
-    Args:
-        draft_cost: of one draft token, in steps of the target without drafts.
-        verify_cost: of a step with 1 + k tokens a row, in the same unit.
-    """
-    return expected_tokens(acceptance, k) / (k * draft_cost + verify_cost)
 
 
 class StepCosts:
