@@ -15,8 +15,6 @@ import numpy as np
 from mini_infer.core.plan import StepPlan
 from mini_infer.core.uniforms import Array
 
-_UNSETTLED = -1  # how much comes with its blocks: its first row will tell
-
 
 class DraftKV:
     """
@@ -28,10 +26,8 @@ class DraftKV:
     def __init__(self, num_requests: int, longest: int, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
         self._block_size = block_size
         self._computed = np.zeros(num_requests, dtype=np.int64)
-        self._hoped = np.zeros(num_requests, dtype=bool)  # the last of them are drafts, and may have been rejected
-        self._num_unsettled = 0
+        self._ends_in_drafts = np.zeros(num_requests, dtype=bool)  # which may have been rejected
         self._tables = np.zeros((num_requests, -(-longest // block_size)), dtype=np.int64)
-        self._num_blocks = np.zeros(num_requests, dtype=np.int64)
         self._complete = np.zeros(num_blocks, dtype=bool)
         self._on_host = np.zeros(num_host_blocks, dtype=bool)
 
@@ -43,24 +39,21 @@ class DraftKV:
             source, destination = stores if transfer.to_host else stores[::-1]
             for place, other in transfer.pairs:
                 destination[other] = source[place]
-        for admission in plan.admissions:
-            req_index, table = admission.req_index, admission.block_table
-            self._num_unsettled += self._computed[req_index] != _UNSETTLED
-            self._computed[req_index], self._hoped[req_index] = _UNSETTLED, False
-            self._tables[req_index, : len(table)], self._num_blocks[req_index] = table, len(table)
         for req_index, first, blocks in plan.growths:
-            self._num_blocks[req_index] = first + len(blocks)
             self._tables[req_index, first : first + len(blocks)] = blocks
             self._complete[blocks] = False
-        if not self._num_unsettled and not self._hoped.any():
+        if plan.admissions:
+            starts_by_index = dict(zip(plan.req_indices, plan.starts, strict=True))
+            for admission in plan.admissions:
+                self._admit(admission.req_index, np.array(admission.block_table), starts_by_index[admission.req_index])
+        if not self._ends_in_drafts.any():
             return
         req_indices, starts = np.array(plan.req_indices, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
-        for row in np.flatnonzero(self._computed[req_indices] == _UNSETTLED):
-            self._settle(req_indices[row], int(starts[row]))
-        hoped = self._hoped[req_indices]
-        hoped[list(plan.following)] = False  # as the host is told by a later plan
-        self._hoped[req_indices[hoped]] = False
-        self.advance(req_indices[hoped], np.minimum(self._computed[req_indices[hoped]], starts[hoped]))
+        judged = self._ends_in_drafts[req_indices]
+        judged[list(plan.following)] = False  # of those a later plan tells where they stand
+        req_indices, starts = req_indices[judged], starts[judged]
+        self._ends_in_drafts[req_indices] = False
+        self.advance(req_indices, np.minimum(self._computed[req_indices], starts))
 
     def computed(self, req_indices: Array) -> Array:
         """Leading tokens of each request whose KV is there."""
@@ -72,15 +65,15 @@ class DraftKV:
             self._complete[self._tables[req_index, : end // self._block_size]] = True
             self._computed[req_index] = end
 
-    def hope(self, req_indices: Array, ends: Array) -> None:
-        """Likewise, the last of them being drafts. The next plan says how many of them stand."""
-        self._computed[req_indices], self._hoped[req_indices] = ends, True
+    def advance_drafts(self, req_indices: Array, ends: Array) -> None:
+        """Likewise, the last of them being drafts. A later plan says how many of them stand."""
+        self._computed[req_indices], self._ends_in_drafts[req_indices] = ends, True
 
-    def _settle(self, req_index: int, start: int) -> None:
-        """A request begins at `start`. Blocks behind are new; those before may lack the draft's part."""
+    def _admit(self, req_index: int, table: Array, start: int) -> None:
+        """Blocks behind `start` are new; those before may lack the draft's part."""
         shared = start // self._block_size
-        table = self._tables[req_index, : self._num_blocks[req_index]]
         known = self._complete[table[:shared]]
         self._complete[table[shared:]] = False
+        self._tables[req_index, : len(table)] = table
         self._computed[req_index] = (shared if known.all() else int(known.argmin())) * self._block_size
-        self._num_unsettled -= 1
+        self._ends_in_drafts[req_index] = False

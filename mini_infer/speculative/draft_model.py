@@ -157,7 +157,7 @@ class DraftModel(Drafter):
         known = drafting.copy()
         known[list(plan.following)] = False
         self._kv.advance(req_indices[known], starts[known] + 1)
-        self._kv.hope(req_indices[drafting], (starts + counts)[drafting] - 1)
+        self._kv.advance_drafts(req_indices[drafting], (starts + counts)[drafting] - 1)
 
     def _catch_up(self, req_indices: Array, ends: Array) -> None:
         """Computes the KV of the requests' tokens up to `ends`, as many in a pass as one may have."""

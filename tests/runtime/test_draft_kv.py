@@ -58,7 +58,7 @@ def test_rejected_drafts_do_not_count() -> None:
     kv = make_kv()
     kv.follow(plan(0, 0, 6, [1, 2, 3]))
     advance(kv, 0, 7)
-    kv.hope(np.array([0]), np.array([10]))  # drafts at 7, 8 and 9
+    kv.advance_drafts(np.array([0]), np.array([10]))  # drafts at 7, 8 and 9
     assert computed(kv, 0) == 10
     kv.follow(plan(0, 8, 1))  # one of them stands
     assert computed(kv, 0) == 8
