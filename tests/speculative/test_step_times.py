@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mini_infer.speculative.policy import step_times
-from mini_infer.speculative.policy.step_times import StepTimes
+from mini_infer.speculative.policy import estimates
+from mini_infer.speculative.policy.estimates import StepTimes
 
 
 def test_the_table_holds_until_two_of_three_say_otherwise() -> None:
@@ -49,7 +49,7 @@ def test_a_number_of_drafts_that_was_too_dear_gets_another_try() -> None:
     times = StepTimes()
     for _ in range(3):
         times.learn(2, 1, 4.0)
-    for _ in range(step_times._FORGET):
+    for _ in range(estimates._FORGET):
         times.next_step(timed=True)
     assert times.relative(1, 2) == [1, 1, 1]
     times.learn(2, 1, 1.0)
@@ -59,11 +59,11 @@ def test_a_number_of_drafts_that_was_too_dear_gets_another_try() -> None:
 
 def test_steps_without_drafts_are_measured_first_of_all_and_from_time_to_time() -> None:
     times, asked = StepTimes(), []
-    for _ in range(1 + 4 * step_times._PERIOD):
+    for _ in range(1 + 4 * estimates._PERIOD):
         asked.append(times.wants_plain())
         times.next_step(timed=True)
-    assert asked[: 1 + step_times._PLAIN_STEPS] == [False] + [True] * step_times._PLAIN_STEPS
-    assert sum(asked) == 4 * step_times._PLAIN_STEPS
+    assert asked[: 1 + estimates._PLAIN_STEPS] == [False] + [True] * estimates._PLAIN_STEPS
+    assert sum(asked) == 4 * estimates._PLAIN_STEPS
 
 
 @pytest.mark.parametrize("steps", [10, 500])

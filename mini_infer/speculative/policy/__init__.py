@@ -2,9 +2,8 @@
 
 DraftLengthPolicy  the seam: choose, book, forget; by itself it takes as many drafts as there can be
 adaptive.py        as many as bring most tokens a second, within a budget for what they may lose
-estimates.py       acceptance rates, and the best draft lengths by them
 costs.py           what a step costs by rows and tokens a row, measured at start-up
-step_times.py      what steps have taken since
+estimates.py       acceptance rates, what steps have taken since, and the best draft lengths by them
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ import numpy as np
 from mini_infer.core.uniforms import Array
 from mini_infer.speculative.policy import Drafted, DraftLengthPolicy, StepTime
 from mini_infer.speculative.policy.costs import StepCosts
-from mini_infer.speculative.policy.estimates import AcceptanceRate, best_lengths, expected_accepted
-from mini_infer.speculative.policy.step_times import StepTimes
+from mini_infer.speculative.policy.estimates import AcceptanceRate, StepTimes, best_lengths, expected_accepted
 
 INITIAL_BUDGET = 4.0  # a few steps whose drafts are all rejected
 MAX_BUDGET = 30.0  # 64 prompts of 1,000 tokens that arrive together take a draft of 0.5B about 20 steps of a 7B target
@@ -45,18 +44,13 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._overall = AcceptanceRate(fade=0.997, accepted=7, trials=10)  # an optimistic start
         self._rates: dict[Hashable, AcceptanceRate] = {}
         self._plain_before = True  # the step booked last had nothing of speculation in it
-        self._num_vain = 0  # steps in which a request had nothing to explore
+        self._num_empty = 0  # steps that were to have drafts, and for which there was nothing to propose
         self._question: object = None  # what was last asked of the estimates, None where something was learned since
         self._answer: tuple[list[int], bool] = ([], False)  # draft lengths, and whether any could pay
 
     def choose(self, requests: Sequence[Hashable], limits: Sequence[int], prompts: bool = False) -> list[int]:
-        """Drafts for each request of the next step, from 0 to min(its limit, most).
-
-        Args:
-            limits: what there are proposals for, or room.
-            prompts: some may be in the step, too. Then there are no drafts: nobody has measured what they cost there,
-                the batch is about to grow, and a draft model would catch up on requests for which it may not pay.
-        """
+        # Beside prompts there are none: nobody has measured what drafts cost there, the batch is about to grow, and a
+        # draft model would catch up on requests for which it may not pay.
         rows = len(requests)
         if prompts or self.budget <= 0 or not any(limits) or self._times.wants_plain():
             return [0] * rows
@@ -66,12 +60,11 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             lengths = best_lengths(self._acceptance(requests), allowed, self.costs, relative)
             could_pay = bool(lengths.any() or best_lengths(np.ones(rows), allowed, self.costs, relative).any())
             self._question, self._answer = (list(requests), list(limits)), (lengths.tolist(), could_pay)
-        best, could_pay = self._answer
-        best = best.copy()
+        best, could_pay = self._answer[0].copy(), self._answer[1]
         if could_pay and self._to_explore >= 0 and not any(best):
             # The same request as last time, unless it had nothing: on another a draft model would have to catch up.
             places = [place for place, limit in enumerate(limits) if limit]
-            best[places[self._num_vain % len(places)]] = 1
+            best[places[self._num_empty % len(places)]] = 1
         return best
 
     def book(self, rows: int, drafts: Sequence[Drafted], time: StepTime) -> None:
@@ -89,7 +82,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self.budget = min(MAX_BUDGET, self.budget + kept - self._deferred)
         self._deferred = kept
         self._plain_before = not speculative
-        self._num_vain += speculative and not drafts
+        self._num_empty += speculative and not drafts
         for request, drafted, accepted in drafts:
             if request not in self._rates:
                 self._rates[request] = AcceptanceRate(fade=0.97)

@@ -29,9 +29,6 @@ class StepCosts:
         captured: (rows, tokens a row) of graphs for steps with drafts.
         padded: steps with drafts that no graph takes are padded, too.
         waiting: what it costs a step to wait for the one before it, as a share of a step without drafts.
-
-    Raises:
-        ValueError: the table has holes, or costs that are not above 0.
     """
 
     def __init__(
@@ -43,21 +40,20 @@ class StepCosts:
         waiting: float = 0.0,
     ) -> None:
         rows, widths = sorted({r for r, _ in target}), sorted({w for _, w in target})
-        missing = [(r, w) for r in rows for w in widths if (r, w) not in target]
-        if missing or len(widths) < 2 or widths[0] != 1:
+        if len(widths) < 2 or widths[0] != 1 or len(target) < len(rows) * len(widths):
             raise ValueError(
                 "step costs must be measured for every number of rows with 1 token a row and with at least one larger "
-                f"number; got {rows} rows and {widths} tokens a row, without {missing[:4]}"
+                f"number; got {sorted(target)}"
             )
-        if not all(seconds > 0 for seconds in target.values()):
+        if min(target.values()) <= 0:
             raise ValueError("step costs must be above 0 seconds")
-        if draft is not None and not draft:
+        if draft == {}:
             raise ValueError("the draft's costs must be measured for at least one number of rows")
         grid = np.array([[target[r, w] for r in rows] for w in widths])
         self.rows, self.tokens_per_row = rows, widths
         self.target_s = np.maximum.accumulate(np.maximum.accumulate(grid, axis=0), axis=1).tolist()  # [widths][rows]
-        self.draft_rows = sorted(draft or [])
-        self.draft_s = list(accumulate(((draft or {})[r] for r in self.draft_rows), max))
+        by_rows = sorted((draft or {}).items())
+        self.draft_rows, self.draft_s = [r for r, _ in by_rows], list(accumulate((s for _, s in by_rows), max))
         self.captured = sorted(map(list, set(captured)), key=lambda graph: (graph[0] * graph[1], graph))
         self.padded, self.waiting = padded, waiting
         self._shapes: dict[tuple[int, int], tuple[int, int] | None] = {}
@@ -105,7 +101,6 @@ class StepCosts:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __str__(self) -> str:
-        """A line: the target's milliseconds by rows, and those of a draft token."""
         widths = "/".join(map(str, self.tokens_per_row))
         curves = zip(self.rows, *self.target_s, strict=True)
         steps = ", ".join(f"{rows}: {'/'.join(f'{1e3 * s:.2f}' for s in seconds)}" for rows, *seconds in curves)
