@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_infer.speculative.proposers.ngram import NgramIndex
+from mini_infer.speculative.proposers.lookup import NgramIndex
 
 texts = st.lists(st.integers(0, 3), max_size=40)
 sizes = st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted)

@@ -7,16 +7,54 @@ from collections.abc import Callable, Sequence
 from mini_infer.core.plan import Draft
 from mini_infer.core.request import Request
 from mini_infer.speculative.proposers import Proposer
-from mini_infer.speculative.proposers.ngram import NgramIndex
 from mini_infer.speculative.proposers.suffix import FinishedOutputs, SuffixIndex
 
 OUTPUT_TOKENS = 200_000  # of finished requests, kept for the suffix proposer: about 100 MB
 INDEXED_TOKENS = 8_192  # of a prompt, its last ones: indexing takes up to 5 us and 500 bytes a token, as others wait
 
 
-Index = (
-    NgramIndex | SuffixIndex
-)  # of one request's tokens. It is never told of drafts, so a rejected one leaves nothing
+class NgramIndex:
+    """The n-grams of one request's prompt and output, and what followed them last (Saxena 2023, "Prompt Lookup
+    Decoding").
+
+    Appending a token enters max_n - min_n + 1 n-grams, whatever the length; nothing is searched when proposing.
+
+    Args:
+        min_n, max_n: tokens that must match, at least, and those that are tried first.
+    """
+
+    def __init__(self, token_ids: Sequence[int], min_n: int, max_n: int) -> None:
+        if not 1 <= min_n <= max_n:
+            raise ValueError(f"n-grams must have 1 <= min_n <= max_n tokens, got min_n={min_n} and max_n={max_n}")
+        self._tokens: list[int] = []
+        # By size, the longest first: n-gram -> the place behind its latest occurrence that something follows.
+        self._places: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in range(max_n, min_n - 1, -1)}
+        self.extend(token_ids)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens: of the prompt, or accepted ones."""
+        tokens = self._tokens
+        before = len(tokens)
+        tokens.extend(token_ids)
+        for n, places in self._places.items():
+            for place in range(max(before, n), len(tokens)):
+                places[tuple(tokens[place - n : place])] = place
+
+    def propose(self, k: int) -> list[int]:
+        """The k tokens behind the latest earlier occurrence of the longest suffix that has one; none where no suffix of
+        min_n tokens came before. Where the end is nearer than that, the draft goes on in itself, as a period does."""
+        tokens = self._tokens
+        for n, places in self._places.items():
+            place = places.get(tuple(tokens[-n:])) if len(tokens) >= n else None
+            if place is not None:
+                repeated = tokens[place : place + k]
+                while len(repeated) < k:
+                    repeated += repeated[: k - len(repeated)]
+                return repeated
+        return []
+
+
+Index = NgramIndex | SuffixIndex  # of one request; never told of drafts, so that a rejected one leaves nothing
 
 
 class LookupProposer(Proposer):
@@ -54,10 +92,10 @@ def ngram_proposer(smallest: int, largest: int) -> LookupProposer:
     return LookupProposer(lambda request, token_ids: NgramIndex(token_ids, smallest, largest))
 
 
-def suffix_proposer(output_tokens: int = OUTPUT_TOKENS) -> LookupProposer:
+def suffix_proposer() -> LookupProposer:
     """Requests of one `cache_salt` share the outputs of those that have finished, and none with another: how fast
     tokens come would tell what others were answered."""
-    outputs = FinishedOutputs(output_tokens)
+    outputs = FinishedOutputs(OUTPUT_TOKENS)
     return LookupProposer(
         lambda request, token_ids: SuffixIndex(token_ids, outputs, request.cache_salt),
         lambda request: outputs.add(request.cache_salt, request.output_token_ids),
