@@ -15,9 +15,8 @@ from experiments.lab.metrics import Better, Metric, Served
 from experiments.lab.rows import Row
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from mini_infer.core.errors import ConfigError
-from mini_infer.core.uniforms import hash_seeds
+from mini_infer.core.uniforms import SYNTHETIC, hash_seeds, uniforms
 from mini_infer.speculative.policy.costs import StepCosts
-from mini_infer.speculative.proposers.synthetic import stands_at_rate
 
 
 class TestFormula:
@@ -31,7 +30,7 @@ class TestFormula:
 
     def test_is_what_trials_bring(self) -> None:
         n = 20_000
-        stands = stands_at_rate(hash_seeds(np.arange(n, dtype=np.uint64))[:, None], 9 + np.arange(4), rate=0.7)
+        stands = uniforms(hash_seeds(np.arange(n, dtype=np.uint64))[:, None], 9 + np.arange(4) + SYNTHETIC) < 0.7
         accepted = np.logical_and.accumulate(stands, axis=1).sum(axis=1)
         assert 1 + accepted.mean() == pytest.approx(expected_tokens(0.7, 4), abs=0.04)
 

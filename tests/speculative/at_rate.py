@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from mini_infer.core.uniforms import Array, hash_seeds
-from mini_infer.speculative.proposers.synthetic import stands_at_rate
+from mini_infer.core.uniforms import SYNTHETIC, Array, hash_seeds, uniforms
+
+
+def stands_at_rate(keys: Array, positions: Array, rate: float) -> Array:
+    """Whether the draft at each position is accepted if those before it are: with a chance of `rate`, by a hash of
+    (key, position). keys (core.uniforms.hash_seeds) and positions broadcast."""
+    return uniforms(keys, positions + SYNTHETIC) < rate
 
 
 def accepted_at_rate(seeds: Array, positions: Array, num_drafts: Array, rate: float) -> Array:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from at_rate import stands_at_rate
 
 from mini_infer.core.uniforms import hash_seeds
-from mini_infer.speculative.proposers.synthetic import stands_at_rate, synthetic_drafts
+from mini_infer.speculative.proposers.synthetic import synthetic_drafts
 
 KEYS = hash_seeds(np.arange(100, dtype=np.uint64))
 

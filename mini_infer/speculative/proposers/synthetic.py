@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mini_infer.core.plan import Draft
 from mini_infer.core.request import Request
-from mini_infer.core.uniforms import SYNTHETIC, Array, uniforms
 from mini_infer.speculative.proposers import Proposer
 
 _PRIME = 2**61 - 1
@@ -22,9 +21,3 @@ def synthetic_drafts(seed: int, position: int, k: int, vocab_size: int) -> list[
     """k arbitrary tokens for `position` and those after it: a function of (seed, place) alone."""
     mixed = seed * 0x9E3779B97F4A7C15
     return [((mixed ^ place * 0xBF58476D1CE4E5B9) % _PRIME) % vocab_size for place in range(position, position + k)]
-
-
-def stands_at_rate(keys: Array, positions: Array, rate: float) -> Array:
-    """Whether the draft at each position is accepted if those before it are: with a chance of `rate`, by a hash of
-    (key, position). keys (core.uniforms.hash_seeds) and positions broadcast."""
-    return uniforms(keys, positions + SYNTHETIC) < rate
