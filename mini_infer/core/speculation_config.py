@@ -116,11 +116,6 @@ class SpeculationConfig:
         return self.acceptance if self.method is SpeculationMethod.synthetic else None
 
     @property
-    def adapts(self) -> bool:
-        """Whether it is chosen how many drafts a request gets."""
-        return self.most > 0 and self.adaptive
-
-    @property
     def most(self) -> int:
         """Drafts of a request in a step, at most: 0 without speculation."""
         return 0 if self.method is SpeculationMethod.none else self.num_tokens

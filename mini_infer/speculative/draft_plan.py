@@ -9,11 +9,11 @@ text), the whole batch waits: it would fall into two halves that take turns.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import SchedulerConfig
-from mini_infer.core.plan import Draft, Growth
+from mini_infer.core.plan import Growth
 from mini_infer.core.request import Request
 from mini_infer.runtime.scheduler.planned_step import PlannedStep
 from mini_infer.speculative.speculator import NoSpeculation, Speculator
@@ -58,22 +58,16 @@ class DraftPlanner:
         )
 
     def add_drafts(self, step: PlannedStep, *, prompts: bool) -> None:
-        """Puts drafts behind the tokens of a step's running requests, which are all of its rows so far.
+        """Puts drafts behind the tokens of a step's running requests, which are all of its rows so far, as far as there
+        is room: nobody gives way for drafts.
 
         Args:
             prompts: there may be prompts in the step, too. One that cannot be cut may take all that is left of it.
         """
         drafts = self.proposer.plan(step.rows, prompts)
         step.keeps_up = self.proposer.keeps_up
-        if drafts and (self._config.chunked_prefill or not prompts):
-            self._add(drafts, step)
-
-    def _add(self, drafts: Mapping[int, Draft], step: PlannedStep) -> None:
-        """As far as there is room: nobody gives way for drafts.
-
-        Args:
-            drafts: by row.
-        """
+        if not drafts or (prompts and not self._config.chunked_prefill):
+            return
         kv, block_size = self._kv, self._kv.block_size
         left = (self._config.max_num_batched_tokens - len(step.req_indices)) // 2  # prompts must get on, too
         keep_free = max(self._watermark_blocks, len(step.rows))  # what running requests may need next

@@ -52,9 +52,8 @@ class Speculator:
         self.needs_tokens = proposer.needs_tokens
         self.keeps_up = False  # drafts are worth making these days: a draft model computes prompts, too
         self.waits = False  # the next step, until the one in flight is booked: its tokens are needed for drafts
-        self._proposer = proposer
-        self._waiting_cost = waiting_cost
-        self._waited = 0.0  # what the step being planned has waited in vain
+        self._proposer, self._waiting_cost = proposer, waiting_cost
+        self._waited = 0.0  # what the step being planned has waited for drafts that it does not have
         self._host_s = 0.0  # what its lookups took
 
     def plan(self, requests: Sequence[Request], prompts: bool = False) -> dict[int, Draft]:
@@ -96,17 +95,12 @@ class Speculator:
             seconds: between the booking of the step before and this one; None where the engine had nothing to do in
                 between, or nobody has measured it.
         """
-        running = [request.status is not _FINISHED for request in requests[: plan.num_decode_rows]]
-        num_running = running.count(True)
+        running = [row for row in range(plan.num_decode_rows) if requests[row].status is not _FINISHED]
         drafts: list[Drafted] = []
         if plan.num_drafts:
             counts, tokens = plan.counts, result.tokens
-            drafts = [
-                (requests[row], counts[row] - 1, len(tokens[row]) - 1)
-                for row, runs in enumerate(running)
-                if runs and counts[row] > 1
-            ]
-        comparable = 0 < num_running == plan.num_rows  # no prompts, and nobody whose tokens are dropped
+            drafts = [(requests[row], counts[row] - 1, len(tokens[row]) - 1) for row in running if counts[row] > 1]
+        comparable = 0 < len(running) == plan.num_rows  # no prompts, and nobody whose tokens are dropped
         step_time = StepTime(
             seconds if comparable else None,
             result.draft_s,
@@ -115,7 +109,7 @@ class Speculator:
             speculative=plan.keeps_up or plan.num_drafts > 0,
         )
         self._host_s = self._waited = 0.0
-        self.policy.book(num_running, drafts, step_time)
+        self.policy.book(len(running), drafts, step_time)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
