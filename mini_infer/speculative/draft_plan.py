@@ -16,7 +16,7 @@ from mini_infer.core.config import SchedulerConfig
 from mini_infer.core.plan import Growth
 from mini_infer.core.request import Request
 from mini_infer.runtime.scheduler.planned_step import PlannedStep
-from mini_infer.speculative.speculator import NoSpeculation, Speculator
+from mini_infer.speculative.speculator import NoSpeculation
 
 
 class DraftPlanner:
@@ -30,7 +30,7 @@ class DraftPlanner:
         self,
         config: SchedulerConfig,
         kv: KVManager,
-        proposer: Speculator | NoSpeculation,
+        proposer: NoSpeculation,
         follows: bool,
         watermark_blocks: int,
     ) -> None:

@@ -1,8 +1,4 @@
-"""The seam between the scheduler and speculation: `plan` before a step, `book` after it, `forget` at a request's end.
-
-Speculator     how many drafts a request gets (a DraftLengthPolicy), and which (a Proposer)
-NoSpeculation  none, and the scheduler waits for nothing
-"""
+"""The seam between scheduler and speculation: `plan` before a step, `book` after it, `forget` at a request's end."""
 
 from __future__ import annotations
 
@@ -23,46 +19,49 @@ _FINISHED = RequestStatus.finished
 
 
 class NoSpeculation:
-    """What a scheduler without speculation has."""
+    """Nobody proposes, and the scheduler waits for nothing."""
 
-    waits = keeps_up = needs_tokens = False
-    most = 0
+    most = 0  # drafts of a request in a step
+    needs_tokens = False  # drafts are looked up in the request's tokens: none may be in flight
+    keeps_up = False  # drafts are worth making these days: a draft model computes prompts, too
+    waits = False  # the next step, until the one in flight is booked: its tokens are needed for drafts
 
     def plan(self, requests: Sequence[Request], prompts: bool = False) -> dict[int, Draft]:
+        """Drafts by place in `requests`, which are the running ones of a step. `prompts`: it may have some, too."""
         return {}
 
     def book(
         self, requests: Sequence[Request], plan: StepPlan, result: StepResult, seconds: float | None = None
     ) -> None:
-        pass
+        """A step is over. For every step, in order.
+
+        Args:
+            requests: of the plan's rows.
+            seconds: between the booking of the step before and this one; None where the engine had nothing to do in
+                between, or nobody has measured it.
+        """
 
     def forget(self, request: Request) -> None:
-        pass
+        """The request has ended."""
 
 
-class Speculator:
-    """
+class Speculator(NoSpeculation):
+    """A proposer, and a policy of how many drafts a request gets.
+
     Args:
-        most: drafts of a request in a step.
         waiting_cost: of a step that waits for the one before it, as a share of a step.
     """
 
     def __init__(self, proposer: Proposer, policy: DraftLengthPolicy, most: int, waiting_cost: float = 0.0) -> None:
         self.policy, self.most = policy, most
         self.needs_tokens = proposer.needs_tokens
-        self.keeps_up = False  # drafts are worth making these days: a draft model computes prompts, too
-        self.waits = False  # the next step, until the one in flight is booked: its tokens are needed for drafts
         self._proposer, self._waiting_cost = proposer, waiting_cost
         self._waited = 0.0  # what the step being planned has waited for drafts that it does not have
         self._host_s = 0.0  # what its lookups took
 
     def plan(self, requests: Sequence[Request], prompts: bool = False) -> dict[int, Draft]:
-        """Drafts by place in `requests`, which are the running ones of a step. `prompts`: it may have some, too.
-
-        A request with a grammar gets none: what may come next depends on the token before. Where drafts are looked up
-        from the tokens themselves and some are in flight none gets any, and the step after this one waits if they
-        would be worth it.
-        """
+        """A request with a grammar gets none: what may come next depends on the token before. Where drafts are looked
+        up and tokens are in flight nobody gets any, and the step after this one waits if they would be worth it."""
         self.keeps_up = self.waits = False
         if not requests:
             return {}
@@ -88,13 +87,6 @@ class Speculator:
     def book(
         self, requests: Sequence[Request], plan: StepPlan, result: StepResult, seconds: float | None = None
     ) -> None:
-        """A step is over. For every step, in order.
-
-        Args:
-            requests: of the plan's rows.
-            seconds: between the booking of the step before and this one; None where the engine had nothing to do in
-                between, or nobody has measured it.
-        """
         running = [row for row in range(plan.num_decode_rows) if requests[row].status is not _FINISHED]
         drafts: list[Drafted] = []
         if plan.num_drafts:
@@ -112,14 +104,11 @@ class Speculator:
         self.policy.book(len(running), drafts, step_time)
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
         self._proposer.forget(request)
         self.policy.forget(request)
 
 
-def make_speculator(
-    config: SpeculationConfig, vocab_size: int, step_costs: Callable[[], StepCosts]
-) -> Speculator | NoSpeculation:
+def make_speculator(config: SpeculationConfig, vocab_size: int, step_costs: Callable[[], StepCosts]) -> NoSpeculation:
     """
     Args:
         step_costs: by which it is chosen how many drafts a request gets, unless it is as many as there are.

@@ -73,8 +73,9 @@ def verify_tokens(
     own, places = params[judged], positions.cpu().numpy()[judged]
     p, draw = _probabilities(logits[at], own, places)
     q, _ = _probabilities(draft_logits[sources[at]], own, places)
+    q = pad(q, (0, p.shape[1] - q.shape[1]))  # a negative width cuts
     accepting = torch.from_numpy(uniforms(own["key"], places + ACCEPT)[:, None]).to(logits.device)
-    return tokens.index_copy(0, at, _judge(p, _as_wide(q, p), drafts[at], accepting, draw.uniforms))
+    return tokens.index_copy(0, at, _judge(p, q, drafts[at], accepting, draw.uniforms))
 
 
 def _probabilities(logits: Tensor, params: Array, positions: Array) -> tuple[Tensor, Draw]:
@@ -83,11 +84,6 @@ def _probabilities(logits: Tensor, params: Array, positions: Array) -> tuple[Ten
     assert draw is not None, "greedy rows have no distribution"
     weights = kept_weights(logits.float(), draw)
     return weights * (_UNIT / weights.sum(dim=1, keepdim=True)), draw
-
-
-def _as_wide(q: Tensor, p: Tensor) -> Tensor:
-    """A vocabulary of another width: tokens that only one of the models has have no probability in the other."""
-    return pad(q, (0, p.shape[1] - q.shape[1]))  # a negative width cuts
 
 
 def _judge(p: Tensor, q: Tensor, drafts: Tensor, accepting: Tensor, residual_uniforms: Tensor) -> Tensor:

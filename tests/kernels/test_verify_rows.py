@@ -73,7 +73,8 @@ def nearly(
     """What the reference draws with uniforms that are slightly smaller or larger."""
     columns, places = params.numpy().view(PARAM_COLUMNS)[:, 0], positions.numpy()
     p, draw = verify._probabilities(logits, columns, places)
-    q = verify._as_wide(verify._probabilities(draft_logits[source][None], columns, places)[0], p)
+    q = verify._probabilities(draft_logits[source][None], columns, places)[0]
+    q = torch.nn.functional.pad(q, (0, p.shape[1] - q.shape[1]))
     luck = torch.from_numpy(uniforms(columns["key"], places + ACCEPT)[:, None])
     near = (-1e-5, 1e-5)
     return {

@@ -48,7 +48,7 @@ from mini_infer.runtime.scheduler.planned_step import PlannedStep
 from mini_infer.runtime.scheduler.request_queue import Rank
 from mini_infer.runtime.scheduler.waiting_line import WaitingLine
 from mini_infer.speculative.draft_plan import DraftPlanner
-from mini_infer.speculative.speculator import NoSpeculation, Speculator
+from mini_infer.speculative.speculator import NoSpeculation
 
 FINISHED = RequestStatus.finished  # up to Python 3.11 looking up an Enum's member takes 0.1 us, too long for each row
 
@@ -70,7 +70,7 @@ class Scheduler:
         config: SchedulerConfig,
         kv: KVManager,
         watermark: float = 0.01,
-        proposer: Speculator | NoSpeculation | None = None,
+        proposer: NoSpeculation | None = None,
         follows: bool = False,
     ) -> None:
         self.config = config

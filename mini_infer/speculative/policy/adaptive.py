@@ -21,7 +21,6 @@ OUTLIER = 2.0  # busy machines have steps of twice the usual length, and drafts 
 _CATCHING_UP = 1.5  # times what drafting takes by itself
 _AMORTISED = 0.01  # of the deferred loss, each step: chance evens out over a hundred
 _REASK = 250  # steps after which the estimates are asked again if nothing was learned: times are forgotten
-_UNKNOWN = AcceptanceRate(fade=1.0)
 
 
 class AdaptiveDraftLength(DraftLengthPolicy):
@@ -71,18 +70,18 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._times.next_step(timed=time.seconds is not None)
         self.budget += self._exploration
         self._to_explore = min(0.0, self._to_explore + self._exploration)
-        speculative = time.speculative or bool(drafts)
-        if speculative or not self._plain_before:
+        if time.speculative or not self._plain_before:
             self._charge(max(1, rows), drafts, time)
+            self._question = None
         elif time.seconds is not None:
             self._times.learn(0, rows, time.seconds / self.costs.verify_seconds(rows))
-        if speculative or not self._plain_before or self._times.step % _REASK == 0:
+        if self._times.step % _REASK == 0:
             self._question = None
         kept = min(max(0.0, self._deferred), MAX_BUDGET) * (1 - _AMORTISED)  # a deferred gain counts at once
         self.budget = min(MAX_BUDGET, self.budget + kept - self._deferred)
         self._deferred = kept
-        self._plain_before = not speculative
-        self._num_empty += speculative and not drafts
+        self._plain_before = not time.speculative
+        self._num_empty += time.speculative and not drafts
         for request, drafted, accepted in drafts:
             if request not in self._rates:
                 self._rates[request] = AcceptanceRate(fade=0.97)
@@ -99,11 +98,11 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         lengths = np.zeros(rows, dtype=int)
         lengths[: len(drafts)] = [drafted for _, drafted, _ in drafts]
         rates = self._acceptance([request for request, _, _ in drafts])
-        hoped = expected_accepted(rates, lengths[: len(drafts)]) / rows
+        gain = expected_accepted(rates, lengths[: len(drafts)]) / rows
         expected, once, took = self._steps(lengths, time)
-        self.budget += 1 + hoped - expected
-        self._to_explore -= max(0.0, expected + once - 1 - hoped)
-        self._deferred += took - expected + hoped - sum(accepted for _, _, accepted in drafts) / rows
+        self.budget += 1 + gain - expected
+        self._to_explore -= max(0.0, expected + once - 1 - gain)
+        self._deferred += took - expected + gain - sum(accepted for _, _, accepted in drafts) / rows
 
     def _steps(self, lengths: Array, time: StepTime) -> tuple[float, float, float]:
         """What a step was expected to take, what it took that is done once for many, and what it took in all, in steps
@@ -128,5 +127,5 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     def _acceptance(self, requests: Sequence[Hashable]) -> Array:
         """[R] the acceptance rate of each request: the engine's, until its own is known."""
         prior = self._overall.estimate(0.5, weight=0)
-        known = self._rates.get
-        return np.array([known(request, _UNKNOWN).estimate(prior, 16) for request in requests])
+        rates = self._rates
+        return np.array([rates[r].estimate(prior, 16) if r in rates else prior for r in requests])

@@ -76,7 +76,7 @@ class LookupProposer(Proposer):
         index, known = self._indexes.get(request, (None, 0))
         if index is None:
             index = self._make(request, request.token_ids[-INDEXED_TOKENS:])
-        elif known < request.num_tokens:
+        else:
             index.extend(request.token_ids[known:])
         self._indexes[request] = (index, request.num_tokens)
         token_ids = index.propose(length)
