@@ -118,12 +118,12 @@ def test_compiling_does_not_use_up_the_budget(monkeypatch: pytest.MonkeyPatch, b
     """The largest number of rows is there, whatever time the first launches take; others as long as there is time."""
     monkeypatch.setattr(step_costs, "BUDGET_S", budget)
     machine = Machine(monkeypatch)
-    table = measured(machine).table()
-    assert {1, 100} <= set(table["rows"])
-    assert table["tokens_per_row"] == [1, 2, 3, 5]
-    assert table["target_s"][-1][-1] == pytest.approx(0.510)
+    costs = measured(machine)
+    assert {1, 100} <= set(costs.rows)
+    assert costs.tokens_per_row == [1, 2, 3, 5]
+    assert costs.target_s[-1][-1] == pytest.approx(0.510)
     assert [rows for rows, before in pairwise([*machine.rows[1:], 0]) if rows != before][:2] == [1, 100]
-    assert (len(table["rows"]) > 3) == (budget == 2.0)
+    assert (len(costs.rows) > 3) == (budget == 2.0)
 
 
 def test_gaps_get_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,12 +137,10 @@ GRID = tuple(BatchDescriptor(rows, width) for width in (2, 3, 5) for rows in (1,
 
 
 def test_captured_steps_are_measured_where_they_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = measured(Machine(monkeypatch), captured=GRID).table()
-    assert set(table["rows"]) <= {1, 8, 64, 100}
-    assert table["captured"] == [
-        [d.num_rows, d.query_len] for d in sorted(GRID, key=lambda d: d.num_rows * d.query_len)
-    ]
-    assert table["target_s"][-1][-1] == pytest.approx(0.510), "also what is not captured"
+    costs = measured(Machine(monkeypatch), captured=GRID)
+    assert set(costs.rows) <= {1, 8, 64, 100}
+    assert costs.captured == [(d.num_rows, d.query_len) for d in sorted(GRID, key=lambda d: d.num_rows * d.query_len)]
+    assert costs.target_s[-1][-1] == pytest.approx(0.510), "also what is not captured"
 
 
 def test_steps_with_drafts_overlap_unless_they_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -54,7 +53,7 @@ class StepCosts:
         self.target_s = np.maximum.accumulate(np.maximum.accumulate(grid, axis=0), axis=1).tolist()  # [widths][rows]
         by_rows = sorted((draft or {}).items())
         self.draft_rows, self.draft_s = [r for r, _ in by_rows], list(accumulate((s for _, s in by_rows), max))
-        self.captured = sorted(map(list, set(captured)), key=lambda graph: (graph[0] * graph[1], graph))
+        self.captured = sorted(set(captured), key=lambda graph: (graph[0] * graph[1], graph))
         self.padded, self.waiting = padded, waiting
         self._shapes: dict[tuple[int, int], tuple[int, int] | None] = {}
 
@@ -94,11 +93,6 @@ class StepCosts:
         padded = self.shape(rows, 1 + longest) is not None
         width = 1 + (longest if padded else lengths.sum() / rows)
         return self.verify_seconds(rows, width) + self.proposing_seconds(lengths)
-
-    def table(self) -> dict[str, Any]:
-        """Plain lists, for a record: target_s[i][j] is a step of rows[j] with tokens_per_row[i], draft_s[i] one draft
-        token for each of draft_rows[i]."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def __str__(self) -> str:
         widths = "/".join(map(str, self.tokens_per_row))
