@@ -27,17 +27,10 @@ class DraftPlanner:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        kv: KVManager,
-        proposer: NoSpeculation,
-        follows: bool,
-        watermark_blocks: int,
+        self, config: SchedulerConfig, kv: KVManager, proposer: NoSpeculation, follows: bool, watermark_blocks: int
     ) -> None:
         self.proposer = proposer
-        self._config = config
-        self._kv = kv
-        self._follows = follows
+        self._config, self._kv, self._follows = config, kv, follows
         self._watermark_blocks = watermark_blocks
 
     def can_follow(self, running: Sequence[Request], planned: Collection[PlannedStep]) -> bool:
