@@ -43,14 +43,6 @@ from mini_infer.runtime.scheduler.planned_step import PlannedStep
 from mini_infer.runtime.scheduler.waiting_line import Rank, WaitingLine
 from mini_infer.speculative.draft_plan import DraftPlanner
 from mini_infer.speculative.speculator import NoSpeculation
-<<<<<<< HEAD
-=======
-
-FINISHED = RequestStatus.finished  # up to Python 3.11 looking up an Enum's member takes 0.1 us, too long for each row
-
-# A request, its new tokens, and the plan's row they came from: a plain tuple, since a step makes hundreds.
-TokenUpdate: TypeAlias = tuple[Request, list[int], int]
->>>>>>> cutspec
 
 
 class Scheduler:
