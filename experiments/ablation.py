@@ -10,23 +10,25 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import ceilings, cells, claims, hardware, heap, logit_gate, metrics, points, rounds, schema
+from experiments.lab import points, schema
 from experiments.lab.ablation_spec import AblationSpec
-from experiments.lab.ceilings import Found
-from experiments.lab.cells import Cell
 from experiments.lab.experiment import Findings
-from experiments.lab.gate import ErrorGate
-from experiments.lab.hardware import Hardware
-from experiments.lab.ledger import Terms
+from experiments.lab.judge import claims, logit_gate, metrics
+from experiments.lab.judge.gate import ErrorGate
+from experiments.lab.measure import ceilings, cells, hardware, heap, rounds
+from experiments.lab.measure.ceilings import Found
+from experiments.lab.measure.cells import Cell
+from experiments.lab.measure.hardware import Hardware
+from experiments.lab.measure.rate_search import Searches
+from experiments.lab.measure.session import Session
+from experiments.lab.measure.subjects import Kind, require_servable
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
-from experiments.lab.progress import Steps
-from experiments.lab.rate_search import Searches
-from experiments.lab.session import Session
-from experiments.lab.store import Sample
-from experiments.lab.subjects import Kind, require_servable
-from experiments.lab.vocabulary import ModelVocabulary
+from experiments.lab.show.progress import Steps
+from experiments.lab.store.ledger import Terms
+from experiments.lab.store.result import Sample
 from experiments.lab.workloads import Inputs
+from experiments.lab.workloads.vocabulary import ModelVocabulary
 from mini_infer.core.config import Device, EngineConfig, LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import resolve_device

@@ -19,14 +19,16 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from experiments.lab import ceilings, claims, hardware, heap, points, schema, stats
+from experiments.lab import points, schema
 from experiments.lab.experiment import Findings
-from experiments.lab.hardware import Ceilings, Hardware
-from experiments.lab.metrics import Better, Metric
+from experiments.lab.judge import claims, stats
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure import ceilings, hardware, heap
+from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.points import Point
-from experiments.lab.progress import Steps
-from experiments.lab.rows import Row, Table
+from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
+from experiments.lab.store.rows import Row, Table
 from mini_infer.core.config import Device, DType
 from mini_infer.core.errors import ConfigError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.lab import provenance
+from experiments.lab.store import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = ("tests/attention", "tests/cache", "tests/kernels", "tests/runtime")  # elsewhere no test needs a GPU

@@ -12,20 +12,22 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import ceilings, claims, heap, points, rounds, schema, stats
+from experiments.lab import points, schema
 from experiments.lab.experiment import Findings
 from experiments.lab.explain import suggest
-from experiments.lab.gate import ErrorGate
-from experiments.lab.hardware import Ceilings, Hardware
-from experiments.lab.kernel_attention import DecodeAttention, FlashDecode, PrefillAttention
-from experiments.lab.kernel_case import Case, VariantAbsent, Work
-from experiments.lab.kernel_fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
-from experiments.lab.kernel_timer import Timer, copies_needed, prepare
-from experiments.lab.metrics import Better, Metric
+from experiments.lab.judge import claims, stats
+from experiments.lab.judge.gate import ErrorGate
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.kernels.attention import DecodeAttention, FlashDecode, PrefillAttention
+from experiments.lab.kernels.case import Case, VariantAbsent, Work
+from experiments.lab.kernels.fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
+from experiments.lab.kernels.timer import Timer, copies_needed, prepare
+from experiments.lab.measure import ceilings, heap, rounds
+from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.points import Point
-from experiments.lab.progress import Steps
-from experiments.lab.rows import ABSENT, Row
+from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
+from experiments.lab.store.rows import ABSENT, Row
 from mini_infer.core.config import DType
 from mini_infer.core.errors import ConfigError, MiniInferError
 from mini_infer.modeling.loader import resolve_device

@@ -14,13 +14,15 @@ from functools import partial
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import claims, heap, points, rounds, schema, stats
+from experiments.lab import points, schema
 from experiments.lab.experiment import Findings
-from experiments.lab.metrics import Better, Metric
+from experiments.lab.judge import claims, stats
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure import heap, rounds
 from experiments.lab.points import Point
-from experiments.lab.progress import Steps
-from experiments.lab.rows import Row
+from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
+from experiments.lab.store.rows import Row
 from mini_infer import SamplingParams
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Device, EngineConfig

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.lab import metrics
-from experiments.lab.kinds import Kind
-from experiments.lab.metrics import SLO
-from experiments.lab.rate_search import FOUND, KEPT, RateSearch
+from experiments.lab.judge import metrics
+from experiments.lab.judge.metrics import SLO
+from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.rate_search import FOUND, KEPT, RateSearch
 from experiments.lab.spec import ExperimentSpec
 from mini_infer.core.errors import ConfigError
 

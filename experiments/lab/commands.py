@@ -22,8 +22,8 @@ def report(arguments: Sequence[str], root: Path) -> None:
     parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
     parser.add_argument("--reports", type=Path, default=root / "reports", metavar="DIR", help="default: reports/")
     chosen = parser.parse_args(arguments)
-    from experiments.lab.lock import exclusive
-    from experiments.lab.report import rebuild
+    from experiments.lab.show.report import rebuild
+    from experiments.lab.store.lock import exclusive
 
     with exclusive(chosen.results) if chosen.results.is_dir() else nullcontext():
         written = rebuild(chosen.results, chosen.reports)
@@ -37,8 +37,8 @@ def compare(arguments: Sequence[str], root: Path) -> None:
         parser.add_argument(name, help="a result file (.json or .csv), or experiment[/hardware[/run]]")
     parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
     chosen = parser.parse_args(arguments)
-    from experiments.lab import runs
-    from experiments.lab.compare import compare as compared
+    from experiments.lab.show.compare import compare as compared
+    from experiments.lab.store import runs
 
     print(compared(runs.find(chosen.results, chosen.A), runs.find(chosen.results, chosen.B)))
 
@@ -51,7 +51,9 @@ def trace(arguments: Sequence[str], root: Path) -> None:
     parser.add_argument("--out", type=Path, help="default: outputs/<experiment>-<hardware>-<run>.trace.json")
     parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
     chosen = parser.parse_args(arguments)
-    from experiments.lab import perfetto, runs, store
+    from experiments.lab.show import perfetto
+    from experiments.lab.store import result as store
+    from experiments.lab.store import runs
 
     result = store.read(runs.named(chosen.results, chosen.experiment, chosen.hardware, chosen.run))
     name = f"{result.info.experiment}-{result.info.hardware}-{result.info.run}.trace.json"

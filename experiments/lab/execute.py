@@ -15,13 +15,17 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import hardware, provenance, report, schema, store, sweep, tables, trackers
+from experiments.lab import schema, sweep
 from experiments.lab.experiment import Experiment, Findings
-from experiments.lab.lock import exclusive
-from experiments.lab.progress import Steps
-from experiments.lab.rounds import IncompleteRun
-from experiments.lab.rows import Row
-from experiments.lab.store import Provenance, Result, RunInfo, StoreError
+from experiments.lab.measure import hardware
+from experiments.lab.measure.rounds import IncompleteRun
+from experiments.lab.show import report
+from experiments.lab.show.progress import Steps
+from experiments.lab.store import provenance, tables, trackers
+from experiments.lab.store import result as store
+from experiments.lab.store.lock import exclusive
+from experiments.lab.store.result import Provenance, Result, RunInfo, StoreError
+from experiments.lab.store.rows import Row
 from mini_infer.core.errors import MiniInferError
 
 # What says where things are, and not what is measured.

@@ -8,17 +8,17 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
-from experiments.lab.claims import Claim
-from experiments.lab.gate import ErrorGate, Gate
-from experiments.lab.hardware import Ceilings
-from experiments.lab.metrics import Metric
+from experiments.lab.judge.claims import Claim
+from experiments.lab.judge.gate import ErrorGate, Gate
+from experiments.lab.judge.metrics import Metric
+from experiments.lab.measure.hardware import Ceilings
+from experiments.lab.measure.profile import KernelRow, StepProfile
+from experiments.lab.measure.steps import RequestRow, StepRow
 from experiments.lab.points import Point
-from experiments.lab.profile import KernelRow, StepProfile
-from experiments.lab.progress import Steps
-from experiments.lab.rows import Row
+from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
-from experiments.lab.steps import RequestRow, StepRow
-from experiments.lab.store import COMPLETE, Sample
+from experiments.lab.store.result import COMPLETE, Sample
+from experiments.lab.store.rows import Row
 from mini_infer.core.config import Device
 
 

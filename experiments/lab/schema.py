@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.lab.explain import describe, suggest
-from experiments.lab.hardware import Hardware
-from experiments.lab.kinds import Kind
+from experiments.lab.measure.hardware import Hardware
+from experiments.lab.measure.kinds import Kind
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.workloads import WORKLOADS, Workload

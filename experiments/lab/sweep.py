@@ -22,8 +22,8 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from experiments.lab import hardware
 from experiments.lab.explain import explain
+from experiments.lab.measure import hardware
 
 FILE = "outcome.json"
 DONE, FAILED, LOST = "done", "failed", "lost"

@@ -12,7 +12,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import clocks, schema
+from experiments.lab import schema
+from experiments.lab.measure import clocks
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST_CONF = Path(__file__).resolve().parent / "conf"  # experiment=probe

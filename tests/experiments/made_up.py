@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from experiments.lab.claims import Bound, Claim
-from experiments.lab.gate import Gate, compare, gate
-from experiments.lab.metrics import Better, Metric
-from experiments.lab.rows import Row
+from experiments.lab.judge.claims import Bound, Claim
+from experiments.lab.judge.gate import Gate, compare, gate
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure.steps import RequestRow, StepRow
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
-from experiments.lab.steps import RequestRow, StepRow
-from experiments.lab.store import Provenance, Result, RunInfo
+from experiments.lab.store.result import Provenance, Result, RunInfo
+from experiments.lab.store.rows import Row
 
 VARIANTS = {"base": "whole prompts", "new": "chunked prefill, 512 tokens a step"}
 METRICS = {

@@ -1,6 +1,6 @@
 """Chrome traces of decode steps that nobody ran, as torch.profiler writes them."""
 
-from experiments.lab.profile import STEP
+from experiments.lab.measure.profile import STEP
 
 
 def event(category, name, start, duration, correlation=None):

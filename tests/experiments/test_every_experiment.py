@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf, open_dict
 
-from experiments.lab import catalog, kernel_timer
+from experiments.lab import catalog
 from experiments.lab.execute import execute
+from experiments.lab.kernels import timer as kernel_timer
 
 pytestmark = pytest.mark.slow  # together they take half a minute
 

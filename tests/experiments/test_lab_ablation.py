@@ -9,8 +9,8 @@ import torch
 from omegaconf import OmegaConf
 
 from experiments import ablation
-from experiments.lab import clocks, driver
-from experiments.lab.progress import Steps
+from experiments.lab.measure import clocks, driver
+from experiments.lab.show.progress import Steps
 from experiments.lab.workloads import Fixed
 from mini_infer.core.errors import ConfigError
 from mini_infer.runtime.executor.dry_model import DryModel
@@ -68,7 +68,7 @@ def test_a_lagging_client_is_invalid(build, monkeypatch):
     def drive(engine, items, concurrency, **more):
         return real(engine, items, concurrency, sleep=lambda s: time.sleep(s + 0.03), **more)
 
-    monkeypatch.setattr("experiments.lab.subjects.drive", drive)
+    monkeypatch.setattr("experiments.lab.measure.subjects.drive", drive)
     open_loop = [
         "workload.arrivals=poisson",
         "workload.rate_per_s=20",

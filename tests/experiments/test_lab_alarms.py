@@ -7,10 +7,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments import ablation
-from experiments.lab import clocks, subjects
-from experiments.lab.claims import Verdict, judge, ratio
-from experiments.lab.progress import Steps
-from experiments.lab.rows import Table
+from experiments.lab.judge.claims import Verdict, judge, ratio
+from experiments.lab.measure import clocks, subjects
+from experiments.lab.show.progress import Steps
+from experiments.lab.store.rows import Table
 from mini_infer import LLMEngine
 from mini_infer.runtime.executor import dry_model as dry
 

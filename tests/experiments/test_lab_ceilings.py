@@ -5,11 +5,11 @@ import torch
 
 from experiments import ceilings as experiment
 from experiments.ceilings import CeilingsExperiment
-from experiments.lab import ceilings, hardware
 from experiments.lab.execute import execute
-from experiments.lab.hardware import Hardware
-from experiments.lab.progress import Steps
-from experiments.lab.rows import Row
+from experiments.lab.measure import ceilings, hardware
+from experiments.lab.measure.hardware import Hardware
+from experiments.lab.show.progress import Steps
+from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow  # some seconds together

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.lab import clocks
+from experiments.lab.measure import clocks
 
 REAL_TAKE = clocks.take
 

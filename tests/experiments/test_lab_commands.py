@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 from made_up import different, engine_steps, requests, result
 
-from experiments.lab import perfetto, runs, stats, store
 from experiments.lab.commands import COMMANDS
-from experiments.lab.compare import compare
-from experiments.lab.grids import SCREEN
-from experiments.lab.store import StoreError
+from experiments.lab.judge import stats
+from experiments.lab.show import perfetto
+from experiments.lab.show.compare import compare
+from experiments.lab.show.grids import SCREEN
+from experiments.lab.store import result as store
+from experiments.lab.store import runs
+from experiments.lab.store.result import StoreError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 
 from experiments.ablation import Ablation
-from experiments.lab import cells, report, schema, store
+from experiments.lab import schema
 from experiments.lab.ablation_spec import AblationSpec
-from experiments.lab.answer import answer, judgements
 from experiments.lab.execute import execute
-from experiments.lab.kinds import Kind
+from experiments.lab.measure import cells
+from experiments.lab.measure.kinds import Kind
 from experiments.lab.peers.base import PeerError
+from experiments.lab.show import report
+from experiments.lab.show.answer import answer, judgements
+from experiments.lab.store import result as store
 from mini_infer.core.errors import ConfigError
 
 DRY = [

@@ -2,11 +2,11 @@
 
 import pytest
 
-from experiments.lab.claims import Bound, Claim, Verdict, judge, resolve_all
-from experiments.lab.gate import Difference, compare, gate
+from experiments.lab.judge.claims import Bound, Claim, Verdict, judge, resolve_all
+from experiments.lab.judge.gate import Difference, compare, gate
 from experiments.lab.points import point
-from experiments.lab.rows import Row
 from experiments.lab.spec import ClaimSpec
+from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError
 
 

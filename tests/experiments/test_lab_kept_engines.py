@@ -6,10 +6,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments import ablation
-from experiments.lab import cells, lending, points
+from experiments.lab import points
+from experiments.lab.measure import cells, lending
+from experiments.lab.measure.subjects import EngineSubject, Kind
 from experiments.lab.points import Point
-from experiments.lab.progress import Steps
-from experiments.lab.subjects import EngineSubject, Kind
+from experiments.lab.show.progress import Steps
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 

@@ -15,10 +15,11 @@ from omegaconf import OmegaConf
 
 from experiments import kernels
 from experiments.kernels import CASES, KernelSweep
-from experiments.lab import kernel_fused, kernel_timer
 from experiments.lab.execute import execute
-from experiments.lab.kernel_case import Implementation, VariantAbsent, Work, row_error
-from experiments.lab.progress import Steps
+from experiments.lab.kernels import fused as kernel_fused
+from experiments.lab.kernels import timer as kernel_timer
+from experiments.lab.kernels.case import Implementation, VariantAbsent, Work, row_error
+from experiments.lab.show.progress import Steps
 from mini_infer.core.config import DType
 from mini_infer.core.errors import ConfigError, MiniInferError
 

@@ -9,13 +9,15 @@ from made_up import equal, result
 from omegaconf import OmegaConf
 
 from experiments import ablation
-from experiments.lab import logit_gate, report, store
-from experiments.lab.answer import answer, flags
-from experiments.lab.claims import Bound, Claim, Verdict, judge
-from experiments.lab.gate import ErrorGate
-from experiments.lab.grids import Sheet
-from experiments.lab.progress import Steps
-from experiments.lab.rows import Row
+from experiments.lab.judge import logit_gate
+from experiments.lab.judge.claims import Bound, Claim, Verdict, judge
+from experiments.lab.judge.gate import ErrorGate
+from experiments.lab.show import report
+from experiments.lab.show.answer import answer, flags
+from experiments.lab.show.grids import Sheet
+from experiments.lab.show.progress import Steps
+from experiments.lab.store import result as store
+from experiments.lab.store.rows import Row
 from mini_infer.core.config import EngineConfig, KernelChoice, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.ops import TorchKernels

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.lab import metrics
-from experiments.lab.formulas import SERVING, Context, Missing
-from experiments.lab.metrics import RequestTrace, Served
-from experiments.lab.roofline import Utilization
-from experiments.lab.slo import SLO
+from experiments.lab.judge import metrics
+from experiments.lab.judge.formulas import SERVING, Context, Missing
+from experiments.lab.judge.metrics import RequestTrace, Served
+from experiments.lab.judge.roofline import Utilization
+from experiments.lab.judge.slo import SLO
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import KVUsage, StepRecord
 

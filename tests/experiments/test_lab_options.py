@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from experiments.lab import catalog, schema
 from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import explain
-from experiments.lab.hardware import Hardware
+from experiments.lab.measure.hardware import Hardware
 from experiments.lab.schema import TrackerSettings
 from mini_infer.core.config import EngineConfig, Layout
 from mini_infer.core.errors import ConfigError

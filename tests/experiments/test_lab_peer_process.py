@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.lab.kinds import Kind
+from experiments.lab.measure.kinds import Kind
 from experiments.lab.peers import pool
 from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.peers.pool import Peers

@@ -8,11 +8,12 @@ from matplotlib.figure import Figure
 from matplotlib.markers import CARETDOWNBASE, CARETLEFTBASE, CARETRIGHTBASE, CARETUPBASE
 from test_lab_plots import axes_of
 
-from experiments.lab import plots, stats
-from experiments.lab.plot_intervals import NOTE, Reach, intervals, mark_cut, reach
-from experiments.lab.plot_style import line_style
-from experiments.lab.rows import Row
+from experiments.lab.judge import stats
+from experiments.lab.show import plots
+from experiments.lab.show.plot_intervals import NOTE, Reach, intervals, mark_cut, reach
+from experiments.lab.show.plot_style import line_style
 from experiments.lab.spec import PanelKind, PanelSpec
+from experiments.lab.store.rows import Row
 
 ARROWS = (CARETUPBASE, CARETDOWNBASE, CARETLEFTBASE, CARETRIGHTBASE)
 WIDE = [1.91, 1.45, 0.02]  # the interval goes from 0.0005 to 250

@@ -9,10 +9,11 @@ import pytest
 from made_up import METRICS, engine_steps, requests, result
 from PIL import Image
 
-from experiments.lab import distributions, plots, timeline
-from experiments.lab.claims import Bound, Claim
-from experiments.lab.rows import Row
+from experiments.lab.judge import distributions
+from experiments.lab.judge.claims import Bound, Claim
+from experiments.lab.show import plots, timeline
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
+from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow  # together they take half a minute

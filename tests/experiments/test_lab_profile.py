@@ -9,9 +9,11 @@ from made_up_trace import KERNELS, event, trace
 from omegaconf import OmegaConf
 
 from experiments import ablation
-from experiments.lab import pages, profile_pass, profile_plot, report, session, store
-from experiments.lab.profile import KernelRow, NoProfile, StepProfile, analyse, by_role, role, short_name
-from experiments.lab.progress import Steps
+from experiments.lab.measure import profile_pass, session
+from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile, analyse, by_role, role, short_name
+from experiments.lab.show import pages, profile_plot, report
+from experiments.lab.show.progress import Steps
+from experiments.lab.store import result as store
 from experiments.lab.workloads import Item
 from mini_infer import EngineConfig, LLMEngine
 from mini_infer.core.errors import ConfigError

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from experiments.lab.progress import keep_interrupts
+from experiments.lab.show.progress import keep_interrupts
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")

@@ -4,12 +4,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments import ablation
-from experiments.lab import metrics, validity
-from experiments.lab.kinds import Kind
-from experiments.lab.progress import Steps
-from experiments.lab.rate_search import RateSearch, bisect
-from experiments.lab.session import Session
-from experiments.lab.traces import HostUse, RequestTrace, Served
+from experiments.lab.judge import metrics, validity
+from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.rate_search import RateSearch, bisect
+from experiments.lab.measure.session import Session
+from experiments.lab.measure.traces import HostUse, RequestTrace, Served
+from experiments.lab.show.progress import Steps
 from mini_infer.core.errors import ConfigError
 
 SEARCH = {"low_per_s": 100, "high_per_s": 1600, "steps": 2, "at": {"workload.arrivals": "poisson"}}

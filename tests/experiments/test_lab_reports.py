@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from made_up import METRICS, different, engine_steps, equal, requests, result
 
-from experiments.lab import pages, plots, report, store
-from experiments.lab.answer import answer
-from experiments.lab.claims import Bound, Claim
-from experiments.lab.grids import SCREEN, Sheet
-from experiments.lab.metrics import Better, Metric
+from experiments.lab.judge.claims import Bound, Claim
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.show import pages, plots, report
+from experiments.lab.show.answer import answer
+from experiments.lab.show.grids import SCREEN, Sheet
 from experiments.lab.spec import PanelSpec, PlotSpec
-from experiments.lab.store import Sample, StoreError
+from experiments.lab.store import result as store
+from experiments.lab.store.result import Sample, StoreError
 
 pytestmark = pytest.mark.slow  # together they take half a minute
 

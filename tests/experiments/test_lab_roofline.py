@@ -7,9 +7,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from experiments.lab import ceilings, hardware, roofline
-from experiments.lab.hardware import Ceilings, Hardware
-from experiments.lab.roofline import StepWork, cost, floor, floor_s
+from experiments.lab.judge import roofline
+from experiments.lab.judge.roofline import StepWork, cost, floor, floor_s
+from experiments.lab.measure import ceilings, hardware
+from experiments.lab.measure.hardware import Ceilings, Hardware
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError

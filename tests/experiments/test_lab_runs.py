@@ -6,11 +6,13 @@ import json
 import pytest
 
 from experiments import ablation, scheduler_overhead
-from experiments.lab import answer, lending, report, store
 from experiments.lab.execute import execute
+from experiments.lab.measure import lending
+from experiments.lab.measure.subjects import EngineSubject, Kind
 from experiments.lab.peers.hf import HFGenerate
-from experiments.lab.progress import Steps
-from experiments.lab.subjects import EngineSubject, Kind
+from experiments.lab.show import answer, report
+from experiments.lab.show.progress import Steps
+from experiments.lab.store import result as store
 from experiments.lab.workloads import Item
 from mini_infer.core.config import DryConfig, EngineConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError

@@ -11,14 +11,14 @@ import time
 
 import pytest
 
-from experiments.lab.kinds import Kind
 from experiments.lab.load import clients, server, subject
 from experiments.lab.load.client import Drive
 from experiments.lab.load.events import read_answer
 from experiments.lab.load.target import Target
+from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.peers.settings import ClientSettings, HTTPSettings, PeerSettings
-from experiments.lab.subjects import EngineSubject
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError

@@ -6,14 +6,15 @@ from made_up import result
 from matplotlib.figure import Figure
 from test_lab_metrics import record, trace, value
 
-from experiments.lab import pairs, plot_formula
-from experiments.lab.answer import answer
-from experiments.lab.draft_formulas import NO_COSTS, NO_DRAFT_MODEL, NO_DRAFTS, expected_tokens, leviathan_speedup
-from experiments.lab.formulas import SERVING, Missing
-from experiments.lab.grids import Sheet
-from experiments.lab.metrics import Better, Metric, Served
-from experiments.lab.rows import Row
+from experiments.lab.judge import pairs
+from experiments.lab.judge.draft_formulas import NO_COSTS, NO_DRAFT_MODEL, NO_DRAFTS, expected_tokens, leviathan_speedup
+from experiments.lab.judge.formulas import SERVING, Missing
+from experiments.lab.judge.metrics import Better, Metric, Served
+from experiments.lab.show import plot_formula
+from experiments.lab.show.answer import answer
+from experiments.lab.show.grids import Sheet
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
+from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.uniforms import SYNTHETIC, hash_seeds, uniforms
 from mini_infer.speculative.policy.costs import StepCosts

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.lab import stats
+from experiments.lab.judge import stats
 
 
 def test_abba_alternates_the_direction():

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments.lab import cells, execute, report, rounds, store
-from experiments.lab.rounds import IncompleteRun
-from experiments.lab.store import StoreError
+from experiments.lab import execute
+from experiments.lab.measure import cells, rounds
+from experiments.lab.measure.rounds import IncompleteRun
+from experiments.lab.show import report
+from experiments.lab.store import result as store
+from experiments.lab.store.result import StoreError
 from mini_infer.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from experiments.lab import store
-from experiments.lab.claims import Bound, Claim
-from experiments.lab.gate import ErrorGate, compare, gate
-from experiments.lab.metrics import Better, Metric
-from experiments.lab.pages import report_page
-from experiments.lab.rows import Row
+from experiments.lab.judge.claims import Bound, Claim
+from experiments.lab.judge.gate import ErrorGate, compare, gate
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure.steps import RequestRow, StepRow
+from experiments.lab.show.pages import report_page
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
-from experiments.lab.steps import RequestRow, StepRow
-from experiments.lab.store import Provenance, Result, RunInfo, Sample, StoreError
+from experiments.lab.store import result as store
+from experiments.lab.store.result import Provenance, Result, RunInfo, Sample, StoreError
+from experiments.lab.store.rows import Row
 
 
 def result(run="default", experiment="demo"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from experiments.lab.subjects import _facts
+from experiments.lab.measure.subjects import _facts
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 
 STARTUP = StartupReport(

@@ -14,8 +14,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from experiments.lab import store, sweep
-from experiments.lab.lock import exclusive
+from experiments.lab import sweep
+from experiments.lab.store import result as store
+from experiments.lab.store.lock import exclusive
 from experiments.lab.sweep import DONE, FAILED, LOST, Outcome
 from mini_infer.core.errors import ConfigError
 

@@ -9,11 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.lab import report, store, sweep, trackers
+from experiments.lab import sweep
 from experiments.lab.execute import execute
 from experiments.lab.schema import TrackerKind, TrackerSettings
-from experiments.lab.trackers import Grouping
-from experiments.lab.wandb_tracker import WandbTracker
+from experiments.lab.show import report
+from experiments.lab.store import result as store
+from experiments.lab.store import trackers
+from experiments.lab.store.trackers import Grouping
+from experiments.lab.store.wandb_tracker import WandbTracker
 from mini_infer.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow  # together they take half a minute

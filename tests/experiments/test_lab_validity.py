@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.lab import clocks, validity
-from experiments.lab.traces import HostUse, RequestTrace, Served
-from experiments.lab.validity import Evidence
+from experiments.lab.judge import validity
+from experiments.lab.judge.validity import Evidence
+from experiments.lab.measure import clocks
+from experiments.lab.measure.traces import HostUse, RequestTrace, Served
 
 
 def request(index=0, **changes):

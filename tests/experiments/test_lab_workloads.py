@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from workload_tools import DRY, Letters, assert_hits_are_intended, dry_engine, serve_in_turn, starts
 
-from experiments.lab.vocabulary import ModelVocabulary
 from experiments.lab.workloads import (
     WORKLOADS,
     Arrivals,
@@ -23,6 +22,7 @@ from experiments.lab.workloads import (
 )
 from experiments.lab.workloads import text as text_workload
 from experiments.lab.workloads.arrivals import gamma_times
+from experiments.lab.workloads.vocabulary import ModelVocabulary
 from mini_infer.core.config import DryConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
 
@@ -433,7 +433,7 @@ def test_every_setting_is_documented_with_its_default(kind):
 
 
 def test_the_lab_drives_conversations_and_bursts_as_they_are_meant():
-    from experiments.lab.driver import drive
+    from experiments.lab.measure.driver import drive
 
     talk = MultiTurn(conversations=4, turns=3, prompt_tokens=40, answer_tokens=12, concurrency=2).make(DRY, seed=0)
     served = drive(dry_engine(), talk.measured, 2)

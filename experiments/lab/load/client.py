@@ -15,9 +15,9 @@ from typing import Any
 from experiments.lab.load.connection import Connection, Exchange
 from experiments.lab.load.events import read_answer
 from experiments.lab.load.target import Target
+from experiments.lab.measure.schedule import Schedule
+from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers import wire
-from experiments.lab.schedule import Schedule
-from experiments.lab.traces import RequestTrace, Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 

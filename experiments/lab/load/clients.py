@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from experiments.lab.load.target import Target
+from experiments.lab.measure.traces import HostUse, RequestTrace, Served
 from experiments.lab.peers import wire
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ClientSettings
-from experiments.lab.traces import HostUse, RequestTrace, Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from experiments.lab.kinds import Kind
 from experiments.lab.load.clients import Clients
 from experiments.lab.load.server import cpu_seconds
 from experiments.lab.load.target import Target
+from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ClientSettings, HTTPSettings, PeerSettings
-from experiments.lab.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError

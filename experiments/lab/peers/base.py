@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from experiments.lab.traces import Served
+from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer.core.errors import MiniInferError
 

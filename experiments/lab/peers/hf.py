@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
-from experiments.lab.traces import RequestTrace, Served
+from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.workloads import Item
 from mini_infer.assets import shipped_path
 from mini_infer.core.config import DType, EngineConfig, LoadFormat, ModelConfig

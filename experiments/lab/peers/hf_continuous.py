@@ -16,9 +16,9 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import is_flash_attn_2_available, is_psutil_available
 
+from experiments.lab.measure.schedule import Schedule
+from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers.hf import describe, load_checkpoint, set_threads
-from experiments.lab.schedule import Schedule
-from experiments.lab.traces import RequestTrace, Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError

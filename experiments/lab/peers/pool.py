@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from experiments.lab import hardware
-from experiments.lab.kinds import Kind
 from experiments.lab.load import subject as over_http
+from experiments.lab.measure import hardware
+from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import LivingPeer, PeerAbsent
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import PeerSettings, ProcessSettings
-from experiments.lab.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig, LoadFormat, replace
 from mini_infer.modeling.checkpoint import resolve_folder

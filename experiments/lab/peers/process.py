@@ -17,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from experiments.lab.measure.traces import Served
 from experiments.lab.peers import wire
 from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.peers.settings import ProcessSettings
-from experiments.lab.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.lab.measure.schedule import Schedule
+from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers.base import PeerAbsent
-from experiments.lab.schedule import Schedule
-from experiments.lab.traces import RequestTrace, Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Batching, EngineConfig, Layout, LoadFormat, Preemption
 from mini_infer.core.errors import ConfigError

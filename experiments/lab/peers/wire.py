@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from experiments.lab.traces import RequestTrace, Served
+from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.workloads import Item
 
 

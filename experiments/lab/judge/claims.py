@@ -1,0 +1,190 @@
+"""Claims and their verdicts: a claim is judged by the interval of what was measured, never by the median alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from experiments.lab.judge import stats
+from experiments.lab.judge.gate import ErrorGate, Gate
+from experiments.lab.points import Point, find_point
+from experiments.lab.spec import ClaimSpec
+from experiments.lab.store.rows import Row, Table
+from mini_infer.core.errors import ConfigError
+
+
+class Bound(str, Enum):
+    at_least = "at_least"
+    at_most = "at_most"
+    ratio_at_least = "ratio_at_least"
+    ratio_at_most = "ratio_at_most"
+    within = "within"  # at least `value`, and at most `upper`
+
+    @property
+    def is_ratio(self) -> bool:
+        return self in (Bound.ratio_at_least, Bound.ratio_at_most)
+
+    @property
+    def is_floor(self) -> bool:
+        return self in (Bound.at_least, Bound.ratio_at_least)
+
+
+class Verdict(str, Enum):
+    supported = "supported"
+    refuted = "refuted"
+    inconclusive = "inconclusive"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`metric` of `variant` at `point` against a bound: an absolute one, or one on the ratio to a reference."""
+
+    metric: str
+    variant: str
+    point: str
+    bound: Bound
+    value: float
+    reference_variant: str | None = None  # both set for a ratio, else None
+    reference_point: str | None = None
+    source: str = ""
+    upper: float | None = None  # set for `within` alone
+
+    @property
+    def sides(self) -> tuple[Claim, ...]:
+        """Its bounds, one by one."""
+        if self.upper is None:
+            return (self,)
+        low = replace(self, bound=Bound.at_least, upper=None)
+        return low, replace(low, bound=Bound.at_most, value=self.upper)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    claim: Claim
+    verdict: Verdict
+    estimate: stats.Estimate | None
+    reason: str  # why it is inconclusive; empty otherwise
+
+
+def resolve_all(
+    specs: Sequence[ClaimSpec],
+    *,
+    variants: Sequence[str],
+    baseline: str | None,
+    metrics: Sequence[str],
+    points: Sequence[Point],
+) -> list[Claim]:
+    """`experiment.claims`, each checked as `resolve` does."""
+    resolved = []
+    for index, spec in enumerate(specs):
+        where = f"experiment.claims[{index}]"
+        if spec.everywhere and (spec.at or spec.against):
+            raise ConfigError(f"{where} is made everywhere, and so at no point: leave out `at` and `against`")
+        for at in [point.values for point in points] if spec.everywhere else [spec.at]:
+            alone = replace(spec, at=dict(at))
+            resolved.append(resolve(alone, where, variants=variants, baseline=baseline, metrics=metrics, points=points))
+    return resolved
+
+
+def resolve(
+    spec: ClaimSpec,
+    where: str,
+    *,
+    variants: Sequence[str],
+    baseline: str | None,
+    metrics: Sequence[str],
+    points: Sequence[Point],
+) -> Claim:
+    """Checks a claim of a YAML against what will be measured; `where` names it in errors."""
+    bound, value, upper = _bound(spec, where)
+    if spec.metric not in metrics:
+        raise ConfigError(
+            f"{where} is about the metric {spec.metric!r}, which is not measured. Measured: {', '.join(metrics)}"
+        )
+    if spec.variant not in variants:
+        raise ConfigError(f"{where} is about the variant {spec.variant!r}. Variants: {', '.join(variants)}")
+    point = find_point(points, spec.at, f"{where}.at")
+    if not bound.is_ratio:
+        return Claim(spec.metric, spec.variant, point.name, bound, value, source=spec.source, upper=upper)
+    if spec.against:
+        reference = (spec.variant, find_point(points, spec.against, f"{where}.against").name)
+    elif baseline is not None and baseline != spec.variant:
+        reference = (baseline, point.name)
+    else:
+        raise ConfigError(f"{where}: a ratio needs a baseline variant, or `against: {{key: value}}` for another point")
+    return Claim(spec.metric, spec.variant, point.name, bound, value, *reference, source=spec.source)
+
+
+def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
+    known = [bound for bound in Bound if bound is not Bound.within]
+    given = {bound: float(getattr(spec, bound.value)) for bound in known if getattr(spec, bound.value) is not None}
+    if set(given) == {Bound.at_least, Bound.at_most}:
+        low, high = given[Bound.at_least], given[Bound.at_most]
+        if low > high:
+            raise ConfigError(f"{where}: nothing is at least {low} and at most {high}")
+        return Bound.within, low, high
+    if len(given) != 1:
+        names = ", ".join(bound.value for bound in known)
+        raise ConfigError(
+            f"{where} needs exactly one of {names}, or at_least and at_most together; it has {len(given)}"
+        )
+    (bound, value), *_ = given.items()
+    return bound, value, None
+
+
+def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate | ErrorGate]) -> Judgement:
+    table = Table(rows)
+    values = table.values(claim.variant, claim.point, claim.metric)
+    for gate in gates:
+        if not gate.passed and gate.covers(claim.variant, claim.point):
+            return _inconclusive(claim, None, f"{_why(gate)}, so its speed does not count")
+        if not gate.passed and gate.covers(str(claim.reference_variant), str(claim.reference_point)):
+            return _inconclusive(claim, None, f"what it is compared with does not count: {_why(gate)}")
+    if claim.bound.is_ratio:
+        assert claim.reference_variant is not None
+        assert claim.reference_point is not None
+        reference = table.values(claim.reference_variant, claim.reference_point, claim.metric)
+        found = ratio(values, reference)
+    else:
+        found = stats.estimate(list(values.values())) if values else None
+    if found is None:
+        return _inconclusive(claim, None, _why_none(claim, rows))
+    if found.low is None or found.high is None:
+        return _inconclusive(claim, found, "one repeat has no interval")
+    if claim.upper is not None:
+        supported = claim.value <= found.low and found.high <= claim.upper
+        refuted = found.high < claim.value or found.low > claim.upper
+    elif claim.bound.is_floor:
+        supported, refuted = found.low >= claim.value, found.high < claim.value
+    else:
+        supported, refuted = found.high <= claim.value, found.low > claim.value
+    if not supported and not refuted:
+        return _inconclusive(
+            claim, found, "the interval holds a bound" if claim.upper else "the interval holds the bound"
+        )
+    return Judgement(claim, Verdict.supported if supported else Verdict.refuted, found, "")
+
+
+def ratio(values: Mapping[int, float], reference: Mapping[int, float]) -> stats.Estimate | None:
+    """Paired by repeat, over the repeats that both have."""
+    repeats = [r for r in values if reference.get(r, 0) > 0]
+    if not repeats:
+        return None
+    return stats.paired_ratio([values[r] for r in repeats], [reference[r] for r in repeats])
+
+
+def _why(gate: Gate | ErrorGate) -> str:
+    if isinstance(gate, ErrorGate):
+        return f"its numbers are too far from {gate.against}"
+    return "its tokens differ from the baseline's"
+
+
+def _why_none(claim: Claim, rows: Sequence[Row]) -> str:
+    own, reference = (claim.variant, claim.point), (claim.reference_variant, claim.reference_point)
+    absent = [row.variant for row in rows if row.is_absent and (row.variant, row.point) in (own, reference)]
+    return f"not measured, because {absent[0]} is absent" if absent else "no valid measurement"
+
+
+def _inconclusive(claim: Claim, found: stats.Estimate | None, reason: str) -> Judgement:
+    return Judgement(claim, Verdict.inconclusive, found, reason)

@@ -1,0 +1,78 @@
+"""The single requests and tokens behind a metric, from the steps and requests that a run stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from experiments.lab.measure.steps import RequestRow
+from experiments.lab.store.result import Result
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """`values[variant]` holds times in milliseconds and how often each counts."""
+
+    what: str  # is counted
+    label: str
+    values: dict[str, tuple[list[float], list[float]]]
+
+
+def of(metric: str, result: Result) -> Distribution:
+    """The distribution behind `metric`, whatever its percentile; `metric@name` looks at the requests of that name.
+
+    Inter-token latencies are taken from the steps: the time from one step's end to the next one's counts once for
+    each token that the step decoded."""
+    base, _, name = metric.partition("@")
+    base = base.split("_")[0]
+    if base == "itl":
+        return Distribution("decoded tokens", "inter-token latency of a token (ms)", _gaps(result))
+    label, _ = _OF_REQUEST[base]
+    values: dict[str, tuple[list[float], list[float]]] = {}
+    for request in result.requests:
+        time = _time(base, request)
+        if time is not None and name in ("", request.name):
+            times, weights = values.setdefault(request.variant, ([], []))
+            times.append(time)
+            weights.append(1.0)
+    return Distribution("requests", f"{label} of a request (ms)", values)
+
+
+def above(times: Sequence[float], weights: Sequence[float]) -> tuple[list[float], list[float]]:
+    """`times` in order, and the share of the weight, in percent, that lies above each; it starts with all of it."""
+    order = np.argsort(times, kind="stable")
+    x = np.asarray(times, dtype=np.float64)[order]
+    weight = np.asarray(weights, dtype=np.float64)[order]
+    left = 100 * (1 - np.cumsum(weight) / weight.sum())
+    left[-1] = 0.0
+    return [x[0], *x.tolist()], [100.0, *left.tolist()]
+
+
+_OF_REQUEST = {
+    "ttft": ("time to first token", lambda r: 1e3 * (r.first_token_s - r.arrival_s)),
+    "e2e": ("end-to-end latency", lambda r: 1e3 * (r.end_s - r.arrival_s)),
+    "tpot": (
+        "time per output token after the first",
+        lambda r: 1e3 * (r.end_s - r.first_token_s) / (r.output_tokens - 1) if r.output_tokens > 1 else None,
+    ),
+}
+
+
+def _time(base: str, request: RequestRow) -> float | None:
+    if request.first_token_s is None or request.end_s is None:
+        return None
+    found: float | None = _OF_REQUEST[base][1](request)
+    return found
+
+
+def _gaps(result: Result) -> dict[str, tuple[list[float], list[float]]]:
+    values: dict[str, tuple[list[float], list[float]]] = {}
+    for before, step in pairwise(result.steps):
+        if (before.variant, before.point) == (step.variant, step.point) and step.decode_tokens:
+            times, weights = values.setdefault(step.variant, ([], []))
+            times.append(1e3 * (step.start_s + step.duration_s - before.start_s - before.duration_s))
+            weights.append(float(step.decode_tokens))
+    return values

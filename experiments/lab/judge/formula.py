@@ -1,0 +1,76 @@
+"""What a metric is: a formula over a timed pass, its unit, and which way is better; or why there is no value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from experiments.lab.judge.roofline import Utilization
+from experiments.lab.judge.slo import SLO
+from experiments.lab.measure.traces import Served
+from mini_infer.core.plan import StepRecord
+
+
+class Better(Enum):
+    higher = "higher"
+    lower = "lower"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a report needs to know about a column of numbers."""
+
+    label: str
+    unit: str
+    better: Better
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a pass is measured against."""
+
+    slo: SLO = field(default_factory=SLO)
+    utilization: Callable[[Sequence[StepRecord]], Utilization | None] | None = None  # against this machine's ceilings
+    no_utilization: str = "no ceilings are known for this machine"  # why there is none
+
+
+@dataclass(frozen=True)
+class Missing:
+    """No value, and why. `applies`: there should have been one, so the row is kept and marked invalid."""
+
+    reason: str
+    applies: bool = True
+
+
+NOT_A_PEERS = Missing("a peer has no engine steps to look at", applies=False)
+NOTHING = Missing("no request gave a sample of it")
+Compute = Callable[[Served, Context], "float | Missing"]
+Samples = Callable[[Served], Sequence["float | None"]]
+
+
+@dataclass(frozen=True)
+class Formula:
+    metric: Metric
+    compute: Compute
+    of_requests: bool = True  # and so can be taken of one class of them
+
+
+def of_engine(compute: Callable[[Served], float | Missing]) -> Compute:
+    return lambda served, context: compute(served) if served.records else NOT_A_PEERS
+
+
+def total(value: Callable[[StepRecord], float]) -> Compute:
+    return of_engine(lambda served: float(sum(value(record) for record in served.records)))
+
+
+def mean(value: Callable[[StepRecord], float]) -> Compute:
+    return of_engine(lambda served: sum(value(record) for record in served.records) / len(served.records))
+
+
+def of_request(label: str, unit: str, better: Better, compute: Compute) -> Formula:
+    return Formula(Metric(label, unit, better), compute)
+
+
+def of_pass(label: str, unit: str, better: Better, compute: Compute) -> Formula:
+    return Formula(Metric(label, unit, better), compute, of_requests=False)

@@ -1,0 +1,241 @@
+"""Every metric of a timed pass: its formula, its unit, and which way is better. docs/metrics.md says the same in words,
+and what each leaves out; a test holds that list and this one together.
+
+arrival      first token            last token
+   |------------|----|----|----|----|
+   <--- TTFT --->
+                <ITL>                        gap between neighbouring tokens
+                <------ (n - 1) x TPOT ----->
+   <------------------ e2e ----------------->
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from experiments.lab.judge import stats
+from experiments.lab.judge.draft_formulas import DRAFTS
+from experiments.lab.judge.formula import (
+    NOT_A_PEERS,
+    NOTHING,
+    Better,
+    Compute,
+    Context,
+    Formula,
+    Metric,
+    Missing,
+    Samples,
+    mean,
+    of_engine,
+    of_pass,
+    of_request,
+    total,
+)
+from experiments.lab.judge.roofline import Utilization
+from experiments.lab.measure.traces import HostUse, Served
+from mini_infer.core.plan import StepRecord
+
+PERCENTILES = (50, 90, 95, 99)
+NOT_PROFILED = Missing("it is taken of profiled decode steps, and these were not", applies=False)
+NOT_SEARCHED = Missing("it is what a search finds, and this was none", applies=False)
+NOT_OVER_HTTP = Missing("there is no client and no server beside the engine", applies=False)
+NOT_TOLD = Missing("only the processes of our own server can be asked", applies=False)
+UNKNOWN_MEMORY = Missing("its memory is not known", applies=False)
+
+
+def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula]:
+    """Mean and percentiles of a time, `samples` in seconds."""
+
+    def known(served: Served) -> list[float]:
+        return [1e3 * sample for sample in samples(served) if sample is not None]
+
+    def average(served: Served, context: Context) -> float | Missing:
+        found = known(served)
+        return sum(found) / len(found) if found else NOTHING
+
+    def percentile(q: int) -> Compute:
+        def compute(served: Served, context: Context) -> float | Missing:
+            found = known(served)
+            value = stats.percentile(found, q)
+            if value is None:
+                return Missing(f"{len(found)} samples do not show a P{q}, which takes {stats.samples_needed(q)}")
+            return value
+
+        return compute
+
+    formulas = {f"{key}_ms": Formula(Metric(f"{what}, mean {one}", "ms", Better.lower), average)}
+    for q in PERCENTILES:
+        label = f"{what}, median {one}" if q == 50 else f"{what}, P{q}"
+        formulas[f"{key}_p{q}_ms"] = Formula(Metric(label, "ms", Better.lower), percentile(q))
+    return formulas
+
+
+def _gaps(served: Served) -> list[float]:
+    return [gap for request in served.requests for gap in request.gaps]
+
+
+def _longest_gap(served: Served, context: Context) -> float | Missing:
+    return max((1e3 * gap for gap in _gaps(served)), default=NOTHING)
+
+
+def _rate(count: Callable[[Served, Context], float]) -> Compute:
+    return lambda served, context: count(served, context) / served.seconds if served.seconds > 0 else NOTHING
+
+
+def _output_tokens(served: Served, context: Context) -> float:
+    return sum(served.in_window(request.token_times) for request in served.requests)
+
+
+def _input_tokens(served: Served, context: Context) -> float:
+    return sum(r.prompt_tokens for r in served.requests if served.in_window(r.token_times[:1]))
+
+
+def _completed(served: Served, context: Context) -> float:
+    return sum(1 for request in served.requests if not request.error)
+
+
+def _good(served: Served, context: Context) -> float:
+    return sum(1 for request in served.requests if context.slo.met_by(request))
+
+
+def _kept_share(served: Served, context: Context) -> float | Missing:
+    return _good(served, context) / len(served.requests) if served.requests else NOTHING
+
+
+def _hit_rate(served: Served, context: Context) -> float | Missing:
+    if not served.records and not (served.host is not None and served.host.tells_cached):
+        return NOT_A_PEERS
+    asked = sum(request.prompt_tokens for request in served.requests)
+    return sum(request.cached_tokens for request in served.requests) / asked if asked else NOTHING
+
+
+def _mean_over_time(value: Callable[[StepRecord], float], per: Callable[[StepRecord], float]) -> Compute:
+    """Ratio of two sums over the steps, each weighted by how long it took. Idle time between steps counts nothing."""
+
+    def compute(served: Served) -> float | Missing:
+        lasted = [record.end_time - record.start_time for record in served.records]
+        below = sum(t * per(record) for t, record in zip(lasted, served.records, strict=True))
+        above = sum(t * value(record) for t, record in zip(lasted, served.records, strict=True))
+        return above / below if below > 0 else NOTHING
+
+    return of_engine(compute)
+
+
+def _batch_size(served: Served) -> float | Missing:
+    decoding = [record.decode_rows for record in served.records if record.decode_rows]
+    return sum(decoding) / len(decoding) if decoding else NOTHING
+
+
+def _cpu_us(seconds: Callable[[HostUse], float | None]) -> Compute:
+    """A streamed token."""
+
+    def compute(served: Served, context: Context) -> float | Missing:
+        if served.host is None:
+            return NOT_OVER_HTTP
+        used = seconds(served.host)
+        if used is None:
+            return NOT_TOLD
+        tokens = _output_tokens(served, context)
+        return 1e6 * used / tokens if tokens else NOTHING
+
+    return compute
+
+
+def _tokens_per_read(served: Served, context: Context) -> float | Missing:
+    if served.host is None:
+        return NOT_OVER_HTTP
+    reads = sum(len(set(request.token_times)) for request in served.requests)
+    return sum(len(request.token_times) for request in served.requests) / reads if reads else NOTHING
+
+
+def _roofline(part: Callable[[Utilization], float]) -> Compute:
+    def compute(served: Served, context: Context) -> float | Missing:
+        if not served.records:
+            return NOT_A_PEERS
+        if context.utilization is None:
+            return Missing(context.no_utilization, applies=False)
+        found = context.utilization(served.records)
+        return NOTHING if found is None else part(found)
+
+    return compute
+
+
+_HIGH, _LOW = Better.higher, Better.lower
+
+SERVING: dict[str, Formula] = {
+    **_times("ttft", "time to first token", "request", lambda s: [r.ttft for r in s.requests]),
+    **_times("itl", "inter-token latency", "gap", _gaps),
+    "itl_max_ms": of_request("inter-token latency, longest gap", "ms", _LOW, _longest_gap),
+    **_times("tpot", "time per output token after the first", "request", lambda s: [r.tpot for r in s.requests]),
+    **_times("e2e", "end-to-end latency", "request", lambda s: [r.e2e for r in s.requests]),
+    "output_tokens_per_s": of_request("output tokens per second", "tokens/s", _HIGH, _rate(_output_tokens)),
+    "input_tokens_per_s": of_request("prompt tokens per second", "tokens/s", _HIGH, _rate(_input_tokens)),
+    "requests_per_s": of_request("requests per second", "requests/s", _HIGH, _rate(_completed)),
+    "goodput_rps": of_request("requests per second that met every SLO", "requests/s", _HIGH, _rate(_good)),
+    "slo_share": of_request("share of the requests that met every SLO", "", _HIGH, _kept_share),
+    "slo_rate_rps": of_pass(
+        "highest rate of arrivals at which requests met the SLO", "requests/s", _HIGH, lambda s, c: NOT_SEARCHED
+    ),
+    "total_s": of_pass("time for the whole workload", "s", _LOW, lambda s, c: s.seconds),
+    "prefix_hit_rate": of_request("share of prompt tokens found in the prefix cache", "", _HIGH, _hit_rate),
+    "preemptions": of_request(
+        "preemptions", "", _LOW, of_engine(lambda s: float(sum(r.preemptions for r in s.requests)))
+    ),
+    "kv_utilization": of_pass(
+        "KV slots in use / reserved",
+        "",
+        _HIGH,
+        _mean_over_time(lambda r: r.kv.used_slots, lambda r: r.kv.reserved_slots),
+    ),
+    "kv_used_share": of_pass(
+        "share of the KV blocks in use",
+        "",
+        _LOW,
+        _mean_over_time(lambda r: r.kv.used_blocks, lambda r: r.kv.total_blocks),
+    ),
+    "kv_cached_blocks": of_pass(
+        "free KV blocks that hold a cached prefix",
+        "blocks",
+        _HIGH,
+        _mean_over_time(lambda r: r.kv.cached_blocks, lambda r: 1),
+    ),
+    "evictions": of_pass("cached KV blocks overwritten", "blocks", _LOW, total(lambda r: r.evictions)),
+    "swapped_blocks": of_pass(
+        "KV blocks moved to host memory or back",
+        "blocks",
+        _LOW,
+        total(lambda r: r.swapped_out_blocks + r.swapped_in_blocks),
+    ),
+    "steps": of_pass("engine steps", "steps", _LOW, total(lambda r: 1)),
+    "step_ms": of_pass("time of an engine step, mean", "ms", _LOW, mean(lambda r: 1e3 * (r.end_time - r.start_time))),
+    "schedule_ms": of_pass("time to schedule a step, mean", "ms", _LOW, mean(lambda r: 1e3 * r.schedule_s)),
+    "tokens_per_step": of_pass(
+        "tokens computed in a step, mean", "tokens", _HIGH, mean(lambda r: r.prefill_tokens + r.verified_tokens)
+    ),
+    "batch_size": of_pass("requests that decode together, mean", "requests", _HIGH, of_engine(_batch_size)),
+    **DRAFTS,
+    "peak_memory_mib": of_pass(
+        "peak memory", "MiB", _LOW, lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20
+    ),
+    "api_cpu_us": of_pass("CPU of the API processes, a token", "us", _LOW, _cpu_us(lambda host: host.api_s)),
+    "engine_cpu_us": of_pass("CPU of the engine process, a token", "us", _LOW, _cpu_us(lambda host: host.engine_s)),
+    "client_cpu_us": of_pass("CPU of the load client, a token", "us", _LOW, _cpu_us(lambda host: host.client_s)),
+    "client_busy": of_pass(
+        "share of the time that the busiest process of the load client computes",
+        "",
+        _LOW,
+        lambda s, c: NOT_OVER_HTTP if s.host is None else s.host.client_busy,
+    ),
+    "tokens_per_read": of_pass("tokens that a client reads at once, mean", "tokens", _LOW, _tokens_per_read),
+    "mbu": of_pass("memory bandwidth utilization", "", _HIGH, _roofline(lambda u: u.mbu)),
+    "mfu": of_pass("compute utilization", "", _HIGH, _roofline(lambda u: u.mfu)),
+    "floor_ms": of_pass(
+        "least time that the hardware allows a step, mean", "ms", _LOW, _roofline(lambda u: 1e3 * u.floor_s)
+    ),
+    "gpu_idle_share": of_pass(
+        "share of a decode step that the GPU waits for the next", "", _LOW, lambda s, c: NOT_PROFILED
+    ),
+}
+
+OF_SEARCHES = ("slo_rate_rps",)  # of several passes: see rate_search.py
+OF_PROFILES = ("gpu_idle_share",)  # and of no timed pass: see profile.py

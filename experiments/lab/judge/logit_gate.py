@@ -1,0 +1,158 @@
+"""The gate where numbers are rounded: logits of a variant against those of a reference that rounds nothing.
+
+Both are models of the variant's shape with two layers and the same random weights, on the same device. The variant
+computes as it is configured: its dtype, its kernels and attention backends, its CUDA graphs. The reference computes in
+fp32 with plain torch operations and sdpa. Prompts of several lengths are prefilled, and the tokens that the reference
+generates greedily are decoded one by one, by both alike:
+
+    prompt of n tokens | t1 t2 ... tk        both prefill n tokens, then decode t1 ... tk
+                       ^  ^       ^          and are compared after each: ||x - reference|| / ||reference||
+
+The variant does so twice: with one row a decode step, and with the rows of all prompts in each. For the reference a row
+is the same in any company.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.lab.judge.gate import ErrorGate
+from mini_infer import LLMEngine, SamplingParams
+from mini_infer.core.config import (
+    AttentionChoice,
+    AttentionConfig,
+    DType,
+    EngineConfig,
+    GraphsConfig,
+    KernelChoice,
+    LoadFormat,
+    When,
+)
+from mini_infer.modeling.checkpoint import read_json, resolve_folder
+from mini_infer.runtime.probe import probe_batch, probe_logits
+
+LAYERS = 2
+PROMPTS = (7, 40, 250, 1100)  # tokens: below a block, some blocks, within a chunk, more than a chunk of 512 or 1,024
+STEPS = 12  # decoded after each prompt: some cross the end of a block
+LENGTH = 2048  # tokens that the model takes, at most
+SEQUENCES = 4  # that the engine could hold at once
+
+
+@dataclass(frozen=True)
+class LogitError:
+    """
+    Attributes:
+        error: the largest of all rows.
+        equal_rows: whose largest logit, the greedy token, is the reference's.
+        against: what was compared, in words.
+    """
+
+    error: float
+    equal_rows: int
+    rows: int
+    against: str
+
+
+def gates(variants: Mapping[str, EngineConfig], allowed: float) -> list[ErrorGate]:
+    """One a variant. Variants that differ in nothing that the gate looks at are computed once."""
+    known: list[tuple[EngineConfig, LogitError]] = []
+    found = []
+    for variant, config in variants.items():
+        small = shrunk(config)
+        result = next((result for other, result in known if other == small), None)
+        if result is None:
+            result = measure(small)
+            known.append((small, result))
+        found.append(ErrorGate(variant, None, result.error, allowed, result.against, result.equal_rows, result.rows))
+    return found
+
+
+def applies(config: EngineConfig) -> bool:
+    """A dry model has no logits worth the name."""
+    return config.model.load_format is not LoadFormat.dry
+
+
+def shrunk(config: EngineConfig) -> EngineConfig:
+    """The same shape and settings with few layers, random weights, memory for few sequences, and a length that does not
+    depend on what the run needs."""
+    model = config.model
+    shape = dict(model.hf_config or _published(model.path))
+    shape["num_hidden_layers"] = LAYERS
+    if shape.get("layer_types"):
+        shape["layer_types"] = shape["layer_types"][:LAYERS]
+    length = min(LENGTH, int(shape.get("max_position_embeddings", LENGTH)))
+    if not config.scheduler.chunked_prefill:
+        length = min(length, config.scheduler.max_num_batched_tokens)
+    blocks = SEQUENCES * math.ceil(length / config.cache.block_size)
+    return replace(
+        config,
+        model=replace(model, hf_config=shape, load_format=LoadFormat.dummy, max_model_len=length),
+        cache=replace(config.cache, num_blocks=blocks, memory_gib=None, num_host_blocks=None),
+        scheduler=replace(config.scheduler, max_num_seqs=SEQUENCES),
+    )
+
+
+def reference(config: EngineConfig) -> EngineConfig:
+    return replace(
+        config,
+        model=replace(config.model, dtype=DType.float32, kernels=KernelChoice.torch),
+        attention=AttentionConfig(prefill=AttentionChoice.sdpa, decode=AttentionChoice.sdpa),
+        scheduler=replace(config.scheduler, overlap=When.never),
+        graphs=GraphsConfig(capture=When.never),
+    )
+
+
+def measure(config: EngineConfig) -> LogitError:
+    """Of a config that is small enough to stand beside its reference in memory."""
+    engine, exact = LLMEngine(config), LLMEngine(reference(config))
+    try:
+        rng = np.random.default_rng(config.model.seed)
+        lengths = [length for length in PROMPTS if length + STEPS < exact.max_model_len]
+        prompts = [rng.integers(exact.vocab_size, size=length).tolist() for length in lengths]
+        params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+        rows = [
+            ([*prompt, *output.outputs[0].token_ids], len(prompt))
+            for prompt, output in zip(prompts, exact.generate(prompts, params), strict=True)
+        ]
+        expected = torch.cat([probe_logits(exact, *row) for row in rows])
+        alone = torch.cat([probe_logits(engine, *row) for row in rows])
+        together = torch.cat(probe_batch(engine, rows))
+        return compare(torch.cat((alone, together)), torch.cat((expected, expected)), _against(lengths))
+    finally:
+        engine.close()
+        exact.close()
+
+
+def _against(lengths: Sequence[int]) -> str:
+    prompts = ", ".join(f"{length:,}" for length in lengths)
+    return (
+        f"sdpa in fp32 ({LAYERS} layers; prefill of {prompts} tokens, then {STEPS} decode steps of 1 row and of "
+        f"{len(lengths)} rows)"
+    )
+
+
+def compare(found: Tensor, expected: Tensor, against: str) -> LogitError:
+    """Logits [n, vocab_size] of each."""
+    if found.shape != expected.shape:
+        raise ValueError(f"logits of shape {tuple(found.shape)} cannot be compared with {tuple(expected.shape)}")
+    found, expected = found.double(), expected.double()
+    errors = torch.linalg.vector_norm(found - expected, dim=-1) / torch.linalg.vector_norm(expected, dim=-1)
+    equal = int((found.argmax(-1) == expected.argmax(-1)).sum())
+    return LogitError(_largest(errors.tolist()), equal, len(found), against)
+
+
+def _largest(errors: list[float]) -> float:
+    """NaN is larger than all."""
+    return math.nan if any(math.isnan(error) for error in errors) else max(errors)
+
+
+def _published(path: str) -> dict[str, Any]:
+    config: dict[str, Any] = read_json(resolve_folder(path, weights=False) / "config.json")
+    return config

@@ -1,0 +1,148 @@
+"""What two mechanisms bring together, beside the product of what each brings alone: do their gains multiply?
+
+Variants are called a, b and a+b, beside a baseline without either. A gain is a ratio to the baseline, above 1 where it
+is better. Interaction, (a+b) / (a b), is taken repeat by repeat, and over the points by the geometric mean: above 1 the
+pair brings more than both alone would, below 1 they eat each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from experiments.lab.judge import stats
+from experiments.lab.judge.metrics import Better
+from experiments.lab.judge.stats import Estimate
+from experiments.lab.show import wording
+from experiments.lab.show.grids import Grid
+from experiments.lab.spec import PanelKind
+from experiments.lab.store.result import Result
+from experiments.lab.store.rows import Table
+
+JOINED = "+"
+
+
+class Told(Enum):
+    """What the interval of an interaction shows."""
+
+    above = "more than the product"
+    below = "less than the product"
+    within = "not told from the product"
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: str  # variants
+    second: str
+    alone: tuple[Estimate, Estimate]  # gains
+    both: Estimate
+    interaction: Estimate
+
+    @property
+    def told(self) -> Told:
+        low, high = self.interaction.low, self.interaction.high
+        if low is None or high is None or low <= 1 <= high:
+            return Told.within
+        return Told.above if low > 1 else Told.below
+
+
+def mechanisms(result: Result) -> list[str]:
+    """The variants that stand for one mechanism alone."""
+    return [name for name in result.info.variants if name != result.info.baseline and JOINED not in name]
+
+
+def gain(result: Result, variant: str, metric: str) -> Estimate | None:
+    """Over the baseline; None where it was not measured."""
+    found = _gains(result, variant, metric)
+    return stats.estimate(found) if found else None
+
+
+def of(result: Result, metric: str) -> list[Pair]:
+    """Every pair that was measured, and both of it alone."""
+    names = mechanisms(result)
+    found = []
+    for index, second in enumerate(names):
+        for first in names[:index]:
+            name = next(
+                (n for n in (f"{first}{JOINED}{second}", f"{second}{JOINED}{first}") if n in result.info.variants), ""
+            )
+            a, b, both = (_by_repeat(result, variant, metric) for variant in (first, second, name))
+            repeats = [r for r in both if r in a and r in b]
+            if repeats:
+                interaction = stats.estimate([both[r] / (a[r] * b[r]) for r in repeats])
+                alone = stats.estimate(list(a.values())), stats.estimate(list(b.values()))
+                found.append(Pair(first, second, alone, stats.estimate(list(both.values())), interaction))
+    return found
+
+
+def metrics(result: Result) -> list[str]:
+    """Those that the figures show pair by pair."""
+    shown = [p.metric for plot in result.info.plots for p in plot.panels if p.kind is PanelKind.matrix]
+    return [name for name in dict.fromkeys(shown) if name in result.info.metrics]
+
+
+def grids(result: Result) -> list[Grid]:
+    """A table for each of `metrics`."""
+    return [grid for name in metrics(result) if (grid := _grid(result, name)).rows]
+
+
+def sentence(result: Result) -> str:
+    """Which gains multiply, by the first of `metrics`; empty where there are no pairs."""
+    names = metrics(result)
+    pairs = of(result, names[0]) if names else []
+    if not pairs:
+        return ""
+    parts = [f"Of {len(pairs)} pairs, in {result.info.metrics[names[0]].label}:"]
+    listed = []
+    for told in Told:
+        own = [_with_figure(pair) for pair in pairs if pair.told is told]
+        if own:
+            listed.append(f"{told.value}: {', '.join(own)}")
+    return f"{parts[0]} {'; '.join(listed)}."
+
+
+def _with_figure(pair: Pair) -> str:
+    name = f"{pair.first}{JOINED}{pair.second}"
+    return name if pair.told is Told.within else f"{name} ({wording.interval(pair.interaction, 'x')})"
+
+
+def _grid(result: Result, metric: str) -> Grid:
+    rows = []
+    for pair in of(result, metric):
+        product = pair.alone[0].median * pair.alone[1].median
+        rows.append(
+            (
+                f"{pair.first}{JOINED}{pair.second}",
+                f"{wording.number(pair.alone[0].median)}x, {wording.number(pair.alone[1].median)}x",
+                f"{wording.number(product)}x",
+                wording.interval(pair.both, "x"),
+                wording.interval(pair.interaction, "x"),
+                pair.told.value,
+            )
+        )
+    title = f"Pairs, by their gain in {result.info.metrics[metric].label}"
+    header = ("pair", "alone", "product", "together [95 %]", "together / product", "so the pair brings")
+    return Grid(title, header, tuple(rows))
+
+
+def _gains(result: Result, variant: str, metric: str) -> list[float]:
+    return list(_by_repeat(result, variant, metric).values())
+
+
+def _by_repeat(result: Result, variant: str, metric: str) -> dict[int, float]:
+    """Gains over the baseline by repeat, over the points that both have in it."""
+    table, info = Table(result.rows), result.info
+    sign = 1 if info.metrics[metric].better is Better.higher else -1
+    logs: dict[int, list[float]] = {}
+    for point in info.points:
+        base = table.values(str(info.baseline), point, metric)
+        for repeat, value in table.values(variant, point, metric).items():
+            if value > 0 and base.get(repeat, 0) > 0:
+                logs.setdefault(repeat, []).append(sign * math.log(value / base[repeat]))
+    return {repeat: math.exp(_average(own)) for repeat, own in logs.items()}
+
+
+def _average(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

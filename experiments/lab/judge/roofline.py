@@ -1,0 +1,187 @@
+"""The roofline (Williams, Waterman, Patterson 2009): the least time that a step's bytes and operations allow.
+
+A floor must be below every true time, so each count here is the least that any implementation needs:
+
+    bytes   each weight of the layers and of lm_head once, an embedding row a token, the KV of earlier tokens once
+            (a prefix that requests share is read once), the new tokens' KV and the sampled rows' logits written once.
+            Activations, masks and block tables count nothing: a kernel could keep them on the chip.
+    flops   2 a weight and token in the layers, 2 a weight of lm_head and sampled row, and in attention 4 * head_dim a
+            head and (query, key) pair: q k^T and p v, a multiplication and an addition each.
+            Norms, rotary embedding, softmax and sampling count nothing.
+
+    floor = max(bytes / bandwidth, flops / rate)        MBU = bytes / bandwidth / measured time
+                                                        MFU = flops / rate / measured time
+
+Qwen2.5-7B, one row at context 1, bf16: 14.1 GB of weights (15.2 GB less the embedding table, of which one row is read)
+at 4.45 TB/s take 3.18 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from experiments.lab.measure.hardware import Ceilings
+from mini_infer.core.plan import StepRecord
+from mini_infer.modeling.spec import ModelSpec
+
+MIB = 2**20
+GB = 1e9
+TFLOP = 1e12
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What one step had to do, whatever the model.
+
+    Attributes:
+        tokens: computed, prompt tokens and decode rows together.
+        sampled: rows whose logits were needed.
+        rows: sequences that the tokens belong to, at most.
+        context: KV slots of these sequences, the new tokens' own included; shared ones once.
+        pairs: (query, key) pairs of attention, at least.
+    """
+
+    tokens: int
+    sampled: int
+    rows: int
+    context: int
+    pairs: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    bytes: float  # moved through memory, at least
+    flops: float  # at least
+    dtype: str  # in which the matrix products run
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least seconds of a step, by what limits it."""
+
+    memory_s: float
+    compute_s: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.memory_s, self.compute_s)
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """Of a whole pass.
+
+    Attributes:
+        mbu: share of the steps' time that the least bytes take at the measured bandwidth.
+        mfu: share of the steps' time that the least operations take at the measured rate.
+        floor_s: mean floor of a step.
+    """
+
+    mbu: float
+    mfu: float
+    floor_s: float
+
+
+def work(record: StepRecord) -> StepWork:
+    """A step's work from its record.
+
+    Two things the record does not hold are counted low. A chunk of n prompt tokens is taken to look back at the
+    chunks before it once, not n times; and several prompts in one step are taken to be of equal length, which has the
+    fewest pairs. `used_slots` is counted after scheduling, so the step's own tokens are in it.
+    """
+    rows, decode, prefill = record.decode_rows, record.verified_tokens, record.prefill_tokens
+    prompts_done = max(record.sampled_tokens - record.decode_tokens - sum(record.accepted), 0)
+    prefill_rows = prompts_done + record.num_prefilling
+    context = max(record.kv.used_slots, decode + prefill)
+    pairs = round((context - prefill) * decode / max(rows, 1)) if rows else context - prefill
+    if prefill:
+        pairs += round(prefill * (prefill / max(prefill_rows, 1) + 1) / 2)
+    sampled = record.sampled_tokens + record.dropped_rows - sum(record.accepted) + sum(record.drafted)
+    return StepWork(decode + prefill, sampled, rows + prefill_rows, context, pairs)
+
+
+def cost(spec: ModelSpec, dtype: torch.dtype, step: StepRecord | StepWork) -> Cost:
+    """The least bytes and operations of one step.
+
+    Args:
+        dtype: of weights, KV and activations alike.
+        step: its record, or its work where that is known exactly.
+    """
+    done = step if isinstance(step, StepWork) else work(step)
+    size = dtype.itemsize
+    layers, head = layer_weights(spec), spec.vocab_size * spec.hidden_size
+    attention = spec.attention
+    kv_row = 2 * attention.num_kv_heads * attention.head_dim  # K and V of one token in one layer
+    pair_flops = 4 * attention.num_heads * attention.head_dim
+    numbers = layers + done.tokens * spec.hidden_size + done.tokens * spec.num_layers * kv_row
+    flops = 2.0 * layers * done.tokens
+    if done.sampled:
+        numbers += head + done.sampled * spec.vocab_size
+        flops += 2.0 * head * done.sampled
+    for window in spec.windows:
+        seen, pairs = done.context, done.pairs
+        if window is not None:
+            seen = min(seen, done.rows * window + done.tokens)
+            pairs = min(pairs, done.tokens * window)
+        numbers += max(seen - done.tokens, 0) * kv_row
+        flops += pair_flops * pairs
+    return Cost(float(numbers * size), flops, str(dtype).removeprefix("torch."))
+
+
+def layer_weights(spec: ModelSpec) -> int:
+    """Parameters of all layers and of the last norm: everything that each token passes, embeddings aside."""
+    hidden = total = spec.hidden_size
+    for layer in spec.layers:
+        attention, mlp = layer.attention, layer.feed_forward
+        q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+        inner = mlp.intermediate_size
+        biases = (q + 2 * kv) * attention.qkv_bias + hidden * attention.o_bias + (2 * inner + hidden) * mlp.bias
+        norms = 2 * hidden + 2 * attention.head_dim * attention.qk_norm
+        total += hidden * (2 * q + 2 * kv) + (2 + mlp.gated) * hidden * inner + biases + norms
+    return total
+
+
+def bandwidth(ceilings: Ceilings, num_bytes: float) -> float:
+    """The most bytes/s that a step of `num_bytes` could have: what fits a cache may come from there.
+
+    Rates fall with size, so the rate of the largest measured size that is no larger is still above that of
+    `num_bytes`. Below all of them it is the fastest.
+    """
+    memory = max(ceilings.read_gb_s, ceilings.copy_gb_s)
+    cached = ceilings.cached_read_gb_s
+    smaller = [mib for mib in cached if mib * MIB <= num_bytes]
+    rate = cached[max(smaller)] if smaller else max(cached.values(), default=memory)
+    return max(memory, rate) * GB
+
+
+def floor(cost: Cost, ceilings: Ceilings) -> Floor:
+    """A dtype that was not measured counts at the fastest rate that was."""
+    rates = ceilings.matmul_tflop_s
+    rate = rates.get(cost.dtype, max(rates.values()))
+    return Floor(cost.bytes / bandwidth(ceilings, cost.bytes), cost.flops / (rate * TFLOP))
+
+
+def floor_s(cost: Cost, ceilings: Ceilings) -> float:
+    return floor(cost, ceilings).seconds
+
+
+def utilization(
+    spec: ModelSpec, dtype: torch.dtype, records: Iterable[StepRecord], ceilings: Ceilings
+) -> Utilization | None:
+    """MBU, MFU and the mean floor of a pass; None where it has no steps.
+
+    A step's time is all of it, scheduling included: what the host adds is part of the gap to the floor.
+    """
+    steps: Sequence[StepRecord] = list(records)
+    seconds = sum(record.end_time - record.start_time for record in steps)
+    if not steps or seconds <= 0:
+        return None
+    floors = [floor(cost(spec, dtype, record), ceilings) for record in steps]
+    return Utilization(
+        mbu=sum(f.memory_s for f in floors) / seconds,
+        mfu=sum(f.compute_s for f in floors) / seconds,
+        floor_s=sum(f.seconds for f in floors) / len(floors),
+    )

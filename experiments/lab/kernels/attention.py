@@ -1,0 +1,224 @@
+"""Attention over the paged cache: decode rows by batch and length, prompts, chunks of prompts.
+
+Every sequence's blocks lie scattered over the cache. Bytes of a decode step are the K and V that it reads; operations
+are 4 * head_dim for each head and (query, key) pair, as in roofline.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, heads, require_triton, row_error
+from mini_infer.attention.backend import Kind, Requirements, select_backend
+from mini_infer.attention.context import AttentionBatch, ModelAttention
+from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.layout import KVLayout
+from mini_infer.core.config import AttentionChoice
+from mini_infer.core.errors import ConfigError
+
+CHECKED_ROWS = 4  # sequences whose output is compared with the reference's
+CHECKED_QUERIES = 8  # of each
+SINGLE_PASS, SPLIT_K, FA4 = "single_pass", "split_k", "fa4"
+
+
+class _Attention(Case):
+    """The layers of one KV store are the sets of inputs."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._heads, self._kv_heads = heads(self.shape["heads"], self.name)
+        self._scale = self.shape["head_dim"] ** -0.5
+        self._held: list[Any] = []  # what graphs know nothing of but the address
+        if self.queries > self.length:
+            raise ConfigError(f"the case {self.name}: {self.queries} queries of a sequence of {self.length} tokens")
+
+    @property
+    def count(self) -> int:
+        return int(self.shape["batch"])
+
+    @property
+    def length(self) -> int:
+        return int(self.shape["length"])
+
+    @property
+    def queries(self) -> int:
+        """Tokens of each sequence that are computed."""
+        raise NotImplementedError
+
+    @property
+    def kind(self) -> Kind:
+        return "decode"
+
+    @property
+    def work(self) -> Work:
+        kv = 2 * self.count * self.length * self._kv_heads * self.shape["head_dim"]
+        moved = kv + 2 * self.count * self.queries * self._heads * self.shape["head_dim"]
+        pairs = self.count * (self.queries * self.length - self.queries * (self.queries - 1) // 2)
+        flops = 4.0 * self.shape["head_dim"] * self._heads * pairs
+        return Work(moved * self.dtype.itemsize, flops, "read_gb_s")
+
+    def allocate(self, copies: int) -> None:
+        block_size, head_dim = self.shape["block_size"], self.shape["head_dim"]
+        width = math.ceil(self.length / block_size)
+        self._store = KVStore(
+            KVLayout.of_heads(copies, self._kv_heads, head_dim, self.dtype),
+            num_blocks=self.count * width,
+            block_size=block_size,
+            device=self.device,
+        )
+        self._store.tensors[0].normal_()
+        order = np.random.default_rng(0).permutation(self.count * width).reshape(self.count, width)
+        self._batch = self._new_batch(order, block_size)
+        self._q = [self.random(self.count * self.queries, self._heads, head_dim) for _ in range(copies)]
+
+    def _new_batch(self, block_tables: np.ndarray, block_size: int) -> AttentionBatch:
+        """`count` sequences of `length` tokens, the last `queries` of which are computed. block_tables [count, W]"""
+        places = np.arange(self.length - self.queries, self.length)
+        slots = block_tables[:, places // block_size] * block_size + places % block_size
+        starts, lens = np.arange(self.count + 1) * self.queries, np.full(self.count, self.length)
+
+        def put(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(array).to(self.device, dtype)
+
+        return AttentionBatch.of_rows(
+            put(np.tile(places, self.count), torch.int64),
+            put(slots.ravel(), torch.int64),
+            put(block_tables, torch.int32),
+            put(starts, torch.int32),
+            put(lens, torch.int32),
+            num_decode_rows=self.count if self.kind == "decode" else 0,
+            host_query_starts=starts,
+            host_seq_lens=lens,
+        )
+
+    def _backend(self, choice: AttentionChoice, copies: int) -> Implementation:
+        needs = Requirements(
+            layout=self._store.layout,
+            block_size=self.shape["block_size"],
+            dtype=self.dtype,
+            device=self.device,
+            sliding_window=False,
+        )
+        try:
+            backend = select_backend(choice, self.kind, needs).backend
+        except ConfigError as error:
+            reason = str(error).partition(f": {choice.value}: ")[2].partition(". Others:")[0]
+            raise VariantAbsent(reason or str(error)) from error
+        begin = backend.decode if self.kind == "decode" else backend.prefill
+        step = begin(self._batch, ModelAttention(self._store, [None] * copies, self._scale))
+        self._held.append(step)
+        return Implementation(lambda copy: step(copy, self._q[copy]), backend.capabilities.graph_safe)
+
+    def error(self, output: Any) -> float:
+        rows = np.unique(np.linspace(0, self.count - 1, CHECKED_ROWS).round().astype(int)).tolist()
+        queries = np.unique(np.linspace(0, self.queries - 1, CHECKED_QUERIES).round().astype(int)).tolist()
+        return max(self._error_of(output, row, query) for row in rows for query in queries)
+
+    def _error_of(self, output: Tensor, row: int, query: int) -> float:
+        """Of one query: softmax(q k^T) v over the keys that it sees, in fp32."""
+        seen = self.length - self.queries + query + 1
+        blocks = self._batch.block_tables[row].long()
+        keys, values = (
+            side[blocks].flatten(0, 1)[:seen].float() for side in (self._store.keys(0), self._store.values(0))
+        )
+        place = row * self.queries + query
+        q = self._q[0][place].float().unflatten(0, (self._kv_heads, -1))  # [KV heads, group, head_dim]
+        weights = (torch.einsum("hgd,lhd->hgl", q, keys) * self._scale).softmax(-1)
+        return row_error(output[place], torch.einsum("hgl,lhd->hgd", weights, values).flatten(0, 1))
+
+
+class FlashDecode(_Attention):
+    """One new token of each sequence, by the kernel: one pass over the keys, Flash Decoding, FlashAttention-4."""
+
+    name = "flash_decode"
+    settings: ClassVar[Mapping[str, Any]] = {
+        "heads": None,
+        "batch": None,
+        "length": None,
+        "head_dim": 128,
+        "block_size": 16,
+    }
+    variants = (SINGLE_PASS, SPLIT_K, FA4)
+    queries = 1
+
+    def implementation(self, variant: str) -> Implementation:
+        if variant == FA4:
+            return self._backend(AttentionChoice.flash_attn, self._store.layout.num_layers)
+        require_triton(self.device)
+        from mini_infer.kernels.flash_decode import flash_decode, split_rows
+        from mini_infer.kernels.paged_decode import paged_decode
+
+        if variant == SINGLE_PASS:
+            return Implementation(self._with(paged_decode))
+        parts = split_rows(self._q[0], self._store.keys(0), self._batch.seq_lens, window=None, query_len=1)
+        self._held.append(parts)
+        return Implementation(self._with(partial(flash_decode, parts=parts)))
+
+    def _with(self, kernel: Callable[..., Tensor]) -> Callable[[int], Tensor]:
+        store, batch = self._store, self._batch
+
+        def run(copy: int) -> Tensor:
+            return kernel(
+                self._q[copy],
+                store.keys(copy),
+                store.values(copy),
+                batch.block_tables,
+                batch.seq_lens,
+                scale=self._scale,
+                window=None,
+                query_len=1,
+            )
+
+        return run
+
+
+class _Backends(_Attention):
+    """By the engine's backend."""
+
+    variants = tuple(choice.value for choice in AttentionChoice if choice is not AttentionChoice.auto)
+
+    def implementation(self, variant: str) -> Implementation:
+        return self._backend(AttentionChoice(variant), self._store.layout.num_layers)
+
+
+class DecodeAttention(_Backends):
+    """One new token of each sequence."""
+
+    name = "decode"
+    settings: ClassVar[Mapping[str, Any]] = {
+        "heads": None,
+        "batch": None,
+        "length": None,
+        "head_dim": 128,
+        "block_size": 16,
+    }
+    queries = 1
+
+
+class PrefillAttention(_Backends):
+    """The last `queries` tokens of each sequence, such as a whole prompt or a chunk at its end."""
+
+    name = "prefill"
+    settings: ClassVar[Mapping[str, Any]] = {
+        "heads": None,
+        "batch": 1,
+        "length": None,
+        "queries": None,
+        "head_dim": 128,
+        "block_size": 16,
+    }
+
+    @property
+    def queries(self) -> int:
+        return int(self.shape["queries"])
+
+    @property
+    def kind(self) -> Kind:
+        return "prefill"

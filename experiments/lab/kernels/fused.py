@@ -1,0 +1,237 @@
+"""The operations between attention and the matrix products, and products with few rows: each one kernel, against what
+it is made of in torch, against torch's own kernels, and against what torch.compile makes of them.
+
+    eager      operation by operation, as transformers writes it
+    torch      with what torch has fused itself, as mini_infer's torch kernels do
+    compile    torch.compile of `eager`
+    triton     one kernel
+
+Bytes are what must come from memory and go back: inputs and outputs once, weights of norms not at all (they are small
+and stay in a cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from experiments.lab.kernels.case import (
+    Case,
+    Implementation,
+    VariantAbsent,
+    Work,
+    heads,
+    require_triton,
+    row_error,
+)
+from mini_infer.kernels.interface import Kernels, Norm, Places, QKNorm, Stream
+from mini_infer.kernels.ops import TorchKernels, TritonKernels
+from mini_infer.modeling.rope import RopeSpec, RotaryTable
+
+EPS = 1e-6
+EAGER, TORCH, COMPILED, TRITON = "eager", "torch", "compile", "triton"
+THETA = 1e6
+
+
+class _Fused(Case):
+    variants = (EAGER, TORCH, COMPILED, TRITON)
+
+    def implementation(self, variant: str) -> Implementation:
+        compute: Callable[..., Any] = self.eager
+        if variant == COMPILED:
+            compute = self._compiled(compute)
+        elif variant == TORCH:
+            compute = partial(self.compute, TorchKernels())
+        elif variant == TRITON:
+            require_triton(self.device)
+            compute = partial(self.compute, TritonKernels())
+        return Implementation(lambda copy: compute(*self.inputs(copy)))
+
+    def _compiled(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        torch._dynamo.reset()  # each shape is compiled for itself
+        compiled = torch.compile(compute, dynamic=False)
+        try:
+            compiled(*self.inputs(0))
+        except Exception as error:  # the compiler's own errors, the C compiler's, Triton's
+            reason = str(error).strip().partition("\n")[0]
+            raise VariantAbsent(f"torch.compile fails here ({type(error).__name__}: {reason})") from error
+        return compiled
+
+    def inputs(self, copy: int) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def compute(self, kernels: Kernels, *inputs: Any) -> Any:
+        raise NotImplementedError
+
+    def eager(self, *inputs: Any) -> Any:
+        raise NotImplementedError
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * wide.to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+
+
+class AddRmsNorm(_Fused):
+    """x and residual -> the norm of their sum, and their sum."""
+
+    name = "add_rms_norm"
+    settings: ClassVar[Mapping[str, Any]] = {"tokens": None, "hidden": 4096}
+
+    @property
+    def work(self) -> Work:
+        return Work(4 * self.shape["tokens"] * self.shape["hidden"] * self.dtype.itemsize)
+
+    def allocate(self, copies: int) -> None:
+        size = (self.shape["tokens"], self.shape["hidden"])
+        weight = self.random(self.shape["hidden"])
+        self._sets = [(self.random(*size), self.random(*size), weight) for _ in range(copies)]
+
+    def inputs(self, copy: int) -> tuple[Any, ...]:
+        return self._sets[copy]
+
+    def compute(self, kernels: Kernels, *inputs: Any) -> tuple[Tensor, Tensor]:
+        x, residual, weight = inputs
+        return kernels.add_rms_norm(Stream(x, residual, Norm(weight, EPS)))
+
+    def eager(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        x, residual, weight = inputs
+        total = residual + x
+        return _norm(total, weight), total
+
+    def error(self, output: Any) -> float:
+        expected = self.compute(TorchKernels(), *(tensor.float() for tensor in self._sets[0]))
+        return max(row_error(found, exact) for found, exact in zip(output, expected, strict=True))
+
+
+class SiluMul(_Fused):
+    """gate | up -> silu(gate) * up."""
+
+    name = "silu_mul"
+    settings: ClassVar[Mapping[str, Any]] = {"tokens": None, "inner": 4096}
+
+    @property
+    def work(self) -> Work:
+        return Work(3 * self.shape["tokens"] * self.shape["inner"] * self.dtype.itemsize)
+
+    def allocate(self, copies: int) -> None:
+        self._gate_up = [self.random(self.shape["tokens"], 2 * self.shape["inner"]) for _ in range(copies)]
+
+    def inputs(self, copy: int) -> tuple[Any, ...]:
+        return (self._gate_up[copy],)
+
+    def compute(self, kernels: Kernels, *inputs: Any) -> Tensor:
+        return kernels.silu_mul(*inputs)
+
+    def eager(self, *inputs: Any) -> Tensor:
+        gate, up = inputs[0].chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def error(self, output: Any) -> float:
+        return row_error(output, self.compute(TorchKernels(), self._gate_up[0].float()))
+
+
+class RopeAndStore(_Fused):
+    """q | k | v -> q rotated, k rotated and stored, v stored; with `qk_norm` q and k are normalised by head first."""
+
+    name = "rope_and_store"
+    settings: ClassVar[Mapping[str, Any]] = {"tokens": None, "heads": None, "qk_norm": False, "head_dim": 128}
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._q_heads, self._kv_heads = heads(self.shape["heads"], self.name)
+
+    @property
+    def work(self) -> Work:
+        """q, k and v come and go; the slot comes, and one half each of cos and sin, whose other half says the same."""
+        tokens, head_dim = self.shape["tokens"], self.shape["head_dim"]
+        a_token = 2 * (self._q_heads + 2 * self._kv_heads) * head_dim + 2 * (head_dim // 2)
+        return Work(tokens * (a_token * self.dtype.itemsize + 8))
+
+    def allocate(self, copies: int) -> None:
+        tokens, head_dim = self.shape["tokens"], self.shape["head_dim"]
+        width = (self._q_heads + 2 * self._kv_heads) * head_dim
+        cache = (2 * tokens, self._kv_heads, head_dim)
+        table = RotaryTable(RopeSpec(THETA), head_dim, 2 * tokens, self.dtype, self.device)
+        norms = [self.random(head_dim) if self.shape["qk_norm"] else None for _ in range(2)]
+        slots = 2 * torch.arange(tokens, device=self.device)  # every other one, so that a wrong slot shows
+        self._sets = []
+        for _ in range(copies):
+            cos, sin = table(torch.randperm(2 * tokens, device=self.device)[:tokens])
+            places = (slots.clone(), self.random(*cache), self.random(*cache))
+            half = head_dim // 2
+            unsigned = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)  # as transformers has it
+            self._sets.append((self.random(tokens, width), *norms, cos, sin, unsigned, *places))
+
+    def inputs(self, copy: int) -> tuple[Any, ...]:
+        return self._sets[copy]
+
+    def compute(self, kernels: Kernels, *inputs: Any) -> Tensor:
+        qkv, q_weight, k_weight, cos, sin, _, slots, keys, values = inputs
+        qk_norm = None if q_weight is None else QKNorm(q_weight, k_weight, EPS)
+        return kernels.rope_and_store(qkv, qk_norm, Places(cos, sin, slots, keys, values))
+
+    def eager(self, *inputs: Any) -> Tensor:
+        qkv, q_weight, k_weight, cos, _, sin, slots, keys, values = inputs
+        parts = qkv.unflatten(-1, (-1, self.shape["head_dim"]))
+        q, k, v = parts.split((self._q_heads, self._kv_heads, self._kv_heads), dim=1)
+        if q_weight is not None:
+            q, k = _norm(q, q_weight), _norm(k, k_weight)
+        keys.index_copy_(0, slots, _rotate(k, cos, sin))
+        values.index_copy_(0, slots, v)
+        return _rotate(q, cos, sin)
+
+    def error(self, output: Any) -> float:
+        *given, slots, keys, values = self._sets[0]
+        exact = [torch.zeros_like(side, dtype=torch.float32) for side in (keys, values)]
+        floats = (None if tensor is None else tensor.float() for tensor in given)
+        q = self.compute(TorchKernels(), *floats, slots, *exact)
+        stored = zip((keys, values), exact, strict=True)
+        error = max(row_error(output, q), *(row_error(found[slots], right[slots]) for found, right in stored))
+        for side in (keys, values):  # what the next implementation does not store itself must not be found right
+            side.normal_()
+        return error
+
+
+class Gemv(Case):
+    """x W^T with few rows of x: the time is the time to read W. `eager` is what torch calls, cuBLAS."""
+
+    name = "gemv"
+    settings: ClassVar[Mapping[str, Any]] = {"rows": None, "out": None, "in": None}
+    variants = (EAGER, TRITON)
+
+    @property
+    def work(self) -> Work:
+        rows, out, into = (self.shape[key] for key in ("rows", "out", "in"))
+        moved = (out * into + rows * (out + into)) * self.dtype.itemsize
+        return Work(moved, 2.0 * rows * out * into, "read_gb_s")
+
+    def allocate(self, copies: int) -> None:
+        rows, out, into = (self.shape[key] for key in ("rows", "out", "in"))
+        self._x = [self.random(rows, into) for _ in range(copies)]
+        self._weights = [self.random(out, into, scale=into**-0.5) for _ in range(copies)]
+
+    def implementation(self, variant: str) -> Implementation:
+        if variant == EAGER:
+            return Implementation(self._with(F.linear))
+        require_triton(self.device)
+        from mini_infer.kernels.gemv import gemv
+
+        return Implementation(self._with(gemv))
+
+    def _with(self, linear: Callable[[Tensor, Tensor], Tensor]) -> Callable[[int], Tensor]:
+        return lambda copy: linear(self._x[copy], self._weights[copy])
+
+    def error(self, output: Any) -> float:
+        return row_error(output, self._x[0].float() @ self._weights[0].float().T)

@@ -1,0 +1,97 @@
+"""Files of conf/hardware/: finds the ceilings of the machine that a run measures on, and writes those of a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from experiments.lab import schema
+from experiments.lab.measure import hardware
+from experiments.lab.measure.hardware import Ceilings, Hardware
+from experiments.lab.store import result as store
+from mini_infer.core.errors import ConfigError
+
+HEADER = """\
+# Ceilings of a machine, which floors, MBU and MFU are taken from. Written by `python run.py experiment=ceilings`.
+"""
+FOLDER = Path(__file__).resolve().parents[2] / "conf" / "hardware"
+WAY_OUT = "measure them with `python run.py experiment=ceilings`"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Exactly one of the two is set."""
+
+    ceilings: Ceilings | None
+    problem: str  # why there are none
+
+
+def find(folder: Path, chosen: Hardware, device: str, threads: int) -> Found:
+    """The ceilings that hold for a run on `device` (`cpu` or `cuda`) with so many torch threads.
+
+    Args:
+        folder: FOLDER, where the file of this machine's key is looked up.
+        chosen: what `hardware=<name>` put into the config. It counts as it is, whatever machine this is.
+
+    Raises ConfigError where the file is no hardware file.
+    """
+    if chosen.machine:
+        return _of_threads(chosen, device, threads)
+    path = folder / f"{hardware.key(device)}.yaml"
+    machine = hardware.name(device)
+    if not path.is_file():
+        return Found(None, f"no ceilings are known for {machine}: {WAY_OUT}")
+    known = read(path)
+    if known.machine != machine:
+        return Found(None, f"{path.name} holds the ceilings of {known.machine}, and this is {machine}: {WAY_OUT}")
+    return _of_threads(known, device, threads)
+
+
+def _of_threads(known: Hardware, device: str, threads: int) -> Found:
+    wanted = threads if device == "cpu" else None
+    for ceilings in known.ceilings:
+        if ceilings.threads == wanted:
+            return Found(ceilings, "")
+    of = "a GPU" if wanted is None else f"{wanted} threads"
+    return Found(None, f"no ceilings of {known.machine} are known for {of}: {WAY_OUT}" + (
+        f" measure.threads={wanted}" if wanted else ""
+    ))  # fmt: skip
+
+
+def read(path: Path) -> Hardware:
+    try:
+        return schema.build(Hardware, OmegaConf.load(path), "hardware")
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def save(path: Path, found: Hardware) -> None:
+    """Writes `found`. What the file says of the same machine with other numbers of threads stays."""
+    kept: Sequence[Ceilings] = ()
+    if path.is_file():
+        before = read(path)
+        measured = {ceilings.threads for ceilings in found.ceilings}
+        if before.machine == found.machine:
+            kept = [ceilings for ceilings in before.ceilings if ceilings.threads not in measured]
+    ceilings = sorted((*kept, *found.ceilings), key=lambda c: c.threads or 0)
+    content: dict[str, Any] = {
+        "machine": found.machine,
+        "measured": found.measured,
+        "how": found.how,
+        "ceilings": [_plain(c) for c in ceilings],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(content, sort_keys=False, width=110, allow_unicode=True)
+    store.write_atomic(path, HEADER + text)
+
+
+def _plain(ceilings: Ceilings) -> dict[str, Any]:
+    values = {key: value for key, value in asdict(ceilings).items() if value not in (None, {})}
+    return {"threads": values.pop("threads"), **values} if "threads" in values else values

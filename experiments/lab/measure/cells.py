@@ -1,0 +1,121 @@
+"""One variant at one point, and how it is measured once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from experiments.lab.judge import metrics, roofline, validity
+from experiments.lab.judge.metrics import Context, Missing
+from experiments.lab.judge.validity import Evidence
+from experiments.lab.measure.clocks import Watch
+from experiments.lab.measure.hardware import Ceilings
+from experiments.lab.measure.lending import Lending
+from experiments.lab.measure.subjects import Kind
+from experiments.lab.measure.traces import Served
+from experiments.lab.points import Point
+from experiments.lab.store.rows import ABSENT, Row
+from experiments.lab.workloads import Inputs, Workload
+from mini_infer.core.config import EngineConfig, LoadFormat
+from mini_infer.core.speculation_config import SpeculationMethod
+from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
+
+OF_WORDS = ("text",)  # workloads whose prompts mean something
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Everything that is needed to measure a variant at a point."""
+
+    variant: str
+    point: Point
+    kind: Kind
+    engine: EngineConfig
+    workload: Workload
+
+    @property
+    def where(self) -> str:
+        return f"{self.variant} {self.point.name}".strip()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """
+    Attributes:
+        drift: of the clocks, while it ran.
+    """
+
+    served: Served
+    drift: float
+
+
+def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
+    """An engine that has been warmed up on other prompts at the measured concurrency, priming of the prefix cache where
+    the workload wants it, and the timed pass."""
+    with lending.lend(cell.variant, cell.kind, cell.engine) as lent:
+        subject = lent.subject
+        if lent.used:
+            subject.forget()
+        if cell.point.name not in lent.warm_at:
+            subject.serve(inputs.warmup, cell.workload.in_flight)
+            lent.warm_at.add(cell.point.name)
+        if inputs.prime:
+            subject.serve(inputs.prime, 1)
+        gc.collect()
+        before = watch.before()
+        served = subject.serve(inputs.measured, cell.workload.in_flight)
+        return Pass(served, watch.drift_since(before))
+
+
+def context(cell: Cell, slo: metrics.SLO, ceilings: Ceilings | None, problem: str) -> Context:
+    """What the cell's metrics are measured against; `problem` says why there are no ceilings."""
+    if cell.engine.model.load_format is LoadFormat.dry:
+        return Context(slo, None, "a dry model moves no bytes")
+    if ceilings is None:
+        return Context(slo, None, problem)
+    spec = load_spec(cell.engine.model)
+    dtype = resolve_dtype(cell.engine.model, spec, resolve_device(cell.engine.model))
+    return Context(slo, lambda records: roofline.utilization(spec, dtype, records, ceilings))
+
+
+def drafts_on_made_up_prompts(cell: Cell) -> bool:
+    """Whether drafts are really verified, and that on random tokens."""
+    methods = (SpeculationMethod.none, SpeculationMethod.synthetic)
+    return cell.engine.speculation.method not in methods and cell.workload.kind not in OF_WORDS
+
+
+def rows(cell: Cell, repeat: int, names: Sequence[str], measured: Context, evidence: Evidence) -> list[Row]:
+    """One row a metric; none where a metric has no meaning for the cell (see `left_out`)."""
+    problem = validity.problem(evidence)
+    found = []
+    for name, value in metrics.measure(evidence.served, names, measured).items():
+        missing = value.reason if isinstance(value, Missing) else ""
+        if isinstance(value, Missing) and not value.applies:
+            continue
+        reason = " ".join("; ".join(part for part in (problem, missing) if part).split())  # an error may have lines
+        number = 0.0 if isinstance(value, Missing) else float(value)
+        unit = metrics.describe(name).unit
+        found.append(Row(cell.variant, cell.point.name, repeat, name, number, unit, not reason, reason))
+    return found
+
+
+def absent_rows(cell: Cell, repeat: int, names: Sequence[str], why: str) -> list[Row]:
+    """Of a peer that is not there."""
+    units = {name: metrics.describe(name).unit for name in names}
+    reason = f"{ABSENT}{why}"
+    return [Row(cell.variant, cell.point.name, repeat, name, 0.0, unit, False, reason) for name, unit in units.items()]
+
+
+def left_out(names: Sequence[str], measured: Context, served: Served) -> list[str]:
+    """Why metrics have no meaning for this pass, a line a reason."""
+    why: dict[str, list[str]] = {}
+    for name, value in metrics.measure(served, names, measured).items():
+        if isinstance(value, Missing) and not value.applies:
+            why.setdefault(value.reason, []).append(metrics.describe(name).label)
+    return [
+        f"{'; '.join(labels)}: left out, because {reason}"
+        if len(labels) > 1
+        else f"{labels[0]} is left out, because {reason}"
+        for reason, labels in why.items()
+    ]

@@ -1,0 +1,186 @@
+"""Drives an engine through a workload on schedule, and notes what came of every request.
+
+Two kinds of request, which may be mixed:
+    closed loop   no arrival time: the next one arrives when there is a place among `concurrency` in flight
+    open loop     it arrives at its scheduled time, however many are in flight, and its latency starts then
+
+A request that follows another one (multi-turn) arrives `think_s` after that answer's last token, with that prompt and
+the tokens that were really generated in front of its own. It is closed loop or open as its conversation's first one.
+
+The engine runs in this thread, so a request can only be handed over between two steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from experiments.lab.measure.schedule import Schedule
+from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.workloads import Item
+from mini_infer import LLMEngine, SamplingParams
+from mini_infer.core.errors import RequestError
+from mini_infer.core.plan import StepRecord
+from mini_infer.core.request import RequestOutput
+
+Sleep = Callable[[float], None]
+
+
+class Drive:
+    """One pass. Prompts and parameters are made before the clock starts."""
+
+    def __init__(self, engine: LLMEngine, items: Sequence[Item], salt: str, sleep: Sleep) -> None:
+        self._engine = engine
+        self._items = items
+        self._salt = salt
+        self._sleep = sleep
+        self._prompts = [list(item.prompt) for item in items]
+        self._params = [SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True) for item in items]
+        self._index_of = {self._name(index): index for index in range(len(items))}
+        self._sent: dict[int, tuple[float, float | None, float]] = {}  # arrival, sent, could_send
+        self._traces: dict[int, RequestTrace] = {}
+        self._last_error = ""
+
+    def _name(self, index: int) -> str:
+        return f"{self._items[index].name or 'request'}-{index}"
+
+    def run(self, concurrency: int) -> Served:
+        engine = self._engine
+        records: list[StepRecord] = []
+        observe = records.append
+        engine.observers.append(observe)
+        try:
+            start = engine.clock()
+            self._loop(Schedule(self._items, start, concurrency), start)
+            end = engine.clock()
+        finally:
+            engine.observers.remove(observe)
+        traces = tuple(self._traces[index] for index in range(len(self._items)))
+        return Served(traces, min((trace.arrival for trace in traces), default=start), end, tuple(records))
+
+    def _loop(self, schedule: Schedule, returned: float) -> None:
+        """`returned` is when the engine last gave control back; what is due later than that waits for the client."""
+        engine, clock = self._engine, self._engine.clock
+        failures = 0
+        while len(self._traces) < len(self._items):
+            arrived = schedule.due(clock())
+            for index, arrival in arrived:
+                returned = self._send(schedule, index, arrival, returned)
+            due = schedule.next_due()
+            if engine.has_unfinished_requests():
+                try:
+                    outputs, failures = engine.step(), 0
+                except Exception as error:
+                    failures += 1
+                    if failures > len(self._items):  # each should have ended a request
+                        raise
+                    outputs, self._last_error = [], f"{type(error).__name__}: {error}"
+                returned = clock()
+                for output in outputs:
+                    if output.finished:
+                        self._end(schedule, output)
+            elif due is not None:
+                self._sleep(max(0.0, due - clock()))
+            elif not arrived:  # else the engine has refused all that arrived, and others may take their places
+                raise RuntimeError("the engine has nothing to do, and requests are missing")
+
+    def _send(self, schedule: Schedule, index: int, arrival: float, could_send: float) -> float:
+        """Hands a request over. Returns when the engine had taken it."""
+        engine, item = self._engine, self._items[index]
+        sent = engine.clock()
+        on_schedule = not schedule.is_closed(index)
+        self._sent[index] = (arrival, sent if on_schedule else None, could_send)
+        try:
+            engine.add_request(
+                self._prompts[index],
+                self._params[index],
+                request_id=self._name(index),
+                priority=item.priority,
+                arrival_time=arrival,
+                cache_salt=self._salt,
+                stream=False,
+            )
+        except RequestError as error:
+            self._fail(schedule, index, str(error))
+        return engine.clock()
+
+    def _end(self, schedule: Schedule, output: RequestOutput) -> None:
+        index = self._index_of[output.request_id]
+        completion = output.outputs[0]
+        assert completion.metrics is not None
+        metrics, tokens = completion.metrics, tuple(completion.token_ids)
+        arrival, sent, could_send = self._sent[index]
+        error = self._why(completion.finish_reason)
+        item = self._items[index]
+        self._traces[index] = RequestTrace(
+            prompt_tokens=len(output.prompt_token_ids),
+            asked_tokens=item.output_tokens,
+            arrival=arrival,
+            token_times=metrics.token_times,
+            token_ids=tokens,
+            cached_tokens=metrics.num_cached_tokens,
+            request_id=self._name(index),
+            name=item.name,
+            sent=sent,
+            could_send=could_send,
+            first_scheduled=metrics.first_scheduled_time,
+            preemptions=metrics.num_preemptions,
+            shared_tokens=item.shared_tokens,
+            error=error,
+        )
+        if error:
+            self._drop_followers(schedule, index)
+            return
+        for follower in schedule.ended(index, metrics.token_times[-1]):
+            self._prompts[follower] = [*self._prompts[index], *tokens, *self._prompts[follower]]
+
+    def _why(self, reason: object) -> str:
+        """Why a request ended, if not as it should have."""
+        name = getattr(reason, "value", reason)
+        if name == "error":
+            return self._last_error or "the engine could not finish it"
+        return "it was aborted" if name == "abort" else ""
+
+    def _fail(self, schedule: Schedule, index: int, why: str) -> None:
+        arrival, sent, could_send = self._sent[index]
+        self._traces[index] = self._unserved(index, arrival, why, sent, could_send)
+        self._drop_followers(schedule, index)
+
+    def _drop_followers(self, schedule: Schedule, index: int) -> None:
+        now = self._engine.clock()
+        for follower in schedule.lose(index):
+            self._traces[follower] = self._unserved(follower, now, "the request that it follows has no answer")
+
+    def _unserved(
+        self, index: int, arrival: float, why: str, sent: float | None = None, could_send: float | None = None
+    ) -> RequestTrace:
+        item = self._items[index]
+        return RequestTrace(
+            prompt_tokens=len(self._prompts[index]),
+            asked_tokens=item.output_tokens,
+            arrival=arrival,
+            token_times=(),
+            token_ids=(),
+            request_id=self._name(index),
+            name=item.name,
+            sent=sent,
+            could_send=could_send,
+            error=why,
+        )
+
+
+def drive(
+    engine: LLMEngine,
+    items: Sequence[Item],
+    concurrency: int,
+    *,
+    salt: str = "",
+    sleep: Sleep = time.sleep,
+) -> Served:
+    """Serves `items` greedily, each with exactly its output length.
+
+    Args:
+        concurrency: places of the closed loop; open-loop requests take none.
+        salt: passes with different salts share no cached prefixes.
+    """
+    return Drive(engine, items, salt, sleep).run(concurrency)

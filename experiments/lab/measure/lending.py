@@ -1,0 +1,83 @@
+"""Who serves a pass: a fresh engine or peer, or the one that its variant keeps from the first pass to the last."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from experiments.lab.measure.subjects import EngineSubject, Kind, Subject, open_subject
+from experiments.lab.peers.pool import Lease, Peers
+from mini_infer.core.config import EngineConfig
+
+
+@dataclass
+class Lent:
+    """
+    Attributes:
+        used: it has served a pass.
+        warm_at: names of the points whose warm-up it has served.
+    """
+
+    subject: Subject
+    used: bool = False
+    warm_at: set[str] = field(default_factory=set)
+
+
+class Lending:
+    """
+    Args:
+        keep: what was opened for a variant stays open, whatever else runs meanwhile, until `close`. Its settings may
+            then not change.
+        peers: those that have processes of their own.
+
+    Attributes:
+        about: of each variant, its peer's version and settings (of one whose settings differ between points, several),
+            or what its first engine turned out to be.
+    """
+
+    def __init__(self, keep: bool, peers: Peers) -> None:
+        self._keep = keep
+        self._peers = peers
+        self._kept: dict[str, Lent] = {}
+        self.about: dict[str, list[dict[str, Any]]] = {}
+
+    @contextmanager
+    def lend(self, variant: str, kind: Kind, config: EngineConfig) -> Iterator[Lent]:
+        lent = self._kept.get(variant)
+        if lent is None or not _lives(lent.subject):
+            lent = Lent(self._open(kind, config))
+        elif isinstance(lent.subject, EngineSubject):
+            # Whatever was opened since its last turn has emptied the allocator.
+            lent.subject.reserve_memory()
+        about = self.about.setdefault(variant, [])
+        told = lent.subject.about
+        if told and told not in about and not (about and kind is Kind.engine):  # which takes another time to start
+            about.append(dict(told))
+        if self._keep:
+            self._kept[variant] = lent
+        try:
+            yield lent
+            lent.used = True
+        finally:
+            if not self._keep:
+                lent.subject.close()
+
+    def close(self) -> None:
+        while self._kept:
+            self._kept.popitem()[1].subject.close()
+
+    def _open(self, kind: Kind, config: EngineConfig) -> Subject:
+        if torch.cuda.is_initialized():  # an engine sizes its KV memory by what is free
+            gc.collect()
+            torch.cuda.empty_cache()
+        return self._peers.open(kind, config) or open_subject(kind, config)
+
+
+def _lives(subject: Subject) -> bool:
+    """A peer's process may have been stopped to make room for another's."""
+    return not isinstance(subject, Lease) or subject.process.alive

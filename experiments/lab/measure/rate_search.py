@@ -1,0 +1,160 @@
+"""The highest rate of arrivals at which the requests keep their SLO, found by bisection while the run measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from experiments.lab.judge import metrics
+from experiments.lab.measure.cells import Cell
+from experiments.lab.points import Point
+from experiments.lab.store.rows import Row
+from experiments.lab.workloads import Inputs
+from mini_infer.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from experiments.lab.measure.session import Session
+
+RATE = "workload.rate_per_s"
+FOUND = "slo_rate_rps"  # the metric that a search gives
+KEPT = "slo_share"  # and the one that it looks at
+MOST_STEPS = 8
+ATTEMPTS = 3  # at a pass that does not count, because the client fell behind, say
+
+
+@dataclass(frozen=True)
+class RateSearch:
+    """
+    Attributes:
+        low_per_s, high_per_s: the range of rates; without it nothing is searched.
+        share: of the requests, which must keep every bound of experiment.slo.
+        steps: passes of each search. The range holds 2 ** steps - 1 rates, each above the last by the same factor.
+        at: settings of its points beside the rate, such as {workload.arrivals: poisson}.
+    """
+
+    low_per_s: float | None = None
+    high_per_s: float | None = None
+    share: float = 0.9
+    steps: int = 4
+    at: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.low_per_s is None) != (self.high_per_s is None):
+            raise ConfigError("experiment.search needs both low_per_s and high_per_s, or neither")
+        if self.low_per_s is not None and self.high_per_s is not None and not 0 < self.low_per_s < self.high_per_s:
+            raise ConfigError(
+                f"experiment.search: low_per_s={self.low_per_s:g} must be above 0 and below high_per_s="
+                f"{self.high_per_s:g}"
+            )
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"experiment.search.share must be above 0 and at most 1, got {self.share}")
+        if not 2 <= self.steps <= MOST_STEPS:
+            raise ConfigError(f"experiment.search.steps must be from 2 to {MOST_STEPS}, got {self.steps}")
+        if RATE in self.at:
+            raise ConfigError(f"experiment.search.at must not give {RATE}, which is what is searched")
+
+    @property
+    def rates(self) -> list[float]:
+        """Rounded, so that they can be named; empty where nothing is searched."""
+        if self.low_per_s is None or self.high_per_s is None:
+            return []
+        last = 2**self.steps - 2
+        spread = self.high_per_s / self.low_per_s
+        return [float(f"{self.low_per_s * spread ** (index / last):.4g}") for index in range(last + 1)]
+
+    @property
+    def points(self) -> list[Point]:
+        """One a rate."""
+        return [Point(f"search at {rate:g}/s", {**self.at, RATE: rate}) for rate in self.rates]
+
+    @property
+    def result(self) -> list[Point]:
+        """Where what is found stands; none where nothing is searched."""
+        return [Point("search", dict(self.at), {"search": "result"})] if self.rates else []
+
+
+def bisect(count: int, meets: Callable[[int], bool]) -> int:
+    """The last of 0 .. count - 1 that meets, where all before it do; -1 where none does. 2 ** n - 1 take n tries."""
+    low, high = -1, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if meets(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class Undecided(Exception):
+    """A pass does not count, so that nobody knows where to go on."""
+
+
+class Searches:
+    """The searches of a run: one a variant and repeat.
+
+    Attributes:
+        visited: names of the points that were measured.
+    """
+
+    def __init__(
+        self,
+        settings: RateSearch,
+        cells: Mapping[tuple[str, str], Cell],
+        labels: Mapping[str, str],
+        inputs: Callable[[Point], Inputs],
+    ) -> None:
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        self.visited: set[str] = set()
+        self._settings = settings
+        self._cells = cells
+        self._labels = labels
+        self._inputs = inputs
+
+    def round(self, session: Session, repeat: int) -> None:
+        for variant in session.order(repeat):
+            self._search(session, variant, repeat)
+
+    def _search(self, session: Session, variant: str, repeat: int) -> None:
+        settings, points = self._settings, self._settings.points
+        shares: dict[int, float] = {}
+
+        def meets(index: int) -> bool:
+            point = points[index]
+            self.visited.add(point.name)
+            why = ""
+            for _ in range(ATTEMPTS):
+                rows = session.alone(self._cells[variant, point.name], self._inputs(point), repeat, why)
+                kept = next(row for row in reversed(rows) if row.metric == KEPT)
+                why = kept.reason
+                if kept.valid:
+                    break
+            else:
+                raise Undecided(f"the pass at {settings.rates[index]:g}/s does not count: {why}")
+            shares[index] = kept.value
+            return kept.value >= settings.share
+
+        value, reason = 0.0, ""
+        try:
+            found = bisect(len(points), meets)
+        except Undecided as why:
+            reason = str(why)
+        else:
+            if found >= 0:
+                value = settings.rates[found]
+            else:
+                reason = f"not even {settings.rates[0]:g}/s met the SLO ({100 * shares[0]:.0f} % of the requests did)"
+            self.notes.append(f"{self._labels[variant]}, search {repeat + 1}: {self._bracket(found, shares)}.")
+        unit = metrics.describe(FOUND).unit
+        (at,) = settings.result
+        self.rows.append(Row(variant, at.name, repeat, FOUND, value, unit, not reason, reason))
+
+    def _bracket(self, found: int, shares: Mapping[int, float]) -> str:
+        rates = self._settings.rates
+        told = [
+            f"{100 * shares[index]:.0f} % of the requests kept the SLO at {rates[index]:g}/s"
+            for index in (found, found + 1)
+            if 0 <= index < len(rates)
+        ]
+        return " and ".join(told) + (", the end of the range" if len(told) == 1 else "")

@@ -1,0 +1,134 @@
+"""Everything that is alive while an ablation measures: its engines, the clocks, and what has been found so far."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.lab.ablation_spec import AblationSpec
+from experiments.lab.judge import stats, validity
+from experiments.lab.measure import cells, hardware, profile_pass
+from experiments.lab.measure.cells import Cell, Pass
+from experiments.lab.measure.clocks import Watch
+from experiments.lab.measure.lending import Lending
+from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
+from experiments.lab.measure.subjects import EngineSubject, Kind
+from experiments.lab.peers.base import PeerAbsent, PeerError
+from experiments.lab.peers.pool import Peers
+from experiments.lab.peers.settings import PeerSettings
+from experiments.lab.points import Point
+from experiments.lab.show.progress import Steps
+from experiments.lab.store.ledger import Key, Ledger, Terms
+from experiments.lab.store.rows import Row
+from experiments.lab.workloads import Inputs
+
+ATTEMPTS = 3  # at a pass, where the machine changes its speed
+
+
+class Session:
+    def __init__(
+        self,
+        terms: Terms,
+        measured: Mapping[Key, Cell],
+        repeats: int,
+        steps: Steps,
+        spec: AblationSpec,
+        peers: PeerSettings,
+    ) -> None:
+        self.ledger = Ledger(terms)
+        self.profiles: list[StepProfile] = []
+        self.kernels: list[KernelRow] = []
+        self.profile_rows: list[Row] = []
+        self.notes: list[str] = []
+        self._labels = terms.labels
+        self._cells = measured
+        self._repeats = repeats
+        self._steps = steps
+        self._idle_wanted = "gpu_idle_share" in spec.metrics
+        self._peers = Peers(peers)
+        self._lending = Lending(spec.keep_engines, self._peers)
+        self._absent: dict[str, str] = {}  # variant -> why
+        device = next(iter(measured.values())).engine.model.device
+        self._watch = Watch(hardware.resolve(device))
+
+    def round(self, repeat: int, point: Point, inputs: Inputs) -> None:
+        """All variants at one point, once. The rows of a peer that is not there, or has failed in this round or one
+        before it, say why."""
+        passes = []
+        for cell in self._at(point, repeat):
+            try:
+                self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
+                passes.append((cell, self._steady(cell, inputs)))
+            except (PeerAbsent, PeerError) as lost:
+                if len(self._absent) + 1 == len(self._labels):
+                    raise  # there is nothing else to measure
+                why, _, log = str(lost).partition("\n")
+                if isinstance(lost, PeerError):
+                    print(log, file=sys.stderr)
+                    why = f"it has failed, and is not asked again: {why}"
+                self._absent[cell.variant] = why
+                self.notes.append(f"{self._labels[cell.variant]} is absent: {why}.")
+        absent_cells = [(self._cells[variant, point.name], why) for variant, why in self._absent.items()]
+        self.ledger.enter(repeat, passes, absent_cells)
+
+    def profile(self, repeat: int, point: Point, inputs: Inputs) -> None:
+        """Of the first repeat the kernels are kept, of all of them how long the GPU waited."""
+        for cell in self._at(point, repeat):
+            self._next(cell, f"profile {repeat + 1}")
+            if cell.kind is not Kind.engine:
+                continue
+            try:
+                with self._lending.lend(cell.variant, cell.kind, cell.engine) as lent:
+                    assert isinstance(lent.subject, EngineSubject)
+                    items = inputs.measured[: cell.workload.in_flight]
+                    found, kernels = profile_pass.profile_decode(lent.subject.engine, items, cell.variant, point.name)
+            except NoProfile as why:
+                self.notes.append(f"{self._labels[cell.variant]}: no decode step was profiled, because {why}.")
+                continue
+            if repeat == 0:
+                self.profiles.append(found)
+                self.kernels += kernels
+            if self._idle_wanted:
+                self.profile_rows.append(
+                    Row(cell.variant, point.name, repeat, "gpu_idle_share", found.idle_share, "")
+                )  # fmt: skip
+
+    def order(self, repeat: int) -> list[str]:
+        """The variants that are there, in the order of this repeat."""
+        return [v for v in stats.abba(list(self._labels), repeat) if v not in self._absent]
+
+    def alone(self, cell: Cell, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:
+        """One variant at one point, once; returns its rows, those of repeated attempts first. `again` says why it is
+        measured once more."""
+        if again:
+            self._steps.again(again)
+        else:
+            self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
+        self.ledger.enter(repeat, [(cell, self._steady(cell, inputs))])
+        return self.ledger.rounds[-1].rows
+
+    @property
+    def peers(self) -> dict[str, tuple[dict[str, Any], ...]]:
+        """Variant -> version and settings of its peer."""
+        return {variant: tuple(about) for variant, about in self._lending.about.items() if about}
+
+    def close(self) -> None:
+        try:
+            self._lending.close()
+        finally:
+            self._peers.close()
+
+    def _at(self, point: Point, repeat: int) -> list[Cell]:
+        return [self._cells[variant, point.name] for variant in self.order(repeat)]
+
+    def _next(self, cell: Cell, what: str) -> None:
+        self._steps.next(f"{self._labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
+
+    def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
+        """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
+        passes = [cells.serve(cell, inputs, self._watch, self._lending)]
+        while passes[-1].drift > validity.MAX_DRIFT and len(passes) < ATTEMPTS:
+            self._steps.again(f"the machine's speed changed by {100 * passes[-1].drift:.3g} %")
+            passes.append(cells.serve(cell, inputs, self._watch, self._lending))
+        return passes

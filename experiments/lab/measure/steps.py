@@ -1,0 +1,99 @@
+"""Step by step: one pass of every engine variant, kept for the timeline and the trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from experiments.lab.measure.traces import Served
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One step of the engine. Token counts and queues as in mini_infer.core.plan.StepRecord."""
+
+    variant: str
+    point: str
+    step: int  # from the pass's first one on
+    start_s: float  # from the pass's start
+    duration_s: float
+    prefill_tokens: int
+    decode_tokens: int
+    num_running: int
+    num_prefilling: int
+    num_waiting: int
+    num_swapped: int
+    kv_total_blocks: int
+    kv_used_blocks: int
+    kv_cached_blocks: int
+    kv_used_slots: int
+    kv_reserved_slots: int
+    prefix_hit_tokens: int
+    evictions: int
+    preempted: tuple[str, ...]  # request names
+    finished: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RequestRow:
+    """One request. Times in seconds from the pass's start; None for what never happened."""
+
+    variant: str
+    point: str
+    request: str  # as in StepRow.preempted and .finished
+    name: str  # its class in the workload
+    arrival_s: float
+    first_scheduled_s: float | None
+    first_token_s: float | None
+    end_s: float | None
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    preemptions: int
+
+
+def step_rows(variant: str, point: str, served: Served) -> list[StepRow]:
+    return [
+        StepRow(
+            variant=variant,
+            point=point,
+            step=step,
+            start_s=record.start_time - served.start,
+            duration_s=record.end_time - record.start_time,
+            prefill_tokens=record.prefill_tokens,
+            decode_tokens=record.decode_tokens,
+            num_running=record.num_running,
+            num_prefilling=record.num_prefilling,
+            num_waiting=record.num_waiting,
+            num_swapped=record.num_swapped,
+            kv_total_blocks=record.kv.total_blocks,
+            kv_used_blocks=record.kv.used_blocks,
+            kv_cached_blocks=record.kv.cached_blocks,
+            kv_used_slots=record.kv.used_slots,
+            kv_reserved_slots=record.kv.reserved_slots,
+            prefix_hit_tokens=record.prefix_hit_tokens,
+            evictions=record.evictions,
+            preempted=record.preempted,
+            finished=record.finished,
+        )
+        for step, record in enumerate(served.records)
+    ]
+
+
+def request_rows(variant: str, point: str, served: Served) -> list[RequestRow]:
+    return [
+        RequestRow(
+            variant=variant,
+            point=point,
+            request=trace.request_id,
+            name=trace.name,
+            arrival_s=trace.arrival - served.start,
+            first_scheduled_s=None if trace.first_scheduled is None else trace.first_scheduled - served.start,
+            first_token_s=trace.token_times[0] - served.start if trace.token_times else None,
+            end_s=trace.token_times[-1] - served.start if trace.token_times else None,
+            prompt_tokens=trace.prompt_tokens,
+            output_tokens=len(trace.token_ids),
+            cached_tokens=trace.cached_tokens,
+            preemptions=trace.preemptions,
+        )
+        for trace in served.requests
+    ]

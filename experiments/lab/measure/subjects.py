@@ -1,0 +1,147 @@
+"""What can be measured: the engine, or a peer that serves the same requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from experiments.lab.measure.driver import drive
+from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.memory import MemoryWatch
+from experiments.lab.measure.traces import Served
+from experiments.lab.workloads import Item
+from mini_infer import LLMEngine
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import ConfigError
+from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
+from mini_infer.speculative.policy.costs import StepCosts
+
+__all__ = ["EngineSubject", "Kind", "Subject", "open_subject", "require_servable"]
+
+
+class Subject(Protocol):
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """A peer's version and settings; of an engine on a GPU what it chose, fell back to, and took to start."""
+        ...
+
+    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
+        """Greedy tokens for every item, in the items' order. Requests of the closed loop: at most `concurrency` in
+        flight."""
+        ...
+
+    def forget(self) -> None:
+        """What comes finds nothing in a prefix cache of what came before."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EngineSubject:
+    """One engine. Whatever it has cached stays from pass to pass, until it is to forget it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.engine = LLMEngine(config)
+        self._step_costs = _measured_costs(self.engine)
+        self.about = _facts(self.engine.startup)
+        self._memory = MemoryWatch(config)
+        self._salt = ""
+        self._forgot = 0  # times
+
+    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
+        self._memory.start()
+        served = drive(self.engine, items, concurrency, salt=self._salt)
+        return replace(
+            served,
+            peak_memory=self._memory.peak(served.records),
+            memory_growth=self._memory.growth(),
+            step_costs=self._step_costs,
+        )
+
+    def forget(self) -> None:
+        """The blocks stay until they are needed, as in a server that has run for a while; nobody can hit them."""
+        self._forgot += 1
+        self._salt = f"after {self._forgot}"
+
+    def reserve_memory(self) -> None:
+        self.engine.executor.reserve_memory()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _measured_costs(engine: LLMEngine) -> StepCosts | None:
+    """What steps cost by rows and drafts; None without speculation."""
+    if not engine.config.speculation.most:
+        return None
+    costs = engine.executor.step_costs()
+    engine.core.reset()
+    return costs
+
+
+def _facts(startup: StartupReport) -> dict[str, Any]:
+    """On a CPU the run's config says all of it."""
+    if startup.device == "cpu":
+        return {}
+    return {
+        "prompts": startup.attention_prefill,
+        "decode rows": startup.attention_decode,
+        "kernels": startup.kernels,
+        "sampler": startup.sampler,
+        "overlap": "on" if startup.overlap else "off",
+        "CUDA graphs": _captured(startup.graphs, "batch sizes"),
+        "CUDA graphs of steps with prompts": _captured(startup.prefill_graphs, "numbers of tokens"),
+        **_speculation(startup),
+        "weights": f"{startup.weight_bytes / 2**30:.2f} GiB",
+        "KV": f"{startup.num_kv_blocks:,} blocks, {startup.kv_bytes / 2**30:.2f} GiB",
+        "started in": f"{startup.seconds:.1f} s",
+    }
+
+
+def _speculation(startup: StartupReport) -> dict[str, Any]:
+    if startup.speculation == "none":
+        return {}
+    return {
+        "speculation": startup.speculation,
+        "CUDA graphs of steps with drafts": _captured(startup.draft_graphs, "numbers of tokens"),
+        "draft model": f"{startup.draft_weight_bytes / 2**30:.2f} GiB, KV {startup.draft_kv_bytes / 2**30:.2f} GiB",
+    }
+
+
+def _captured(report: CaptureReport, sizes: str) -> str:
+    largest = max(report.batch_sizes, default=0)
+    captured = f"of {len(report.batch_sizes)} {sizes} up to {largest}"
+    cost = f"{report.seconds:.1f} s, {report.memory_bytes / 2**20:,.0f} MiB"
+    return "; ".join([*([f"{captured} ({cost})"] if report.batch_sizes else []), *report.limits])
+
+
+def open_subject(kind: Kind, config: EngineConfig) -> Subject:
+    """In this process; peers/pool.py knows those that have their own."""
+    if kind is Kind.hf:
+        from experiments.lab.peers.hf import HFGenerate  # it imports all of transformers
+
+        return HFGenerate(config.model)
+    if kind is Kind.hf_continuous:
+        from experiments.lab.peers.hf_continuous import HFContinuous
+
+        return HFContinuous(config)
+    return EngineSubject(config)
+
+
+def require_servable(kind: Kind, items: Sequence[Item], variant: str) -> None:
+    """Raises ConfigError where a peer cannot do what the workload asks."""
+    if kind in (Kind.engine, Kind.vllm, Kind.served, Kind.http):
+        return
+    asks = {
+        "requests that follow others": any(item.follows is not None for item in items),
+        "priorities": any(item.priority for item in items),
+    }
+    if kind is Kind.hf:
+        asks["arrival times (an open loop)"] = any(item.arrival_s is not None for item in items)
+    for what, asked in asks.items():
+        if asked:
+            raise ConfigError(
+                f"experiment.variants.{variant}: the kind {kind.value} cannot serve {what}, which the workload has. "
+                "Choose another workload, or leave this variant out"
+            )

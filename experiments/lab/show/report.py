@@ -1,0 +1,123 @@
+"""Reports: `reports/<experiment>.md` with its figures, and the index. Made from result files alone, so that rebuilding
+them changes no byte."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from experiments.lab.show import plots, profile_plot, timeline, wording
+from experiments.lab.show.answer import answer, flags, judgements
+from experiments.lab.show.gate_words import gate_lines
+from experiments.lab.show.grids import SCREEN, Sheet
+from experiments.lab.show.pages import FIGURES, MARK, figure_name, index_page, profile_name, report_page, steps_name
+from experiments.lab.store import result as store
+from experiments.lab.store.result import Result, StoreError
+
+INDEX = "README.md"
+SCREEN_ROWS = 24  # of tables on a terminal
+
+
+def rebuild(results: Path, reports: Path, only: str | None = None) -> list[Path]:
+    """Writes the report of every experiment with results (or of `only` one), and the index, which comes last; removes
+    reports and figures that it made earlier and whose results are gone.
+
+    Raises StoreError where a result file (of `only`, if given) is damaged, after all that can be made is made."""
+    found, damaged = _read(results)
+    if not found and not damaged:
+        raise StoreError(f"{results} holds no results yet: run an experiment first")
+    written = []
+    for experiment, group in groupby(found, key=lambda r: r.info.experiment):
+        if only in (None, experiment):
+            missing = [path for path in damaged if path.parts[0] == experiment]
+            written.append(_write(reports, experiment, list(group), missing))
+    if only is None:
+        _remove_stale(reports, {r.info.experiment for r in found} | {path.parts[0] for path in damaged})
+    reports.mkdir(parents=True, exist_ok=True)
+    store.write_atomic(reports / INDEX, index_page(found, damaged))
+    errors = [str(error) for path, error in damaged.items() if only in (None, path.parts[0])]
+    if errors:
+        raise StoreError("\n".join(["reports were made without these results:", *errors]))
+    return [*written, reports / INDEX]
+
+
+def figure_paths(reports: Path, result: Result) -> list[Path]:
+    """The figures that the report of this run shows."""
+    names = [
+        *(plot.name for plot in result.info.plots),
+        *(steps_name(point) for point in timeline.points(result)),
+        *(profile_name(point) for point in profile_plot.points(result)),
+    ]
+    return [reports / FIGURES / figure_name(result.info, name) for name in names]
+
+
+def summary(result: Result) -> str:
+    """The answer, the verdicts and the tables they rest on, for the terminal."""
+    info = result.info
+    lines = [_wrapped(f"{flag}", "  ! ") for flag in flags(result)]
+    lines.append(_wrapped(answer(result), "  "))
+    named = list(dict.fromkeys(claim.metric for claim in info.claims)) or list(info.metrics)[:1]
+    grids = Sheet(result).grids(named)
+    shown = grids if sum(len(grid.rows) for grid in grids) <= SCREEN_ROWS else Sheet(result).grids(named[:1])
+    lines += ["", *(textwrap.indent(grid.text(), "  ") + "\n" for grid in shown)]
+    for claim, verdict, figure in gate_lines(info):
+        lines.append(_wrapped(f"{claim}: {figure}", f"  {verdict:>12}  ", 16))
+    for j in judgements(result):
+        figure = wording.measured(j, info) + (f" ({j.reason})" if j.reason else "")
+        text = f"{wording.claim(j.claim, info)}; measured {figure}"
+        lines.append(_wrapped(text, f"  {j.verdict.value:>12}  ", 16))
+    return "\n".join(lines)
+
+
+def _read(results: Path) -> tuple[list[Result], dict[Path, StoreError]]:
+    """All results that can be read, in the reports' order, and why others (paths below `results`) cannot."""
+    found: list[Result] = []
+    damaged: dict[Path, StoreError] = {}
+    for path in sorted(results.glob("*/*/*.json")):
+        try:
+            found.append(store.read(path))
+        except StoreError as error:
+            damaged[path.relative_to(results)] = error
+    return store.in_order(found), damaged
+
+
+def _write(reports: Path, experiment: str, results: Sequence[Result], damaged: Sequence[Path]) -> Path:
+    (reports / FIGURES).mkdir(parents=True, exist_ok=True)
+    drawn: dict[str, bytes] = {}
+    for result in results:
+        for plot in result.info.plots:
+            drawn[figure_name(result.info, plot.name)] = plots.draw(plot, result)
+        for point, picture in timeline.draw(result).items():
+            drawn[figure_name(result.info, steps_name(point))] = picture
+        for point, picture in profile_plot.draw(result).items():
+            drawn[figure_name(result.info, profile_name(point))] = picture
+    for name, picture in drawn.items():
+        store.write_atomic(reports / FIGURES / name, picture)
+    path = reports / f"{experiment}.md"
+    store.write_atomic(path, report_page(results, damaged))
+    if not damaged:
+        for old in (reports / FIGURES).glob("*.png"):
+            if old.name not in drawn and plots.made_for(old) == experiment:
+                old.unlink()
+    return path
+
+
+def _remove_stale(reports: Path, known: Collection[str]) -> None:
+    """What carries our mark and is of no `known` experiment; one whose results cannot be read is known, too."""
+    for path in reports.glob("*.md"):
+        if path.name != INDEX and path.stem not in known and _is_ours(path):
+            path.unlink()
+    for path in (reports / FIGURES).glob("*.png"):
+        owner = plots.made_for(path)
+        if owner is not None and owner not in known:
+            path.unlink()
+
+
+def _is_ours(path: Path) -> bool:
+    return path.read_bytes().startswith(MARK.encode())
+
+
+def _wrapped(text: str, start: str, indent: int = 2) -> str:
+    return textwrap.fill(text, SCREEN, initial_indent=start, subsequent_indent=" " * indent)

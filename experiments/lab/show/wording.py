@@ -1,0 +1,98 @@
+"""Numbers and claims in words, the same in tables, figures and on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.lab.judge.claims import Claim, Judgement
+from experiments.lab.judge.stats import Estimate
+from experiments.lab.store.result import Provenance, RunInfo
+
+
+def number(value: float) -> str:
+    """Three significant digits, or more where they stand before the point: 12,345  123  12.3  1.23  0.00123; and
+    whole numbers as what they are."""
+    size = abs(value)
+    if size >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 1:
+        return f"{value:.2f}"
+    return f"{value:#.3g}"
+
+
+def interval(estimate: Estimate, suffix: str = "") -> str:
+    """`1.52x [1.48, 1.60]`"""
+    middle = f"{number(estimate.median)}{suffix}"
+    if estimate.low is None or estimate.high is None:
+        return middle
+    return f"{middle} [{number(estimate.low)}, {number(estimate.high)}]"
+
+
+def share(value: float) -> str:
+    """`97.3 %`, and `100 %` only where nothing is missing"""
+    return "100 %" if value == 1 else f"{min(100 * value, 99.9):.3g} %"
+
+
+def cell(text: str) -> str:
+    """`text` inside a markdown table."""
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def settings(values: Mapping[str, Any], inside: str = "") -> str:
+    """`kind trace, rate_per_s 4, cut.requests 100`: nested keys are joined by dots, what is not set is left out."""
+    parts = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            parts.append(settings(value, f"{inside}{key}."))
+        elif value not in (None, "", [], ()):
+            shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            parts.append(f"{inside}{key} {number(shown) if isinstance(shown, float) else shown}")
+    return ", ".join(part for part in parts if part)
+
+
+def commit(origin: Provenance) -> str:
+    if origin.commit is None:
+        return "no commit"
+    tree = {True: "clean tree", False: "with uncommitted changes", None: "not known whether the tree was clean"}
+    return f"commit {origin.commit[:12]}, {tree[origin.clean]}"
+
+
+def claim(claim: Claim, info: RunInfo) -> str:
+    """`output tokens per second of mini-infer at concurrency=8: at least 1.5x that of transformers`"""
+    metric = info.metrics[claim.metric]
+    subject = f"{metric.label} of {info.variants[claim.variant]}" if len(info.variants) > 1 else metric.label
+    at = f" at {claim.point}" if claim.point else ""
+    side = "at least" if claim.bound.is_floor else "at most"
+    if claim.upper is not None:
+        return f"{subject}{at}: from {number(claim.value)} to {number(claim.upper)} {metric.unit}".rstrip()
+    if not claim.bound.is_ratio:
+        return f"{subject}{at}: {side} {number(claim.value)} {metric.unit}".rstrip()
+    if claim.reference_variant != claim.variant:
+        reference = f"that of {info.variants[str(claim.reference_variant)]}"
+    else:
+        reference = f"that at {claim.reference_point}"
+    return f"{subject}{at}: {side} {number(claim.value)}x {reference}"
+
+
+def measured(judgement: Judgement, info: RunInfo) -> str:
+    if judgement.estimate is None:
+        return "-"
+    bound = judgement.claim.bound
+    unit = "" if bound.is_ratio else f" {info.metrics[judgement.claim.metric].unit}"
+    return interval(judgement.estimate, "x" if bound.is_ratio else "") + unit.rstrip()
+
+
+def device(info: RunInfo) -> str:
+    """`AMD EPYC, 2 cores, 2 torch threads, 23 GiB RAM`"""
+    facts = info.provenance.device
+    parts = []
+    if "gpu" in facts:
+        parts.append(f"{facts['gpu']} ({facts['gpu_memory_gib']} GiB, driver {facts['driver']}, CUDA {facts['cuda']})")
+    threads = facts["torch_threads"]
+    parts.append(f"{facts['cpu']}, {facts['cores']} cores, {threads} torch thread{'s' if threads != 1 else ''}")
+    if facts.get("ram_gib") is not None:
+        parts.append(f"{number(facts['ram_gib'])} GiB RAM")
+    return ", ".join(parts)

@@ -1,0 +1,134 @@
+"""What an ablation has found so far, round by round: rows, comparisons of tokens, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from experiments.lab.judge import validity
+from experiments.lab.judge.gate import Comparison, Gate, compare, gate
+from experiments.lab.judge.metrics import Context
+from experiments.lab.judge.validity import Evidence
+from experiments.lab.measure import cells
+from experiments.lab.measure.cells import Cell, Pass
+from experiments.lab.measure.steps import RequestRow, StepRow, request_rows, step_rows
+from experiments.lab.measure.subjects import Kind
+from experiments.lab.store.rows import Row
+from mini_infer.core.config import LoadFormat
+
+Key = tuple[str, str]  # variant, point
+Tokens = Sequence[Sequence[int]]  # of each request
+
+
+@dataclass(frozen=True)
+class Round:
+    """All variants at one point, once."""
+
+    rows: list[Row] = field(default_factory=list)
+    comparisons: dict[Key, Comparison] = field(default_factory=dict)  # with the baseline
+    tokens: dict[Key, Tokens] = field(default_factory=dict)
+    steps: list[StepRow] = field(default_factory=list)
+    requests: list[RequestRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What passes are judged by.
+
+    Attributes:
+        labels: of the variants, for notes.
+        exact: whether greedy tokens must be the same in all repeats.
+        timeline: the point whose steps are kept; None: no point's.
+    """
+
+    metrics: Sequence[str]
+    baseline: str
+    labels: Mapping[str, str]
+    contexts: Mapping[Key, Context]
+    vocab_size: int
+    exact: bool
+    timeline: str | None
+
+
+class Ledger:
+    """A round is entered whole: what stops a run in the middle of one leaves nothing of it."""
+
+    def __init__(self, terms: Terms) -> None:
+        self._terms = terms
+        self.rounds: list[Round] = []
+
+    def enter(
+        self, repeat: int, passes: Sequence[tuple[Cell, Sequence[Pass]]], absent: Sequence[tuple[Cell, str]] = ()
+    ) -> None:
+        """Of several attempts at a cell the last one counts; the rows of the others are kept, and are invalid.
+
+        Args:
+            absent: what could not be measured, and why.
+        """
+        found = Round()
+        baseline = next(((c, attempts[-1]) for c, attempts in passes if c.variant == self._terms.baseline), None)
+        for cell, attempts in passes:
+            for measured in attempts:
+                self._judge(found, repeat, cell, measured)
+            requests = attempts[-1].served.requests
+            if not all(request.tells_tokens for request in requests):
+                label = self._terms.labels[cell.variant]
+                found.notes.append(f"{label}: its tokens are not compared, because it does not tell their ids.")
+                continue
+            found.tokens[cell.variant, cell.point.name] = [r.token_ids for r in requests]
+            if baseline is None or not all(r.tells_tokens for r in baseline[1].served.requests):
+                continue
+            if _weights(cell) == _weights(baseline[0]):
+                self._compare(found, cell, attempts[-1], baseline[1])
+            else:
+                found.notes.append(
+                    f"{self._terms.labels[cell.variant]}: its tokens are not compared with the baseline's, because the "
+                    "random weights of the two differ."
+                )
+            if repeat == 0 and cell.kind is Kind.engine and cell.point.name == self._terms.timeline:
+                found.steps.extend(step_rows(cell.variant, cell.point.name, attempts[-1].served))
+                found.requests.extend(request_rows(cell.variant, cell.point.name, attempts[-1].served))
+        for cell, why in absent:
+            found.rows.extend(cells.absent_rows(cell, repeat, self._terms.metrics, why))
+        self.rounds.append(found)
+
+    def tokens(self, key: Key) -> Tokens | None:
+        """Of the first repeat."""
+        return next((r.tokens[key] for r in self.rounds if key in r.tokens), None)
+
+    def gates(self, keys: Sequence[Key], needed_share: float) -> list[Gate]:
+        """Of those that have been measured."""
+        gates = []
+        for variant, point in keys:
+            key = (variant, point)
+            comparisons = [r.comparisons[key] for r in self.rounds if key in r.comparisons]
+            if comparisons:
+                gates.append(gate(variant, point, comparisons, needed_share))
+        return gates
+
+    def _judge(self, found: Round, repeat: int, cell: Cell, measured: Pass) -> None:
+        terms, served = self._terms, measured.served
+        key = (cell.variant, cell.point.name)
+        against, label = terms.contexts[key], terms.labels[cell.variant]
+        first = self.tokens(key) if terms.exact else None
+        evidence = Evidence(served, terms.vocab_size, measured.drift, first, cells.drafts_on_made_up_prompts(cell))
+        found.rows.extend(cells.rows(cell, repeat, terms.metrics, against, evidence))
+        found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
+        caches = cell.kind in (Kind.engine, Kind.vllm, Kind.served) and cell.engine.cache.prefix_caching
+        few = validity.few_hits(served, caches)
+        if few:
+            at = f" at {cell.point.name}" if cell.point.name else ""
+            found.notes.append(f"{label}{at}, repeat {repeat + 1}: {few}.")
+
+    def _compare(self, found: Round, cell: Cell, measured: Pass, expected: Pass) -> None:
+        key = (cell.variant, cell.point.name)
+        reference = [request.token_ids for request in expected.served.requests]
+        found.comparisons[key] = compare(reference, found.tokens[key])
+
+
+def _weights(cell: Cell) -> str:
+    """Whose weights it has: of random ones vLLM makes its own, and transformers gets the engine's. A server elsewhere
+    is asked for the same model, but who knows what random weights it has."""
+    own = cell.kind in (Kind.vllm, Kind.http) and cell.engine.model.load_format is LoadFormat.dummy
+    return "its own" if own else "the engine's"

@@ -1,0 +1,313 @@
+"""The result store: `<run>.csv` with the numbers and `<run>.json` with all that is needed to understand them.
+
+    results/<experiment>/<hardware>/<run>.csv            one row per (variant, point, repeat, metric)
+                                    <run>.json           config, command, commit, versions, device, gates, claims, ...
+                                    <run>.steps.csv      one row per engine step, and
+                                    <run>.requests.csv   one per request, of one point: where the experiment asks for it
+                                    <run>.profile.csv    one per kernel of a decode step: likewise
+
+The JSON names each table's row count and SHA-256, so a file that was cut short or edited is found out. All are written
+beside their places first and then renamed into them, so that a disk that fills up costs no earlier result; numbers are
+rounded once, when written, so rewriting changes no byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from experiments.lab.judge.claims import Claim
+from experiments.lab.judge.gate import ErrorGate, Gate
+from experiments.lab.judge.metrics import Metric
+from experiments.lab.measure.profile import KernelRow, StepProfile
+from experiments.lab.measure.steps import RequestRow, StepRow
+from experiments.lab.spec import PlotSpec
+from experiments.lab.store import tables
+from experiments.lab.store.rows import Row
+from mini_infer.core.errors import MiniInferError
+
+FORMAT = 2
+COMPLETE = "complete"
+REMARKS = ".remarks.md"  # ends the name of a file beside a run's, which no run writes
+INCOMPLETE = "-incomplete"  # ends the name of a run that may not replace a complete one
+AGAIN = "run the experiment again, or restore all its files"
+ROW_TYPES: dict[str, type] = {  # by the ending of the file's name
+    ".csv": Row,
+    ".steps.csv": StepRow,
+    ".requests.csv": RequestRow,
+    ".profile.csv": KernelRow,
+}
+
+
+class StoreError(MiniInferError, ValueError):
+    """A result file that cannot be read or written."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A real prompt and the text that some variants, alike, generated for it."""
+
+    variants: tuple[str, ...]
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a result comes from."""
+
+    command: str
+    started: str  # ISO 8601, UTC
+    seconds: float
+    commit: str | None  # None outside a git repository, or before its first commit
+    clean: bool | None  # whether the tree equalled the commit, results/ and reports/ aside
+    versions: dict[str, str]
+    device: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Everything about a run that is not a number in its CSV. Lists are in the order of the report."""
+
+    experiment: str
+    hardware: str
+    run: str  # "default", or what was overridden
+    title: str
+    question: str
+    method: str
+    baseline: str | None
+    variants: dict[str, str]  # name -> label
+    points: dict[str, dict[str, Any]]  # name -> settings
+    metrics: dict[str, Metric]
+    claims: tuple[Claim, ...]
+    gates: tuple[Gate, ...]
+    samples: tuple[Sample, ...]
+    plots: tuple[PlotSpec, ...]
+    code: tuple[str, ...]
+    limits: tuple[str, ...]
+    provenance: Provenance
+    config: dict[str, Any]
+    status: str = COMPLETE  # or "incomplete: <why, and what is kept>"
+    workload: dict[str, Any] = field(default_factory=dict)  # how the requests were made
+    ceilings: dict[str, Any] | None = None  # what this hardware can do at most, as measured; None: not known
+    original: str = ""  # the original project's figure
+    target: str = ""  # the figure to reach or beat
+    notes: tuple[str, ...] = ()  # what a reader should know, and what invalidates nothing
+    error_gates: tuple[ErrorGate, ...] = ()
+    profiles: tuple[StepProfile, ...] = ()
+    procedure: str = ""  # how a measurement begins, where not with a fresh engine
+    peers: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)  # variant -> version and settings
+
+    @property
+    def every_gate(self) -> tuple[Gate | ErrorGate, ...]:
+        return (*self.gates, *self.error_gates)
+
+    def fails(self, variant: str, point: str) -> bool:
+        """Whether a gate speaks against the variant's figures at the point."""
+        return any(gate.covers(variant, point) and not gate.passed for gate in self.every_gate)
+
+
+@dataclass(frozen=True)
+class Result:
+    info: RunInfo
+    rows: tuple[Row, ...]
+    steps: tuple[StepRow, ...] = ()
+    requests: tuple[RequestRow, ...] = ()
+    kernels: tuple[KernelRow, ...] = ()  # of the profiled decode steps
+    remarks: str = ""  # written by hand in <run>.remarks.md: what stands behind these rows, as markdown
+
+
+def run_name(overrides: Sequence[str]) -> str:
+    """`default`, or the overrides made safe for a file name; different overrides never share a name."""
+    if not overrides:
+        return "default"
+    text = ",".join(sorted(overrides))
+    safe = re.sub(r"[^A-Za-z0-9_.=,+-]+", "_", text)
+    if safe == text and len(safe) <= 120 and not safe.startswith("."):
+        return safe
+    return f"{safe[:100].lstrip('.')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def write_run(root: Path, result: Result) -> Path:
+    """As `write`; but an incomplete run does not replace a complete one: it is stored beside it, under another name,
+    until the run is complete again."""
+    info = result.info
+    beside = replace(result, info=replace(info, run=f"{info.run}{INCOMPLETE}"))
+    folder = root / info.experiment / info.hardware
+    if info.status != COMPLETE and _is_complete(folder / f"{info.run}.json"):
+        return write(root, beside)
+    path = write(root, result)
+    for ending in (".json", REMARKS, *ROW_TYPES):
+        (folder / f"{beside.info.run}{ending}").unlink(missing_ok=True)
+    return path
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        return read(path).info.status == COMPLETE
+    except StoreError:
+        return False
+
+
+def write(root: Path, result: Result) -> Path:
+    """Replaces the run's files and returns the JSON's path. Raises StoreError; the earlier files are whole then.
+
+    Remarks go: they were about the rows that went."""
+    info = result.info
+    folder = root / info.experiment / info.hardware
+    path = folder / f"{info.run}.json"
+    texts = {ending: tables.to_csv(ROW_TYPES[ending], rows) for ending, rows in _rows_of(result).items()}
+    document = {
+        "format": FORMAT,
+        "tables": {ending: {"rows": len(rows), "sha256": _sha256(texts[ending])}
+                   for ending, rows in _rows_of(result).items()},
+        **_jsonable(info),
+    }  # fmt: skip
+    files: dict[Path, str | bytes] = {_table_path(path, ending): text for ending, text in texts.items()}
+    files[path] = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(files)
+        for ending in ROW_TYPES.keys() - texts.keys():
+            _table_path(path, ending).unlink(missing_ok=True)  # of an earlier run that stored more
+        _table_path(path, REMARKS).unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"the results of {info.experiment} cannot be written to {folder}: {error}") from error
+    return path
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """A reader sees the old file or the new one, never half of it."""
+    _replace({path: data})
+
+
+def _replace(files: Mapping[Path, str | bytes]) -> None:
+    """Writes all of them beside their places before it touches the first."""
+    made = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
+    try:
+        for path, temporary in made.items():
+            data = files[path]
+            temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        for path, temporary in made.items():
+            temporary.replace(path)
+    finally:
+        for temporary in made.values():
+            temporary.unlink(missing_ok=True)
+
+
+def read(path: Path) -> Result:
+    """Reads `<run>.json` and the tables beside it. Raises StoreError where one is damaged or of another version."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise StoreError(f"{path} is cut short or damaged ({error}): {AGAIN}") from error
+    found = document.get("format") if isinstance(document, dict) else None
+    if found != FORMAT:
+        raise StoreError(f"{path} has format {found!r}; this version reads format {FORMAT}. {AGAIN.capitalize()}")
+    try:
+        stated = document.pop("tables")
+        del document["format"]
+        rows = {ending: _read_table(path, ending, stated[ending]) for ending in ROW_TYPES if ending in stated}
+        info: RunInfo = _from_json(RunInfo, document)
+        others: list[Any] = [rows.get(ending, ()) for ending in ROW_TYPES if ending != ".csv"]
+        result, written = Result(info, rows[".csv"], *others), _table_path(path, REMARKS)
+        return replace(result, remarks=written.read_text(encoding="utf-8").strip()) if written.exists() else result
+    except StoreError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise StoreError(f"{path} is not a result file ({error!r}): {AGAIN}") from error
+
+
+def _read_table(path: Path, ending: str, stated: Mapping[str, Any]) -> tuple[Any, ...]:
+    table = _table_path(path, ending)
+    try:
+        text = table.read_text(encoding="utf-8")  # universal newlines: a checkout may have changed them
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"{table} cannot be read ({error}): {AGAIN}") from error
+    if _sha256(text) != stated["sha256"]:
+        lines = max(text.count("\n") - 1, 0)
+        raise StoreError(f"{table} is not the one that {path.name} was written with: it has {lines} of "
+                         f"{stated['rows']} rows, or other ones; {AGAIN}")  # fmt: skip
+    return tables.from_csv(ROW_TYPES[ending], text)
+
+
+def _rows_of(result: Result) -> dict[str, Sequence[Any]]:
+    """The tables that are stored, by the ending of their file's name."""
+    every: dict[str, Sequence[Any]] = {
+        ".csv": result.rows,
+        ".steps.csv": result.steps,
+        ".requests.csv": result.requests,
+        ".profile.csv": result.kernels,
+    }
+    return {ending: rows for ending, rows in every.items() if rows or ending == ".csv"}
+
+
+def _table_path(path: Path, ending: str) -> Path:
+    return path.with_name(path.name.removesuffix(".json") + ending)
+
+
+def read_all(root: Path) -> list[Result]:
+    """Every result under `root`: experiments and hardware by name, each one's default run first."""
+    return in_order([read(path) for path in root.glob("*/*/*.json")])
+
+
+def in_order(results: Sequence[Result]) -> list[Result]:
+    key = lambda r: (r.info.experiment, r.info.hardware, r.info.run != "default", r.info.run)  # noqa: E731
+    return sorted(results, key=key)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _jsonable(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _jsonable(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float):
+        return tables.rounded(value) if math.isfinite(value) else str(value)  # JSON has no NaN
+    return value
+
+
+# Fields that older runs have, and what they say in all of them.
+_RETIRED = (("Gate", "logprob_error", None), ("Gate", "allowed_error", None))
+
+
+def _from_json(hint: Any, value: Any) -> Any:
+    """`value` as the type `hint`: dataclasses, enums, tuples and dicts of them, optionals."""
+    if is_dataclass(hint):
+        cls = typing.cast(type, hint)
+        hints = typing.get_type_hints(cls)
+        value = {name: item for name, item in value.items() if (cls.__name__, name, item) not in _RETIRED}
+        unknown = sorted(set(value) - set(hints))
+        if unknown:
+            raise ValueError(f"unknown fields {unknown}")
+        return cls(**{name: _from_json(hints[name], item) for name, item in value.items()})
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(value)
+    if hint is float and isinstance(value, str):
+        return float(value)
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return tuple(_from_json(arguments[0], item) for item in value)
+    if typing.get_origin(hint) is dict:
+        return {key: _from_json(arguments[1], item) for key, item in value.items()}
+    if type(None) in arguments:
+        return None if value is None else _from_json(arguments[0], value)
+    return value
