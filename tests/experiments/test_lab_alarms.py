@@ -7,7 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments import ablation
-from experiments.lab.judge.claims import Verdict, judge, ratio
+from experiments.lab.judge import stats
+from experiments.lab.judge.claims import Verdict, judge
 from experiments.lab.measure import clocks, subjects
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Table
@@ -117,7 +118,7 @@ def alarms(compose_config, runs):
         variants = {"base": 0.3, "same": 0.3}
         _, measured = findings(compose_config, variants, [], "workload.output_tokens=8", seed=seed)
         table = Table(measured.rows)
-        interval = ratio(table.values("same", "", "tpot_ms"), table.values("base", "", "tpot_ms"))
+        interval = stats.ratio(table.values("same", "", "tpot_ms"), table.values("base", "", "tpot_ms"))
         found += not interval.low <= 1 <= interval.high
     return found
 

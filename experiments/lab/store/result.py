@@ -1,6 +1,6 @@
 """The result store: `<run>.csv` with the numbers and `<run>.json` with all that is needed to understand them.
 
-    results/<experiment>/<hardware>/<run>.csv            one row per (variant, point, repeat, metric)
+    results/<experiment>/<hardware>/<run>.csv            one row per (variant, point, repeat, process, metric)
                                     <run>.json           config, command, commit, versions, device, gates, claims, ...
                                     <run>.steps.csv      one row per engine step, and
                                     <run>.requests.csv   one per request, of one point: where the experiment asks for it
@@ -32,6 +32,7 @@ from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.steps import RequestRow, StepRow
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store import tables
+from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import MiniInferError
 
@@ -106,6 +107,8 @@ class RunInfo:
     profiles: tuple[StepProfile, ...] = ()
     procedure: str = ""  # how a measurement begins, where not with a fresh engine
     peers: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)  # variant -> version and settings
+    processes: tuple[ProcessInfo, ...] = ()  # empty in results older than they are, which were made by one
+    aa: str | None = None  # the variant that is the baseline a second time, in `variants`; None: it was measured once
 
     @property
     def every_gate(self) -> tuple[Gate | ErrorGate, ...]:

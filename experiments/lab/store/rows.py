@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ABSENT = "absent: "  # begins the reason of a row whose peer is not there
+Turn = tuple[int, int]  # process, repeat
 
 
 @dataclass(frozen=True)
 class Row:
-    """`metric` of `variant` at `point` in one repeat. An invalid row is kept with its reason, and never counted."""
+    """`metric` of `variant` at `point` in one repeat of one process. An invalid row is kept with its reason, and never
+    counted."""
 
     variant: str
     point: str
     repeat: int
+    process: int = field(default=0, kw_only=True)
     metric: str
     value: float
     unit: str
@@ -29,11 +32,12 @@ class Row:
 
 class Table:
     def __init__(self, rows: Sequence[Row]) -> None:
-        self._values: dict[tuple[str, str, str], dict[int, float]] = {}
+        self._values: dict[tuple[str, str, str], dict[Turn, float]] = {}
         for row in rows:
             if row.valid:
-                self._values.setdefault((row.variant, row.point, row.metric), {})[row.repeat] = row.value
+                turns = self._values.setdefault((row.variant, row.point, row.metric), {})
+                turns[row.process, row.repeat] = row.value
 
-    def values(self, variant: str, point: str, metric: str) -> dict[int, float]:
-        """Valid values by repeat."""
+    def values(self, variant: str, point: str, metric: str) -> dict[Turn, float]:
+        """Valid values by process and repeat; stats.absolute and stats.ratio take them."""
         return self._values.get((variant, point, metric), {})
