@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 ABSENT = "absent: "  # begins the reason of a row whose peer is not there
+NOT_SHOWN = "not shown: "  # begins the reason of a row whose sample does not support a value
 Turn = tuple[int, int]  # process, repeat
 
 
@@ -28,6 +29,11 @@ class Row:
     def is_absent(self) -> bool:
         """Nobody tried to measure it, so nothing is wrong with it."""
         return self.reason.startswith(ABSENT)
+
+    @property
+    def is_fault(self) -> bool:
+        """Something went wrong; else an invalid row tells of what is absent, or of too few samples."""
+        return not self.valid and not self.reason.startswith((ABSENT, NOT_SHOWN))
 
 
 class Table:
