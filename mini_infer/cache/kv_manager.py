@@ -253,7 +253,10 @@ class KVManager:
         return Transfer(self._num_transfers, to_host, pairs)
 
     def _transfer_of(self, request: Request) -> _UnderWay | None:
-        return next((parked for parked in self._under_way.values() if parked.request is request), None)
+        for parked in self._under_way.values():
+            if parked.request is request:
+                return parked
+        return None
 
     def _park_table(self, request: Request, parked: _UnderWay) -> None:
         """The request gives up its device blocks, but the transfer does not."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
@@ -105,27 +105,34 @@ class EngineCore:
         """Runs one step. An error of the executor ends the requests of its plan and is raised; one in the bookkeeping
         ends all of them."""
         start = self.clock()
-        with _on_error(self._start_over):
+        executing: StepPlan | None = None  # what the executor is at
+        try:
             evictions = self.scheduler.kv.num_evictions
             plan = self.scheduler.schedule(start)
             kv, evictions = self.scheduler.usage(), self.scheduler.kv.num_evictions - evictions
-        planned = self.clock()
-        if not plan.empty:
-            with _on_error(lambda: self._give_up(plan)):
+            planned = self.clock()
+            if not plan.empty:
+                executing = plan
                 self._in_flight.append(_InFlightStep(plan, self.executor.launch(plan), kv, evictions))
-        waits = self.executor.overlap and not plan.empty  # for the step after it, unless there is none
-        step = self._in_flight.popleft() if len(self._in_flight) > waits else None
-        result = StepResult([])
-        if step:
-            with _on_error(lambda: self._give_up(step.plan)):
+                executing = None
+            waits = self.executor.overlap and not plan.empty  # for the step after it, unless there is none
+            step = self._in_flight.popleft() if len(self._in_flight) > waits else None
+            result = StepResult([])
+            if step:
+                executing = step.plan
                 result = self.executor.collect(step.handle)
-        executed = self.clock()
-        with _on_error(self._start_over):
+            executing, executed = None, self.clock()
             updates = self.scheduler.update(step.plan, result, executed) if step else []
             endings = self._outputs.process(updates, result)
             for request, reason, stop, _ in endings:
                 self.scheduler.finish(request, reason, stop)
             self._outputs.post([request for request, _, _ in updates])
+        except BaseException:
+            if executing is None:
+                self._start_over()
+            else:
+                self._give_up(executing)
+            raise
         if not self.scheduler.num_unfinished:
             self.drop_in_flight()
         end = self.clock()
@@ -224,16 +231,6 @@ class _Laps:
         self.schedule_s += schedule_s
         self.execute_s += execute_s
         self.update_s += update_s
-
-
-@contextlib.contextmanager
-def _on_error(clean_up: Callable[[], None]) -> Iterator[None]:
-    """Cleans up after what went wrong, and then raises it."""
-    try:
-        yield
-    except BaseException:
-        clean_up()
-        raise
 
 
 def _nothing(step: int) -> StepPlan:

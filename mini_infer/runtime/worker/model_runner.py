@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -61,8 +60,7 @@ class NoTransfers:
         return ()
 
 
-@dataclass(frozen=True, eq=False)
-class LaunchedStep:
+class LaunchedStep(NamedTuple):
     """A step in flight. Its tokens and log-probabilities are on their way to the host, and are there when `done` has
     happened."""
 
@@ -145,7 +143,7 @@ class Runner:
         done = self.graphs.run(descriptor, drafted.logits)
         sampled = Samples.of(plan)
         real = real_tokens(plan.counts, descriptor.query_len) if descriptor.query_len > 1 else None
-        logprobs = self._rows.resample(done, sampled, real, sampled.index(plan.masks), drafted.logits)
+        logprobs = self._rows.resample(done, sampled, real, sampled.by_place(plan.masks), drafted.logits)
         if done.tokens_and_drafts is not None:
             return self._launched(
                 plan, done.tokens_and_drafts, sampled=sampled, real=real, logprobs=logprobs, drafting=drafted.time
@@ -167,11 +165,13 @@ class Runner:
         step = self._states.build(plan, sampled, sources)
         hidden = self._model.forward(step)
         history, compute_logits = self._states.history, self._model.compute_logits
-        of_prompts = prompt_logprobs(plan, hidden, history, self._sampler.vocab_size, compute_logits)
+        of_prompts: Sequence[RowLogprobs] = ()
+        if plan.prompt_logprobs:
+            of_prompts = prompt_logprobs(plan, hidden, history, self._sampler.vocab_size, compute_logits)
         if not len(sampled.rows):
             return self._launched(plan, prompt_logprobs=of_prompts, drafting=drafted.time)
         logits = compute_logits(step.sampled(hidden))
-        masks = sampled.index(plan.masks)
+        masks = sampled.by_place(plan.masks)
         token_ids, logprobs = self._sampler.sample(
             logits, step, sampled.req_indices, sampled.positions, history, masks, drafted.logits
         )

@@ -130,10 +130,12 @@ class RequestStates:
         sampled = sampled or Samples.of(plan)
         req_indices, starts, counts = np.array(plan.req_indices), np.array(plan.starts), np.array(plan.counts)
         seq_lens, query_starts = starts + counts, np.concatenate(([0], np.cumsum(counts)))
-        row = np.repeat(np.arange(len(req_indices)), counts)  # [T]: the row each token belongs to
-        positions = np.arange(len(row)) - query_starts[row] + starts[row]
-        tokens_before = query_starts[sampled.rows] + sampled.positions - 1 - starts[sampled.rows]
-        numbers = [req_indices, seq_lens, query_starts, req_indices[row], positions]
+        shifts = (
+            starts - query_starts[:-1]
+        )  # [R]: of each row, from a token's place in the step to that in its sequence
+        positions = np.arange(query_starts[-1]) + np.repeat(shifts, counts)
+        tokens_before = sampled.positions - 1 - shifts[sampled.rows]
+        numbers = [req_indices, seq_lens, query_starts, np.repeat(req_indices, counts), positions]
         numbers += [tokens_before, sampled.req_indices, sampled.positions]
         most_samples = 1
         if plan.num_drafts:
@@ -291,7 +293,7 @@ class RequestStates:
         return row_kernels
 
 
-def small_growths(plan: StepPlan) -> list[Growth]:
+def small_growths(plan: StepPlan) -> Sequence[Growth]:
     """The plan's growths where each is a request's only one, and by one block; else none. They fit into packed rows."""
     growths = plan.growths
     small = all(len(blocks) == 1 for _, _, blocks in growths) and len({g.req_index for g in growths}) == len(growths)
