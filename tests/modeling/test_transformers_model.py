@@ -20,7 +20,7 @@ from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.modeling.loader import load_model, load_spec, outline
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.modeling.transformers_model import TransformersModel
-from mini_infer.runtime.probe import probe_batch
+from experiments.lab.judge.probe import probe_batch
 
 CPU = torch.device("cpu")
 LENGTH = 45

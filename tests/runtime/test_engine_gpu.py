@@ -16,7 +16,7 @@ from integrity import check_scheduler
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import AttentionConfig, GraphsConfig, KernelChoice, ModelConfig, When
 from mini_infer.core.errors import ConfigError
-from mini_infer.runtime.probe import probe_batch, probe_logits
+from experiments.lab.judge.probe import probe_batch, probe_logits
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import transformers
 from integrity import check_scheduler
 
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
-from mini_infer.runtime.probe import probe_batch, probe_logits
+from experiments.lab.judge.probe import probe_batch, probe_logits
 
 VOCAB = 200
 MAX_LEN = 128

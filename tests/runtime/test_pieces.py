@@ -17,7 +17,7 @@ from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.modeling.loader import load_spec
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.pieces import PiecewiseGraphs, graph_bytes, token_ladder
-from mini_infer.runtime.probe import probe_logits
+from experiments.lab.judge.probe import probe_logits
 from mini_infer.runtime.worker.step_input import Samples
 
 SHAPE = {

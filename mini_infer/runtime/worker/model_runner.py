@@ -13,51 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mini_infer.core.plan import NO_DRAFT, StepPlan, StepResult, Transfer
+from mini_infer.core.plan import NO_DRAFT, StepPlan, StepResult
 from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs
 from mini_infer.runtime.sampling.logprobs import Logprobs, RowLogprobs, prompt_logprobs
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.worker.request_states import RequestStates, small_growths
 from mini_infer.runtime.worker.row_step import RowStep, real_tokens
-from mini_infer.runtime.worker.step_input import IntArray, Samples, StepInput
+from mini_infer.runtime.worker.step_input import IntArray, Samples
 from mini_infer.speculative.draft_model import Drafter, Stopwatch
 
-
-class StepModel(Protocol):
-    """A model together with its KV memory."""
-
-    def forward(self, step: StepInput) -> Tensor:
-        """Computes the step's tokens and returns a hidden state for each, [T, ...]."""
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, ...] -> [N, vocab_size]"""
-
-
-class Transfers(Protocol):
-    """Who copies blocks between the device and the host: cache/transfer.py's KVTransfer, or the dry model."""
-
-    def start(self, transfer: Transfer) -> None:
-        """Queues the copies behind what the device was given so far."""
-
-    def poll(self, wait: bool = False) -> tuple[int, ...]:
-        """Ids of transfers that have ended since the last call; where it is to wait, of all that were started."""
-
-
-class NoTransfers:
-    """There is no host memory to copy to."""
-
-    def start(self, transfer: Transfer) -> None:
-        raise AssertionError(f"{transfer} without host memory")
-
-    def poll(self, wait: bool = False) -> tuple[int, ...]:
-        return ()
+if TYPE_CHECKING:  # it is handed them
+    from mini_infer.cache.transfer import KVTransfer
+    from mini_infer.runtime.executor.dry_model import DryModel
+    from mini_infer.runtime.worker.torch_model import TorchModel
 
 
 class LaunchedStep(NamedTuple):
@@ -78,6 +53,9 @@ class LaunchedStep(NamedTuple):
 class Runner:
     """
     Args:
+        model: with its KV memory: `forward(StepInput)` gives a hidden state [T, ...] for each of the step's tokens, and
+            `compute_logits` takes [N, ...] of them to [N, vocab_size].
+        transfers: copies blocks to the host and back, as cache/transfer.py does; None: there is no host memory.
         drafter: makes drafts on the device.
         rate: at which drafts are accepted, whatever the target says (RowStep).
         follows: a step may be launched before the drafts of the one before it are read, whose rows must therefore go
@@ -90,17 +68,17 @@ class Runner:
 
     def __init__(
         self,
-        model: StepModel,
+        model: TorchModel | DryModel,
         states: RequestStates,
         sampler: Sampler,
-        transfers: Transfers | None = None,
+        transfers: KVTransfer | DryModel | None = None,
         drafter: Drafter | None = None,
         rate: float | None = None,
         follows: bool = False,
         threads: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._model, self._states, self._sampler = model, states, sampler
-        self._transfers = transfers or NoTransfers()
+        self._transfers = transfers
         self._drafter = drafter or Drafter()
         self._follows = follows
         self._threads = threads
@@ -115,6 +93,7 @@ class Runner:
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         for transfer in plan.transfers:
+            assert self._transfers is not None, f"{transfer} without host memory"
             self._transfers.start(transfer)
         self._drafter.plan(plan)
         params = [self._sampler.admit(a.req_index, a.params, a.seed, a.prompt_len, a.stop_ids) for a in plan.admissions]
@@ -234,7 +213,8 @@ class Runner:
                 own.append(entry)
         of_prompts = {part.row: part.finish() for part in launched.prompt_logprobs}
         draft_s = 0.0 if launched.drafting is None else launched.drafting.read()
-        return StepResult(tokens, logprobs, of_prompts, draft_s, self._transfers.poll(wait=not tokens))
+        ended = () if self._transfers is None else self._transfers.poll(wait=not tokens)
+        return StepResult(tokens, logprobs, of_prompts, draft_s, ended)
 
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
         """Puts another token where the next step reads it."""
