@@ -76,7 +76,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.kv = kv
-        self._watermark_blocks = int(watermark * kv.num_blocks) if kv.requests_grow else 0
+        self._watermark_blocks = int(watermark * kv.num_blocks) if kv.least_blocks == 1 else 0  # where requests grow
         self._drafts = DraftPlanner(config, kv, speculator or NoSpeculation(), follows, self._watermark_blocks)
         self._by_priority = config.policy is Policy.priority
         self._static = config.batching is Batching.static

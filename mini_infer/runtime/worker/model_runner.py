@@ -218,8 +218,7 @@ class Runner:
 
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
         """Puts another token where the next step reads it."""
-        token = torch.tensor([token_id], device=self._states.device)
-        self._states.overwrite(np.array([req_index]), np.array([position]), token)
+        self._states.history[req_index, position] = token_id
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:

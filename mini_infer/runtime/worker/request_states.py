@@ -290,11 +290,6 @@ class RequestStates:
         """Writes tokens [S] behind their rows' tokens."""
         self._flat.index_copy_(0, step.places, token_ids.int())
 
-    def overwrite(self, req_indices: IntArray, positions: IntArray, token_ids: Tensor) -> None:
-        """Puts other tokens [S], on the state's device, behind the first positions [S] tokens of the requests [S]."""
-        places = self.send(req_indices * self.width + positions)[0].long()
-        self._flat.index_copy_(0, places, token_ids.int())
-
     @cached_property
     def _kernels(self) -> ModuleType:
         if self.device.type != "cuda":
