@@ -244,9 +244,11 @@ def _tile(head_pad: int, itemsize: int, max_queries: int, shared_memory: int) ->
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may use; on a CPU it does not matter."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0  # type: ignore[attr-defined]
+def shared_memory(device: torch.device) -> int | None:
+    """Bytes that a program may use; None on a CPU, where it does not matter."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined,no-any-return]
 
 
 def paged_prefill(
@@ -294,7 +296,7 @@ def paged_prefill(
         return out
     group, head_pad = num_heads // num_kv_heads, max(triton.next_power_of_2(head_dim), 16)
     rows = seq_lens.shape[0]
-    tile = _tile(head_pad, q.element_size(), max_query_len * group, _shared_memory(q.device))
+    tile = _tile(head_pad, q.element_size(), max_query_len * group, shared_memory(q.device) or 0)
     _paged_prefill_kernel[((tokens * group // tile.block_m + rows) * num_kv_heads,)](
         q, keys, values, out, block_tables, query_starts, seq_lens, window, scale * math.log2(math.e), rows,
         block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
