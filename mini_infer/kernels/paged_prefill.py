@@ -248,7 +248,7 @@ def shared_memory(device: torch.device) -> int | None:
     """Bytes that a program may use; None on a CPU, where it does not matter."""
     if device.type != "cuda":
         return None
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined,no-any-return]
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def paged_prefill(
