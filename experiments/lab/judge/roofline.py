@@ -168,18 +168,18 @@ def floor_s(cost: Cost, ceilings: Ceilings) -> float:
     return floor(cost, ceilings).seconds
 
 
-def utilization(
-    spec: ModelSpec, dtype: torch.dtype, records: Iterable[StepRecord], ceilings: Ceilings
-) -> Utilization | None:
+def floors(spec: ModelSpec, dtype: torch.dtype, records: Iterable[StepRecord], ceilings: Ceilings) -> list[Floor]:
+    return [floor(cost(spec, dtype, record), ceilings) for record in records]
+
+
+def utilization(records: Sequence[StepRecord], floors: Sequence[Floor]) -> Utilization | None:
     """MBU, MFU and the mean floor of a pass; None where it has no steps.
 
     A step's time is all of it, scheduling included: what the host adds is part of the gap to the floor.
     """
-    steps: Sequence[StepRecord] = list(records)
-    seconds = sum(record.end_time - record.start_time for record in steps)
-    if not steps or seconds <= 0:
+    seconds = sum(record.end_time - record.start_time for record in records)
+    if not records or seconds <= 0:
         return None
-    floors = [floor(cost(spec, dtype, record), ceilings) for record in steps]
     return Utilization(
         mbu=sum(f.memory_s for f in floors) / seconds,
         mfu=sum(f.compute_s for f in floors) / seconds,

@@ -60,7 +60,7 @@ class Worker:
         self.device = resolve_device(config.model)
         self._phase = Phases(partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else None)
         with self._phase("choose kernels"):
-            self._kernels = select_kernels(config.model.kernels, self.device)
+            self._kernels = select_kernels(config.model.kernels, self.device, config.numerics)
         uncapturable = None if self._kernels.name == "triton" else "torch"  # the sampler that goes with the kernels
         with self._phase("choose attention"):
             self.target = ServedModel.plan(config, config.model, self.device, uncapturable)
@@ -227,6 +227,7 @@ class Worker:
             implementation="transformers" if target.spec.through_transformers else "ours",
             attention_prefill=str(target.backends.prefill),
             attention_decode=str(target.backends.decode),
+            numerics=self._config.numerics.value,
             kernels=f"{kernels.name} ({kernels.fallback})" if kernels.fallback else kernels.name,
             sampler=self._sampler.name,
             overlap=self.overlap,
