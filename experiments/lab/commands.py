@@ -66,9 +66,7 @@ def trace(arguments: Sequence[str], root: Path) -> None:
 COMMANDS: dict[str, Command] = {
     "report": Command("[--results DIR] [--reports DIR]", "all reports again, from results/ alone", report),
     "compare": Command("A B", "two results side by side: two commits, two machines, two settings", compare),
-    "trace": Command(
-        "RUN [--out FILE]", "a run's stored steps and requests, for Perfetto", trace
-    ),
+    "trace": Command("RUN [--out FILE]", "a run's stored steps and requests, for Perfetto", trace),
 }
 
 
