@@ -4,9 +4,10 @@ import math
 import random
 from dataclasses import replace
 
+from made_up import METRICS, result
+
 from experiments.lab.judge import marks
 from experiments.lab.store.rows import Row
-from made_up import METRICS, result
 
 VARIANTS = {"base": "whole prompts", "new": "chunked", "base again": "whole prompts again"}
 
