@@ -64,7 +64,7 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     result = _result(experiment, findings, name, hardware.key(device), run, origin, config)
     results, reports = root / paths.results, root / paths.reports
     written = _store(results, result)
-    path = _report(results, reports, written)
+    path = _report(results, reports, written, store.page_name(result.info))
     stored = store.read(written)
     print(report.summary(stored))
     print(f"results  {written.with_suffix('.csv')}\nreport   {path}")
@@ -127,7 +127,7 @@ def _store(results: Path, result: Result) -> Path:
             return store.write_run(results, result)
     except (StoreError, OSError) as error:
         problem = str(error)
-    folder = results / result.info.experiment / result.info.hardware
+    folder = results / store.run_path(result.info).parent
     try:
         kept = store.write(Path(tempfile.mkdtemp(prefix="mini-infer-results-")), result)
     except (StoreError, OSError) as error:
@@ -139,10 +139,10 @@ def _store(results: Path, result: Result) -> Path:
     )
 
 
-def _report(results: Path, reports: Path, written: Path) -> Path:
+def _report(results: Path, reports: Path, written: Path, page: str) -> Path:
     try:
         with exclusive(results):
-            return report.rebuild(results, reports, only=written.parent.parent.name)[0]
+            return report.rebuild(results, reports, only=page)[0]
     except (StoreError, OSError) as error:
         raise IncompleteRun(
             f"measured and stored in {written}, but the report cannot be made: {error}. "

@@ -94,7 +94,7 @@ def record(**changes):
         "prefix_hit_tokens": 0, "evictions": 0, "preempted": (), "swapped_out_blocks": 0, "swapped_in_blocks": 0,
         "finished": (), "aborted": (), "failed": (),
     } | changes  # fmt: skip
-    known = {f.name for f in dataclasses.fields(StepRecord)}
+    known = set(StepRecord._fields)
     return StepRecord(**{key: value for key, value in values.items() if key in known})
 
 

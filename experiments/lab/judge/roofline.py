@@ -140,7 +140,7 @@ def layer_weights(spec: ModelSpec) -> int:
         inner = mlp.intermediate_size
         biases = (q + 2 * kv) * attention.qkv_bias + hidden * attention.o_bias + (2 * inner + hidden) * mlp.bias
         norms = 2 * hidden + 2 * attention.head_dim * attention.qk_norm
-        total += hidden * (2 * q + 2 * kv) + (2 + mlp.gated) * hidden * inner + biases + norms
+        total += hidden * (2 * q + 2 * kv) + 3 * hidden * inner + biases + norms
     return total
 
 

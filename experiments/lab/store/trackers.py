@@ -14,7 +14,7 @@ from experiments.lab import sweep
 from experiments.lab.judge import claims, stats
 from experiments.lab.schema import TrackerKind, TrackerSettings
 from experiments.lab.show import wording
-from experiments.lab.store.result import Result, RunInfo
+from experiments.lab.store.result import Result, RunInfo, page_name
 from experiments.lab.store.rows import Row, Table
 
 Values = Mapping[str, "float | int | str"]
@@ -54,7 +54,7 @@ class Grouping:
 
     @classmethod
     def of(cls, info: RunInfo, sweep: str | None) -> Grouping:
-        group = info.experiment if sweep is None else f"{info.experiment}, sweep {sweep}"
+        group = page_name(info) if sweep is None else f"{page_name(info)}, sweep {sweep}"
         return cls(group, (info.experiment, info.hardware, *([sweep] if sweep else [])))
 
 
@@ -113,7 +113,7 @@ def log(tracker: Tracker, result: Result, figures: Sequence[Path], grouping: Gro
         tracker.table("medians", *_median_table(result))
         tracker.table("claims", *_claim_table(result))
         tracker.table("values", list(asdict(result.rows[0])) if result.rows else [], _values(result.rows))
-        prefix = f"{info.experiment}-{info.hardware}-" + ("" if info.run == "default" else f"{info.run}-")
+        prefix = f"{page_name(info)}-{info.hardware}-" + ("" if info.run == "default" else f"{info.run}-")
         for path in figures:
             tracker.figure(path.stem.removeprefix(prefix), path)
     finally:
