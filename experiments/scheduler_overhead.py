@@ -35,7 +35,7 @@ METRICS = {
     "step_us": Metric("schedule + update, median step", "us", Better.lower),
     "step_p99_us": Metric("schedule + update, P99 step", "us", Better.lower),
     "us_per_request": Metric("schedule + update for one more request", "us", Better.lower),
-    "r_squared": Metric("linearity in running requests (R²)", "", Better.higher),
+    "r_squared": Metric("linearity in running requests (R²)", "", Better.higher, share=True),
     "waiting_step_us": Metric("schedule + update beside a queue, median step", "us", Better.lower),
     "match_us": Metric("prefix match, median prompt", "us", Better.lower),
 }

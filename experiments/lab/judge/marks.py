@@ -85,4 +85,7 @@ def of(result: Result) -> list[str]:
             f"[{ratio.low:.4g}, {ratio.high:.4g}] times its {result.info.metrics[found.metric].label}, so effects of "
             "that size are not to be believed here."
         )
-    return [*told, *(f"Repeats differ severalfold, as beside a busy neighbour. {text}." for text in severalfold(result))]
+    return [
+        *told,
+        *(f"Repeats differ severalfold, as beside a busy neighbour. {text}." for text in severalfold(result)),
+    ]
