@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from experiments.lab.judge import pairs, stats
-from experiments.lab.judge.claims import Claim, Judgement, Verdict, judge, ratio
+from experiments.lab.judge.claims import Claim, Judgement, Verdict, judge
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import wording
@@ -102,7 +102,7 @@ def _across_points(found: Judgement, result: Result) -> str:
     ratios = []
     for point in info.points:
         values = table.values(claim.variant, point, claim.metric)
-        at = ratio(values, table.values(str(claim.reference_variant), point, claim.metric))
+        at = stats.ratio(values, table.values(str(claim.reference_variant), point, claim.metric))
         if at is not None and not info.fails(claim.variant, point):
             ratios.append((at.median, point))
     if len(ratios) < 2:
@@ -120,7 +120,7 @@ def _without_claims(result: Result) -> str:
     for name, metric in info.metrics.items():
         for point in reversed(info.points):
             found = {v: table.values(v, point, name) for v in info.variants}
-            shown = [f"{info.variants[v]} {wording.interval(stats.estimate(list(values.values())))}"
+            shown = [f"{info.variants[v]} {wording.interval(stats.absolute(values))}"
                      for v, values in found.items() if values]  # fmt: skip
             if shown:
                 unit = f" ({metric.unit})" if metric.unit else ""

@@ -165,8 +165,8 @@ def _steps(result: Result) -> str:
     pictures = [
         _picture(f"Step by step {point}".strip(), info, steps_name(point)) for point in timeline.points(result)
     ]  # fmt: skip
-    command = f"python run.py trace {info.experiment} --hardware {info.hardware}"
-    command += "" if info.run == "default" else f" --run '{info.run}'"
+    run = "" if info.run == "default" else f"/{info.run}"
+    command = f"python run.py trace '{store.run_path(info).parent}{run}'"
     again = f"`{command}` writes the same steps, with every request, for Perfetto."
     return "\n\n".join(["### Step by step", timeline.describe(result), *pictures, *_preempted(result), again])
 
@@ -219,7 +219,7 @@ def _provenance(result: Result) -> str:
     info, origin = result.info, result.info.provenance
     versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
     peers = info.peers.items()
-    data = f"../results/{info.experiment}/{info.hardware}/{info.run}"
+    data = f"../results/{store.run_path(info).as_posix()}"
     return "\n".join(
         [
             "### Where it comes from, and how to run it again",
@@ -239,7 +239,7 @@ def _provenance(result: Result) -> str:
 def index_page(results: Sequence[Result], damaged: Iterable[Path]) -> str:
     """One line an experiment and hardware: its default run, or whatever runs it has."""
     lines, others = [], []
-    for _, group in groupby(results, key=lambda r: (r.info.experiment, r.info.hardware)):
+    for _, group in groupby(results, key=lambda r: (store.page_name(r.info), r.info.hardware)):
         first, *rest = group
         info = first.info
         name = _link(info) + ("" if info.run == "default" else f" {_overrides(info)}")
@@ -282,7 +282,8 @@ def _headline(result: Result) -> tuple[str, str]:
 
 
 def _link(info: RunInfo) -> str:
-    return f"[{info.experiment}]({info.experiment}.md)"
+    page = store.page_name(info)
+    return f"[{page}]({page}.md)"
 
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -296,7 +297,7 @@ def _picture(title: str, info: RunInfo, plot: str) -> str:
 
 def figure_name(info: RunInfo, plot: str) -> str:
     run = "" if info.run == "default" else f"-{info.run}"
-    return f"{info.experiment}-{info.hardware}{run}-{plot}.png"
+    return f"{store.page_name(info)}-{info.hardware}{run}-{plot}.png"
 
 
 def steps_name(point: str) -> str:

@@ -31,7 +31,7 @@ from experiments.lab.show import plot_formula, plot_matrix, wording
 from experiments.lab.show.plot_intervals import ARROW, Intervals, intervals, mark_cut, medians, reach
 from experiments.lab.show.plot_style import BOUND, COLOURS, HATCHES, INK, ON_TOP, line_style, plain, spread
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
-from experiments.lab.store.result import Result
+from experiments.lab.store.result import Result, page_name
 from experiments.lab.store.rows import Table
 
 FAR = 3  # a bound this many times above everything measured would only press the data flat
@@ -63,18 +63,18 @@ def draw(plot: PlotSpec, result: Result) -> bytes:
         if not flat:
             legend(figure, axes)
         figure.suptitle(textwrap.fill(plot.title, 100), fontsize=12)
-        return png(figure, result.info.experiment)
+        return png(figure, page_name(result.info))
 
 
-def png(figure: Figure, experiment: str) -> bytes:
-    """The file names its experiment, so that a report whose results are gone can be told from other pictures."""
+def png(figure: Figure, page: str) -> bytes:
+    """The file names its page, so that a report whose results are gone can be told from other pictures."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None, "Description": f"{MADE_FOR}{experiment}"})
+    figure.savefig(buffer, format="png", metadata={"Software": None, "Description": f"{MADE_FOR}{page}"})
     return buffer.getvalue()
 
 
 def made_for(path: Path) -> str | None:
-    """The experiment in whose report a picture belongs; None where it is not one of ours."""
+    """The page on which a picture belongs; None where it is not one of ours."""
     try:
         with Image.open(path) as image:
             description = str(image.info.get("Description", ""))

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from experiments.lab.measure.profile import ROLES, KernelRow, StepProfile, by_role
 from experiments.lab.show import plots, wording
 from experiments.lab.show.grids import Grid
-from experiments.lab.store.result import Result
+from experiments.lab.store.result import Result, page_name
 
 ROWS = 14  # of a table of kernels; what is left is summed up
 BETWEEN, WITHIN = "idle between steps", "between a step's kernels"
@@ -120,7 +120,7 @@ def _figure(point: str, result: Result) -> bytes:
         ax.set_xlabel("µs of a decode step on the GPU, under the profiler", fontsize=9)
         plots.legend(figure, [ax])
         figure.suptitle("Where a decode step's time goes" + (f", {point}" if point else ""), fontsize=12)
-        return plots.png(figure, result.info.experiment)
+        return plots.png(figure, page_name(result.info))
 
 
 def _roles(profile: StepProfile, kernels: Sequence[KernelRow]) -> dict[str, float]:

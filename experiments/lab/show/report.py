@@ -1,10 +1,10 @@
-"""Reports: `reports/<experiment>.md` with its figures, and the index. Made from result files alone, so that rebuilding
+"""Reports: `reports/<page>.md` with its figures, and the index. Made from result files alone, so that rebuilding
 them changes no byte."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -21,7 +21,7 @@ SCREEN_ROWS = 24  # of tables on a terminal
 
 
 def rebuild(results: Path, reports: Path, only: str | None = None) -> list[Path]:
-    """Writes the report of every experiment with results (or of `only` one), and the index, which comes last; removes
+    """Writes the report of every page with results (or of `only` one), and the index, which comes last; removes
     reports and figures that it made earlier and whose results are gone.
 
     Raises StoreError where a result file (of `only`, if given) is damaged, after all that can be made is made."""
@@ -29,15 +29,17 @@ def rebuild(results: Path, reports: Path, only: str | None = None) -> list[Path]
     if not found and not damaged:
         raise StoreError(f"{results} holds no results yet: run an experiment first")
     written = []
-    for experiment, group in groupby(found, key=lambda r: r.info.experiment):
-        if only in (None, experiment):
-            missing = [path for path in damaged if path.parts[0] == experiment]
-            written.append(_write(reports, experiment, list(group), missing))
+    for page, group in groupby(found, key=lambda r: store.page_name(r.info)):
+        if only in (None, page):
+            results_of = list(group)
+            axes = store.run_path(results_of[0].info).parts[:2]
+            missing = [path for path in damaged if path.parts[:2] == axes]
+            written.append(_write(reports, page, results_of, missing))
     if only is None:
-        _remove_stale(reports, {r.info.experiment for r in found} | {path.parts[0] for path in damaged})
+        _remove_stale(reports, {store.page_name(r.info) for r in found} | _pages_of(damaged))
     reports.mkdir(parents=True, exist_ok=True)
     store.write_atomic(reports / INDEX, index_page(found, damaged))
-    errors = [str(error) for path, error in damaged.items() if only in (None, path.parts[0])]
+    errors = [str(error) for path, error in damaged.items() if only is None or only in _pages_of([path])]
     if errors:
         raise StoreError("\n".join(["reports were made without these results:", *errors]))
     return [*written, reports / INDEX]
@@ -75,7 +77,7 @@ def _read(results: Path) -> tuple[list[Result], dict[Path, StoreError]]:
     """All results that can be read, in the reports' order, and why others (paths below `results`) cannot."""
     found: list[Result] = []
     damaged: dict[Path, StoreError] = {}
-    for path in sorted(results.glob("*/*/*.json")):
+    for path in sorted(results.glob(store.EVERY_RUN)):
         try:
             found.append(store.read(path))
         except StoreError as error:
@@ -83,7 +85,7 @@ def _read(results: Path) -> tuple[list[Result], dict[Path, StoreError]]:
     return store.in_order(found), damaged
 
 
-def _write(reports: Path, experiment: str, results: Sequence[Result], damaged: Sequence[Path]) -> Path:
+def _write(reports: Path, page: str, results: Sequence[Result], damaged: Sequence[Path]) -> Path:
     (reports / FIGURES).mkdir(parents=True, exist_ok=True)
     drawn: dict[str, bytes] = {}
     for result in results:
@@ -95,17 +97,22 @@ def _write(reports: Path, experiment: str, results: Sequence[Result], damaged: S
             drawn[figure_name(result.info, profile_name(point))] = picture
     for name, picture in drawn.items():
         store.write_atomic(reports / FIGURES / name, picture)
-    path = reports / f"{experiment}.md"
+    path = reports / f"{page}.md"
     store.write_atomic(path, report_page(results, damaged))
     if not damaged:
         for old in (reports / FIGURES).glob("*.png"):
-            if old.name not in drawn and plots.made_for(old) == experiment:
+            if old.name not in drawn and plots.made_for(old) == page:
                 old.unlink()
     return path
 
 
+def _pages_of(damaged: Iterable[Path]) -> set[str]:
+    """The pages that these results may stand on: which scale is the default one only the file itself would say."""
+    return {page for path in damaged for page in (path.parts[0], ".".join(path.parts[:2]))}
+
+
 def _remove_stale(reports: Path, known: Collection[str]) -> None:
-    """What carries our mark and is of no `known` experiment; one whose results cannot be read is known, too."""
+    """What carries our mark and is of no `known` page; one whose results cannot be read is known, too."""
     for path in reports.glob("*.md"):
         if path.name != INDEX and path.stem not in known and _is_ours(path):
             path.unlink()

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from experiments.lab.measure.steps import StepRow
 from experiments.lab.show import plots
-from experiments.lab.store.result import Result
+from experiments.lab.store.result import Result, page_name
 
 MAX_STEPS = 500  # drawn one by one; more of them would be thinner than a line
 BINS = 400
@@ -121,7 +121,7 @@ def _figure(steps: Sequence[StepRow], point: str, result: Result) -> bytes:
         axes[-1].set_xlabel("seconds from the start of the timed pass", fontsize=9)
         plots.legend(figure, axes)
         figure.suptitle("Step by step" + (f" at {point}" if point else ""), fontsize=12)
-        return plots.png(figure, result.info.experiment)
+        return plots.png(figure, page_name(result.info))
 
 
 def _title(steps: Sequence[StepRow], result: Result) -> str:
