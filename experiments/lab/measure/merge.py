@@ -57,9 +57,9 @@ def _status(found: Sequence[Findings], planned: int) -> tuple[str, BaseException
 
 
 def _gates(found: Sequence[Findings]) -> list[Gate]:
-    gates: dict[tuple[str, str], Gate] = {}
+    gates: dict[tuple[str, str, str], Gate] = {}
     for gate in (gate for f in found for gate in f.gates):
-        key = (gate.variant, gate.point)
+        key = (gate.variant, gate.point, gate.against)
         gates[key] = gates[key].joined(gate) if key in gates else gate
     return list(gates.values())
 
