@@ -13,7 +13,7 @@ from experiments.lab.measure import subjects
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Table
 from mini_infer import LLMEngine
-from mini_infer.runtime.executor import dry
+from mini_infer.runtime.executor import dry_model as dry
 
 pytestmark = pytest.mark.slow  # together they take half a minute
 
