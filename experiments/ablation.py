@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import points, schema
+from experiments.lab import axes, points, schema
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.experiment import Findings
 from experiments.lab.judge import claims, logit_gate, metrics
@@ -25,6 +25,7 @@ from experiments.lab.measure.subjects import Kind, require_servable
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
+from experiments.lab.spec import VARIANT_KEYS
 from experiments.lab.store.ledger import Terms
 from experiments.lab.store.result import Sample
 from experiments.lab.workloads import Inputs
@@ -33,7 +34,6 @@ from mini_infer.core.config import Device, EngineConfig, LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import resolve_device
 
-VARIANT_KEYS = ("kind", "label")  # beside the engine's sections
 KEPT = (
     "each has one engine for all its passes, which live side by side; an engine is warmed up on other prompts before "
     "its first pass at a point, and forgets what its prefix cache holds before each later one"
@@ -83,7 +83,7 @@ class Ablation:
         if spec.keep_engines:
             _require_keepable(measured)
         if any(cell.kind is Kind.http for cell in measured) and peers.http.url is None:
-            raise ConfigError("the variant kind `http` needs peers.http.url, such as http://localhost:8000")
+            raise ConfigError("via=url needs the server's address: peers.http.url=http://localhost:8000, say")
         self._repeats = repeats
         self._seed = seed
         self._threads = threads
@@ -94,8 +94,9 @@ class Ablation:
     def from_config(cls, config: DictConfig) -> Ablation:
         spec = schema.experiment_spec(AblationSpec, config)
         measure = schema.build(schema.Measure, config.measure, "measure")
-        if measure.engine is not None:
-            spec = spec.served_by(measure.engine)
+        system = Kind.http if config.axes.via == axes.URL else measure.system
+        if system is not None:
+            spec = spec.served_by(system)
         measured = []
         for point in [*points.grid(spec.points), *spec.search.points]:
             at_point = schema.with_values(config, point.values)
@@ -262,6 +263,11 @@ def _variant(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple
         allowed = ", ".join(k.value for k in Kind)
         raise ConfigError(f"{where}.kind must be one of {allowed}; got {changes['kind']!r}") from None
     settings = {key: value for key, value in changes.items() if key not in VARIANT_KEYS}
+    if config.axes.via == axes.HTTP and kind is Kind.engine:
+        kind = Kind.served
+    elif config.axes.via == axes.HTTP and kind is not Kind.served:
+        raise ConfigError(f"{where}: {kind.label} is not served over HTTP by us: start its server, and ask it with "
+                          "via=url peers.http.url=...")  # fmt: skip
     return kind, schema.engine_config(schema.merged(config.engine, settings, where))
 
 
@@ -269,6 +275,8 @@ def _require_keepable(measured: Sequence[Cell]) -> None:
     """Raises ConfigError where a variant could not keep its engine, or would keep what the others need."""
     first: dict[str, EngineConfig] = {}
     for cell in measured:
+        if cell.kind is Kind.http:
+            continue  # its memory is not ours
         if first.setdefault(cell.variant, cell.engine) != cell.engine:
             raise ConfigError(
                 "experiment.keep_engines=true needs points that change the workload alone, and "

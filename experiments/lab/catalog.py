@@ -8,7 +8,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from experiments.lab.commands import COMMANDS
+from experiments.lab.schema import RECORDED
 
+POINTS = "experiment.points."
 EXAMPLES = (
     ("python run.py experiment=quickstart", "one experiment, as it is"),
     ("python run.py experiment=quickstart measure.repeats=3", "with a setting changed"),
@@ -25,7 +27,7 @@ EXAMPLES = (
 def groups(conf: Path) -> dict[str, list[str]]:
     """Group -> its options, experiments aside."""
     found: dict[str, list[str]] = {}
-    for path in sorted(conf.rglob("*.yaml")):
+    for path in sorted(conf.rglob("[!_]*.yaml")):
         group = path.parent.relative_to(conf).as_posix()
         if group not in (".", "experiment"):
             found.setdefault(group, []).append(path.stem)
@@ -43,7 +45,7 @@ def defaults(conf: Path) -> dict[str, str]:
 def experiments(conf: Path) -> dict[str, str]:
     """Experiment -> the question it answers."""
     found = {}
-    for path in sorted((conf / "experiment").glob("*.yaml")):
+    for path in sorted((conf / "experiment").glob("[!_]*.yaml")):
         node = OmegaConf.load(path)
         found[path.stem] = str(OmegaConf.select(node, "experiment.question") or "")
     return found
@@ -89,14 +91,17 @@ def help_text(conf: Path) -> str:
 
 
 def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
-    """`model=<folder or hub name>` for a model that is no file in conf/model: the same as engine.model.path=..."""
+    """What is shorter to type than what Hydra reads: `model=<folder or hub name>` for a model that is no file in
+    conf/model, `experiment.points.<axis>=[...]` where the axis has dots in its name, and `--record`."""
     changed = []
     for argument in arguments:
         key, _, value = argument.partition("=")
         is_path = "/" in value or Path(value).is_dir()
         if key == "model" and is_path and not (conf / "model" / f"{value}.yaml").exists():
             argument = f"engine.model.path={value}"
-        changed.append(argument)
+        if key.lstrip("+").startswith(POINTS):
+            argument = f"+measure.points={{{key.lstrip('+').removeprefix(POINTS)}: {value}}}"
+        changed += [f"{key}={value}" for key, value in RECORDED.items()] if argument == "--record" else [argument]
     return changed
 
 

@@ -9,6 +9,10 @@ from typing import Any
 from mini_infer.core.errors import ConfigError
 
 
+VARIANT_KEYS = ("kind", "label")  # of a variant, beside the engine's sections
+RATE = "workload.rate_per_s"  # what a search varies
+
+
 @dataclass(frozen=True)
 class ClaimSpec:
     """One bound, or at_least and at_most together. A ratio is to the baseline at the same point, or to the same variant

@@ -302,9 +302,9 @@ def figure_name(info: RunInfo, plot: str) -> str:
 
 def steps_name(point: str) -> str:
     """As a plot's name."""
-    return f"steps-{store.run_name([point])}" if point else "steps"
+    return f"steps-{store.slug(point)}" if point else "steps"
 
 
 def profile_name(point: str) -> str:
     """Likewise."""
-    return f"profile-{store.run_name([point])}" if point else "profile"
+    return f"profile-{store.slug(point)}" if point else "profile"
