@@ -36,6 +36,8 @@ from experiments.lab.store.rows import Row
 from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
+NO_SCALE = "none"  # of experiments without a model
+IN_PROCESS = "in_process"
 COMPLETE = "complete"
 REMARKS = ".remarks.md"  # ends the name of a file beside a run's, which no run writes
 INCOMPLETE = "-incomplete"  # ends the name of a run that may not replace a complete one
@@ -106,6 +108,10 @@ class RunInfo:
     profiles: tuple[StepProfile, ...] = ()
     procedure: str = ""  # how a measurement begins, where not with a fresh engine
     peers: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)  # variant -> version and settings
+    scale: str = NO_SCALE  # of conf/scale/, or another model's name
+    via: str = IN_PROCESS  # of conf/via/: how requests reach the engine
+    default_scale: str = NO_SCALE  # the one that the experiment takes where none is chosen
+    aa: str | None = None  # the variant that is the baseline a second time, in `variants`; None: it was measured once
 
     @property
     def every_gate(self) -> tuple[Gate | ErrorGate, ...]:
@@ -124,6 +130,18 @@ class Result:
     requests: tuple[RequestRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()  # of the profiled decode steps
     remarks: str = ""  # written by hand in <run>.remarks.md: what stands behind these rows, as markdown
+
+
+def page_name(info: RunInfo) -> str:
+    """The name of the page that the run stands on, without its ending: one a (experiment, scale, via)."""
+    if info.via == IN_PROCESS and info.scale == info.default_scale:
+        return info.experiment
+    return f"{info.experiment}.{info.scale}.{info.via}"
+
+
+def run_path(info: RunInfo) -> Path:
+    """Where the files of the run are, below the folder of results and without their endings."""
+    return Path(info.experiment, info.hardware, info.run)
 
 
 def run_name(overrides: Sequence[str]) -> str:

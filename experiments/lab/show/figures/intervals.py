@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.markers import CARETDOWNBASE, CARETLEFTBASE, CARETRIGHTBASE, CARETUPBASE
 
 from experiments.lab.judge import stats
-from experiments.lab.show.plot_style import INK
+from experiments.lab.show.figures.style import INK
 
 SPARE = 1.0  # of what the medians take of an axis: on either side of them an interval may take as much
 NOTE = "arrow: the interval goes on beyond the axis"

@@ -13,8 +13,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from experiments.lab.judge.draft_formulas import leviathan_speedup
-from experiments.lab.show.plot_intervals import intervals, mark_cut, medians, reach
-from experiments.lab.show.plot_style import BOUND, INK, line_style, plain, spread
+from experiments.lab.show.figures.intervals import intervals, mark_cut, medians, reach
+from experiments.lab.show.figures.style import BOUND, INK, line_style, plain, spread
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Table

@@ -5,27 +5,22 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from experiments.lab.measure.profile import ROLES, KernelRow, StepProfile, by_role
-from experiments.lab.show import plots, wording
+from experiments.lab.measure.profile import ROLES, KernelRow, StepProfile, by_role, role_of
+from experiments.lab.show import wording
+from experiments.lab.show.figures import frame, style
 from experiments.lab.show.grids import Grid
 from experiments.lab.store.result import Result
 
 ROWS = 14  # of a table of kernels; what is left is summed up
 BETWEEN, WITHIN = "idle between steps", "between a step's kernels"
-COLOURS = dict(zip(ROLES, plots.COLOURS, strict=False)) | {"other": "#F0E442", WITHIN: "#e4e4e4", BETWEEN: "#ffffff"}
-HATCHES = dict(zip(ROLES, plots.HATCHES, strict=False)) | {"other": "**", WITHIN: "", BETWEEN: "////"}
+COLOURS = dict(zip(ROLES, style.COLOURS, strict=False)) | {"other": "#F0E442", WITHIN: "#e4e4e4", BETWEEN: "#ffffff"}
+HATCHES = {role: style.HATCHES[i % len(style.HATCHES)] for i, role in enumerate(ROLES)}
+HATCHES |= {"other": "**", WITHIN: "", BETWEEN: "////"}
 OVERLAP = 1.05  # times the time in which any kernel ran, there is more of them than can be
 NARROW = 0.045  # of the axis: a smaller piece has no room for its number
-
-
-def draw(result: Result) -> dict[str, bytes]:
-    """Point -> PNG, for every point with profiled steps."""
-    return {point: _figure(point, result) for point in points(result)}
 
 
 def points(result: Result) -> list[str]:
@@ -86,7 +81,7 @@ def _kernels(profile: StepProfile, result: Result) -> Grid:
     rows.sort(key=lambda row: -row.us)
     total = sum(row.us for row in rows)
     shown = rows if len(rows) <= ROWS + 1 else rows[:ROWS]
-    lines = [_line(row.kernel, row.role, row.calls, row.us, total) for row in shown]
+    lines = [_line(row.kernel, role_of(row), row.calls, row.us, total) for row in shown]
     rest = rows[len(shown) :]
     if rest:
         lines.append(_line(f"{len(rest)} others", "", sum(r.calls for r in rest), sum(r.us for r in rest), total))
@@ -100,27 +95,26 @@ def _line(kernel: str, role: str, calls: float, us: float, total: float) -> tupl
     return kernel, role, wording.number(round(calls, 2)), wording.number(us), share
 
 
-def _figure(point: str, result: Result) -> bytes:
+def draw(result: Result, point: str) -> Figure:
+    """A bar for each engine that was profiled there, a peer's beside ours."""
     own = [profile for profile in result.info.profiles if profile.point == point]
-    with matplotlib.style.context("default"):
-        size = (plots.WIDTH, 1.5 + 0.62 * len(own))
-        figure = Figure(figsize=size, dpi=plots.DPI, layout="constrained")
+    with frame.default_style():
+        figure = frame.new(frame.WIDTH, 1.5 + 0.62 * len(own))
         ax = figure.subplots()
-        plots.tidy(ax, "x")
+        frame.tidy(ax, "x")
         longest = max(sum(_pieces(profile, result.kernels).values()) for profile in own)
         seen: set[str] = set()
         for row, profile in enumerate(own):
-            _bar(ax, row, _pieces(profile, result.kernels), longest, seen)
+            _bar(ax, row, _pieces(profile, result.kernels), longest, seen, result.info.variants[profile.variant])
         labels = [textwrap.fill(result.info.variants[profile.variant], 26) for profile in own]
         ax.set_yticks(range(len(own)), labels)
         ax.set_ylim(len(own) - 0.4, -0.6)
         ax.set_xlim(0, 1.1 * longest)
-        ax.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plots.plain(value)))
+        frame.linear(ax.xaxis, 8)
         ax.set_xlabel("µs of a decode step on the GPU, under the profiler", fontsize=9)
-        plots.legend(figure, [ax])
+        frame.legend(figure, [ax])
         figure.suptitle("Where a decode step's time goes" + (f", {point}" if point else ""), fontsize=12)
-        return plots.png(figure, result.info.experiment)
+        return figure
 
 
 def _roles(profile: StepProfile, kernels: Sequence[KernelRow]) -> dict[str, float]:
@@ -134,15 +128,16 @@ def _pieces(profile: StepProfile, kernels: Sequence[KernelRow]) -> dict[str, flo
     return found | {WITHIN: max(within, 0.0), BETWEEN: profile.idle_us}
 
 
-def _bar(ax: Axes, row: int, pieces: dict[str, float], longest: float, seen: set[str]) -> None:
+def _bar(ax: Axes, row: int, pieces: dict[str, float], longest: float, seen: set[str], who: str) -> None:
     left = 0.0
     for name, us in pieces.items():
-        ax.barh(row, us, 0.68, left=left, color=COLOURS[name], hatch=HATCHES[name], linewidth=0.6,
-                edgecolor="#666666" if name in (WITHIN, BETWEEN) else "white",
-                label=None if name in seen else name)  # fmt: skip
+        edge = "#666666" if name in (WITHIN, BETWEEN) else "white"
+        (bar,) = ax.barh(row, us, 0.68, left=left, color=COLOURS[name], hatch=HATCHES[name], linewidth=0.6,
+                         edgecolor=edge, label=None if name in seen else name)  # fmt: skip
         seen.add(name)
+        frame.says(bar, [f"{who}: {name} {wording.number(us)} µs"])
         if us > NARROW * longest:
             ax.annotate(wording.number(us), (left + us / 2, row), ha="center", va="center", fontsize=7.5,
-                        **plots.ON_TOP)  # fmt: skip
+                        **style.ON_TOP)  # fmt: skip
         left += us
     ax.annotate(wording.number(left), (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)

@@ -7,7 +7,7 @@ import textwrap
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import TwoSlopeNorm
+from matplotlib.colors import ListedColormap, TwoSlopeNorm
 
 from experiments.lab.judge import pairs
 from experiments.lab.judge.pairs import Told
@@ -15,13 +15,15 @@ from experiments.lab.store.result import Result
 
 SHOWN = 0.3  # of the scale of colours: what is further from 1 is drawn no darker
 
+NOISE = "#e0e0e0"  # of a pair whose interval holds 1: a colour would say more than is known
+
 
 def draw(ax: Axes, metric: str, result: Result) -> bool:
     """Below the diagonal: a pair's gain. Above it: that gain over the product of both alone; below 1 they eat each
-    other, and in brackets it is not told from 1. Points are taken together, by the geometric mean. False where there is
+    other; grey and in brackets, it is not told from 1. Points are taken together, by the geometric mean. False where there is
     nothing to show."""
     info, names = result.info, pairs.mechanisms(result)
-    cells = np.full((len(names), len(names)), np.nan)
+    cells, noise = np.full((2, len(names), len(names)), np.nan)
     texts: dict[tuple[int, int], str] = {}
     for i, name in enumerate(names):
         alone = pairs.gain(result, name, metric)
@@ -31,9 +33,11 @@ def draw(ax: Axes, metric: str, result: Result) -> bool:
         return False
     for pair in pairs.of(result, metric):
         j, i = names.index(pair.first), names.index(pair.second)
-        cells[j, i] = pair.interaction.median
         texts[i, j] = f"{pair.both.median:.2f}x"
-        texts[j, i] = f"({cells[j, i]:.2f})" if pair.told is Told.within else f"{cells[j, i]:.2f}"
+        told = pair.told is not Told.within
+        texts[j, i] = f"{pair.interaction.median:.2f}" if told else f"({pair.interaction.median:.2f})"
+        (cells if told else noise)[j, i] = pair.interaction.median
+    ax.imshow(noise, cmap=ListedColormap([NOISE]))
     ax.imshow(cells, cmap="PuOr", norm=TwoSlopeNorm(1.0, 1 - SHOWN, 1 + SHOWN), alpha=0.5)  # numbers stand on it
     for (row, column), text in texts.items():
         weight = "bold" if row == column else "normal"
@@ -43,6 +47,6 @@ def draw(ax: Axes, metric: str, result: Result) -> bool:
     ax.set_yticks(range(len(names)), labels, fontsize=8)
     ax.grid(visible=False)
     ax.set_title(f"gain in {info.metrics[metric].label}", fontsize=9)
-    words = ("bold: alone; below: the pair; above: the pair /", "the product of both, in brackets: may be 1")
+    words = ("bold: alone; below: the pair; above: the pair /", "the product of both, grey in brackets: may be 1")
     ax.set_xlabel("\n".join(words), fontsize=8)
     return True
