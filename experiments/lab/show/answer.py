@@ -33,11 +33,10 @@ def sentence(result: Result) -> str:
         return _without_claims(result)
     if all(effect.own is None for effect in found):
         return f"There is no answer: {found[0].reason or 'no valid measurement'}."
-    told = [effect for effect in found if effect.own is not None]
-    who = {_who(effect, result.info) for effect in told}
+    who = {_who(effect, result.info) for effect in found}
     shared = who.pop() if len(who) == 1 else None
     parts, before = [], ("", "")
-    for effect in told:
+    for effect in found:
         here = ("" if shared is not None else _who(effect, result.info), wording.point(effect.cell[1]))
         parts.append(_part(effect, result.info, here if here != before else ()))
         before = here
@@ -102,7 +101,7 @@ def _chosen(found: list[Effect]) -> list[Effect]:
     """The first, the next of another metric, and what guards against a loss; else whatever comes next."""
     if not found:
         return []
-    first, rest = found[0], [effect for effect in found[1:] if effect.own is not None]
+    first, rest = found[0], found[1:]
     other = next((effect for effect in rest if effect.metric != first.metric), None)
     guard = next((effect for effect in reversed(rest) if effect.guards and effect is not other), None)
     chosen = [first, *(effect for effect in (other, guard) if effect is not None)]
@@ -122,7 +121,9 @@ def _who(effect: Effect, info: RunInfo) -> str:
 def _part(effect: Effect, info: RunInfo, at: Sequence[str]) -> str:
     short, against = wording.short(effect.metric, info), bool(effect.reference) and not _is_off(effect, info)
     ratio = effect.ratio
-    if effect.reference is not None and effect.reference[0] == effect.cell[0]:
+    if effect.own is None:
+        text = f"no figure of {short} that counts ({effect.reason or 'no valid measurement'})"
+    elif effect.reference is not None and effect.reference[0] == effect.cell[0]:
         times = wording.number(ratio.median) if ratio else wording.NOTHING
         text = f"{times}x the {short} of {wording.point(effect.reference[1])}"
     elif ratio is None or ratio.low is None or ratio.high is None:

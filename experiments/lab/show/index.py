@@ -8,6 +8,7 @@ from pathlib import Path
 
 from experiments.lab.judge import pairs
 from experiments.lab.judge.claims import Verdict
+from experiments.lab.judge.metrics import Better
 from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import figures, flags, sentence
 from experiments.lab.show.effects import judgements
@@ -19,6 +20,11 @@ from experiments.lab.store.result import IN_PROCESS, Result, RunInfo, page_name
 CPU, SMALL, LARGE, SERVED, GPUS = "CPU", "small", "7B", "served", "GPUs"
 COLUMNS = (CPU, SMALL, LARGE, SERVED, GPUS)
 BEGIN, END = "<!-- results: begin (made by `python run.py report`) -->", "<!-- results: end -->"
+ABOUT = """\
+What each mechanism was worth, by what it was measured on: *small* and *7B* are models on one GPU (kernels stand under
+the model whose shapes they have), *served* is over HTTP. A figure is of the first claim of its page, beside the
+baseline's, and comes from a file in `results/`; `python run.py report` makes these pages from them again. *n commits
+since* says how often the code that a page names has changed after it was measured."""
 _SUFFIX = re.compile(r"(_served|_7b|_1_5b|_0_6b|_small)+$")  # of experiments that were named before they had axes
 
 
@@ -29,14 +35,11 @@ def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since)
         if result.info.run == "default":
             row = cells.setdefault(mechanism(result.info), {})
             row.setdefault(column(result.info), []).append(_cell(result, since))
-    lines = [(name, *("<br>".join(row.get(c, [])) for c in COLUMNS)) for name, row in cells.items()]
+    lines = [(name, *("<br><br>".join(row.get(c, [])) for c in COLUMNS)) for name, row in cells.items()]
     parts = [
         MARK,
         "# Reports",
-        "What each mechanism was worth, by what it was measured on: *small* and *7B* are models on one GPU (kernels stand "
-        "under the model whose shapes they have), *served* is over HTTP. Every figure is of the first claim of its page "
-        "and comes from a file in `results/`; `python run.py report` makes these pages from them again. *n commits since* "
-        "says how often the code that a page names has changed after it was measured.",
+        ABOUT,
         *(f"> **CANNOT BE READ**: `results/{path.as_posix()}`" for path in damaged),
         wording.table(("mechanism", *COLUMNS), lines),
     ]
@@ -63,12 +66,16 @@ def column(info: RunInfo) -> str:
         return CPU
     if re.search(r"x\d+$", info.hardware):
         return GPUS
-    if info.via != IN_PROCESS or "serv" in info.experiment:
+    if _is_served(info):
         return SERVED
     model = info.config.get("engine", {}).get("model", {})
     name = f"{model.get('path')} {info.scale}".lower()
     is_kernel = "kernels" in str(info.config.get("experiment", {}).get("_target_", ""))
     return LARGE if "7b" in name or is_kernel else SMALL
+
+
+def _is_served(info: RunInfo) -> bool:
+    return info.via != IN_PROCESS or "serv" in info.experiment
 
 
 def _readme_table(results: Sequence[Result]) -> str:
@@ -88,18 +95,14 @@ def _readme_table(results: Sequence[Result]) -> str:
 def _cell(result: Result, since: Since) -> str:
     """The effect, its verdicts, and whether the code has moved since."""
     info, behind = result.info, moved(result.info, since)
-    over = (
-        " over HTTP"
-        if info.hardware.startswith("cpu") and (info.via != IN_PROCESS or "_served" in info.experiment)
-        else ""
-    )
+    over = " over HTTP" if column(info) == CPU and _is_served(info) else ""
     parts = [f"[{_effect(result)}]({page_name(info)}.md){over}"]
     found = [j.verdict for j in judgements(result)]
     if found:
         counted = f"{found.count(Verdict.supported)} of {len(found)} claims supported"
         refuted = found.count(Verdict.refuted)
         parts.append(counted + (f", **{refuted} refuted**" if refuted else ""))
-    parts += [f"**{flag}**" for flag in flags(result)]
+    parts += [f"**{flag.partition(' (')[0]}**" for flag in flags(result)]
     parts += [f"*{behind}*"] if behind and behind != "not known" else []
     return "<br>".join(parts)
 
@@ -108,7 +111,7 @@ def _effect(result: Result) -> str:
     """In a few words."""
     names = pairs.metrics(result)
     if names and pairs.of(result, names[0]):
-        return sentence(result).partition(",")[0]
+        return f"{len(pairs.of(result, names[0]))} pairs"
     found = effects.of_claims(result)
     if not found or found[0].own is None:
         return "no figure that counts" if found else "no claim"
@@ -118,7 +121,9 @@ def _effect(result: Result) -> str:
         return f"{short} {figures(first, info)}"
     if first.told == 0:
         return f"{short}: no difference shown"
-    return f"{wording.number(first.gain.median)}x better {short}"
+    if first.better is Better.higher:
+        return f"{wording.number(first.gain.median)}x {short}"
+    return f"{short} {figures(first, info)}"
 
 
 def _link(info: RunInfo) -> str:

@@ -1,5 +1,5 @@
-"""What stands on a report's first screen, for each result: the answer, whether to believe it, how much and how, and what
-it is to be measured by."""
+"""What stands on a report's first screen, for each result: the answer, whether to believe it, how much and how, and
+what it is to be measured by."""
 
 from __future__ import annotations
 

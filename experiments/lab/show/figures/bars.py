@@ -24,6 +24,8 @@ DENSE = 0.34  # inches a bar: below, its number is turned upright
 MANY = 4  # bars in a group that can still be told apart
 DWARFED = 30  # a bar this many times another leaves nothing of it to be seen
 
+GREYS = ("#202020", "#9a9a9a", "#5c5c5c", "#c8c8c8")
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -31,12 +33,14 @@ class Rows:
 
     Attributes:
         log: dots on a log axis; else bars where there is one series, and dots where there are more.
+        by_point: the series are points, and the rows variants; else the other way round.
     """
 
     names: list[str]
     series: dict[str, list[list[float]]]
     tried: list[bool]
     log: bool
+    by_point: bool
 
 
 def rows_of(panel: PanelSpec, result: Result) -> Rows | None:
@@ -53,9 +57,9 @@ def rows_of(panel: PanelSpec, result: Result) -> Rows | None:
     tried = {row.variant for row in result.rows if row.metric == panel.metric}
     if len(at) > 1 and len(variants) <= MANY:
         by_variant = {label: [found[v, p] for p in at] for v, label in variants.items()}
-        return Rows([wording.point(p) for p in at], by_variant, [True] * len(at), log)
+        return Rows([wording.point(p) for p in at], by_variant, [True] * len(at), log, False)
     by_point = {wording.point(p): [found[v, p] for v in variants] for p in at}
-    return Rows(list(variants.values()), by_point, [v in tried for v in variants], log)
+    return Rows(list(variants.values()), by_point, [v in tried for v in variants], log, len(at) > 1)
 
 
 def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
@@ -76,6 +80,8 @@ def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
                 frame.says(bar, [tips[one]])
         else:
             style = line_style(index, 0) | {"linestyle": "none"}
+            if rows.by_point:  # colours are the variants'
+                style |= dict.fromkeys(("color", "markerfacecolor"), GREYS[index % len(GREYS)])
             points_, *_ = ax.errorbar(drawn.medians, places, xerr=drawn.errors, label=label if count > 1 else None,
                                       **style)  # fmt: skip
             frame.says(points_, tips)

@@ -21,11 +21,9 @@ NEAR = (0.3, 0.5, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
 BETTER, WORSE, UNTOLD, TARGET, AIM = "#0072B2", "#D55E00", "#8c8c8c", "#202020", "#E69F00"
 
 
-def draw(result: Result) -> Figure | None:
-    """At most five rows; None where nothing is compared with anything."""
+def draw(result: Result) -> Figure:
+    """At most five rows, of a result with anything to compare."""
     found = effects.shown(result, ROWS)
-    if not found:
-        return None
     with frame.default_style():
         figure = frame.new(frame.WIDTH, 1.15 + 0.48 * len(found))
         ax = figure.subplots()

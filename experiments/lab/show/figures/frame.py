@@ -30,7 +30,7 @@ DPI = 144
 WIDTH = 10.2  # inches: about what a code-hosting page shows without shrinking
 MADE_FOR = "mini-infer report: "
 LEGEND_CHARACTERS = 110  # a row
-_TIP, _NEXT = "tip:", "\u2016"  # begin and separate what the points of an artist say to the pointer
+_TIP, NEXT = "tip:", "\u2016"  # begin and separate what the points of an artist say to the pointer
 _SVG = {"svg.fonttype": "none", "svg.hashsalt": "mini-infer"}
 
 
@@ -63,13 +63,13 @@ def svg(figure: Figure) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"(\d+\.\d)\d+", r"\1", text)
-    text = re.sub(rf'id="{_TIP}', 'data-tip="', text)
+    text = re.sub(rf"""id=(["']){_TIP}""", r"data-tip=\1", text)
     return re.sub(r"\s*\n\s*", "\n", text)
 
 
 def says(artist: Artist, tips: Sequence[str]) -> None:
     """What an artist's points say to the pointer, in the order in which they are drawn."""
-    artist.set_gid(_TIP + _NEXT.join(tips))
+    artist.set_gid(_TIP + NEXT.join(tips))
 
 
 def made_for(path: Path) -> str | None:

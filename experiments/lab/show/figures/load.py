@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.lab.show import effects, wording
 from experiments.lab.show.figures import frame, lines, points
 from experiments.lab.show.figures.style import INK
 from experiments.lab.spec import PanelKind, PanelSpec
@@ -18,6 +18,7 @@ IN_FLIGHT = ("workload.concurrency", "workload.count")
 RATE = "workload.rate_per_s"
 SPEED, GOODPUT = "output_tokens_per_s", "goodput_rps"
 LATENCIES = ("itl_p50_ms", "tpot_ms", "ttft_ms")
+IN_TIME = 0.95  # of the requests that were offered
 ENOUGH = 3  # points of a curve
 
 
@@ -66,6 +67,7 @@ def goodput(result: Result) -> Figure:
             [0, max(offered)], [0, max(offered)], color=INK, linewidth=1, linestyle=":", label="all that is offered"
         )
         lines.draw(ax, PanelSpec(GOODPUT, PanelKind.lines, x=RATE, x_label="requests a second offered"), result)
+        ax.set_title(_knee(result), fontsize=8, color=INK)
         ax.set_xlim(left=0)
         ax.set_ylim(bottom=0)
         ax.set_ylabel(frame.axis_label(result.info.metrics[GOODPUT], 40), fontsize=9)
@@ -73,7 +75,22 @@ def goodput(result: Result) -> Figure:
         return figure
 
 
-def _measured(result: Result, key: str, *metrics: str) -> dict[str, Mapping[str, Any]]:
+def _knee(result: Result) -> str:
+    """The last rate up to which nearly all came in time, variant by variant."""
+    found = []
+    for variant, label in result.info.variants.items():
+        last = None
+        for point, settings in result.info.points.items():
+            reached = effects.value(result, GOODPUT, (variant, point))
+            if reached is None or reached.median < IN_TIME * settings[RATE]:
+                break
+            last = settings[RATE]
+        where = "no rate that was tried" if last is None else f"{wording.number(last)} requests/s"
+        found.append(f"{label}: {where}")
+    return f"{IN_TIME:.0%} in time up to: {'; '.join(found)}"
+
+
+def _measured(result: Result, key: str, *metrics: str) -> dict[str, dict[str, Any]]:
     """The points that set `key` to a number, and where some variant has valid values of all metrics. Those that differ
     in anything else would be no curve."""
     table, info = Table(result.rows), result.info

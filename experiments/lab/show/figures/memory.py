@@ -47,6 +47,7 @@ def draw(result: Result) -> Figure:
             left = 0.0
             for index, part in enumerate([*PARTS, FREE]):
                 size = sizes.get(part, 0.0)
+                style: dict[str, Any]
                 style = {"color": "#eeeeee"} if part == FREE else {"color": COLOURS[index], "hatch": HATCHES[index]}
                 (bar,) = ax.barh(row, size, 0.7, left=left, edgecolor="white", linewidth=0.6,
                                  label=part if row == 0 else None, **style)  # fmt: skip

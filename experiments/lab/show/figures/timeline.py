@@ -89,7 +89,7 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
             _blocks(axes[3, column], steps, end, binned)
             axes[0, column].set_title(_title(steps, result), fontsize=9, loc="left", fontweight="bold")
             axes[-1, column].set_xlabel("seconds from the start of the timed pass", fontsize=9)
-        _scales(axes[:, 0], [s for steps in own.values() for s in steps], any(asked.values()), end)
+        _scales(list(axes[:, 0]), [s for steps in own.values() for s in steps], any(asked.values()), end)
         frame.legend(figure, axes.flatten())
         return figure
 
@@ -162,7 +162,7 @@ def _requests(ax: Axes, requests: Sequence[RequestRow]) -> None:
             rows, starts, ends = (np.array(each) for each in zip(*found, strict=True))
             width = max(0.6, min(5.0, 75 / len(requests)))
             lines = ax.hlines(rows, starts, ends, color=colours[phase], linewidth=width,
-                              label="waiting" if phase == "queued" else None)  # fmt: skip
+                              label="waiting" if phase == "queued" else "")  # fmt: skip
             frame.says(lines, names[phase])
 
 
