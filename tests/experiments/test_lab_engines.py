@@ -12,7 +12,8 @@ from experiments.lab.measure import cells
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.peers.base import PeerError
 from experiments.lab.show import report
-from experiments.lab.show.answer import answer, judgements
+from experiments.lab.show.answer import answer
+from experiments.lab.show.effects import judgements
 from experiments.lab.store import result as store
 from mini_infer.core.errors import ConfigError
 

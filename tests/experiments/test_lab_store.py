@@ -195,7 +195,7 @@ def test_remarks_belong_to_the_rows_that_they_were_written_about(tmp_path):
     path.with_name("default.remarks.md").write_text("A cache was cold.\n")
     found = store.read(path)
     assert found.remarks == "A cache was cold."
-    assert "### Remarks\n\nA cache was cold." in report_page([found], [])
+    assert "<summary>Remarks</summary>\n\nA cache was cold." in report_page([found], [], lambda info: None)
     store.write(tmp_path, found)
     assert store.read(path).remarks == ""
 

@@ -114,6 +114,7 @@ class RunInfo:
     via: str = IN_PROCESS  # of conf/via/: how requests reach the engine
     default_scale: str = OWN  # the one that the experiment takes where none is chosen
     changed: dict[str, str] = field(default_factory=dict)  # key -> value, of what was typed and is not in the above
+    aa: str | None = None  # the variant that is the baseline a second time, in `variants`; None: it was measured once
 
     @property
     def every_gate(self) -> tuple[Gate | ErrorGate, ...]:
