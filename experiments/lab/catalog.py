@@ -7,6 +7,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from experiments.lab.axes import NO_SCALE
 from experiments.lab.commands import COMMANDS
 from experiments.lab.schema import RECORDED
 
@@ -15,6 +16,8 @@ EXAMPLES = (
     ("python run.py experiment=quickstart", "one experiment, as it is"),
     ("python run.py experiment=quickstart measure.repeats=3", "with a setting changed"),
     ("python run.py experiment=quickstart engine/prefill=whole", "with a mechanism swapped"),
+    ("python run.py experiment=prefix_cache scale=7b via=http hardware=h200", "of a larger model, over HTTP"),
+    ("python run.py experiment=quickstart 'experiment.points.workload.concurrency=[4]'", "at other points"),
     ("python run.py experiment=quickstart model=/path/to/a/folder", "on a Hugging Face model"),
     ("python run.py -m experiment=quickstart measure.seed=0,1", "a sweep"),
     ("python run.py -m 'experiment=glob(*)'", "every experiment"),
@@ -52,7 +55,15 @@ def experiments(conf: Path) -> dict[str, str]:
 
 
 def experiment_list(conf: Path) -> str:
-    return _table([(name, question) for name, question in experiments(conf).items()])
+    """Name, scales and question of each."""
+    rows = []
+    for name, question in experiments(conf).items():
+        node = OmegaConf.load(conf / "experiment" / f"{name}.yaml")
+        scales = [scale for scale in node.get("scales") or {} if scale != NO_SCALE]
+        ways = [way for way in node.get("via") or {}]
+        rows.append((name, " ".join([*scales, *(f"+{way}" for way in ways)]), question))
+    wide = max((len(scales) for _, scales, _ in rows), default=0)
+    return _table([(name, f"{scales:<{wide}}  {question}") for name, scales, question in rows])
 
 
 def help_text(conf: Path) -> str:
@@ -63,9 +74,9 @@ def help_text(conf: Path) -> str:
     ]
     return "\n".join(
         [
-            "mini-infer: run an experiment; it writes results/ and a report with figures in reports/",
+            "mini-infer: run an experiment; it writes tables and a report with figures",
             "",
-            "  python run.py experiment=<name> [group=option ...] [key=value ...]",
+            "  python run.py experiment=<name> [scale=...] [via=...] [group=option ...] [key=value ...] [--record]",
             "",
             "Experiments",
             experiment_list(conf),
@@ -73,11 +84,15 @@ def help_text(conf: Path) -> str:
             "Option groups (group=option; * is taken where nothing is said)",
             _table(rows),
             "",
-            "Without a choice engine/prefix_cache is what engine/cache can do, and hardware is looked up by its name.",
+            "Without a choice scale is the first that stands beside the experiment's name, engine/prefix_cache what",
+            "engine/cache can do, and hardware is looked up by its name.",
             "",
             "Keys (key=value): engine.model.*, engine.cache.*, engine.scheduler.*, engine.attention.*,",
-            "engine.graphs.*, workload.*, measure.repeats, measure.seed, measure.threads, peers.vllm.*, peers.hf.*,",
-            "tracker.project, paths.results, paths.reports; --cfg job shows all of them with their values.",
+            "engine.graphs.*, workload.*, experiment.points.*, experiment.claims.*, measure.repeats, measure.seed,",
+            "measure.threads, peers.vllm.*, peers.hf.*, peers.http.url, tracker.project, paths.run;",
+            "--cfg job shows all of them with their values.",
+            "",
+            "A run is a trial: it writes to trial/. With --record it writes results/ and reports/, which are committed.",
             "",
             "Commands",
             _table([(f"python run.py {name} {command.usage}", command.help) for name, command in COMMANDS.items()]),

@@ -287,7 +287,7 @@ def test_a_report_says_what_was_found(tmp_path):
         "commit 0123456789ab, clean tree; python 3.11, torch 2.13.",
         "A CPU, 2 cores, 2 torch threads, 24 GiB RAM; 5 repeats.",
         "python run.py experiment=demo",
-        "[csv](../results/demo/cpu/default.csv)",
+        "[csv](../results/demo/own.in_process/cpu/default.csv)",
         "[run.py](../run.py)",
         "It is made up.",
     ):
@@ -345,7 +345,7 @@ def test_steps_are_drawn_and_who_was_preempted_is_named(tmp_path):
     assert "](figures/demo-cpu-steps-concurrency=8.png)" in text
     assert "- Preempted by whole prompts: base-" in text
     assert "`python run.py trace demo --hardware cpu`" in text
-    assert "[steps](../results/demo/cpu/default.steps.csv)" in text
+    assert "[steps](../results/demo/own.in_process/cpu/default.steps.csv)" in text
     given = result(steps=steps, plots=(PlotSpec("speed", "Speed", (PanelSpec("ttft_p50_ms"),)),))
     paths = report.figure_paths(tmp_path / "reports", given)
     assert [path.name for path in paths] == [
@@ -430,7 +430,7 @@ def test_reports_whose_results_are_gone_go_too_and_nothing_else_does(tmp_path):
     (reports / "figures/photo.png").write_bytes((reports / "figures/demo-cpu-speed.png").read_bytes())
     foreign = reports / "figures/gone-by-hand.png"
     frame.Image.new("RGB", (2, 2)).save(foreign)
-    stored = tmp_path / "results/gone/cpu"
+    stored = tmp_path / "results/gone/own.in_process/cpu"
     for path in stored.iterdir():
         path.unlink()
     stored.rmdir()
@@ -461,16 +461,16 @@ def test_a_damaged_result_is_named_and_costs_no_other_report(tmp_path):
     before = (reports / "demo.md").read_bytes()
     for name in ("demo/cpu", "other/h200"):
         (tmp_path / f"results/{name}/default.csv").write_text("cut")
-    with pytest.raises(StoreError, match=r"(?s)without these results:.*demo/cpu/default\.csv.*other/h200/default\.csv"):
+    with pytest.raises(StoreError, match=r"(?s)without these results:.*demo/own.in_process/cpu/default\.csv.*other/own.in_process/h200/default\.csv"):
         report.rebuild(tmp_path / "results", reports)
     assert (reports / "demo.md").read_bytes() == before  # what it said is all that is left of it
-    assert "> **NOT IN THIS REPORT**: `results/other/h200/default.json`" in (reports / "other.md").read_text()
-    assert "> **CANNOT BE READ**: `results/demo/cpu/default.json`" in (reports / "README.md").read_text()
+    assert "> **NOT IN THIS REPORT**: `results/other/own.in_process/h200/default.json`" in (reports / "other.md").read_text()
+    assert "> **CANNOT BE READ**: `results/demo/own.in_process/cpu/default.json`" in (reports / "README.md").read_text()
 
 
 def test_a_damaged_result_of_another_experiment_stops_no_run(tmp_path):
     reports = built(tmp_path, result(**PLAIN), result("other", **PLAIN))
-    (tmp_path / "results/other/cpu/default.csv").write_text("cut")
+    (tmp_path / "results/other/own.in_process/cpu/default.csv").write_text("cut")
     assert report.rebuild(tmp_path / "results", reports, only="demo")[0].name == "demo.md"
 
 
