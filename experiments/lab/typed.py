@@ -115,7 +115,7 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
         config.experiment.timeline = None
     config.experiment.profile = [at for at in config.experiment.get("profile") or [] if _stands(grid, at)]
     of = ", ".join(f"{axis} {points.shown(known[axis])}" for axis in asked)
-    return [f"Measured at other points than the experiment's own: {of}." + _left_out(lost, "are about other points")]
+    return [f"Measured at other points than the experiment's own: {of}." + _left_out(lost, "about other points")]
 
 
 def _stands(grid: Sequence[points.Point], at: Mapping[str, Any]) -> bool:
@@ -136,7 +136,7 @@ def _chosen(axis: str, own: Any, values: Any) -> Any:
 
 
 def _left_out(count: int, why: str) -> str:
-    return f" {count} claim{'s' if count > 1 else ''} of the experiment {why}, and left out." if count else ""
+    return f" Left out: {count} claim{'s' if count > 1 else ''} {why}." if count else ""
 
 
 def _require_not_varied(config: DictConfig, typed: Sequence[Override], experiment: str) -> None:
@@ -205,4 +205,4 @@ def _rename(config: DictConfig, typed: Sequence[Override]) -> list[str]:
     lost = len(config.experiment.get("claims") or [])
     config.experiment.claims = []
     config.experiment.target = ""
-    return [f"Measured with {config.axes.model} instead of {was}." + _left_out(lost, f"are bounds for {was}")]
+    return [f"Measured with {config.axes.model} instead of {was}." + _left_out(lost, f"with bounds for {was}")]
