@@ -11,6 +11,7 @@ from experiments.ablation import Ablation
 from experiments.lab import axes, catalog, typed
 from experiments.lab.execute import execute
 from experiments.lab.measure.kinds import Kind
+from experiments.lab.show import report, sweeps
 from experiments.lab.show.compare import OTHER_MACHINE, compare
 from experiments.lab.store import history, runs
 from experiments.lab.store import result as store
@@ -237,3 +238,36 @@ def test_stale_results_are_those_whose_code_has_commits_since(repository):
     assert "y/own" not in text
     assert "z/own.in_process/cpu/default: no commit known" in text
     assert "1 of 3 runs are due" in text
+
+
+# Sweeps
+
+
+def swept(value, key="workload.count", **changes):
+    return demo(run=f"{key.rpartition('.')[2]}={value}", changed={key: str(value)}, **changes)
+
+
+def test_a_sweep_is_one_result_with_a_curve_over_its_key():
+    default = demo(config={"workload": {"count": 4}})
+    other = swept(3, "workload.seed")
+    found = sweeps.joined([default, swept(8), swept(16), swept(2), other, swept(8, hardware="h200")])
+    assert [r.info.run for r in found] == ["default", "sweep-count", "seed=3", "count=8"]
+    info = found[1].info
+    assert list(info.points)[::2] == [f"count={n} concurrency=1" for n in (2, 4, 8, 16)]
+    assert info.points["count=16 concurrency=8"] == {"workload.concurrency": 8, "workload.count": 16}
+    assert {row.point for row in found[1].rows} == set(info.points)
+    assert len(found[1].rows) == 4 * len(default.rows)
+    assert [panel.x for panel in info.plots[0].panels] == ["workload.count"] * 3
+    assert [run.run for run in found[1].runs] == ["count=2", "default", "count=8", "count=16"]
+
+
+def test_a_page_of_a_sweep_has_a_table_and_a_figure_and_no_stack_of_runs(tmp_path):
+    for value in (2, 4, 8):
+        store.write(tmp_path / "results", swept(value))
+    report.rebuild(tmp_path / "results", tmp_path / "reports")
+    text = (tmp_path / "reports/demo.md").read_text()
+    assert text.count("## cpu, with") == 1
+    assert "count=4 concurrency=8" in text
+    assert "![Over count](figures/demo-cpu-sweep-count-over-count.png)" in text
+    assert (tmp_path / "reports/figures/demo-cpu-sweep-count-over-count.png").is_file()
+    assert "[count=4](../results/demo/own.in_process/cpu/count=4.csv)" in text

@@ -168,6 +168,9 @@ def _provenance(result: Result) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
     peers = info.peers.items()
     data = f"../results/{store.run_path(info).as_posix()}"
+    if result.runs:
+        paths = [(run.run, f"../results/{store.run_path(run).as_posix()}.csv") for run in result.runs]
+        return "Data: " + ", ".join(f"[{name}]({path})" for name, path in paths) + "."
     return "\n".join(
         [
             f"Measured {origin.started} in {wording.number(origin.seconds)} s; {wording.commit(origin)}; {versions}.",

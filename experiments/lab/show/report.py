@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from experiments.lab.show import wording
+from experiments.lab.show import sweeps, wording
 from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.effects import judgements
 from experiments.lab.show.figures import frame, gallery
@@ -33,6 +33,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     found, damaged = _read(results)
     if not found and not damaged:
         raise StoreError(f"{results} holds no results yet: run an experiment first")
+    found = [r for _, group in groupby(found, key=lambda r: page_name(r.info)) for r in sweeps.joined(list(group))]
     written = []
     for page, group in groupby(found, key=lambda r: page_name(r.info)):
         if only in (None, page):
@@ -51,8 +52,9 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
 
 
 def figure_paths(reports: Path, result: Result) -> list[Path]:
-    """The figures that the report of this run shows."""
-    return [reports / FIGURES / figure_name(result.info, picture.name) for picture in gallery.of(result).every]
+    """The figures that the report of this run shows; none of a run in a sweep, whose figures are the sweep's."""
+    paths = [reports / FIGURES / figure_name(result.info, picture.name) for picture in gallery.of(result).every]
+    return [path for path in paths if path.is_file()]
 
 
 def summary(result: Result) -> str:

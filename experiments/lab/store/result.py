@@ -132,6 +132,7 @@ class Result:
     steps: tuple[StepRow, ...] = ()
     requests: tuple[RequestRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()  # of the profiled decode steps
+    runs: tuple[RunInfo, ...] = ()  # that were put together, where it is not one run
     remarks: str = ""  # written by hand in <run>.remarks.md: what stands behind these rows, as markdown
 
 
