@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.stats import Estimate
+from experiments.lab.show import wording
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Table, Turn
 
@@ -76,16 +77,11 @@ def severalfold(result: Result) -> list[str]:
 
 
 def of(result: Result) -> list[str]:
-    """Everything that marks the run, a sentence each; empty where nothing does."""
-    found, told = again(result), []
-    if found is not None and found.alarms:
-        ratio = found.ratio
-        told.append(
-            f"The baseline differs from itself: measured a second time it had {ratio.median:.4g} "
-            f"[{ratio.low:.4g}, {ratio.high:.4g}] times its {result.info.metrics[found.metric].label}, so effects of "
-            "that size are not to be believed here."
-        )
-    return [
-        *told,
-        *(f"Repeats differ severalfold, as beside a busy neighbour. {text}." for text in severalfold(result)),
-    ]
+    """Everything that marks the run, in words; empty where nothing does."""
+    found = again(result)
+    told = (
+        []
+        if found is None or not found.alarms
+        else [f"the baseline differs from itself: A/A ratio {wording.interval(found.ratio)}"]
+    )
+    return [*told, *(f"repeats differ severalfold ({text})" for text in severalfold(result))]
