@@ -57,7 +57,7 @@ def _main_metric(result: Result) -> str | None:
 
 
 def severalfold(result: Result) -> list[str]:
-    """Of each variant the worst disagreement between the repeats of a process, in words."""
+    """Of each variant the worst disagreement between the repeats of a process, in words; the worst of all first."""
     info, table = result.info, Table(result.rows)
     worst: dict[str, tuple[float, str]] = {}
     names = [n for n, m in info.metrics.items() if m.unit in OF_TIME and not any(tail in n for tail in TAILS)]
@@ -73,7 +73,7 @@ def severalfold(result: Result) -> list[str]:
                         metric, at = info.metrics[name], f" at {point}" if point else ""
                         text = f"{label}{at}: {metric.label} from {low:.4g} to {high:.4g} {metric.unit} in one process"
                         worst[variant] = high / low, text
-    return [text for _, text in worst.values()]
+    return [text for _, text in sorted(worst.values(), reverse=True)]
 
 
 def of(result: Result) -> list[str]:
@@ -84,4 +84,6 @@ def of(result: Result) -> list[str]:
         if found is None or not found.alarms
         else [f"the baseline differs from itself: A/A ratio {wording.interval(found.ratio)}"]
     )
-    return [*told, *(f"repeats differ severalfold ({text})" for text in severalfold(result))]
+    apart = severalfold(result)
+    others = f", and {len(apart) - 1} variants more" if len(apart) > 1 else ""
+    return [*told, *([f"repeats differ severalfold ({apart[0]}{others})"] if apart else [])]

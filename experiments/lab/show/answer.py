@@ -156,7 +156,7 @@ def _without_claims(result: Result) -> str:
     info = result.info
     for name in info.metrics:
         for at in reversed(info.points):
-            found = {v: effects.value(result, name, (v, at)) for v in info.variants}
+            found = {v: effects.value(result, name, (v, at)) for v in info.variants if v != info.aa}
             shown = [f"{info.variants[v]} {wording.interval(e)}" for v, e in found.items() if e is not None]
             if shown:
                 text = f"{wording.short(name, info)} {', '.join(shown)}."
