@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-
 RUN = "a result file (.json or .csv), or experiment[/scale.via[/hardware[/run]]]: what is left out must be the only one"
 
 
