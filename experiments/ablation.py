@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import points, schema
+from experiments.lab import axes, points, schema
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import claims, exact_gate, logit_gate, metrics
@@ -27,6 +27,7 @@ from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.schema import Again
 from experiments.lab.show.progress import Steps
+from experiments.lab.spec import VARIANT_KEYS
 from experiments.lab.store.ledger import Terms
 from experiments.lab.store.result import Sample
 from experiments.lab.workloads import Inputs
@@ -35,7 +36,6 @@ from mini_infer.core.config import Device, EngineConfig, LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import resolve_device
 
-VARIANT_KEYS = ("kind", "label")  # beside the engine's sections
 KEPT = (
     "each has one engine for all its passes, which live side by side; before each pass an engine forgets all it has "
     "served, blocks and drafts included, and is warmed up on other prompts"
@@ -87,7 +87,7 @@ class Ablation(Experiment):
         if spec.keep_engines:
             _require_keepable(measured)
         if any(cell.kind is Kind.http for cell in measured) and peers.http.url is None:
-            raise ConfigError("the variant kind `http` needs peers.http.url, such as http://localhost:8000")
+            raise ConfigError("via=url needs the server's address: peers.http.url=http://localhost:8000, say")
         self._repeats = repeats
         self._seed = seed
         self._threads = threads
@@ -98,8 +98,9 @@ class Ablation(Experiment):
     def from_config(cls, config: DictConfig) -> Ablation:
         spec = schema.experiment_spec(AblationSpec, config)
         measure = schema.build(schema.Measure, config.measure, "measure")
-        if measure.engine is not None:
-            spec = spec.served_by(measure.engine)
+        system = Kind.http if config.axes.via == axes.URL else measure.system
+        if system is not None:
+            spec = spec.served_by(system)
         own = schema.engine_config(config.engine).model.device
         aa = None
         if measure.aa is Again.always or (measure.aa is Again.auto and hardware.resolve(own) == "cuda"):
@@ -285,6 +286,11 @@ def _variant(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple
         allowed = ", ".join(k.value for k in Kind)
         raise ConfigError(f"{where}.kind must be one of {allowed}; got {changes['kind']!r}") from None
     settings = {key: value for key, value in changes.items() if key not in VARIANT_KEYS}
+    if config.axes.via == axes.HTTP and kind is Kind.engine:
+        kind = Kind.served
+    elif config.axes.via == axes.HTTP and kind is not Kind.served:
+        raise ConfigError(f"{where}: {kind.label} is not served over HTTP by us: start its server, and ask it with "
+                          "via=url peers.http.url=...")  # fmt: skip
     return kind, schema.engine_config(schema.merged(config.engine, settings, where))
 
 
@@ -292,6 +298,8 @@ def _require_keepable(measured: Sequence[Cell]) -> None:
     """Raises ConfigError where a variant could not keep its engine, or would keep what the others need."""
     first: dict[str, EngineConfig] = {}
     for cell in measured:
+        if cell.kind is Kind.http:
+            continue  # its memory is not ours
         if first.setdefault(cell.variant, cell.engine) != cell.engine:
             raise ConfigError(
                 "experiment.keep_engines=true needs points that change the workload alone, and "

@@ -49,7 +49,7 @@ class CeilingsSpec(ExperimentSpec):
         mib: sizes of the buffers that are copied and read; the largest must fit no cache, and memory three times.
         matmul: device -> sizes n of the n x n matrices that are multiplied.
         dtypes: in which they are multiplied.
-        write: keeps the result in conf/hardware/; under another paths.results, in its folder `hardware`.
+        write: keeps the result: with --record in conf/hardware/, else in the folder `hardware` of paths.results.
     """
 
     mib: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
@@ -111,8 +111,8 @@ class CeilingsExperiment(Probe):
         threads = (measure.threads or torch.get_num_threads()) if device == "cpu" else None
         target = None
         if spec.write:
-            results = schema.build(schema.Paths, config.paths, "paths").results
-            folder = Path("conf") if results == schema.Paths().results else Path(results)
+            paths = schema.build(schema.Paths, config.paths, "paths")
+            folder = Path("conf") if paths.recorded else Path(paths.results)
             target = ROOT / folder / "hardware" / f"{hardware.key(device)}.yaml"
         return cls(spec, device, threads, measure.repeats, measure.seed, target)
 
@@ -164,6 +164,8 @@ class CeilingsExperiment(Probe):
         sizes = ", ".join(str(p.values["mib"]) for p in self._buffers)
         products = ", ".join(str(p.values["size"]) for p in self._matrices)
         return Hardware(
+            device=self.device,
+            memory_gib=hardware.gpu_memory_gib() if self.device is Device.cuda else None,
             machine=hardware.name(self.device.value),
             measured=datetime.now(timezone.utc).date().isoformat(),
             how=f"torch {torch.__version__}: x.sum() and y.copy_(x) in float32 on {sizes} MiB, products of n x n "

@@ -25,7 +25,7 @@ TEST_CONF = Path(__file__).resolve().parent / "conf"  # experiment=probe
 
 @pytest.fixture(scope="session")
 def compose_config() -> Callable[..., DictConfig]:
-    schema.register()
+    schema.register(ROOT / "conf")
     OmegaConf.register_new_resolver("lab.help", lambda: "", replace=True)
 
     @cache

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.lab.judge import metrics
 from experiments.lab.measure.cells import Cell
 from experiments.lab.points import Point
+from experiments.lab.spec import RATE
 from experiments.lab.store.rows import NOT_SHOWN, Row
 from experiments.lab.workloads import Inputs
 from mini_infer.core.errors import ConfigError
@@ -16,7 +17,6 @@ from mini_infer.core.errors import ConfigError
 if TYPE_CHECKING:
     from experiments.lab.measure.session import Session
 
-RATE = "workload.rate_per_s"
 FOUND = "slo_rate_rps"  # the metric that a search gives
 KEPT = "slo_share"  # and the one that it looks at
 MOST_STEPS = 8
