@@ -101,16 +101,18 @@ def test_two_processes_measure_and_hand_back_what_they_found(config):
 
 def test_numbers_and_gates_are_put_together(config, monkeypatch):
     gate, worse = Gate("engine", "", 10, 10, 1.0, None), Gate("engine", "", 3, 10, 1.0, object())
+    alone = Gate("engine", "", 50, 50, 1.0, None, "every request alone")
     errors = [ErrorGate("engine", None, error, 0.02, "fp32") for error in (0.01, float("nan"), 0.5)]
     given = found_by(
         monkeypatch,
-        findings(1.0, gates=[gate], error_gates=errors[:1], notes=["all", "one"], gpu={"power_w": 600.0}),
+        findings(1.0, gates=[gate, alone], error_gates=errors[:1], notes=["all", "one"], gpu={"power_w": 600.0}),
         findings(2.0, gates=[worse], error_gates=errors[1:2], notes=["all"]),
         findings(3.0, gates=[gate], error_gates=errors[2:], notes=["all", "other"]),
     )
     found = measure(config())
     assert [(row.process, row.value) for row in found.rows] == [(0, 1.0), (1, 2.0), (2, 3.0)]
-    (joined,) = found.gates
+    joined, other = found.gates
+    assert other == alone  # against something else
     assert (joined.equal_tokens, joined.total_tokens, joined.passed) == (23, 30, False)
     assert found.error_gates == errors[1:2]  # no number is worse than any
     assert found.notes == ["all", "Process 1: one", "Process 3: other"]
