@@ -3,14 +3,13 @@
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
 from experiments import ablation
 from experiments.lab.judge import stats
 from experiments.lab.judge.claims import Verdict, judge
-from experiments.lab.measure import clocks, lending, subjects
+from experiments.lab.measure import subjects
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Table
 from mini_infer import LLMEngine
@@ -44,43 +43,6 @@ def findings(compose_config, variants, claims, *overrides, seed=0):
     experiment = ablation.Ablation.from_config(config)
     with Steps("test") as steps:
         return experiment, experiment.measure(steps)
-
-
-class VirtualTime:
-    """A clock that moves as the dry model sleeps, with noise: a machine of its own, whatever else this one does."""
-
-    def __init__(self, seed):
-        self.now = 0.0
-        self._rng = np.random.default_rng(seed)
-        self.new_pass()
-
-    def new_pass(self):
-        """Each pass meets the machine in another mood."""
-        self._mood = float(np.exp(self._rng.normal(0, 0.02)))
-
-    def __call__(self):
-        self.now += 1e-6
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds * self._mood * float(np.exp(self._rng.normal(0, 0.05)))
-
-
-@pytest.fixture
-def virtual_time(monkeypatch):
-    clock = VirtualTime(seed=0)
-
-    def engine(config):
-        clock.new_pass()
-        return LLMEngine(config, clock=clock)
-
-    monkeypatch.setattr(subjects, "LLMEngine", engine)
-    monkeypatch.setattr(lending, "clock", clock)
-    # The dry model's sleep alone: a thread that another test left behind must not move this clock.
-    monkeypatch.setattr(dry, "time", SimpleNamespace(sleep=clock.sleep))
-    monkeypatch.setattr(
-        clocks, "drift", lambda *_: clocks.Drift()
-    )  # of the real machine, which is not the one that is measured
 
 
 @pytest.fixture

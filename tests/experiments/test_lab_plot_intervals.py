@@ -9,9 +9,9 @@ from matplotlib.markers import CARETDOWNBASE, CARETLEFTBASE, CARETRIGHTBASE, CAR
 from test_lab_plots import axes_of
 
 from experiments.lab.judge import stats
-from experiments.lab.show import plots
-from experiments.lab.show.plot_intervals import NOTE, Reach, intervals, mark_cut, reach
-from experiments.lab.show.plot_style import line_style
+from experiments.lab.show.figures import bars
+from experiments.lab.show.figures.intervals import NOTE, Reach, intervals, mark_cut, reach
+from experiments.lab.show.figures.style import line_style
 from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.rows import Row
 
@@ -82,8 +82,8 @@ def test_arrows_and_a_note_stand_only_where_something_is_cut():
     ],
     ids=lambda panel: panel.kind.value,
 )
-def test_a_wide_interval_does_not_press_a_panel_flat(monkeypatch, panel):
-    (ax,), _ = axes_of(monkeypatch, [panel], given())
+def test_a_wide_interval_does_not_press_a_panel_flat(panel):
+    (ax,) = axes_of([panel], given())
     assert ax.get_ylim()[1] < 6, "the interval goes to 250"
     ups = [(x, y) for marker, x, y in arrows(ax) if marker == CARETUPBASE]
     assert len(ups) == 1
@@ -92,19 +92,19 @@ def test_a_wide_interval_does_not_press_a_panel_flat(monkeypatch, panel):
     if panel.kind is PanelKind.curve:
         assert ax.get_xlim()[1] < 6
         assert [marker for marker, _, _ in arrows(ax)].count(CARETRIGHTBASE) == 1
-    narrow, _ = axes_of(monkeypatch, [panel], given([1.0, 1.1, 1.2]))
+    narrow = axes_of([panel], given([1.0, 1.1, 1.2]))
     assert (arrows(narrow[0]), NOTE in narrow[0].get_title()) == ([], False)
 
 
 @pytest.mark.slow
-def test_horizontal_bars_and_log_axes_are_cut_likewise(monkeypatch):
-    (bars,), _ = axes_of(monkeypatch, [PanelSpec("ttft_p50_ms")], given(sizes=(1,)))
+def test_horizontal_bars_and_log_axes_are_cut_likewise():
+    (bars,) = axes_of([PanelSpec("ttft_p50_ms")], given(sizes=(1,)))
     assert bars.get_xlim()[1] < 6
     assert [marker for marker, _, _ in arrows(bars)] == [CARETRIGHTBASE]
     (number,) = [text for text in bars.texts if text.get_text() == "1.45"]
     assert number.get_position()[0] > 5, "behind the arrow"
     panel = PanelSpec("ttft_p50_ms", PanelKind.lines, x="workload.concurrency", log_y=True)
-    (lines,), _ = axes_of(monkeypatch, [panel], given())
+    (lines,) = axes_of([panel], given())
     assert lines.get_yscale() == "log"
     low, high = lines.get_ylim()
     assert 0.1 < low < high < 10
@@ -112,8 +112,8 @@ def test_horizontal_bars_and_log_axes_are_cut_likewise(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_interval_below_zero_is_cut_at_the_axis(monkeypatch):
-    (ax,), _ = axes_of(monkeypatch, [PanelSpec("ttft_p50_ms")], given([0.0, 1.0, 1.5]))
+def test_an_interval_below_zero_is_cut_at_the_axis():
+    (ax,) = axes_of([PanelSpec("ttft_p50_ms")], given([0.0, 1.0, 1.5]))
     assert [(marker, y) for marker, _, y in arrows(ax)][:1] == [(CARETDOWNBASE, 0.0)]
     assert ax.get_ylim()[0] == 0
 
@@ -124,7 +124,7 @@ def test_any_two_variants_look_different():
     looks = {
         "lines": [(style["color"], style["marker"]) for style in styles],
         "distributions": [(style["color"], style["linestyle"]) for style in styles],
-        "bars": [(style["color"], style["hatch"]) for style in map(plots._bar_style, range(36))],
+        "bars": [(style["color"], style["hatch"]) for style in map(bars._bar_style, range(36))],
     }
     for where, own in looks.items():
         assert len(set(own)) == len(own), where

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made_up import METRICS, engine_steps, requests, result
+from made_up import engine_steps, requests, result
 from PIL import Image
 
 from experiments.lab.judge import distributions
 from experiments.lab.judge.claims import Bound, Claim
-from experiments.lab.show import plots, timeline
+from experiments.lab.show.figures import frame, gallery, timeline
+from experiments.lab.show.figures.panels import draw as draw_panels
+from experiments.lab.show.figures.style import BOUND
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError
@@ -21,18 +23,11 @@ pytestmark = pytest.mark.slow  # together they take half a minute
 LINES = PanelSpec("ttft_p50_ms", PanelKind.lines, x="workload.concurrency", log_x=True, log_y=True)
 
 
-def axes_of(monkeypatch, panels, given, draw=None):
-    """The axes and the PNG of a figure."""
-    kept = []
-    real = plots.png
-
-    def keeping(figure, experiment):
-        kept.extend(figure.axes)
-        return real(figure, experiment)
-
-    monkeypatch.setattr(plots, "png", keeping)
-    png = (draw or (lambda: plots.draw(PlotSpec("plot", "A title", tuple(panels)), given)))()
-    return kept, png
+def axes_of(panels, given):
+    """The axes of a figure, which must be one that can be written."""
+    figure = draw_panels(PlotSpec("plot", "A title", tuple(panels)), given)
+    frame.png(figure, "demo")
+    return figure.axes
 
 
 def size_of(png):
@@ -47,7 +42,7 @@ def ticks(axis):
     return [label.get_text() for label in axis.get_ticklabels() if label.get_text()]
 
 
-def test_every_kind_of_panel_is_drawn_with_its_unit(monkeypatch):
+def test_every_kind_of_panel_is_drawn_with_its_unit():
     given = result(steps=engine_steps(), requests=requests())
     panels = [
         PanelSpec("output_tokens_per_s", x_label="requests in flight"),
@@ -56,7 +51,7 @@ def test_every_kind_of_panel_is_drawn_with_its_unit(monkeypatch):
         PanelSpec("ttft_p50_ms", PanelKind.distribution),
         PanelSpec("itl_p99_ms", PanelKind.distribution),
     ]
-    axes, png = axes_of(monkeypatch, panels, given)
+    axes = axes_of(panels, given)
     labels = [(ax.get_xlabel(), ax.get_ylabel().replace("\n", " ")) for ax in axes if ax.get_visible()]
     assert labels == [
         ("requests in flight", "output tokens per second (tokens/s)"),
@@ -65,18 +60,19 @@ def test_every_kind_of_panel_is_drawn_with_its_unit(monkeypatch):
         ("time to first token of a request (ms)", "share of requests above (%)"),
         ("inter-token latency of a token (ms)", "share of decoded tokens above (%)"),
     ]
-    assert size_of(png)[0] == int(plots.WIDTH * plots.DPI)
+    assert size_of(frame.png(axes[0].figure, "demo"))[0] == int(frame.WIDTH * frame.DPI)
     assert all(not texts(ax) or "not" not in texts(ax)[0] for ax in axes)
 
 
 def test_the_same_result_gives_the_same_bytes():
     given = result(sizes=(1,))
     plot = PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"), LINES))
-    assert plots.draw(plot, given) == plots.draw(plot, given)
+    assert frame.png(draw_panels(plot, given), "demo") == frame.png(draw_panels(plot, given), "demo")
+    assert frame.svg(draw_panels(plot, given)) == frame.svg(draw_panels(plot, given))
 
 
-def test_bars_show_median_interval_and_every_repeat(monkeypatch):
-    (ax,), _ = axes_of(monkeypatch, [PanelSpec("output_tokens_per_s")], result())
+def test_bars_show_median_interval_and_every_repeat():
+    (ax,) = axes_of([PanelSpec("output_tokens_per_s")], result())
     assert len(ax.patches) == 4
     assert [patch.get_hatch() for patch in ax.patches] == ["", "", "///", "///"]  # told apart in grey, too
     assert sum(len(line.get_xdata()) for line in ax.lines if line.get_marker() == ".") == 4 * 5
@@ -86,11 +82,11 @@ def test_bars_show_median_interval_and_every_repeat(monkeypatch):
     assert any("," in tick for tick in ticks(ax.yaxis))
 
 
-def test_at_one_point_long_names_stand_beside_horizontal_bars(monkeypatch):
+def test_at_one_point_long_names_stand_beside_horizontal_bars():
     variants = {f"v{i}": f"a very long name of a variant that nobody can shorten, number {i}" for i in range(7)}
     given = result(variants=variants, baseline="v0", sizes=(8,))
     panels = [PanelSpec("output_tokens_per_s"), PanelSpec("ttft_p50_ms")]
-    axes, png = axes_of(monkeypatch, panels, given)
+    axes = axes_of(panels, given)
     figure = axes[0].figure
     boxes = [label.get_window_extent() for label in axes[0].get_yticklabels()]
     assert len(boxes) == 7
@@ -98,12 +94,12 @@ def test_at_one_point_long_names_stand_beside_horizontal_bars(monkeypatch):
     assert min(box.x0 for box in boxes) >= 0
     assert ticks(axes[1].yaxis) == []  # named once a row
     assert not figure.legends
-    assert size_of(png)[1] > 500
+    assert size_of(frame.png(axes[0].figure, "demo"))[1] > 500
 
 
-def test_a_legend_of_long_names_stays_inside_the_figure(monkeypatch):
+def test_a_legend_of_long_names_stays_inside_the_figure():
     variants = {f"v{i}": f"a long name of a variant that nobody can shorten, number {i}" for i in range(6)}
-    axes, _ = axes_of(monkeypatch, [PanelSpec("output_tokens_per_s"), LINES], result(variants=variants, baseline="v0"))
+    axes = axes_of([LINES, LINES], result(variants=variants, baseline="v0"))
     (legend,) = axes[0].figure.legends
     box, (width, _) = legend.get_window_extent(), axes[0].figure.canvas.get_width_height()
     assert box.x0 >= 0
@@ -111,11 +107,11 @@ def test_a_legend_of_long_names_stays_inside_the_figure(monkeypatch):
     assert len(legend.get_texts()) == 6
 
 
-def test_what_is_invalid_or_missing_is_said(monkeypatch):
+def test_what_is_invalid_or_missing_is_said():
     given = result()
     bad = [row for row in given.rows if (row.variant, row.point) != ("new", "concurrency=8")]
     lost = [type(row)(**{**vars(row), "valid": False, "reason": "short"}) for row in given.rows if row not in bad]
-    (ax,), _ = axes_of(monkeypatch, [PanelSpec("output_tokens_per_s")], result(rows=[*bad, *lost]))
+    (ax,) = axes_of([PanelSpec("output_tokens_per_s")], result(rows=[*bad, *lost]))
     assert "INVALID" in texts(ax)
     none = [type(row)(**{**vars(row), "valid": False, "reason": "short"}) for row in given.rows]
     for panel, says in [
@@ -126,11 +122,11 @@ def test_what_is_invalid_or_missing_is_said(monkeypatch):
         (PanelSpec("steps"), "steps: not measured in this run"),
         (PanelSpec("ttft_p50_ms", PanelKind.curve, x="steps"), "ttft_p50_ms: not measured in this run"),
     ]:
-        (ax,), _ = axes_of(monkeypatch, [panel], result(rows=none))
+        (ax,) = axes_of([panel], result(rows=none))
         assert texts(ax) == [says]
 
 
-def test_pairs_are_shown_beside_what_they_are_alone(monkeypatch):
+def test_pairs_are_shown_beside_what_they_are_alone():
     variants = {"none": "none", "a": "first", "b": "second", "a+b": "both", "c": "third"}
     rows = [
         Row(variant, "concurrency=1", repeat, "output_tokens_per_s", value, "tokens/s")
@@ -138,14 +134,14 @@ def test_pairs_are_shown_beside_what_they_are_alone(monkeypatch):
         for repeat in range(3)
     ]
     given = result(sizes=(1,), variants=variants, baseline="none", rows=rows)
-    (ax,), _ = axes_of(monkeypatch, [PanelSpec("output_tokens_per_s", PanelKind.matrix)], given)
+    (ax,) = axes_of([PanelSpec("output_tokens_per_s", PanelKind.matrix)], given)
     assert texts(ax) == ["1.50x", "1.20x", "1.00x", "1.62x", "0.90"]
     assert ticks(ax.yaxis) == ["first", "second", "third"]
 
 
-def test_log_axes_have_plain_numbers(monkeypatch):
+def test_log_axes_have_plain_numbers():
     given = result(sizes=(1, 32, 1024, 100_000))
-    (ax,), _ = axes_of(monkeypatch, [LINES], given)
+    (ax,) = axes_of([LINES], given)
     assert ax.get_xscale() == ax.get_yscale() == "log"
     assert set(ticks(ax.xaxis)) == {"1", "32", "1,024", "100,000"}
     shown = ticks(ax.yaxis)
@@ -153,33 +149,33 @@ def test_log_axes_have_plain_numbers(monkeypatch):
     assert all(character in "0123456789.," for tick in shown for character in tick)
 
 
-def test_zeros_keep_a_linear_axis(monkeypatch):
+def test_zeros_keep_a_linear_axis():
     rows = [type(row)(**{**vars(row), "value": 0.0}) if row.repeat == 0 else row for row in result().rows]
-    (ax,), _ = axes_of(monkeypatch, [LINES], result(rows=rows))
+    (ax,) = axes_of([LINES], result(rows=rows))
     assert ax.get_yscale() == "linear"
 
 
-def test_points_that_differ_in_more_than_x_are_lines_of_their_own(monkeypatch):
+def test_points_that_differ_in_more_than_x_are_lines_of_their_own():
     given = result(sizes=(1, 2, 4, 8))
     points = {
         name: {"workload.concurrency": n, "model": m}
         for name, n, m in zip(given.info.points, (1, 8, 1, 8), "aabb", strict=True)
     }
-    (ax,), _ = axes_of(monkeypatch, [LINES], result(sizes=(1, 2, 4, 8), points=points))
+    (ax,) = axes_of([LINES], result(sizes=(1, 2, 4, 8), points=points))
     _, labels = ax.get_legend_handles_labels()
     assert labels == [f"{name}, model={m}" for name in given.info.variants.values() for m in "ab"]
 
 
-def test_settings_that_are_no_numbers_are_named(monkeypatch):
+def test_settings_that_are_no_numbers_are_named():
     points = {"concurrency=1": {"mode": "eager"}, "concurrency=8": {"mode": "graph"}}
     panel = PanelSpec("ttft_p50_ms", PanelKind.lines, x="mode")
-    (ax,), _ = axes_of(monkeypatch, [panel], result(points=points))
+    (ax,) = axes_of([panel], result(points=points))
     assert ticks(ax.xaxis) == ["eager", "graph"]
 
 
-def test_a_bound_of_a_claim_is_drawn_unless_far_away(monkeypatch):
+def test_a_bound_of_a_claim_is_drawn_unless_far_away():
     claims = [Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, bound) for bound in (350.0, 50_000.0)]
-    (ax,), _ = axes_of(monkeypatch, [PanelSpec("ttft_p50_ms")], result(claims=tuple(claims)))
+    (ax,) = axes_of([PanelSpec("ttft_p50_ms")], result(claims=tuple(claims)))
     assert [text for text in texts(ax) if text.startswith("claim")] == ["claim: at most 350 at concurrency=8"]
 
 
@@ -262,42 +258,75 @@ def test_a_step_longer_than_a_bin_fills_all_of_its_bins():
     assert not shape.mean[half:].any()
 
 
-def test_variants_share_their_time_axis_and_their_scales(monkeypatch):
+def drawn_steps(given, point="concurrency=8", pair=0):
+    figure = timeline.draw(given, point, timeline.pairs(given, point)[pair])
+    frame.png(figure, "demo")
+    return np.array(figure.axes).reshape(len(timeline.HEIGHTS), -1)
+
+
+def test_variants_stand_side_by_side_on_the_same_scales():
     steps = [*engine_steps("base", 300, chunk=4096), *engine_steps("new", 900, chunk=512, seed=1)]
     given = result(steps=steps)
-    axes, _ = axes_of(monkeypatch, [], given, draw=lambda: timeline.draw(given)["concurrency=8"])
-    rows = len(timeline.HEIGHTS)
-    assert len(axes) == 2 * rows
-    assert len({ax.get_xlim() for ax in axes}) == 1
-    for row in range(rows):
-        assert axes[row].get_ylim() == axes[rows + row].get_ylim()
-    titles = [axes[0].get_title(loc="left"), axes[rows].get_title(loc="left")]
-    assert titles[0].startswith("whole prompts: 300 steps in ")
-    assert "preemptions" in titles[0]
-    marks = [line for line in axes[2].lines if line.get_marker() == "v"]
+    axes = drawn_steps(given)
+    assert axes.shape == (4, 2)
+    assert len({ax.get_xlim() for ax in axes.flatten()}) == 1
+    for row in axes:
+        assert row[0].get_ylim() == row[1].get_ylim()
+    assert axes[0, 0].get_title(loc="left").startswith("whole prompts: 300 steps in ")
+    assert "preemptions" in axes[0, 0].get_title(loc="left")
+    marks = [line for line in axes[3, 0].lines if line.get_marker() == "v"]
     assert len(marks[0].get_xdata()) == sum(1 for step in steps if step.variant == "base" and step.preempted)
     assert "There are up to 900 steps, so the time is cut into 400 bins" in timeline.describe(given)
     assert "bins" not in timeline.describe(result(steps=engine_steps()))
-    assert axes[-1].get_xlabel() == "seconds from the start of the timed pass"
+    assert axes[-1, 0].get_xlabel() == "seconds from the start of the timed pass"
+
+
+def test_a_figure_of_steps_holds_two_variants_first_those_that_are_compared():
+    variants = {v: v for v in ("base", "a", "b", "c", "new")}
+    steps = [step for v in variants for step in engine_steps(v, 5)]
+    given = result(steps=steps, variants=variants)
+    assert timeline.pairs(given, "concurrency=8") == [("base", "new"), ("a", "b"), ("c",)]
+    assert drawn_steps(given, pair=2).shape == (4, 1)
+    names = [picture.name for picture in gallery.of(given).every if picture.name.startswith("steps")]
+    assert names == ["steps-concurrency=8", "steps-concurrency=8-2", "steps-concurrency=8-3"]
+
+
+def test_every_request_is_a_line_of_what_it_went_through():
+    asked = requests("base", 20)
+    axes = drawn_steps(result(steps=engine_steps("base", 60), requests=asked))
+    lines = {c.get_gid().partition(":")[2].split(" ")[1]: c.get_segments() for c in axes[2, 0].collections}
+    assert set(lines) == {"queued", "prefill", "decode"}
+    assert all(len(segments) == 20 for segments in lines.values())
+    for row, request in enumerate(asked):  # they arrive one after the other
+        assert lines["prefill"][row][:, 0] == pytest.approx([request.first_scheduled_s, request.first_token_s])
+        assert set(lines["prefill"][row][:, 1]) == {row}
+    low, high = axes[2, 0].get_ylim()
+    assert low > high  # the first one is on top
+
+
+def test_a_request_that_never_got_a_token_ends_where_it_is_known():
+    (asked,) = requests(count=1)
+    assert [phase for phase, _, _ in timeline.phases(asked)] == ["queued", "prefill", "decode"]
+    assert [phase for phase, _, _ in timeline.phases(replace(asked, first_token_s=None, end_s=None))] == ["queued"]
+
+
+def test_kv_that_is_reserved_and_empty_can_be_seen():
+    wasted = [replace(step, kv_used_slots=step.kv_reserved_slots // 4) for step in engine_steps("base", 60)]
+    labels = lambda steps: drawn_steps(result(steps=steps))[3, 0].get_legend_handles_labels()[1]  # noqa: E731
+    assert "KV reserved, empty" in labels(wasted)
+    assert "KV reserved, empty" not in labels(engine_steps("base", 60))
 
 
 def test_every_stored_point_has_its_own_timeline():
     steps = [*engine_steps(point="concurrency=8", count=5), *engine_steps(point="concurrency=1", count=5)]
-    given = result(steps=steps)
-    assert timeline.points(given) == ["concurrency=1", "concurrency=8"]
-    drawn = timeline.draw(given)
-    assert list(drawn) == ["concurrency=1", "concurrency=8"]
-    assert drawn == timeline.draw(given)
-    assert timeline.draw(result()) == {}
+    assert timeline.points(result(steps=steps)) == ["concurrency=1", "concurrency=8"]
+    assert timeline.points(result()) == []
 
 
-def test_few_decodes_beside_long_prompts_can_be_seen(monkeypatch):
-    steps = engine_steps("base", 60, chunk=4096)
-    given = result(steps=steps)
-    axes, _ = axes_of(monkeypatch, [], given, draw=lambda: timeline.draw(given)["concurrency=8"])
-    assert "√ scale" in axes[0].get_ylabel()
-    assert METRICS  # of the made-up result, which the timeline does not need
-    assert math.isclose(axes[0].get_ylim()[0], 0)
+def test_few_decodes_beside_long_prompts_can_be_seen():
+    axes = drawn_steps(result(steps=engine_steps("base", 60, chunk=4096)))
+    assert "√ scale" in axes[0, 0].get_ylabel()
+    assert math.isclose(axes[0, 0].get_ylim()[0], 0)
 
 
 # Panels of some of the points
@@ -317,19 +346,19 @@ def swept(**changes):
     return replace(given, info=replace(given.info, points=points, **changes), rows=tuple(rows))
 
 
-def test_a_panel_may_show_some_points_alone(monkeypatch):
+def test_a_panel_may_show_some_points_alone():
     panels = [
         PanelSpec("ttft_p50_ms", where={"mode": "b"}),
         PanelSpec("ttft_p50_ms", PanelKind.lines, x="size", where={"mode": "a"}),
     ]
-    (bars, lines), _ = axes_of(monkeypatch, panels, swept())
+    (bars, lines) = axes_of(panels, swept())
     assert bars.get_title() == "mode=b, lower is better"
     assert [label.get_text() for label in bars.get_xticklabels()] == ["1", "8"]
     assert lines.get_title() == "mode=a, lower is better"
     assert len(lines.containers) == 2  # one line a variant
 
 
-def test_several_bounds_are_marks_at_their_points(monkeypatch):
+def test_several_bounds_are_marks_at_their_points():
     claims = tuple(
         Claim("ttft_p50_ms", "new", f"size={n} mode=a", Bound.at_most, bound)
         for n, bound in ((1, 90.0), (1, 80.0), (8, 300.0))
@@ -339,8 +368,8 @@ def test_several_bounds_are_marks_at_their_points(monkeypatch):
         PanelSpec("ttft_p50_ms", where={"mode": "a"}),
         PanelSpec("ttft_p50_ms", where={"mode": "b"}),
     ]
-    axes, _ = axes_of(monkeypatch, panels, swept(claims=claims))
-    marks = [[line for line in ax.lines if line.get_color() == plots.BOUND] for ax in axes]
+    axes = axes_of(panels, swept(claims=claims))
+    marks = [[line for line in ax.lines if line.get_color() == BOUND] for ax in axes]
     assert [[float(line.get_ydata()[0]) for line in own] for own in marks] == [[90, 80, 300], [90, 80, 300], []]
     assert [float(line.get_xdata()[0]) for line in marks[0]] == [1, 1, 8]
     assert not any(text.startswith("claim") for ax in axes for text in texts(ax))

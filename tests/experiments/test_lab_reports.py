@@ -1,6 +1,7 @@
 """Reports say what the rows show and no more, fit a screen, and follow from results/ alone, byte for byte."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,9 +12,11 @@ from made_up import METRICS, different, engine_steps, equal, requests, result
 
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.show import pages, plots, report
-from experiments.lab.show.answer import answer
+from experiments.lab.show import effects, pages, report
+from experiments.lab.show.answer import answer, flags
+from experiments.lab.show.figures import frame
 from experiments.lab.show.grids import SCREEN, Sheet
+from experiments.lab.show.screen import screen
 from experiments.lab.spec import PanelSpec, PlotSpec
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Sample, StoreError
@@ -49,22 +52,24 @@ def without(given, *, variant, point=None, reason):
 # The answer
 
 
-def test_the_answer_is_the_first_claims_figure_with_its_interval():
+def test_the_answer_is_what_the_claims_name_in_plain_words():
     text = answer(result(noise=0.001))
-    assert text.startswith("At concurrency=8, chunked prefill, 512 tokens a step had 1.50x [1.50, 1.5")
-    assert "tokens/s): better." in text
-    assert "Over the 2 points that count, the ratio ran from 1.50x (concurrency=" in text
-    assert "Claims: 2 supported." in text
+    assert text.startswith(
+        "Chunked prefill, 512 tokens a step against whole prompts: concurrency 8: 1.50x tokens/s (6,"
+    )
+    assert "against 4,298); time to first token 214 ms against 305." in text
+    assert text.endswith("Claims: 2 supported.")
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"repeats": 1}, "one valid repeat, so nothing is shown"),
-        ({"noise": 0.6, "seed": 1}, "no difference is shown"),
-        ({"gates": [different("new", "concurrency=8")]}, "There is no answer."),
+        ({"repeats": 1}, "tokens/s 6,"),
+        ({"repeats": 1}, "(one valid repeat)"),
+        ({"noise": 0.6, "seed": 1}, "no difference shown in tokens/s ("),
+        ({"gates": [different("new", "concurrency=8")]}, "There is no answer: its tokens differ from the baseline's"),
         ({"gates": [different("new", "concurrency=8")]}, "Gate: 1 of 1 comparisons FAILED."),
-        ({"claims": ()}, "At concurrency=8, output tokens per second (tokens/s): whole prompts 4,"),
+        ({"claims": ()}, "concurrency 8: tokens/s whole prompts 4,"),
     ],
 )
 def test_the_answer_claims_no_more_than_the_rows(changes, says):
@@ -74,30 +79,94 @@ def test_the_answer_claims_no_more_than_the_rows(changes, says):
 def test_a_worse_result_is_called_worse():
     given = result()
     metrics = {**METRICS, "output_tokens_per_s": Metric("time", "s", Better.lower)}
-    assert "): worse." in answer(replace(given, info=replace(given.info, metrics=metrics)))
+    assert "tokens/s 6,500 s against 4,291: worse;" in answer(replace(given, info=replace(given.info, metrics=metrics)))
 
 
-def test_the_points_whose_tokens_differ_are_not_in_the_range():
-    gates = [different("new", "concurrency=1"), *(equal("new", f"concurrency={n}") for n in (2, 8))]
-    assert "Over the 2 points that count" in answer(result(sizes=(1, 2, 8), gates=gates))
+def test_what_guards_against_a_loss_says_how_much_may_be_lost():
+    claims = (
+        Claim("output_tokens_per_s", "new", "concurrency=8", Bound.ratio_at_least, 1.2, "base", "concurrency=8"),
+        Claim("itl_p99_ms", "new", "concurrency=1", Bound.ratio_at_most, 1.02, "base", "concurrency=1"),
+    )
+    variants = {"base": "without", "new": "with"}
+    text = answer(result(claims=claims, variants=variants, seed=3))
+    assert text.startswith("Concurrency 8: 1.50x tokens/s (4,277 -> 6,446)")
+    assert re.search(r"; concurrency 1: no loss above [\d.]+ % in P99 gap\.", text)
+
+
+def test_a_part_that_says_the_measurement_is_sound_is_no_answer():
+    check = Claim("client_busy", "new", "concurrency=8", Bound.at_most, 0.8)
+    metrics = {**METRICS, "client_busy": Metric("load of the client", "", Better.lower)}
+    given = result()
+    rows = (*given.rows, *(replace(row, metric="client_busy", value=0.1) for row in given.rows if row.repeat == 0))
+    given = replace(given, rows=rows, info=replace(given.info, metrics=metrics, claims=(check, *given.info.claims)))
+    assert "1.52x tokens/s" in answer(given)
+    assert "client" not in answer(given)
 
 
 def test_an_answer_without_valid_rows_says_so():
     text = answer(without(result(), variant="new", reason="lengths differ"))
-    assert "There is no answer. Output tokens per second of chunked prefill" in text
-    assert "no valid measurement" in text
+    assert "There is no answer: no valid measurement." in text
     assert "INVALID: 30 of 60 values." in text
 
 
 def test_a_claim_on_an_absolute_figure_or_on_another_point():
     absolute = Claim("ttft_p50_ms", "base", "concurrency=1", Bound.at_most, 90)
     growth = Claim("ttft_p50_ms", "base", "concurrency=8", Bound.ratio_at_most, 4, "base", "concurrency=1")
-    text = answer(result(claims=(absolute,)))
-    assert text.startswith("At concurrency=1, time to first token, median request of whole prompts: 8")
-    assert " ms. " in text
+    assert re.match(
+        r"Whole prompts: concurrency 1: time to first token 8\d\.\d ms\. ", answer(result(claims=(absolute,)))
+    )
     text = answer(result(claims=(growth,)))
-    assert text.startswith("At concurrency=8, time to first token, median request of whole prompts was 3.")
-    assert "that at concurrency=1" in text
+    assert re.match(r"Whole prompts: concurrency 8: 3\.\d+x the time to first token of concurrency 1\.", text)
+
+
+def test_the_baseline_beside_itself_stands_on_top_where_it_differs():
+    variants = {"base": "off", "base again": "off again", "new": "on"}
+    rows = [row for row in result(variants={"base": "off", "new": "on"}).rows]
+    again = [replace(row, variant="base again") for row in rows if row.variant == "base"]
+    given = result(variants=variants, rows=[*rows, *again], aa="base again")
+    assert flags(given) == []
+    assert "| 1x [1, 1] |" in screen(given, lambda info: 3, lambda picture: picture.name)
+    slow = [replace(row, value=1.2 * row.value) for row in again]
+    (flag,) = flags(replace(given, rows=(*rows, *slow)))
+    assert flag.startswith("the baseline differs from itself: A/A ratio 1.20 [1.20, ")
+    assert all("again" not in effect.cell[0] for effect in effects.shown(given, 5))
+
+
+# How much better
+
+
+def test_an_effect_has_its_bounds_on_the_axis_of_its_gain():
+    claims = (
+        Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 300.0, source="target"),
+        Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 200.0, source="aim"),
+        Claim("ttft_p50_ms", "new", "concurrency=8", Bound.ratio_at_most, 0.9, "base", "concurrency=8", "original"),
+    )
+    (effect,) = effects.of_claims(result(claims=claims, noise=0.0))  # one quantity, whatever is claimed of it
+    assert effect.gain.median == pytest.approx(1 / 0.7)
+    assert effect.ticks == pytest.approx((effect.base.median / 300, effect.base.median / 200))
+    assert effect.told == 1
+
+
+def test_without_a_baseline_the_target_is_what_a_figure_is_compared_with():
+    claim = Claim("output_tokens_per_s", "base", "concurrency=8", Bound.at_least, 2000.0, source="target")
+    (effect,) = effects.of_claims(result(claims=(claim,), baseline=None, gates=[], noise=0.0))
+    assert effect.reference is None
+    assert effect.gain.median == pytest.approx(effect.own.median / 2000)
+    assert effect.ticks == (1.0, None)
+
+
+def test_rows_that_no_claim_names_fill_the_picture_of_effects():
+    given = result(sizes=(1, 2, 8), noise=0.001)
+    shown = effects.shown(given, 5)
+    assert [(e.metric, e.cell[1]) for e in shown] == [
+        ("output_tokens_per_s", "concurrency=8"),
+        ("ttft_p50_ms", "concurrency=8"),
+        ("output_tokens_per_s", "concurrency=1"),
+        ("output_tokens_per_s", "concurrency=2"),
+    ]
+    assert len(effects.shown(result(sizes=tuple(range(1, 12))), 5)) == 5
+    failed = [different("new", "concurrency=1"), equal("new", "concurrency=2")]
+    assert "concurrency=1" not in [e.cell[1] for e in effects.shown(result(sizes=(1, 2, 8), gates=failed), 5)]
 
 
 # Tables
@@ -201,9 +270,11 @@ def test_a_report_says_what_was_found(tmp_path):
     for part in (
         "# A demo: chunks",
         "Does `chunked` prefill help?",
-        "**Answer** (cpu). There is no answer.",
+        "**There is no answer: its tokens differ from the baseline's",
+        "| 2026-01-01, cpu | 1 x 5 | 0 | not measured | none | 2 inconclusive | **1 of 2 FAILED** | no git history here |",
         "> **tokens differ from the baseline's**, on cpu",
-        "The original project's figure: +20 %. To reach or beat: 1.2x.",
+        "- **Peers**: none ran beside it; the original project +20 %.\n- **To reach**: 1.2x.",
+        "<details><summary>Claims and gates</summary>",
         "at concurrency=1 | **supported** | 900 of 900 tokens | the gate |",
         "at concurrency=8 | **refuted** | 1 of 3 tokens (first difference: request 0, token 1: 2 became 5) | the gate",
         "its tokens differ from the baseline's, so its speed does not count",
@@ -216,7 +287,7 @@ def test_a_report_says_what_was_found(tmp_path):
         "commit 0123456789ab, clean tree; python 3.11, torch 2.13.",
         "A CPU, 2 cores, 2 torch threads, 24 GiB RAM; 5 repeats.",
         "python run.py experiment=demo",
-        "[csv](../results/demo/cpu/default.csv)",
+        "[csv](../results/demo/own.in_process/cpu/default.csv)",
         "[run.py](../run.py)",
         "It is made up.",
     ):
@@ -233,7 +304,7 @@ def test_gates_that_pass_at_all_points_are_one_line(tmp_path):
 
 def test_invalid_rows_are_listed_by_reason(tmp_path):
     text = text_of(tmp_path, without(result(repeats=2, **PLAIN), variant="new", reason="the client fell behind"))
-    assert "### INVALID: 12 values were kept but not counted" in text
+    assert "<summary>INVALID: 12 values were kept but not counted</summary>" in text
     assert text.count("- the client fell behind:") == 1
     assert "  - chunked prefill, 512 tokens a step concurrency=1, repeats 1, 2: all metrics" in text
 
@@ -242,15 +313,15 @@ def test_an_incomplete_run_is_marked_at_the_top(tmp_path):
     status = "incomplete: interrupted in repeat 3 of 5"
     reports = built(tmp_path, result(status=status, **PLAIN))
     text = (reports / "demo.md").read_text()
-    assert text.index("> **INCOMPLETE (interrupted in repeat 3 of 5)**, on cpu") < text.index("**Question.**")
-    assert "**INCOMPLETE (interrupted in repeat 3 of 5)**" in (reports / "README.md").read_text()
+    assert text.index("> **INCOMPLETE (interrupted in repeat 3 of 5)**, on cpu") < text.index("Does `chunked`")
+    assert "**INCOMPLETE**" in (reports / "README.md").read_text()
     assert "INCOMPLETE" in report.summary(result(status=status))
 
 
 def test_a_run_that_was_stopped_before_its_first_row_has_a_report(tmp_path):
     text = text_of(tmp_path, result(rows=[], gates=[], status="incomplete: interrupted"))
     assert "> **INCOMPLETE (interrupted)**, on cpu" in text
-    assert "There is no answer. Output tokens per second of chunked prefill" in text
+    assert "**There is no answer: no valid measurement.**" in text
 
 
 def test_several_machines_and_runs_stand_in_one_report(tmp_path):
@@ -260,51 +331,58 @@ def test_several_machines_and_runs_stand_in_one_report(tmp_path):
         result(hardware="h200", limits=("GPU.",), **PLAIN),
     ]
     text = text_of(tmp_path, *runs)
-    headings = [line for line in text.splitlines() if line.startswith("## Results")]
-    assert headings == ["## Results: cpu", "## Results: cpu, with `workload.count=9`", "## Results: h200"]
-    for heading in ("cpu", "cpu, with `workload.count=9`", "h200"):
-        assert f"- *{heading}*: At concurrency=8" in text
-    assert text.count("## Limits") == 1
+    headings = [line for line in text.splitlines() if line.startswith("## ")]
+    assert headings == ["## cpu", "## cpu, with `workload.count=9`", "## h200"]
+    assert text.count("concurrency 8: 1.52x tokens/s") == 3
+    assert text.count("<summary>What the numbers do not say</summary>") == 1
     assert "- It is made up.\n- GPU.\n" in text
 
 
 def test_steps_are_drawn_and_who_was_preempted_is_named(tmp_path):
     steps = engine_steps("base", 400) + engine_steps("new", 20)
     text = text_of(tmp_path, result(steps=steps, requests=requests(), **PLAIN))
-    assert "### Step by step" in text
+    assert "What each engine variant did in its first repeat" in text
     assert "](figures/demo-cpu-steps-concurrency=8.png)" in text
     assert "- Preempted by whole prompts: base-" in text
     assert "`python run.py trace demo --hardware cpu`" in text
-    assert "[steps](../results/demo/cpu/default.steps.csv)" in text
+    assert "[steps](../results/demo/own.in_process/cpu/default.steps.csv)" in text
     given = result(steps=steps, plots=(PlotSpec("speed", "Speed", (PanelSpec("ttft_p50_ms"),)),))
     paths = report.figure_paths(tmp_path / "reports", given)
-    assert [path.name for path in paths] == ["demo-cpu-speed.png", "demo-cpu-steps-concurrency=8.png"]
+    assert [path.name for path in paths] == [
+        f"demo-cpu-{name}.png" for name in ("effects", "steps-concurrency=8", "speed", "waits")
+    ]
 
 
 # The index
 
 
-def test_the_index_has_a_line_for_every_experiment_and_machine(tmp_path):
+def test_the_index_is_a_matrix_of_mechanisms_and_settings(tmp_path):
     refuted = Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 1.0, source="needed")
     given = result(**PLAIN)
-    mixed = result(hardware="h200", claims=(given.info.claims[0], refuted), **PLAIN)
-    reports = built(tmp_path, given, mixed, result(run="a=1", **PLAIN), result("other", claims=(), **PLAIN))
-    lines = (reports / "README.md").read_text().splitlines()
-    rows = [line for line in lines if line.startswith("| [")]
-    assert len(rows) == 4
-    assert rows[0].startswith("| [demo](demo.md) | cpu | Does `chunked` prefill help? | +20 % | 1.2x | 1.")
-    assert rows[0].endswith("| **supported** (all 2 claims) |")
-    assert "]: output tokens per second (chunked prefill, 512 tokens a step, concurrency=8) |" in rows[0]
-    assert rows[1].endswith("| **supported** (of 2 claims 1 supported, 1 refuted) |")  # the headline hides nothing
-    assert rows[2].endswith("| no claim |")
-    assert rows[3].startswith("| [demo](demo.md) | cpu | `a=1` |")
-    assert lines.index("## Other runs") < lines.index(rows[3])
+    large = {"config": {"engine": {"model": {"path": "Qwen/Qwen2.5-7B"}}}}
+    mixed = result(hardware="h200", claims=(given.info.claims[0], refuted), **large, **PLAIN)
+    several = [result(hardware="h200x2", **PLAIN), result(hardware="h100", scale="small", via="http", **PLAIN)]
+    for each in (given, mixed, *several, result(run="a=1", **PLAIN), result("other", claims=(), **PLAIN)):
+        store.write(tmp_path / "results", each)
+    report.rebuild(
+        tmp_path / "results", tmp_path / "reports", since=lambda info: 3 if info.hardware in ("h100", "h200") else 0
+    )
+    lines = (tmp_path / "reports/README.md").read_text().splitlines()
+    header = next(index for index, line in enumerate(lines) if line.startswith("| mechanism"))
+    assert lines[header] == "| mechanism | CPU | small | 7B | served | GPUs |"
+    cells = [cell.strip() for cell in lines[header + 2].split("|")[1:-1]]
+    one = "[1.52x tokens/s](demo.md)<br>2 of 2 claims supported"
+    refuting = "[1.52x tokens/s](demo.md)<br>1 of 2 claims supported, **1 refuted**<br>*3 commits since*"
+    served = "[1.52x tokens/s](demo.small.http.md)<br>2 of 2 claims supported<br>*3 commits since*"
+    assert cells == ["demo", one, "", refuting, served, one]
+    assert lines[header + 3] == "| other | [no claim](other.md) |  |  |  |  |"
+    assert lines[-1] == f"| [demo](demo.md) | cpu | `a=1` | {one} |"
 
 
 def test_the_index_warns_of_failed_gates(tmp_path):
     gates = [different("new", "concurrency=8")]
     index = (built(tmp_path, result(gates=gates, **PLAIN)) / "README.md").read_text()
-    assert "no figure that counts: output tokens per second" in index
+    assert "[no figure that counts](demo.md)" in index
     assert "**tokens differ from the baseline's**" in index
 
 
@@ -319,8 +397,9 @@ def test_rebuilding_changes_no_byte(tmp_path):
         "README.md",
         "demo.md",
         "other.md",
-        "figures/demo-cpu-speed.png",
-        "figures/demo-cpu-steps-concurrency=8.png",
+        *(f"figures/demo-cpu-{name}.png" for name in ("effects", "speed", "steps-concurrency=8", "waits")),
+        "figures/demo-cpu-size=3-effects.png",
+        "figures/other-cpu-effects.png",
     }
     report.rebuild(tmp_path / "results", reports)
     assert contents(reports) == first
@@ -350,8 +429,8 @@ def test_reports_whose_results_are_gone_go_too_and_nothing_else_does(tmp_path):
     (reports / "figures/no-picture.png").write_text("by hand")
     (reports / "figures/photo.png").write_bytes((reports / "figures/demo-cpu-speed.png").read_bytes())
     foreign = reports / "figures/gone-by-hand.png"
-    plots.Image.new("RGB", (2, 2)).save(foreign)
-    stored = tmp_path / "results/gone/cpu"
+    frame.Image.new("RGB", (2, 2)).save(foreign)
+    stored = tmp_path / "results/gone/own.in_process/cpu"
     for path in stored.iterdir():
         path.unlink()
     stored.rmdir()
@@ -365,7 +444,7 @@ def test_reports_whose_results_are_gone_go_too_and_nothing_else_does(tmp_path):
 def test_a_figure_that_its_report_no_longer_shows_goes(tmp_path):
     reports = built(tmp_path, result())
     built(tmp_path, result(**PLAIN))
-    assert set(contents(reports)) == {"README.md", "demo.md"}
+    assert set(contents(reports)) == {"README.md", "demo.md", "figures/demo-cpu-effects.png"}
 
 
 def test_making_one_report_leaves_the_others_alone(tmp_path):
@@ -382,16 +461,16 @@ def test_a_damaged_result_is_named_and_costs_no_other_report(tmp_path):
     before = (reports / "demo.md").read_bytes()
     for name in ("demo/cpu", "other/h200"):
         (tmp_path / f"results/{name}/default.csv").write_text("cut")
-    with pytest.raises(StoreError, match=r"(?s)without these results:.*demo/cpu/default\.csv.*other/h200/default\.csv"):
+    with pytest.raises(StoreError, match=r"(?s)without these results:.*demo/own.in_process/cpu/default\.csv.*other/own.in_process/h200/default\.csv"):
         report.rebuild(tmp_path / "results", reports)
     assert (reports / "demo.md").read_bytes() == before  # what it said is all that is left of it
-    assert "> **NOT IN THIS REPORT**: `results/other/h200/default.json`" in (reports / "other.md").read_text()
-    assert "> **CANNOT BE READ**: `results/demo/cpu/default.json`" in (reports / "README.md").read_text()
+    assert "> **NOT IN THIS REPORT**: `results/other/own.in_process/h200/default.json`" in (reports / "other.md").read_text()
+    assert "> **CANNOT BE READ**: `results/demo/own.in_process/cpu/default.json`" in (reports / "README.md").read_text()
 
 
 def test_a_damaged_result_of_another_experiment_stops_no_run(tmp_path):
     reports = built(tmp_path, result(**PLAIN), result("other", **PLAIN))
-    (tmp_path / "results/other/cpu/default.csv").write_text("cut")
+    (tmp_path / "results/other/own.in_process/cpu/default.csv").write_text("cut")
     assert report.rebuild(tmp_path / "results", reports, only="demo")[0].name == "demo.md"
 
 

@@ -10,8 +10,8 @@ from experiments.lab.judge import pairs
 from experiments.lab.judge.draft_formulas import NO_COSTS, NO_DRAFT_MODEL, NO_DRAFTS, expected_tokens, leviathan_speedup
 from experiments.lab.judge.formulas import SERVING, Missing
 from experiments.lab.judge.metrics import Better, Metric, Served
-from experiments.lab.show import plot_formula
 from experiments.lab.show.answer import answer
+from experiments.lab.show.figures import formula
 from experiments.lab.show.grids import Sheet
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
@@ -173,7 +173,7 @@ def speculated(**changes):
 
 def drawn(panel):
     ax = Figure().subplots()
-    assert plot_formula.draw(ax, panel, speculated())
+    assert formula.draw(ax, panel, speculated())
     return ax, dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
 
 
@@ -235,14 +235,14 @@ def composed(both):
 @pytest.mark.parametrize(
     ("both", "says"),
     [
-        ([200, 202, 204], "more than the product: a+b (1.12x ["),
-        ([150, 152, 154], "less than the product: a+b (0.844x ["),
-        ([170, 180, 190], "not told from the product: a+b."),
+        ([200, 202, 204], "1 bring more than the product (a+b 1.12x)."),
+        ([150, 152, 154], "1 bring less than the product (a+b 0.844x)."),
+        ([170, 180, 190], "1 cannot be told from it."),
     ],
 )
 def test_the_answer_says_which_gains_multiply(both, says):
     given = composed(both)
-    assert f"Of 1 pairs, in output tokens per second: {says}" in answer(given)
+    assert f"Of 1 pairs, beside the product of their gains in output tokens per second: {says}" in answer(given)
     (grid,) = pairs.grids(given)
     assert grid.rows[0][:3] == ("a+b", "1.50x, 1.20x", "1.80x")
 

@@ -94,18 +94,15 @@ def sentence(result: Result) -> str:
     pairs = of(result, names[0]) if names else []
     if not pairs:
         return ""
-    parts = [f"Of {len(pairs)} pairs, in {result.info.metrics[names[0]].label}:"]
-    listed = []
-    for told in Told:
-        own = [_with_figure(pair) for pair in pairs if pair.told is told]
-        if own:
-            listed.append(f"{told.value}: {', '.join(own)}")
-    return f"{parts[0]} {'; '.join(listed)}."
-
-
-def _with_figure(pair: Pair) -> str:
-    name = f"{pair.first}{JOINED}{pair.second}"
-    return name if pair.told is Told.within else f"{name} ({wording.interval(pair.interaction, 'x')})"
+    told = []
+    for told_as in (Told.above, Told.below):
+        own = [pair for pair in pairs if pair.told is told_as]
+        listed = ", ".join(f"{p.first}{JOINED}{p.second} {wording.number(p.interaction.median)}x" for p in own)
+        told += [f"{len(own)} bring {told_as.value} ({listed})"] if own else []
+    within = sum(1 for pair in pairs if pair.told is Told.within)
+    told += [f"{within} cannot be told from it"] if within else []
+    metric = result.info.metrics[names[0]].label
+    return f"Of {len(pairs)} pairs, beside the product of their gains in {metric}: {'; '.join(told)}."
 
 
 def _grid(result: Result, metric: str) -> Grid:

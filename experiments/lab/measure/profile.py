@@ -23,10 +23,12 @@ from itertools import pairwise
 from typing import Any
 
 STEP = "decode step"  # the annotation around one
-ROLES = ("linear", "attention", "norm", "rope", "silu", "sample", "copy", "other")
+ROLES = ("linear", "attention", "norm", "rope", "silu", "sample", "rows", "copy", "other")
 # In this order: FlashAttention is made with CUTLASS, and the argmax of a sampler is one of many reductions. Of our own
 # kernels some are named by how they work: those of gemv.py, and of the sampler all.
+# "rows" is what a step reads before its first layer and books behind its last: tokens, embeddings, block tables.
 _ROLE_PATTERNS = (
+    ("rows", r"embedding|indexSelect|(vectorized_gather|index_elementwise)_kernel|^_(gather|settle)$"),
     ("copy", r"memcpy|memset|direct_copy|CatArray"),
     ("attention", r"flash|fmha|attention|attn|paged_(decode|prefill)|^_split_rows_kernel$"),
     ("linear", r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma|^_(fma|dot)_kernel$"),
@@ -132,6 +134,12 @@ def role(name: str) -> str:
     return next((found for found, pattern in _ROLE_PATTERNS if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
+def role_of(row: KernelRow) -> str:
+    """By what is known today: an older result may have called "other" what has a role by now."""
+    known = role(row.kernel)
+    return row.role if known == "other" else known
+
+
 def short_name(name: str) -> str:
     """A name that fits a table: without return type, arguments and namespaces; of a generic kernel with the word of
     its template arguments that says what it does."""
@@ -209,5 +217,5 @@ def by_role(rows: Iterable[KernelRow]) -> dict[str, float]:
     """Microseconds a step of each role that has any, in the order of ROLES."""
     total: dict[str, float] = defaultdict(float)
     for row in rows:
-        total[row.role] += row.us
+        total[role_of(row)] += row.us
     return {name: total[name] for name in ROLES if total[name]}

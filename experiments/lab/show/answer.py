@@ -1,53 +1,71 @@
-"""The answer at the top of a report, made from the rows: it says what the first claim's figures show and no more."""
+"""What an experiment found, in a sentence of plain words that the rows bear out, and what must be known before it."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from experiments.lab.judge import pairs, stats
-from experiments.lab.judge.claims import Claim, Judgement, Verdict, judge
-from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.judge.stats import Estimate
-from experiments.lab.show import wording
-from experiments.lab.store.result import COMPLETE, Result
-from experiments.lab.store.rows import Table
+from experiments.lab.judge import pairs
+from experiments.lab.judge.claims import Verdict
+from experiments.lab.judge.metrics import Better
+from experiments.lab.show import effects, wording
+from experiments.lab.show.effects import Effect, judgements
+from experiments.lab.store.result import COMPLETE, Result, RunInfo
 
-
-def judgements(result: Result) -> list[Judgement]:
-    return [judge(claim, result.rows, result.info.every_gate) for claim in result.info.claims]
-
-
-def headline(result: Result) -> Judgement | None:
-    """The first claim, by which an experiment is known in the index."""
-    found = judgements(result)
-    return found[0] if found else None
+PARTS = 3  # of a sentence: two that matter, and what it costs
+OFF = ("without", "off", "none of them", "eager", "kernel by kernel")  # labels of a baseline without the mechanism
+ON = ("with", "on")
+LARGE = 0.1  # a loss that cannot be excluded, and is worth naming
 
 
 def answer(result: Result) -> str:
-    """One or two sentences, and the count of verdicts. What pairs are worth is told pair by pair."""
-    first, of_pairs = headline(result), pairs.sentence(result)
+    """The sentence, and the count of verdicts."""
+    return " ".join(part for part in (sentence(result), tally(result)) if part)
+
+
+def sentence(result: Result) -> str:
+    """`90 % shared: 7.56x requests/s (10.4 -> 78.8); 0 % shared: no loss above 1.1 % in requests/s.`"""
+    of_pairs = pairs.sentence(result)
     if of_pairs:
-        return " ".join(part for part in (of_pairs, tally(result)) if part)
-    sentences = [_of_claim(first, result), _across_points(first, result)] if first else [_without_claims(result)]
-    return " ".join(part for part in (*sentences, tally(result)) if part)
+        return of_pairs
+    found = _chosen(effects.of_claims(result))
+    if not found:
+        return _without_claims(result)
+    if all(effect.own is None for effect in found):
+        return f"There is no answer: {found[0].reason or 'no valid measurement'}."
+    who = {_who(effect, result.info) for effect in found}
+    shared = who.pop() if len(who) == 1 else None
+    parts, before = [], ("", "")
+    for effect in found:
+        here = ("" if shared is not None else _who(effect, result.info), wording.point(effect.cell[1]))
+        parts.append(_part(effect, result.info, here if here != before else ()))
+        before = here
+    text = f"{shared}: {'; '.join(parts)}" if shared else "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def tally(result: Result) -> str:
-    """`Claims: 2 supported, 1 refuted. Gate: all 3 comparisons passed.`"""
-    counts = Counter(j.verdict for j in judgements(result))
-    parts = []
-    if counts:
-        parts.append(f"Claims: {', '.join(f'{counts[v]} {v.value}' for v in Verdict if counts[v])}.")
+    """`Claims: 2 supported, 1 refuted.`, and what counts against the numbers."""
+    parts = [f"Claims: {verdicts(result)}."] if result.info.claims else []
     failed = sum(1 for gate in result.info.every_gate if not gate.passed)
     if failed:
         parts.append(f"Gate: {failed} of {len(result.info.every_gate)} comparisons FAILED.")
     absent = dict.fromkeys(result.info.variants[row.variant] for row in result.rows if row.is_absent)
     if absent:
         parts.append(f"Absent: {', '.join(absent)}.")
-    invalid = sum(1 for row in result.rows if not row.valid and not row.is_absent)
-    if invalid:
-        parts.append(f"INVALID: {invalid:,} of {len(result.rows):,} values.")
+    if invalid(result):
+        parts.append(f"INVALID: {invalid(result):,} of {len(result.rows):,} values.")
     return " ".join(parts)
+
+
+def verdicts(result: Result) -> str:
+    """`2 supported, 1 refuted`"""
+    counts = Counter(j.verdict for j in judgements(result))
+    return ", ".join(f"{counts[v]} {v.value}" for v in Verdict if counts[v])
+
+
+def invalid(result: Result) -> int:
+    return sum(1 for row in result.rows if not row.valid and not row.is_absent)
 
 
 def flags(result: Result) -> list[str]:
@@ -59,82 +77,91 @@ def flags(result: Result) -> list[str]:
         found.append("tokens differ from the baseline's")
     if any(not gate.passed for gate in result.info.error_gates):
         found.append("numbers are too far from the reference's")
+    again = effects.against_itself(result)
+    if again is not None and again.low is not None and again.high is not None and not again.low <= 1 <= again.high:
+        found.append(f"the baseline differs from itself: A/A ratio {wording.interval(again)}")
     return found
 
 
-def direction(estimate: Estimate, metric: Metric) -> str:
-    """What an interval of a ratio shows."""
-    if estimate.low is None or estimate.high is None:
-        return "one valid repeat, so nothing is shown"
-    if estimate.low > 1 or estimate.high < 1:
-        return "better" if (estimate.low > 1) == (metric.better is Better.higher) else "worse"
-    return "no difference is shown"
+def figures(effect: Effect, info: RunInfo, against: bool = False) -> str:
+    """`88.9 -> 13.4 ms`, or `13.4 ms against 88.9`; of a share in percent."""
+    unit = info.metrics[effect.metric].unit
+    own, base = (None if each is None else each.median for each in (effect.own, effect.base))
+    if own is None:
+        return wording.NOTHING
+    as_share = unit == "" and 0 <= own <= 1 and 0 <= (base or 0) <= 1
+    text = [wording.share(v) if as_share else wording.number(v) for v in (own, base) if v is not None]
+    unit = f" {unit}" if unit and unit != wording.short(effect.metric, info) else ""
+    if len(text) == 1:
+        return f"{text[0]}{unit}"
+    return f"{text[0]}{unit} against {text[1]}" if against else f"{text[1]} -> {text[0]}{unit}"
 
 
-def _of_claim(found: Judgement, result: Result) -> str:
-    claim, info = found.claim, result.info
-    metric = info.metrics[claim.metric]
-    if found.estimate is None:
-        return f"There is no answer. {_sentence(wording.claim(claim, info))}: {found.reason}."
-    at = f"At {claim.point}, " if claim.point else ""
-    who = info.variants[claim.variant]
-    if not claim.bound.is_ratio:
-        unit = f" {metric.unit}" if metric.unit else ""
-        alone = " (one valid repeat)" if found.estimate.n == 1 else ""
-        return _sentence(f"{at}{metric.label}{_of(who, result)}: {wording.interval(found.estimate)}{unit}{alone}.")
-    ours, theirs = _median(claim.variant, claim.point, claim, result), _median(
-        str(claim.reference_variant), str(claim.reference_point), claim, result)  # fmt: skip
-    figures = f"{ours} against {theirs} {metric.unit}".rstrip()
-    times = wording.interval(found.estimate, "x")
-    if claim.reference_variant != claim.variant:
-        other = info.variants[str(claim.reference_variant)]
-        text = f"{at}{who} had {times} the {metric.label} of {other} ({figures}): {direction(found.estimate, metric)}."
+def _chosen(found: list[Effect]) -> list[Effect]:
+    """The first, the next of another metric, and what guards against a loss; else whatever comes next."""
+    if not found:
+        return []
+    first, rest = found[0], found[1:]
+    other = next((effect for effect in rest if effect.metric != first.metric), None)
+    guard = next((effect for effect in reversed(rest) if effect.guards and effect is not other), None)
+    chosen = [first, *(effect for effect in (other, guard) if effect is not None)]
+    return [*chosen, *(effect for effect in rest if effect not in chosen)][:PARTS]
+
+
+def _who(effect: Effect, info: RunInfo) -> str:
+    own = info.variants[effect.cell[0]]
+    if effect.reference is None or effect.reference[0] == effect.cell[0]:
+        return own if len(info.variants) > 1 else ""
+    base = info.variants[effect.reference[0]]
+    if base in OFF:
+        return "" if own in ON else own
+    return f"{own} against {base}"
+
+
+def _part(effect: Effect, info: RunInfo, at: Sequence[str]) -> str:
+    short, against = wording.short(effect.metric, info), bool(effect.reference) and not _is_off(effect, info)
+    ratio = effect.ratio
+    if effect.own is None:
+        text = f"no figure of {short} that counts ({effect.reason or 'no valid measurement'})"
+    elif effect.reference is not None and effect.reference[0] == effect.cell[0]:
+        times = wording.number(ratio.median) if ratio else wording.NOTHING
+        text = f"{times}x the {short} of {wording.point(effect.reference[1])}"
+    elif ratio is None or ratio.low is None or ratio.high is None:
+        alone = " (one valid repeat)" if effect.own is not None and effect.own.n == 1 else ""
+        text = f"{short} {figures(effect, info, against)}{alone}"
+    elif effect.told == 0:
+        text = _nothing_shown(effect, short)
+    elif effect.better is Better.higher and not wording.is_share(effect.metric, info):
+        text = f"{wording.number(ratio.median)}x {short} ({figures(effect, info, against)})"
+        text += "" if effect.told > 0 else ": worse"
     else:
-        text = f"{at}{metric.label}{_of(who, result)} was {times} that at {claim.reference_point} ({figures})."
-    return _sentence(text)
+        text = f"{short} {figures(effect, info, against)}" + ("" if effect.told > 0 else ": worse")
+    return ": ".join(part for part in (*at, text) if part)
 
 
-def _across_points(found: Judgement, result: Result) -> str:
-    """From where to where the ratio to the baseline ran, over the points whose figures count."""
-    claim, info, table = found.claim, result.info, Table(result.rows)
-    if not claim.bound.is_ratio or claim.reference_point != claim.point:
-        return ""
-    ratios = []
-    for point in info.points:
-        values = table.values(claim.variant, point, claim.metric)
-        at = stats.ratio(values, table.values(str(claim.reference_variant), point, claim.metric))
-        if at is not None and not info.fails(claim.variant, point):
-            ratios.append((at.median, point))
-    if len(ratios) < 2:
-        return ""
-    (low, low_at), (high, high_at) = min(ratios), max(ratios)
-    return (
-        f"Over the {len(ratios)} points that count, the ratio ran from {wording.number(low)}x ({low_at}) to "
-        f"{wording.number(high)}x ({high_at})."
-    )
+def _nothing_shown(effect: Effect, short: str) -> str:
+    gain = effect.gain
+    assert gain is not None
+    assert gain.low is not None
+    loss = 1 - gain.low
+    if effect.guards and loss <= LARGE:
+        return f"no loss above {100 * loss:.2g} % in {short}"
+    assert effect.ratio is not None
+    return f"no difference shown in {short} ({wording.interval(effect.ratio, 'x')})"
+
+
+def _is_off(effect: Effect, info: RunInfo) -> bool:
+    return effect.reference is not None and info.variants[effect.reference[0]] in OFF
 
 
 def _without_claims(result: Result) -> str:
     """The first metric at the last point that has it."""
-    info, table = result.info, Table(result.rows)
-    for name, metric in info.metrics.items():
-        for point in reversed(info.points):
-            found = {v: table.values(v, point, name) for v in info.variants}
-            shown = [f"{info.variants[v]} {wording.interval(stats.absolute(values))}"
-                     for v, values in found.items() if values]  # fmt: skip
+    info = result.info
+    for name in info.metrics:
+        for at in reversed(info.points):
+            found = {v: effects.value(result, name, (v, at)) for v in info.variants}
+            shown = [f"{info.variants[v]} {wording.interval(e)}" for v, e in found.items() if e is not None]
             if shown:
-                unit = f" ({metric.unit})" if metric.unit else ""
-                return _sentence(f"{f'At {point}, ' if point else ''}{metric.label}{unit}: {', '.join(shown)}.")
+                text = f"{wording.short(name, info)} {', '.join(shown)}."
+                return ": ".join(part for part in (wording.point(at), text) if part)
     return "There is no answer: no valid measurement."
-
-
-def _median(variant: str, point: str, claim: Claim, result: Result) -> str:
-    return wording.number(stats.median(list(Table(result.rows).values(variant, point, claim.metric).values())))
-
-
-def _of(who: str, result: Result) -> str:
-    return f" of {who}" if len(result.info.variants) > 1 else ""
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]

@@ -3,42 +3,48 @@ them changes no byte."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from experiments.lab.show import plots, profile_plot, timeline, wording
-from experiments.lab.show.answer import answer, flags, judgements
+from experiments.lab.show import sweeps, wording
+from experiments.lab.show.answer import answer, flags
+from experiments.lab.show.effects import judgements
+from experiments.lab.show.figures import frame, gallery
 from experiments.lab.show.gate_words import gate_lines
 from experiments.lab.show.grids import SCREEN, Sheet
-from experiments.lab.show.pages import FIGURES, MARK, figure_name, index_page, profile_name, report_page, steps_name
+from experiments.lab.show.index import index_page, readme_with
+from experiments.lab.show.pages import FIGURES, MARK, figure_name, report_page
 from experiments.lab.store import result as store
-from experiments.lab.store.result import Result, StoreError
+from experiments.lab.store.history import Since, commits_since
+from experiments.lab.store.result import Result, StoreError, page_name
 
 INDEX = "README.md"
 SCREEN_ROWS = 24  # of tables on a terminal
 
 
-def rebuild(results: Path, reports: Path, only: str | None = None) -> list[Path]:
-    """Writes the report of every page with results (or of `only` one), and the index, which comes last; removes
-    reports and figures that it made earlier and whose results are gone.
+def rebuild(results: Path, reports: Path, only: str | None = None, since: Since = commits_since) -> list[Path]:
+    """Writes every page with results (or of `only` one), the table in the README beside `reports`,
+    and the index, which comes last; removes reports and figures that it made earlier and whose results are gone.
 
     Raises StoreError where a result file (of `only`, if given) is damaged, after all that can be made is made."""
     found, damaged = _read(results)
     if not found and not damaged:
         raise StoreError(f"{results} holds no results yet: run an experiment first")
+    found = [r for _, group in groupby(found, key=lambda r: page_name(r.info)) for r in sweeps.joined(list(group))]
     written = []
-    for page, group in groupby(found, key=lambda r: store.page_name(r.info)):
+    for page, group in groupby(found, key=lambda r: page_name(r.info)):
         if only in (None, page):
-            results_of = list(group)
-            axes = store.run_path(results_of[0].info).parts[:2]
-            missing = [path for path in damaged if path.parts[:2] == axes]
-            written.append(_write(reports, page, results_of, missing))
+            own = list(group)
+            missing = [path for path in damaged if path.parts[:2] == store.run_path(own[0].info).parts[:2]]
+            written.append(_write(reports, page, own, missing, since))
     if only is None:
-        _remove_stale(reports, {store.page_name(r.info) for r in found} | _pages_of(damaged))
+        _remove_stale(reports, {page_name(r.info) for r in found} | _pages_of(damaged))
     reports.mkdir(parents=True, exist_ok=True)
-    store.write_atomic(reports / INDEX, index_page(found, damaged))
+    store.write_atomic(reports / INDEX, index_page(found, damaged, since))
+    _update_readme(reports.parent / INDEX, found)
     errors = [str(error) for path, error in damaged.items() if only is None or only in _pages_of([path])]
     if errors:
         raise StoreError("\n".join(["reports were made without these results:", *errors]))
@@ -46,13 +52,9 @@ def rebuild(results: Path, reports: Path, only: str | None = None) -> list[Path]
 
 
 def figure_paths(reports: Path, result: Result) -> list[Path]:
-    """The figures that the report of this run shows."""
-    names = [
-        *(plot.name for plot in result.info.plots),
-        *(steps_name(point) for point in timeline.points(result)),
-        *(profile_name(point) for point in profile_plot.points(result)),
-    ]
-    return [reports / FIGURES / figure_name(result.info, name) for name in names]
+    """The figures that the report of this run shows; none of a run in a sweep, whose figures are the sweep's."""
+    paths = [reports / FIGURES / figure_name(result.info, picture.name) for picture in gallery.of(result).every]
+    return [path for path in paths if path.is_file()]
 
 
 def summary(result: Result) -> str:
@@ -85,25 +87,27 @@ def _read(results: Path) -> tuple[list[Result], dict[Path, StoreError]]:
     return store.in_order(found), damaged
 
 
-def _write(reports: Path, page: str, results: Sequence[Result], damaged: Sequence[Path]) -> Path:
+def _write(reports: Path, page: str, results: Sequence[Result], damaged: Sequence[Path], since: Since) -> Path:
     (reports / FIGURES).mkdir(parents=True, exist_ok=True)
-    drawn: dict[str, bytes] = {}
-    for result in results:
-        for plot in result.info.plots:
-            drawn[figure_name(result.info, plot.name)] = plots.draw(plot, result)
-        for point, picture in timeline.draw(result).items():
-            drawn[figure_name(result.info, steps_name(point))] = picture
-        for point, picture in profile_plot.draw(result).items():
-            drawn[figure_name(result.info, profile_name(point))] = picture
+    drawn = {
+        figure_name(result.info, picture.name): frame.png(picture.draw(), page)
+        for result in results
+        for picture in gallery.of(result).every
+    }
     for name, picture in drawn.items():
         store.write_atomic(reports / FIGURES / name, picture)
     path = reports / f"{page}.md"
-    store.write_atomic(path, report_page(results, damaged))
+    store.write_atomic(path, _linked(report_page(results, damaged, since), reports))
     if not damaged:
         for old in (reports / FIGURES).glob("*.png"):
-            if old.name not in drawn and plots.made_for(old) == page:
+            if old.name not in drawn and frame.made_for(old) == page:
                 old.unlink()
     return path
+
+
+def _linked(page: str, reports: Path) -> str:
+    """The pages of trials lie a folder deeper below the code and the docs that they link to."""
+    return re.sub(r"\]\(\.\./(?!results/)", "](../../", page) if reports.parent.name == "trial" else page
 
 
 def _pages_of(damaged: Iterable[Path]) -> set[str]:
@@ -117,9 +121,16 @@ def _remove_stale(reports: Path, known: Collection[str]) -> None:
         if path.name != INDEX and path.stem not in known and _is_ours(path):
             path.unlink()
     for path in (reports / FIGURES).glob("*.png"):
-        owner = plots.made_for(path)
+        owner = frame.made_for(path)
         if owner is not None and owner not in known:
             path.unlink()
+
+
+def _update_readme(path: Path, results: Sequence[Result]) -> None:
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+        if readme_with(text, results) != text:
+            store.write_atomic(path, readme_with(text, results))
 
 
 def _is_ours(path: Path) -> bool:

@@ -2,12 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lab.judge.claims import Claim, Judgement
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.store.result import Provenance, RunInfo
+
+NOTHING = "-"
+_SHORT = {  # what a metric is called where a line has no room
+    "ttft": "first token",
+    "itl_p50": "median gap",
+    "itl_p99": "P99 gap",
+    "itl_max": "longest gap",
+    "tpot": "time per token",
+    "e2e": "whole answer",
+    "step": "step",
+    "total": "total time",
+    "time": "time",
+    "output_tokens_per": "tokens/s",
+    "decode_tokens_per": "decode tokens/s",
+    "requests_per": "requests/s",
+    "kv_utilization": "KV slots in use",
+    "batch_size": "requests at once",
+    "gpu_idle_share": "GPU idle",
+    "acceptance": "drafts accepted",
+    "accepted_of_drafted": "drafts accepted of all",
+    "formula_share": "measured / theory",
+    "client_busy": "load of the client",
+    "slo_rate": "requests/s within the SLO",
+    "mbu": "bandwidth used",
+    "mfu": "compute used",
+}
+_UNITS = ("_ms", "_s", "_us", "_rps")
+
+
+def short(name: str, info: RunInfo) -> str:
+    """`ttft_ms` as `first token`; `itl_p99_ms@stream` as `P99 gap of stream`."""
+    base, _, group = name.partition("@")
+    stem = next((base.removesuffix(unit) for unit in _UNITS if base.endswith(unit)), base)
+    text = _SHORT.get(stem) or info.metrics[name].label.partition(",")[0]
+    return f"{text} of {group}" if group and group not in text else text
+
+
+def is_share(name: str, info: RunInfo) -> bool:
+    return info.metrics[name].unit == ""
+
+
+def point(name: str) -> str:
+    """`hit_rate=0.5` as `hit rate 0.5`."""
+    return name.replace("=", " ").replace("_", " ")
 
 
 def number(value: float) -> str:
@@ -39,6 +83,12 @@ def share(value: float) -> str:
 def cell(text: str) -> str:
     """`text` inside a markdown table."""
     return " ".join(text.replace("|", "\\|").split())
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """As markdown."""
+    every = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(cell(text) for text in line)} |" for line in every)
 
 
 def settings(values: Mapping[str, Any], inside: str = "") -> str:

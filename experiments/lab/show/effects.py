@@ -1,0 +1,161 @@
+"""What an experiment found, quantity by quantity: one effect for each metric of a variant at a point that a claim
+names, beside what it is compared with, its target and its aim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from experiments.lab.judge import stats
+from experiments.lab.judge.claims import Claim, Judgement, judge, ratio
+from experiments.lab.judge.metrics import Better
+from experiments.lab.judge.stats import Estimate
+from experiments.lab.store.result import Result
+from experiments.lab.store.rows import Table
+
+AIM, TARGET = "aim", "target"  # begin the source of a claim
+CHECKS = ("client_busy", "preemptions")  # claims on these say that the measurement is sound, not what was found
+Cell = tuple[str, str]  # variant, point
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Of `metric` at `cell`, beside `reference`, where there is one.
+
+    Attributes:
+        ratio: of own to base, repeat by repeat; None without a reference.
+        target, aim: bounds on `ratio`; without a reference, on `own`.
+        guards: a claim asks that nothing is lost, not that something is gained.
+        reason: why there is no figure that counts.
+    """
+
+    metric: str
+    cell: Cell
+    reference: Cell | None
+    better: Better
+    own: Estimate | None
+    base: Estimate | None
+    ratio: Estimate | None
+    target: float | None = None
+    aim: float | None = None
+    guards: bool = False
+    reason: str = ""
+
+    @property
+    def gain(self) -> Estimate | None:
+        """How many times better than the reference; without one, than the target."""
+        if self.reference is not None:
+            return None if self.ratio is None else self._upwards(self.ratio)
+        if self.own is None or not self.target or self.own.median <= 0:
+            return None
+        low, high = self.own.low, self.own.high
+        share = Estimate(self.own.median / self.target, _over(low, self.target), _over(high, self.target), self.own.n)
+        return self._upwards(share)
+
+    @property
+    def ticks(self) -> tuple[float | None, float | None]:
+        """Target and aim on the axis of `gain`."""
+        unit = 1.0 if self.reference is not None else self.target or 1.0
+        found = (_over(self.target, unit), _over(self.aim, unit))
+        return found if self.better is Better.higher else (_over(1, found[0]), _over(1, found[1]))
+
+    @property
+    def told(self) -> int:
+        """1 where the whole interval is better, -1 where it is worse, 0 where nothing is shown."""
+        gain = self.gain
+        if gain is None or gain.low is None or gain.high is None:
+            return 0
+        return 1 if gain.low > 1 else -1 if gain.high < 1 else 0
+
+    def _upwards(self, found: Estimate) -> Estimate:
+        if self.better is Better.higher or found.median <= 0:
+            return found
+        return Estimate(1 / found.median, _over(1, found.high), _over(1, found.low), found.n)
+
+
+def judgements(result: Result) -> list[Judgement]:
+    return [judge(claim, result.rows, result.info.every_gate) for claim in result.info.claims]
+
+
+def of_claims(result: Result) -> list[Effect]:
+    """In the order of the claims; several claims on one quantity are one effect, and checks are none."""
+    found: dict[tuple[str, Cell, Cell | None], Effect] = {}
+    for j in judgements(result):
+        if j.claim.metric in CHECKS:
+            continue
+        effect = _of(result, j.claim.metric, (j.claim.variant, j.claim.point), _reference(j.claim, result), j.reason)
+        key = (effect.metric, effect.cell, effect.reference)
+        found[key] = _with_bound(found.get(key, effect), j.claim)
+    return list(found.values())
+
+
+def shown(result: Result, most: int) -> list[Effect]:
+    """Those that can be drawn: of the claims, then of the first one's metric for other variants and points."""
+    info, claimed = result.info, of_claims(result)
+    found = [effect for effect in claimed if effect.gain is not None]
+    if info.baseline is not None and len(found) < most:
+        metric = claimed[0].metric if claimed else next(iter(info.metrics))
+        known = {(effect.metric, effect.cell) for effect in found}
+        for point in info.points:
+            for variant in info.variants:
+                if variant not in (info.baseline, info.aa) and (metric, (variant, point)) not in known:
+                    more = _of(result, metric, (variant, point), (info.baseline, point))
+                    found += [more] if more.gain is not None and not info.fails(variant, point) else []
+    return found[:most]
+
+
+def against_itself(result: Result) -> Estimate | None:
+    """The ratio of the baseline's second arm to its first, of the first claim's metric where it has the most values."""
+    info, table = result.info, Table(result.rows)
+    if info.aa is None:
+        return None
+    metric = info.claims[0].metric if info.claims else next(iter(info.metrics))
+    point = max(info.points, key=lambda p: len(table.values(info.aa or "", p, metric)), default="")
+    return ratio(table.values(info.aa, point, metric), table.values(str(info.baseline), point, metric))
+
+
+def value(result: Result, metric: str, cell: Cell) -> Estimate | None:
+    values = Table(result.rows).values(*cell, metric)
+    return stats.estimate(list(values.values())) if values else None
+
+
+def _of(result: Result, metric: str, cell: Cell, reference: Cell | None, reason: str = "") -> Effect:
+    table, better = Table(result.rows), result.info.metrics[metric].better
+    own, base = value(result, metric, cell), value(result, metric, reference) if reference else None
+    if result.info.fails(*cell) or (reference and result.info.fails(*reference)):
+        return Effect(metric, cell, reference, better, None, None, None, reason=reason)
+    paired = ratio(table.values(*cell, metric), table.values(*reference, metric)) if reference else None
+    if paired is not None and paired.median <= 0:
+        paired = None  # nothing of it was left, and a ratio says nothing
+    return Effect(metric, cell, reference, better, own, base, paired, reason=reason)
+
+
+def _reference(claim: Claim, result: Result) -> Cell | None:
+    """Of an absolute claim, too: what the baseline does at the same point."""
+    if claim.bound.is_ratio:
+        return str(claim.reference_variant), str(claim.reference_point)
+    baseline, table = result.info.baseline, Table(result.rows)
+    if baseline in (None, claim.variant) or claim.upper is not None:
+        return None
+    values = table.values(str(baseline), claim.point, claim.metric).values()
+    return (str(baseline), claim.point) if values and min(values) > 0 else None
+
+
+def _with_bound(effect: Effect, claim: Claim) -> Effect:
+    """A target is a claim of that name, or the first one that is no aim."""
+    if claim.upper is not None:
+        return effect
+    bound = claim.value
+    if effect.reference is not None and not claim.bound.is_ratio:
+        if effect.base is None:
+            return effect
+        bound /= effect.base.median
+    guards = effect.guards or (claim.bound.is_ratio and 0.9 <= claim.value <= 1.1)
+    if claim.source.startswith(AIM):
+        return replace(effect, aim=bound, guards=guards)
+    if effect.target is None or claim.source.startswith(TARGET):
+        return replace(effect, target=bound, guards=guards)
+    return replace(effect, guards=guards)
+
+
+def _over(value: float | None, unit: float | None) -> float | None:
+    return None if value is None or not unit else value / unit

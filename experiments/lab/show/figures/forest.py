@@ -1,0 +1,94 @@
+"""The answer as a picture: how many times better each quantity is than what it is compared with, on a log axis, with
+its interval, its target and its aim."""
+
+from __future__ import annotations
+
+import textwrap
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from experiments.lab.show import answer, effects, wording
+from experiments.lab.show.effects import Effect
+from experiments.lab.show.figures import frame
+from experiments.lab.show.figures.style import INK
+from experiments.lab.store.result import Result, RunInfo
+
+ROWS = 5
+FAR = 30.0  # an end of an interval this many times beyond the outermost median or tick is cut
+NEAR = (0.3, 0.5, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
+BETTER, WORSE, UNTOLD, TARGET, AIM = "#0072B2", "#D55E00", "#8c8c8c", "#202020", "#E69F00"
+
+
+def draw(result: Result) -> Figure:
+    """At most five rows, of a result with anything to compare."""
+    found = effects.shown(result, ROWS)
+    with frame.default_style():
+        figure = frame.new(frame.WIDTH, 1.15 + 0.48 * len(found))
+        ax = figure.subplots()
+        frame.tidy(ax, "x")
+        marks = [1.0, *(effect.gain.median for effect in found if effect.gain)]
+        marks += [tick for effect in found for tick in effect.ticks if tick]
+        low, high = min(marks), max(marks)
+        for row, effect in enumerate(found):
+            _row(ax, row, effect, result.info, (low / FAR, high * FAR))
+        ax.axvline(1, color=INK, linewidth=1)
+        ax.set_ylim(len(found) - 0.4, -0.7)
+        ax.set_yticks(range(len(found)), [_name(effect, result.info) for effect in found])
+        frame.log(ax.xaxis, ax, True)
+        left, right = ax.get_xlim()
+        ax.set_xlim(min(left, 0.8), max(right, 1.25) * (right / left) ** 0.42)  # the figures stand on the right
+        _ticks(ax)
+        ax.set_xlabel(_axis(found, result.info), fontsize=9)
+        frame.legend(figure, [ax])
+        return figure
+
+
+def _row(ax: Axes, row: int, effect: Effect, info: RunInfo, within: tuple[float, float]) -> None:
+    gain = effect.gain
+    assert gain is not None
+    colour = {1: BETTER, -1: WORSE, 0: UNTOLD}[effect.told]
+    low, high = (gain.median if end is None else min(max(end, within[0]), within[1]) for end in (gain.low, gain.high))
+    ax.plot([low, high], [row, row], color=colour, linewidth=2.6, solid_capstyle="butt")
+    (dot,) = ax.plot([gain.median], [row], "o", color=colour, markersize=8)
+    frame.says(dot, [f"{_name(effect, info)}: {wording.interval(gain, 'x')} better; {answer.figures(effect, info)}"])
+    for tick, shade, height, label in ((effect.ticks[0], TARGET, 13, "target"), (effect.ticks[1], AIM, 19, "aim")):
+        if tick is not None:
+            seen = label in ax.get_legend_handles_labels()[1]
+            ax.plot([tick], [row], "|", color=shade, markersize=height, markeredgewidth=2.2,
+                    label=None if seen else label)  # fmt: skip
+    text = f"{wording.number(gain.median)}x   {answer.figures(effect, info)}"
+    ax.annotate(text, (1, row), (-4, 0), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
+                va="center", fontsize=9, color=colour)  # fmt: skip
+
+
+def _name(effect: Effect, info: RunInfo) -> str:
+    many = len({v for v in info.variants if v not in (info.baseline, info.aa)}) > 1
+    where = wording.point(effect.cell[1])
+    if effect.reference is not None and effect.reference[0] == effect.cell[0]:
+        where += f" beside {wording.point(effect.reference[1])}"
+    parts = (wording.short(effect.metric, info), info.variants[effect.cell[0]] if many else "", where)
+    return "\n".join(textwrap.wrap(", ".join(part for part in parts if part), 44)[:2])
+
+
+def _ticks(ax: Axes) -> None:
+    """Finer ones where all rows lie near 1."""
+    left, right = ax.get_xlim()
+    if right / left > 6:
+        return frame.log_ticks(ax.xaxis, right / left)
+    places = [place for place in NEAR if left <= place <= right]
+    ax.set_xticks(places if right / left > 2 else [0.9, *places, 1.1], minor=False)
+    ax.set_xlim(left, right)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_minor_locator(NullLocator())
+    return None
+
+
+def _axis(found: list[Effect], info: RunInfo) -> str:
+    beside = {info.variants[e.reference[0]] if e.reference and e.reference[0] != e.cell[0] else "" for e in found}
+    if beside == {""}:
+        named = {e.reference for e in found}
+        return "times its target" if named == {None} else "times better than at the point that it is compared with"
+    (other,) = beside if len(beside) == 1 else ("what it is compared with",)
+    return f"times better than {'without it' if other == 'without' else other}"

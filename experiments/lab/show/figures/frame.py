@@ -1,0 +1,134 @@
+"""What all figures share: their size, axes with numbers that a person reads, a legend, and the files they become. The
+same result gives the same bytes: no pyplot, default style, no date."""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+import matplotlib.style
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from PIL import Image  # matplotlib writes its PNGs with it
+
+from experiments.lab.judge.metrics import Metric
+from experiments.lab.show.figures.style import INK, plain
+
+DPI = 144
+WIDTH = 10.2  # inches: about what a code-hosting page shows without shrinking
+MADE_FOR = "mini-infer report: "
+LEGEND_CHARACTERS = 110  # a row
+_TIP, NEXT = "tip:", "\u2016"  # begin and separate what the points of an artist say to the pointer
+_SVG = {"svg.fonttype": "none", "svg.hashsalt": "mini-infer"}
+
+
+@contextmanager
+def default_style() -> Iterator[None]:
+    """Whatever a user's matplotlibrc says."""
+    with matplotlib.style.context("default"):
+        yield
+
+
+def new(width: float, height: float) -> Figure:
+    """In inches."""
+    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+
+
+def png(figure: Figure, page: str) -> bytes:
+    """The file names its page, so that a report whose results are gone can be told from other pictures."""
+    buffer = io.BytesIO()
+    with default_style():
+        figure.savefig(buffer, format="png", metadata={"Software": None, "Description": f"{MADE_FOR}{page}"})
+    return buffer.getvalue()
+
+
+def svg(figure: Figure) -> str:
+    """An <svg> element for a page; what `says` attached stands in `data-tip`, a text a point."""
+    buffer = io.StringIO()
+    with default_style(), matplotlib.rc_context(_SVG):
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"(\d+\.\d)\d+", r"\1", text)
+    text = re.sub(rf"""id=(["']){_TIP}""", r"data-tip=\1", text)
+    return re.sub(r"\s*\n\s*", "\n", text)
+
+
+def says(artist: Artist, tips: Sequence[str]) -> None:
+    """What an artist's points say to the pointer, in the order in which they are drawn."""
+    artist.set_gid(_TIP + NEXT.join(tips))
+
+
+def made_for(path: Path) -> str | None:
+    """The page on which a picture belongs; None where it is not one of ours."""
+    try:
+        with Image.open(path) as image:
+            description = str(image.info.get("Description", ""))
+    except OSError:
+        return None
+    return description.removeprefix(MADE_FOR) if description.startswith(MADE_FOR) else None
+
+
+def legend(figure: Figure, axes: Iterable[Axes]) -> None:
+    """One legend below all panels, in as many columns as have room for the longest label."""
+    found: dict[str, dict[str, Any]] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            kind = "bar" if isinstance(handle, (BarContainer, Patch)) else "line"
+            found.setdefault(label, {}).setdefault(kind, handle)
+    if len(found) > 1:
+        columns = max(1, LEGEND_CHARACTERS // (max(len(label) for label in found) + 10))
+        handles: list[Any] = [tuple(kinds.values()) for kinds in found.values()]
+        figure.legend(handles, found.keys(), loc="outside lower center", ncols=min(columns, len(found)), fontsize=9,
+                      frameon=False, handlelength=3.4, handler_map={tuple: HandlerTuple(ndivide=None)})  # fmt: skip
+
+
+def tidy(ax: Axes, grid: Literal["x", "y"] = "y") -> None:
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    ax.grid(axis=grid, color="#dddddd", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.tick_params(labelsize=9)
+
+
+def axis_label(metric: Metric, width: int) -> str:
+    label = f"{metric.label} ({metric.unit})" if metric.unit else metric.label
+    return textwrap.fill(label, width)
+
+
+def log(axis: Axis, ax: Axes, is_x: bool) -> None:
+    (ax.set_xscale if is_x else ax.set_yscale)("log")
+    low, high = axis.get_view_interval()
+    log_ticks(axis, high / low)
+
+
+def log_ticks(axis: Axis, span: float) -> None:
+    """Ticks of a log axis as numbers that a person reads: 0.5 20 1,000 instead of powers."""
+    subs = (1.0, 2.0, 5.0) if span < 300 else (1.0,)
+    axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def linear(axis: Axis, ticks: int) -> None:
+    axis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+
+
+def nothing(ax: Axes, why: str) -> None:
+    ax.annotate(why, (0.5, 0.5), xycoords="axes fraction", ha="center", color=INK, fontsize=9)
+    ax.set_xticks([])
+    ax.set_yticks([])

@@ -1,0 +1,102 @@
+"""All the pictures of a result, by the name of their files, and which of them stand where on its page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from matplotlib.figure import Figure
+
+from experiments.lab.show import effects, wording
+from experiments.lab.show.figures import forest, load, memory, panels, profile, timeline
+from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
+from experiments.lab.store import result as store
+from experiments.lab.store.result import Result
+
+
+@dataclass(frozen=True)
+class Picture:
+    name: str  # of the file, without what says which result it is of
+    title: str
+    draw: Callable[[], Figure]
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """`first` are the two that stand above the fold: how much, and how it comes about."""
+
+    first: tuple[Picture, ...]
+    others: tuple[Picture, ...]
+
+    @property
+    def every(self) -> tuple[Picture, ...]:
+        return (*self.first, *self.others)
+
+
+def of(result: Result) -> Gallery:
+    plots = [Picture(plot.name, plot.title, partial(panels.draw, plot, result)) for plot in result.info.plots]
+    courses, profiles = _courses(result), _profiles(result)
+    compared = {profile.variant for profile in result.info.profiles}
+    at_work = [*courses, *(profiles if len(compared) > 1 else []), *plots][:1]
+    first = [*_forest(result), *at_work]
+    others = [*plots, *courses, *profiles, *_load(result), *_waits(result), *_memory(result)]
+    kept = {picture.name for picture in first}
+    return Gallery(tuple(first), tuple(picture for picture in others if picture.name not in kept))
+
+
+def _forest(result: Result) -> list[Picture]:
+    if not effects.shown(result, 1):
+        return []
+    return [Picture("effects", "How much better", partial(forest.draw, result))]
+
+
+def _courses(result: Result) -> list[Picture]:
+    found = []
+    for point in timeline.points(result):
+        for index, variants in enumerate(timeline.pairs(result, point)):
+            labels = " and ".join(result.info.variants[v] for v in variants)
+            title = f"Step by step: {', '.join(part for part in (labels, wording.point(point)) if part)}"
+            name = _named("steps", point) + (f"-{index + 1}" if index else "")
+            found.append(Picture(name, title, partial(timeline.draw, result, point, variants)))
+    return found
+
+
+def _profiles(result: Result) -> list[Picture]:
+    return [
+        Picture(_named("profile", point), f"Where a decode step's time goes {wording.point(point)}".strip(),
+                partial(profile.draw, result, point))
+        for point in profile.points(result)
+    ]  # fmt: skip
+
+
+def _load(result: Result) -> list[Picture]:
+    found, curve, rates = [], load.pareto_of(result), load.goodput_of(result)
+    if curve is not None:
+        found.append(Picture("pareto", "Throughput against latency", partial(load.pareto, *curve)))
+    if rates is not None:
+        found.append(Picture("goodput", "What of an offered rate comes out in time", partial(load.goodput, rates)))
+    return found
+
+
+def _waits(result: Result) -> list[Picture]:
+    """Distributions over the requests and the tokens of one point."""
+    for point in timeline.points(result)[:1]:
+        own = replace(
+            result,
+            requests=tuple(r for r in result.requests if r.point == point),
+            steps=tuple(s for s in result.steps if s.point == point),
+        )
+        metrics = ("ttft_ms", "itl_ms") if own.requests else ("itl_ms",)
+        title = f"How long requests and tokens waited {wording.point(point)}".strip()
+        plot = PlotSpec("waits", title, tuple(PanelSpec(metric, PanelKind.distribution) for metric in metrics))
+        return [Picture("waits", title, partial(panels.draw, plot, own))]
+    return []
+
+
+def _memory(result: Result) -> list[Picture]:
+    return [Picture("memory-map", "Where the memory goes", partial(memory.draw, result))] if memory.of(result) else []
+
+
+def _named(kind: str, point: str) -> str:
+    return f"{kind}-{store.slug(point)}" if point else kind

@@ -1,0 +1,105 @@
+"""How an engine bears load: throughput against latency, and what of an offered rate comes out in time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments.lab.show import effects, wording
+from experiments.lab.show.figures import frame, lines, points
+from experiments.lab.show.figures.style import INK
+from experiments.lab.spec import PanelKind, PanelSpec
+from experiments.lab.store.result import Result
+from experiments.lab.store.rows import Table
+
+IN_FLIGHT = ("workload.concurrency", "workload.count")
+RATE = "workload.rate_per_s"
+SPEED, GOODPUT = "output_tokens_per_s", "goodput_rps"
+LATENCIES = ("itl_p50_ms", "tpot_ms", "ttft_ms")
+IN_TIME = 0.95  # of the requests that were offered
+ENOUGH = 3  # points of a curve
+
+
+def pareto_of(result: Result) -> tuple[Result, str] | None:
+    """The points that differ in how many requests are in flight, and the metric of latency; None where there are too
+    few of them."""
+    for key in IN_FLIGHT:
+        for latency in LATENCIES:
+            if {latency, SPEED} <= set(result.info.metrics):
+                kept = _measured(result, key, latency, SPEED)
+                if len(kept) >= ENOUGH:
+                    return replace(result, info=replace(result.info, points=kept)), latency
+    return None
+
+
+def pareto(result: Result, latency: str) -> Figure:
+    """Throughput over latency, a curve a variant; what is above and to the left of another is better."""
+    with frame.default_style():
+        figure = frame.new(0.8 * frame.WIDTH, 4.2)
+        ax = figure.subplots()
+        frame.tidy(ax)
+        ax.set_title("up and left is better", fontsize=8, color=INK)
+        panel = PanelSpec(SPEED, PanelKind.curve, x=latency, log_x=True, log_y=True)
+        lines.curve(ax, panel, result)
+        frame.log(ax.yaxis, ax, False)
+        ax.set_ylabel(frame.axis_label(result.info.metrics[SPEED], 36), fontsize=9)
+        frame.legend(figure, [ax])
+        return figure
+
+
+def goodput_of(result: Result) -> Result | None:
+    """The points that differ in the rate at which requests arrive."""
+    kept = _measured(result, RATE, GOODPUT) if GOODPUT in result.info.metrics else {}
+    kept = dict(sorted(kept.items(), key=lambda item: item[1][RATE]))
+    return replace(result, info=replace(result.info, points=kept)) if len(kept) >= ENOUGH else None
+
+
+def goodput(result: Result) -> Figure:
+    """Requests a second that met every objective, over those that were offered: up to the knee both are the same."""
+    with frame.default_style():
+        figure = frame.new(0.8 * frame.WIDTH, 4.2)
+        ax = figure.subplots()
+        frame.tidy(ax)
+        offered = [settings[RATE] for settings in result.info.points.values()]
+        ax.plot(
+            [0, max(offered)], [0, max(offered)], color=INK, linewidth=1, linestyle=":", label="all that is offered"
+        )
+        lines.draw(ax, PanelSpec(GOODPUT, PanelKind.lines, x=RATE, x_label="requests a second offered"), result)
+        ax.set_title(_knee(result), fontsize=8, color=INK)
+        ax.set_xlim(left=0)
+        ax.set_ylim(bottom=0)
+        ax.set_ylabel(frame.axis_label(result.info.metrics[GOODPUT], 40), fontsize=9)
+        frame.legend(figure, [ax])
+        return figure
+
+
+def _knee(result: Result) -> str:
+    """The last rate up to which nearly all came in time, variant by variant."""
+    found = []
+    for variant, label in result.info.variants.items():
+        last = None
+        for point, settings in result.info.points.items():
+            reached = effects.value(result, GOODPUT, (variant, point))
+            if reached is None or reached.median < IN_TIME * settings[RATE]:
+                break
+            last = settings[RATE]
+        where = "no rate that was tried" if last is None else f"{wording.number(last)} requests/s"
+        found.append(f"{label}: {where}")
+    return f"{IN_TIME:.0%} in time up to: {'; '.join(found)}"
+
+
+def _measured(result: Result, key: str, *metrics: str) -> dict[str, dict[str, Any]]:
+    """The points that set `key` to a number, and where some variant has valid values of all metrics. Those that differ
+    in anything else would be no curve."""
+    table, info = Table(result.rows), result.info
+    found = {
+        name: {key: settings[key]}
+        for name, settings in info.points.items()
+        if points.is_number(settings.get(key))
+        and any(all(table.values(v, name, metric) for metric in metrics) for v in info.variants)
+    }
+    others = {name: {k: v for k, v in info.points[name].items() if k != key} for name in found}
+    alike = [name for name in found if others[name] == next(iter(others.values()))]
+    return {name: found[name] for name in alike}

@@ -1,0 +1,250 @@
+"""The mechanism at work: what the engine did step by step, two variants side by side on the same axes. Tokens of each
+step, how long it took, every request from its arrival to its last token, and what the KV blocks held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from experiments.lab.measure.steps import RequestRow, StepRow
+from experiments.lab.show import effects
+from experiments.lab.show.figures import frame
+from experiments.lab.show.figures.style import INK, plain
+from experiments.lab.store.result import Result
+
+MAX_STEPS = 500  # drawn one by one; more of them would be thinner than a line
+BINS = 400
+FAINT = 0.1  # decode tokens below this share of the largest step would hardly be seen on a linear scale
+SEEN = 4.0  # percent of the blocks: less would not be seen
+HEIGHTS = (1.05, 0.65, 1.35, 1.0)  # inches
+PREFILL, DECODE, USED, UNUSED, CACHED, TIME = "#E69F00", "#0072B2", "#009E73", "#D9D9D9", "#56B4E9", "#CC79A7"
+QUEUED, LOST = "#BDBDBD", "#D55E00"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A quantity over time, as the heights of a staircase between `edges` (one more than heights)."""
+
+    edges: np.ndarray
+    mean: np.ndarray
+    largest: np.ndarray  # equals `mean` where nothing was put together
+
+
+def points(result: Result) -> list[str]:
+    """The points whose steps the run stored, in the report's order."""
+    stored = {step.point for step in result.steps}
+    return [point for point in result.info.points if point in stored]
+
+
+def pairs(result: Result, point: str) -> list[tuple[str, ...]]:
+    """Which variants stand on a figure together: first those that the first claim compares, then the others."""
+    stored = [v for v in result.info.variants if any((s.variant, s.point) == (v, point) for s in result.steps)]
+    claimed = effects.of_claims(result)
+    cells = [claimed[0].reference, claimed[0].cell] if claimed else []
+    first = [cell[0] for cell in cells if cell is not None and cell[0] in stored]
+    ordered = list(dict.fromkeys([*first, *stored]))
+    return [tuple(ordered[i : i + 2]) for i in range(0, len(ordered), 2)]
+
+
+def describe(result: Result) -> str:
+    """What the figures show, for the report's text."""
+    text = (
+        "What each engine variant did in its first repeat, on one time axis: tokens computed in each step, how long "
+        "the step took, each request (a line from its arrival: grey while it waits, orange while its prompt is "
+        "computed, blue while it decodes), and what the KV blocks hold (in % of the variant's own). A triangle marks a "
+        "step that preempted somebody."
+    )
+    most = max(len(list(steps)) for _, steps in groupby(result.steps, key=lambda s: (s.variant, s.point)))
+    if most > MAX_STEPS:
+        text += (
+            f" There are up to {most:,} steps, so the time is cut into {BINS} bins: tokens are a bin's mean over time "
+            "with the largest step as a thin line, all else is a bin's largest value."
+        )
+    return text
+
+
+def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
+    """One column a variant, on the same scales."""
+    own = {v: [s for s in result.steps if (s.variant, s.point) == (v, point)] for v in variants}
+    asked = {v: [r for r in result.requests if (r.variant, r.point) == (v, point)] for v in variants}
+    end = max(s.start_s + s.duration_s for steps in own.values() for s in steps)
+    binned = max(map(len, own.values())) > MAX_STEPS
+    with frame.default_style():
+        figure = frame.new(frame.WIDTH, sum(HEIGHTS) + 1.5)
+        axes = figure.subplots(len(HEIGHTS), len(variants), sharex=True, sharey="row", height_ratios=HEIGHTS,
+                               squeeze=False)  # fmt: skip
+        for column, (variant, steps) in enumerate(own.items()):
+            _steps(axes[0, column], axes[1, column], steps, end, binned)
+            if asked[variant]:
+                _requests(axes[2, column], asked[variant])
+            else:
+                _queues(axes[2, column], steps, end, binned)
+            _blocks(axes[3, column], steps, end, binned)
+            axes[0, column].set_title(_title(steps, result), fontsize=9, loc="left", fontweight="bold")
+            axes[-1, column].set_xlabel("seconds from the start of the timed pass", fontsize=9)
+        _scales(list(axes[:, 0]), [s for steps in own.values() for s in steps], any(asked.values()), end)
+        frame.legend(figure, axes.flatten())
+        return figure
+
+
+def shape(
+    steps: Sequence[StepRow], value: Callable[[StepRow], float], end: float, *, lasts: bool, binned: bool
+) -> Shape:
+    """One quantity of the steps from 0 to `end` seconds.
+
+    Args:
+        lasts: the value is a state, which holds from the end of its step to the end of the next one; else it belongs
+            to the time of the step itself, and there is nothing between steps.
+    """
+    starts = np.array([s.start_s for s in steps])
+    ends = starts + np.array([s.duration_s for s in steps])
+    values = np.array([value(s) for s in steps], dtype=np.float64)
+    if lasts:
+        starts, ends = ends, np.append(ends[1:], ends[-1])
+    if not binned and lasts:
+        edges, heights = np.concatenate([[0.0], starts, ends[-1:]]), np.append(0.0, values)
+        return Shape(edges, heights, heights)
+    if not binned:  # before each step stands the time since the last one, at height 0
+        edges = np.concatenate([[0.0], np.stack([starts, ends], axis=1).ravel()])
+        heights = np.stack([np.zeros_like(values), values], axis=1).ravel()
+        return Shape(edges, heights, heights)
+    edges = np.linspace(0.0, end, BINS + 1)
+    width = end / BINS
+    area, largest = np.zeros(BINS), np.zeros(BINS)
+    for start, stop, height in zip(starts, ends, values, strict=True):
+        first, last = (min(int(t / width), BINS - 1) for t in (start, max(start, np.nextafter(stop, start))))
+        covered = np.minimum(edges[first + 1 : last + 2], stop) - np.maximum(edges[first : last + 1], start)
+        area[first : last + 1] += height * np.maximum(covered, 0.0)
+        largest[first : last + 1] = np.maximum(largest[first : last + 1], height)
+    return Shape(edges, area / width, largest)
+
+
+def phases(request: RequestRow) -> Iterator[tuple[str, float, float]]:
+    """Name, start and end in seconds of what a request went through, up to the last moment that is known."""
+    moments = [request.arrival_s, request.first_scheduled_s, request.first_token_s, request.end_s]
+    for phase, start, end in zip(("queued", "prefill", "decode"), moments, moments[1:], strict=False):
+        if start is None or end is None:
+            return
+        yield phase, start, end
+
+
+def _steps(tokens: Axes, duration: Axes, steps: Sequence[StepRow], end: float, binned: bool) -> None:
+    decode = shape(steps, lambda s: s.decode_tokens, end, lasts=False, binned=binned)
+    both = shape(steps, lambda s: s.decode_tokens + s.prefill_tokens, end, lasts=False, binned=binned)
+    tokens.stairs(decode.mean, decode.edges, fill=True, color=DECODE, label="decode")
+    tokens.stairs(both.mean, both.edges, baseline=decode.mean, fill=True, color=PREFILL, label="prefill")
+    if binned:
+        tokens.stairs(both.largest, both.edges, color=INK, linewidth=0.6, label="largest step of a bin")
+    times = shape(steps, lambda s: 1e3 * s.duration_s, end, lasts=False, binned=binned)
+    duration.stairs(times.largest, times.edges, fill=True, color=TIME, label="time of a step")
+
+
+def _requests(ax: Axes, requests: Sequence[RequestRow]) -> None:
+    """A line each, in the order of their arrival."""
+    colours = {"queued": QUEUED, "prefill": PREFILL, "decode": DECODE}
+    spans: dict[str, list[tuple[float, float, float]]] = {phase: [] for phase in colours}
+    names: dict[str, list[str]] = {phase: [] for phase in colours}
+    for row, request in enumerate(sorted(requests, key=_order)):
+        for phase, start, end in phases(request):
+            spans[phase].append((row, start, end))
+            cached = f", {request.cached_tokens:,} of it cached" if request.cached_tokens else ""
+            names[phase].append(f"{request.request}: {phase} {end - start:.3g} s; prompt {request.prompt_tokens:,}"
+                                f"{cached}; answer {request.output_tokens:,}")  # fmt: skip
+    for phase, found in spans.items():
+        if found:
+            rows, starts, ends = (np.array(each) for each in zip(*found, strict=True))
+            width = max(0.6, min(5.0, 75 / len(requests)))
+            lines = ax.hlines(rows, starts, ends, color=colours[phase], linewidth=width,
+                              label="waiting" if phase == "queued" else "")  # fmt: skip
+            frame.says(lines, names[phase])
+
+
+def _order(request: RequestRow) -> tuple[float, float]:
+    """By arrival; of those that arrived together, by when their turn came."""
+    return request.arrival_s, math.inf if request.first_scheduled_s is None else request.first_scheduled_s
+
+
+def _queues(ax: Axes, steps: Sequence[StepRow], end: float, binned: bool) -> None:
+    for label, value, colour, dashes in (
+        ("running", lambda s: s.num_running + s.num_prefilling, DECODE, "-"),
+        ("waiting", lambda s: s.num_waiting, INK, "--"),
+        ("swapped", lambda s: s.num_swapped, LOST, ":"),
+    ):
+        if label != "swapped" or any(s.num_swapped for s in steps):
+            line = shape(steps, value, end, lasts=True, binned=binned)
+            ax.stairs(line.largest, line.edges, baseline=None, color=colour, linestyle=dashes, linewidth=1.4,
+                      label=f"requests {label}")  # fmt: skip
+
+
+def _blocks(ax: Axes, steps: Sequence[StepRow], end: float, binned: bool) -> None:
+    """From below: what tokens fill, what is reserved for a request and empty, and what the prefix cache keeps."""
+    total = steps[-1].kv_total_blocks  # of this variant; another one may have more
+
+    def filled(step: StepRow) -> float:
+        share = step.kv_used_slots / step.kv_reserved_slots if step.kv_reserved_slots else 1.0
+        return 100 * share * step.kv_used_blocks / total
+
+    used, reserved, held = (
+        shape(steps, value, end, lasts=True, binned=binned)
+        for value in (
+            filled,
+            lambda s: 100 * s.kv_used_blocks / total,
+            lambda s: 100 * (s.kv_used_blocks + s.kv_cached_blocks) / total,
+        )
+    )
+    ax.stairs(used.largest, used.edges, fill=True, color=USED, label="KV in use")
+    if (reserved.largest - used.largest).max() > SEEN:
+        ax.stairs(reserved.largest, used.edges, baseline=used.largest, fill=True, facecolor=UNUSED, hatch="////",
+                  edgecolor="white", linewidth=0, label="KV reserved, empty")  # fmt: skip
+    if any(s.kv_cached_blocks for s in steps):
+        ax.stairs(held.largest, held.edges, baseline=reserved.largest, fill=True, facecolor=CACHED, hatch="....",
+                  edgecolor="white", linewidth=0, label="KV cached")  # fmt: skip
+    lost = [s.start_s for s in steps if s.preempted]
+    if lost:
+        ax.plot(lost, [112] * len(lost), "v", color=LOST, markersize=5, clip_on=False, label="preemption")
+
+
+def _scales(axes: Sequence[Axes], steps: Sequence[StepRow], of_requests: bool, end: float) -> None:
+    """Of the first column, which the others share."""
+    third = "requests,\none a line" if of_requests else "requests"
+    names = ["tokens\nin a step", "step\n(ms)", third, "KV blocks\n(%)"]
+    most = max(s.decode_tokens + s.prefill_tokens for s in steps)
+    for ax, name in zip(axes, names, strict=True):
+        for each in [ax, *ax.get_shared_y_axes().get_siblings(ax)]:
+            frame.tidy(each)
+            each.tick_params(labelsize=8)
+        ax.set_ylabel(name, fontsize=8, rotation=0, ha="right", va="center")
+        ax.set_ylim(bottom=0)
+        ax.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    if max(s.decode_tokens for s in steps) < FAINT * most:
+        for ax in [axes[0], *axes[0].get_shared_y_axes().get_siblings(axes[0])]:
+            ax.set_yscale("function", functions=(lambda y: np.sqrt(np.maximum(y, 0)), np.square))
+        axes[0].set_ylabel("tokens\nin a step\n(√ scale)", fontsize=8, rotation=0, ha="right", va="center")
+        axes[0].set_yticks([0, *(float(f"{share * most:.0e}") for share in (0.06, 0.3, 0.9))])
+        axes[0].set_ylim(0, 1.05 * most)
+    if of_requests:
+        axes[2].set_ylim(axes[2].get_ylim()[1] + 0.5, -0.5)  # the first one on top
+    axes[3].set_ylim(0, 124)
+    axes[3].set_yticks([0, 50, 100])
+    axes[-1].set_xlim(0, end)
+
+
+def _title(steps: Sequence[StepRow], result: Result) -> str:
+    """Of one variant. Its pass may be one that does not count."""
+    first, last = steps[0], steps[-1]
+    lost = sum(len(step.preempted) for step in steps)
+    parts = [
+        f"{len(steps):,} steps in {last.start_s + last.duration_s:.3g} s",
+        *([f"{lost:,} preemptions"] if lost else [f"{last.kv_total_blocks:,} KV blocks"]),
+    ]
+    rows = [r for r in result.rows if (r.variant, r.point, r.repeat) == (first.variant, first.point, 0)]
+    invalid = rows and not any(row.valid for row in rows)
+    return f"{result.info.variants[first.variant]}: {', '.join(parts)}" + (" (this pass is INVALID)" if invalid else "")

@@ -1,0 +1,211 @@
+"""Figures that are made from whatever a result holds: how much better, load, memory, and what the pointer is told."""
+
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+from made_up import METRICS, engine_steps, equal, requests, result
+from matplotlib.colors import to_hex
+
+from experiments.lab.judge.claims import Bound, Claim
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure.profile import KernelRow, StepProfile
+from experiments.lab.show.figures import bars, forest, frame, gallery, load, matrix, memory, panels, profile
+from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
+from experiments.lab.store.rows import Row
+
+pytestmark = pytest.mark.slow  # together they take a while
+
+STARTED = {
+    "weights": "14.00 GiB",
+    "KV": "34,816 blocks, 30.00 GiB",
+    "CUDA graphs": "of 12 batch sizes up to 128 (0.6 s, 512 MiB)",
+    "CUDA graphs of steps with prompts": "of 32 numbers of tokens up to 2048 (2.1 s, 512 MiB)",
+}
+
+
+def names(given):
+    return [picture.name for picture in gallery.of(given).every]
+
+
+def texts(ax):
+    return [text.get_text() for text in ax.texts]
+
+
+def rows(values, metric="output_tokens_per_s", point="concurrency=8", repeats=3):
+    """The same value in each repeat, but for a little."""
+    return [
+        Row(v, point, r, metric, value * (1 + 0.001 * r), "") for v, value in values.items() for r in range(repeats)
+    ]
+
+
+# How much better
+
+
+def test_a_forest_has_five_rows_at_most_with_what_is_better_on_the_right():
+    bad = Claim("itl_p99_ms", "new", "concurrency=1", Bound.ratio_at_most, 1.0, "base", "concurrency=1")
+    given = result(sizes=(1, 2, 4, 8, 16), noise=0.001)
+    slower = [replace(r, value=2 * r.value) if (r.variant, r.metric) == ("new", bad.metric) else r for r in given.rows]
+    given = replace(given, rows=tuple(slower), info=replace(given.info, claims=(*given.info.claims, bad)))
+    (ax,) = forest.draw(given).axes
+    dots = [line for line in ax.lines if line.get_marker() == "o"]
+    assert len(dots) == 5
+    places = [float(dot.get_xdata()[0]) for dot in dots]
+    assert places[:3] == pytest.approx([1.5, 1 / 0.7, 0.5], rel=0.01)
+    assert [to_hex(dot.get_color()).upper() for dot in dots[:3]] == [forest.BETTER, forest.BETTER, forest.WORSE]
+    assert ax.get_xscale() == "log"
+    ticks = [float(line.get_xdata()[0]) for line in ax.lines if line.get_marker() == "|"]
+    assert ticks[0] == pytest.approx(1.2)  # the target of the first claim
+    assert texts(ax)[0].startswith("1.50x   ")
+
+
+def test_what_is_not_told_from_one_is_grey():
+    (ax,) = forest.draw(result(noise=0.8, seed=1)).axes
+    (first, *_) = [line for line in ax.lines if line.get_marker() == "o"]
+    assert to_hex(first.get_color()) == forest.UNTOLD
+
+
+def test_nothing_to_compare_has_no_forest():
+    given = result(variants={"base": "mini-infer"}, baseline=None, gates=[], claims=())
+    assert names(given) == ["speed"]
+
+
+# Bars that would say nothing
+
+
+def test_a_bar_that_dwarfs_another_is_a_dot_on_a_log_axis():
+    panel = PanelSpec("output_tokens_per_s")
+    variants = {"base": "one", "new": "two", "third": "three"}
+    given = result(sizes=(8,), variants=variants, rows=rows({"base": 1, "new": 400, "third": 20}))
+    (ax,) = panels.draw(PlotSpec("plot", "A title", (panel,)), given).axes
+    assert ax.get_xscale() == "log"
+    assert not ax.patches
+    assert [float(line.get_xdata()[1]) for line in ax.lines if line.get_gid()] == [pytest.approx(400, rel=0.01)]
+    even = replace(given, rows=tuple(rows({"base": 10, "new": 20, "third": 20})))
+    (ax,) = panels.draw(PlotSpec("plot", "A title", (panel,)), even).axes
+    assert (len(ax.patches), ax.get_xscale()) == (3, "linear")
+
+
+def test_more_variants_than_can_be_told_apart_in_a_group_are_rows():
+    variants = {"base": "base"} | {f"v{i}": f"v{i}" for i in range(6)}
+    found = bars.rows_of(PanelSpec("itl_p99_ms"), result(variants=variants))
+    assert found is None or found.names == list(variants.values())  # factors grow: a log axis, or not
+    values = dict.fromkeys(variants, 5.0)
+    given = result(variants=variants, rows=[*rows(values), *rows(values, point="concurrency=1")])
+    found = bars.rows_of(PanelSpec("output_tokens_per_s"), given)
+    assert list(found.series) == ["concurrency 1", "concurrency 8"]
+    assert not found.log
+    few = {"base": 5.0, "new": 6.0}
+    given = result(rows=[*rows(few), *rows(few, point="concurrency=1")])
+    assert bars.rows_of(PanelSpec("output_tokens_per_s"), given) is None
+
+
+def test_pairs_that_cannot_be_told_from_one_are_grey():
+    measured = {"none": (100, 101, 99), "a": (150, 151, 149), "b": (120, 180, 80), "a+b": (180, 181, 179)}
+    found = [Row(v, "concurrency=1", r, "output_tokens_per_s", x, "") for v, own in measured.items()
+             for r, x in enumerate(own)]  # fmt: skip
+    given = result(sizes=(1,), variants={v: v for v in measured}, baseline="none", rows=found)
+    figure = frame.new(4, 4)
+    ax = figure.subplots()
+    assert matrix.draw(ax, "output_tokens_per_s", given)
+    noise = ax.images[0].get_array()
+    assert noise.mask.tolist() == [[True, False], [True, False]]  # a is told from 1, b and its interaction are not
+    assert "(1.00)" in texts(ax)
+
+
+# Load
+
+
+def served(rates=(10, 20, 40, 80), reached=(10, 20, 30, 32)):
+    metrics = {"goodput_rps": Metric("requests per second that met every SLO", "requests/s", Better.higher)}
+    points = {f"{rate}/s": {"workload.rate_per_s": rate} for rate in rates}
+    found = [row for rate, good in zip(rates, reached, strict=True)
+             for row in rows({"base": good, "new": good / 2}, "goodput_rps", f"{rate}/s")]  # fmt: skip
+    return result(metrics=metrics, points=points, rows=found, claims=(), gates=[], plots=())
+
+
+def test_goodput_past_the_knee_stands_beside_what_was_offered():
+    (ax,) = load.goodput(load.goodput_of(served())).axes
+    offered, own, *_ = (line for line in ax.lines if len(line.get_xdata()) > 1)
+    assert list(offered.get_ydata()) == [0, 80]
+    assert list(own.get_xdata()) == [10, 20, 40, 80]
+    assert ax.get_title() == (
+        "95% in time up to: whole prompts: 20 requests/s; chunked prefill, 512 tokens a step: no rate that was tried"
+    )
+    assert "goodput" in names(served())
+    assert load.goodput_of(served(rates=(1, 2), reached=(1, 2))) is None
+
+
+def test_throughput_against_latency_is_a_curve_of_those_in_flight():
+    metrics = {**METRICS, "itl_p50_ms": Metric("inter-token latency, median gap", "ms", Better.lower)}
+    given = result(sizes=(1, 8, 64))
+    more = [replace(row, metric="itl_p50_ms") for row in given.rows if row.metric == "itl_p99_ms"]
+    given = replace(given, rows=(*given.rows, *more), info=replace(given.info, metrics=metrics))
+    assert "pareto" in names(given)
+    (ax,) = load.pareto(*load.pareto_of(given)).axes
+    assert (ax.get_xlabel(), ax.get_ylabel()) == (
+        "inter-token latency, median gap (ms)",
+        "output tokens per second (tokens/s)",
+    )
+    assert load.pareto_of(result(sizes=(1, 8))) is None  # two points are no curve
+    apart = {name: {**s, "workload.seed": n} for n, (name, s) in enumerate(given.info.points.items())}
+    assert load.pareto_of(replace(given, info=replace(given.info, points=apart))) is None
+
+
+# Waiting, memory, kernels
+
+
+def test_requests_and_tokens_of_one_point_have_their_distributions():
+    given = result(steps=engine_steps(), requests=[*requests(), *requests(point="concurrency=1")])
+    (picture,) = (picture for picture in gallery.of(given).every if picture.name == "waits")
+    ttft, itl = picture.draw().axes
+    assert len(ttft.lines[0].get_xdata()) == 21  # of the point whose steps are stored alone
+    assert itl.get_xlabel() == "inter-token latency of a token (ms)"
+
+
+def test_memory_is_what_the_engine_said_when_it_started():
+    given = result(peers={"base": (STARTED,), "new": ({"vllm": "0.23"},)})
+    assert memory.of(given) == {"base": {"weights": 14.0, "KV": 30.0, "CUDA graphs": 1.0}}
+    device = given.info.provenance.device | {"gpu_memory_gib": 80.0}
+    on_gpu = replace(given, info=replace(given.info, provenance=replace(given.info.provenance, device=device)))
+    assert memory.of(on_gpu)["base"][memory.FREE] == pytest.approx(35.0)
+    (ax,) = memory.draw(on_gpu).axes
+    assert [bar.get_width() for bar in ax.patches] == [14.0, 30.0, 1.0, 35.0]
+    assert "memory-map" in names(given)
+    assert "memory-map" not in names(result())
+
+
+def test_the_kernels_of_a_peers_step_stand_beside_ours():
+    profiles = tuple(StepProfile(v, "concurrency=8", 4, 8, 1000.0, 1000.0, 900.0, 50.0) for v in ("base", "new"))
+    kernels = (
+        KernelRow("base", "concurrency=8", "other", "_fma_kernel", 4, 800.0),  # as an older result called it
+        KernelRow("base", "concurrency=8", "other", "_gather", 4, 100.0),
+        KernelRow("new", "concurrency=8", "other", "something", 4, 900.0),
+    )
+    given = replace(result(profiles=profiles), kernels=kernels)
+    (ax,) = profile.draw(given, "concurrency=8").axes
+    labels = ax.get_legend_handles_labels()[1]
+    assert labels[:2] == ["linear", "rows"]
+    assert len(ax.get_yticklabels()) == 2
+    assert [picture.name for picture in gallery.of(given).first] == ["effects", "profile-concurrency=8"]
+    grids = [grid for grid in profile.tables("concurrency=8", given) if "whole prompts" in grid.title]
+    assert grids[0].rows[0][:2] == ("_fma_kernel", "linear")
+
+
+# The pointer
+
+
+def test_what_points_say_stands_in_the_svg_as_often_as_there_are_points():
+    gates = [equal("new", f"concurrency={n}") for n in (1, 8)]
+    given = result(gates=gates, variants={"base": 'a "b" <c>', "new": "on"})
+    lines = PanelSpec("ttft_p50_ms", PanelKind.lines, x="workload.concurrency")
+    text = frame.svg(panels.draw(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"), lines)), given))
+    root = ElementTree.fromstring(text)  # a name with quotes breaks nothing
+    told = {e.get("data-tip"): e for e in root.iter() if e.get("data-tip")}
+    of_lines = [tip for tip in told if frame.NEXT in tip]
+    assert len(told) == 4 + 2  # bars, and lines
+    assert len(of_lines) == 2
+    uses = [child for child in told[of_lines[0]].iter() if child.tag.endswith("use")]
+    assert len(uses) == len(of_lines[0].split(frame.NEXT)) == 2
+    assert any(tip.startswith('a "b" <c>, 1: ') for tip in of_lines)
+    assert "<metadata>" not in text
