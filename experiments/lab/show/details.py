@@ -35,7 +35,7 @@ def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
     info, sheet = result.info, Sheet(result)
     grids = [*pairs.grids(result), *sheet.grids(list(info.metrics))]
     shown = [*(picture(each) for each in gallery.of(result).others), *_steps(result)]
-    dropped = sum(not row.valid and not row.is_absent for row in result.rows)
+    dropped = sum(row.is_fault for row in result.rows)
     return [
         fold("Remarks", result.remarks),
         fold("Notes", "\n".join(f"- {note}" for note in info.notes)),
@@ -97,7 +97,7 @@ def _verdicts(result: Result) -> str:
 
 def _invalid(result: Result) -> str:
     """Values by reason, so that a pass that does not count is one line and not one a metric."""
-    dropped = [row for row in result.rows if not row.valid and not row.is_absent]  # the notes say who is absent
+    dropped = [row for row in result.rows if row.is_fault]  # the notes say who is absent
     if not dropped:
         return ""
     info, lines = result.info, []

@@ -56,7 +56,7 @@ def events(result: Result) -> list[Event]:
         title = f"{result.info.variants[variant]} {point}".strip()
         names += [_name("process_name", pid, title), _name("thread_name", pid, "engine steps")]
         steps = [s for s in result.steps if (s.variant, s.point) == (variant, point)]
-        requests = [r for r in result.requests if (r.variant, r.point) == (variant, point)]
+        requests = [r for r in result.traced if (r.variant, r.point) == (variant, point)]
         for step in steps:
             timed += _step(step, pid)
         for number, request in enumerate(requests):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from experiments.lab.judge import marks
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import effects, wording
@@ -51,14 +52,14 @@ def _strip(result: Result, since: Since) -> str:
     repeats = max((row.repeat + 1 for row in result.rows), default=0)
     processes: tuple[Any, ...] = getattr(info, "processes", ())
     seeds = list(dict.fromkeys(p.seed for p in processes)) or [info.config.get("measure", {}).get("seed", 0)]
-    again = effects.against_itself(result)
+    again = marks.again(result)
     failed = sum(not gate.passed for gate in info.every_gate)
     gates = f"{len(info.every_gate)} passed" if not failed else f"**{failed} of {len(info.every_gate)} FAILED**"
     facts = {
         "measured": f"{info.provenance.started[:10]}, {info.hardware}",
         "processes x repeats": f"{len(processes) or 1} x {repeats}",
         "seeds": ", ".join(map(str, seeds)),
-        "A/A": wording.interval(again, "x") if again else "not measured",
+        "A/A": wording.interval(again.ratio, "x") if again else "not measured",
         "INVALID": f"**{invalid(result):,} of {len(result.rows):,}**" if invalid(result) else "none",
         "claims": verdicts(result) or "none",
         "gates": gates if info.every_gate else "none",
