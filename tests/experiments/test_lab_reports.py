@@ -112,16 +112,15 @@ def test_an_answer_without_valid_rows_says_so():
 def test_a_claim_on_an_absolute_figure_or_on_another_point():
     absolute = Claim("ttft_p50_ms", "base", "concurrency=1", Bound.at_most, 90)
     growth = Claim("ttft_p50_ms", "base", "concurrency=8", Bound.ratio_at_most, 4, "base", "concurrency=1")
-    assert re.match(
-        r"Whole prompts: concurrency 1: time to first token 8\d\.\d ms\. ", answer(result(claims=(absolute,)))
-    )
+    text = answer(result(claims=(absolute,)))
+    assert re.match(r"Whole prompts: concurrency 1: time to first token 8\d\.\d ms\. ", text)
     text = answer(result(claims=(growth,)))
     assert re.match(r"Whole prompts: concurrency 8: 3\.\d+x the time to first token of concurrency 1\.", text)
 
 
 def test_the_baseline_beside_itself_stands_on_top_where_it_differs():
     variants = {"base": "off", "base again": "off again", "new": "on"}
-    rows = [row for row in result(variants={"base": "off", "new": "on"}).rows]
+    rows = result(variants={"base": "off", "new": "on"}).rows
     again = [replace(row, variant="base again") for row in rows if row.variant == "base"]
     given = result(variants=variants, rows=[*rows, *again], aa="base again")
     assert flags(given) == []
@@ -271,7 +270,7 @@ def test_a_report_says_what_was_found(tmp_path):
         "# A demo: chunks",
         "Does `chunked` prefill help?",
         "**There is no answer: its tokens differ from the baseline's",
-        "| 2026-01-01, cpu | 1 x 5 | 0 | not measured | none | 2 inconclusive | **1 of 2 FAILED** | no git history here |",
+        "| 2026-01-01, cpu | 1 x 5 | 0 | not measured | none | 2 inconclusive | **1 of 2 FAILED** | no git",
         "> **tokens differ from the baseline's**, on cpu",
         "- **Peers**: none ran beside it; the original project +20 %.\n- **To reach**: 1.2x.",
         "<details><summary>Claims and gates</summary>",

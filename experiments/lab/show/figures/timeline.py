@@ -154,9 +154,9 @@ def _requests(ax: Axes, requests: Sequence[RequestRow]) -> None:
     for row, request in enumerate(sorted(requests, key=_order)):
         for phase, start, end in phases(request):
             spans[phase].append((row, start, end))
-            cached = f", {request.cached_tokens:,} of it cached" if request.cached_tokens else ""
-            names[phase].append(f"{request.request}: {phase} {end - start:.3g} s; prompt {request.prompt_tokens:,}"
-                                f"{cached}; answer {request.output_tokens:,}")  # fmt: skip
+            cached = f" ({request.cached_tokens:,} cached)" if request.cached_tokens else ""
+            tokens = f"{request.prompt_tokens:,}{cached} in, {request.output_tokens:,} out"
+            names[phase].append(f"{request.request}: {phase} {end - start:.3g} s; {tokens}")
     for phase, found in spans.items():
         if found:
             rows, starts, ends = (np.array(each) for each in zip(*found, strict=True))
