@@ -9,6 +9,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+RUN = "a result file (.json or .csv), or experiment[/scale.via[/hardware[/run]]]: what is left out must be the only one"
+
 
 @dataclass(frozen=True)
 class Command:
@@ -34,7 +36,7 @@ def report(arguments: Sequence[str], root: Path) -> None:
 def compare(arguments: Sequence[str], root: Path) -> None:
     parser = _parser("compare")
     for name in ("A", "B"):
-        parser.add_argument(name, help="a result file (.json or .csv), or experiment[/hardware[/run]]")
+        parser.add_argument(name, help=RUN)
     parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
     chosen = parser.parse_args(arguments)
     from experiments.lab.show.compare import compare as compared
@@ -45,18 +47,16 @@ def compare(arguments: Sequence[str], root: Path) -> None:
 
 def trace(arguments: Sequence[str], root: Path) -> None:
     parser = _parser("trace")
-    parser.add_argument("experiment")
-    parser.add_argument("--hardware", help="default: the only one that it was measured on")
-    parser.add_argument("--run", default="default", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, help="default: outputs/<experiment>-<hardware>-<run>.trace.json")
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_argument("--out", type=Path, help="default: outputs/<page>-<hardware>-<run>.trace.json")
     parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
     chosen = parser.parse_args(arguments)
     from experiments.lab.show import perfetto
     from experiments.lab.store import result as store
     from experiments.lab.store import runs
 
-    result = store.read(runs.named(chosen.results, chosen.experiment, chosen.hardware, chosen.run))
-    name = f"{result.info.experiment}-{result.info.hardware}-{result.info.run}.trace.json"
+    result = store.read(runs.find(chosen.results, chosen.run))
+    name = f"{store.page_name(result.info)}-{result.info.hardware}-{result.info.run}.trace.json"
     path = chosen.out or root / "outputs" / name
     count = perfetto.write(result, path)
     print(f"{path}: {count:,} events. Open it in ui.perfetto.dev or chrome://tracing.")
@@ -65,9 +65,7 @@ def trace(arguments: Sequence[str], root: Path) -> None:
 COMMANDS: dict[str, Command] = {
     "report": Command("[--results DIR] [--reports DIR]", "all reports again, from results/ alone", report),
     "compare": Command("A B", "two results side by side: two commits, two machines, two settings", compare),
-    "trace": Command(
-        "EXPERIMENT [--hardware H] [--run R] [--out FILE]", "a run's stored steps and requests, for Perfetto", trace
-    ),
+    "trace": Command("RUN [--out FILE]", "a run's stored steps and requests, for Perfetto", trace),
 }
 
 

@@ -12,12 +12,11 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig
 
 from experiments.lab import schema, sweep
 from experiments.lab.experiment import Experiment, Findings
-from experiments.lab.measure import hardware
+from experiments.lab.measure import hardware, processes
 from experiments.lab.measure.rounds import IncompleteRun
 from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
@@ -46,13 +45,11 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     experiment: Experiment = schema.experiment_class(config).from_config(config)
     paths = schema.build(schema.Paths, config.paths, "paths")
     tracker = schema.build(schema.TrackerSettings, config.tracker, "tracker")
-    threads = schema.build(schema.Measure, config.measure, "measure").threads
-    if threads is not None:
-        torch.set_num_threads(threads)
     commit, clean = provenance.commit(root), provenance.is_clean(root)  # of the code that is about to run
     started, clock = datetime.now(timezone.utc), time.monotonic()
     with Steps(name) as steps:
-        findings = experiment.measure(steps)
+        findings = processes.measure(config, steps)
+    experiment.finish(findings)
     device = hardware.resolve(experiment.device)
     origin = Provenance(
         command=shlex.join(["python", "run.py", *overrides]),
@@ -67,7 +64,7 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     result = _result(experiment, findings, name, hardware.key(device), run, origin, config)
     results, reports = root / paths.results, root / paths.reports
     written = _store(results, result)
-    path = _report(results, reports, written)
+    path = _report(results, reports, written, store.page_name(result.info))
     stored = store.read(written)
     print(report.summary(stored))
     print(f"results  {written.with_suffix('.csv')}\nreport   {path}")
@@ -96,7 +93,7 @@ def _result(
         method=spec.method,
         baseline=experiment.baseline,
         variants=dict(experiment.variants),
-        points={point.name: dict(point.values) for point in experiment.points},
+        points={point.name: dict(point.values) for point in findings.points or experiment.points},
         metrics=dict(experiment.metrics),
         claims=tuple(experiment.claims),
         gates=tuple(findings.gates),
@@ -116,6 +113,8 @@ def _result(
         profiles=tuple(findings.profiles),
         procedure=findings.procedure,
         peers=dict(findings.peers),
+        processes=tuple(findings.processes),
+        aa=experiment.aa,
     )
     return Result(info, tuple(findings.rows), tuple(findings.steps), tuple(findings.requests), tuple(findings.kernels))
 
@@ -128,7 +127,7 @@ def _store(results: Path, result: Result) -> Path:
             return store.write_run(results, result)
     except (StoreError, OSError) as error:
         problem = str(error)
-    folder = results / result.info.experiment / result.info.hardware
+    folder = results / store.run_path(result.info).parent
     try:
         kept = store.write(Path(tempfile.mkdtemp(prefix="mini-infer-results-")), result)
     except (StoreError, OSError) as error:
@@ -140,10 +139,10 @@ def _store(results: Path, result: Result) -> Path:
     )
 
 
-def _report(results: Path, reports: Path, written: Path) -> Path:
+def _report(results: Path, reports: Path, written: Path, page: str) -> Path:
     try:
         with exclusive(results):
-            return report.rebuild(results, reports, only=written.parent.parent.name)[0]
+            return report.rebuild(results, reports, only=page)[0]
     except (StoreError, OSError) as error:
         raise IncompleteRun(
             f"measured and stored in {written}, but the report cannot be made: {error}. "

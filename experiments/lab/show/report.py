@@ -1,10 +1,10 @@
-"""Reports: `reports/<experiment>.md` with its figures, and the index. Made from result files alone, so that rebuilding
+"""Reports: `reports/<page>.md` with its figures, and the index. Made from result files alone, so that rebuilding
 them changes no byte."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -27,7 +27,7 @@ SCREEN_ROWS = 24  # of tables on a terminal
 
 
 def rebuild(results: Path, reports: Path, only: str | None = None, since: Since = commits_since) -> list[Path]:
-    """Writes the report of every experiment with results (or of `only` one), the table in the README beside `reports`,
+    """Writes the report of every page with results (or of `only` one), the table in the README beside `reports`,
     and the index, which comes last; where all are made, also removes reports and figures that it made earlier and whose
     results are gone, and writes all pages as one HTML file.
 
@@ -35,19 +35,22 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     found, damaged = _read(results)
     if not found and not damaged:
         raise StoreError(f"{results} holds no results yet: run an experiment first")
-    written, svgs = [], None if only else {}
-    for experiment, group in groupby(found, key=lambda r: page_name(r.info)):
-        if only in (None, experiment):
-            missing = [path for path in damaged if path.parts[0] == experiment]
-            written.append(_write(reports, experiment, list(group), missing, since, svgs))
+    written = []
+    svgs: dict[str, str] | None = None if only else {}
+    for page, group in groupby(found, key=lambda r: page_name(r.info)):
+        if only in (None, page):
+            results_of = list(group)
+            axes = store.run_path(results_of[0].info).parts[:2]
+            missing = [path for path in damaged if path.parts[:2] == axes]
+            written.append(_write(reports, page, results_of, missing, since, svgs))
     reports.mkdir(parents=True, exist_ok=True)
     store.write_atomic(reports / INDEX, index_page(found, damaged, since))
     if svgs is not None:
-        _remove_stale(reports, {page_name(r.info) for r in found} | {path.parts[0] for path in damaged})
+        _remove_stale(reports, {page_name(r.info) for r in found} | _pages_of(damaged))
         pages = {path.stem: path.read_text(encoding="utf-8") for path in (reports / INDEX, *written)}
         store.write_atomic(reports / HTML, document(pages, svgs))
     _update_readme(reports.parent / INDEX, found)
-    errors = [str(error) for path, error in damaged.items() if only in (None, path.parts[0])]
+    errors = [str(error) for path, error in damaged.items() if only is None or only in _pages_of([path])]
     if errors:
         raise StoreError("\n".join(["reports were made without these results:", *errors]))
     return [*written, reports / INDEX]
@@ -80,7 +83,7 @@ def _read(results: Path) -> tuple[list[Result], dict[Path, StoreError]]:
     """All results that can be read, in the reports' order, and why others (paths below `results`) cannot."""
     found: list[Result] = []
     damaged: dict[Path, StoreError] = {}
-    for path in sorted(results.glob("*/*/*.json")):
+    for path in sorted(results.glob(store.EVERY_RUN)):
         try:
             found.append(store.read(path))
         except StoreError as error:
@@ -115,8 +118,13 @@ def _write(
     return path
 
 
+def _pages_of(damaged: Iterable[Path]) -> set[str]:
+    """The pages that these results may stand on: which scale is the default one only the file itself would say."""
+    return {page for path in damaged for page in (path.parts[0], ".".join(path.parts[:2]))}
+
+
 def _remove_stale(reports: Path, known: Collection[str]) -> None:
-    """What carries our mark and is of no `known` experiment; one whose results cannot be read is known, too."""
+    """What carries our mark and is of no `known` page; one whose results cannot be read is known, too."""
     for path in reports.glob("*.md"):
         if path.name != INDEX and path.stem not in known and _is_ours(path):
             path.unlink()

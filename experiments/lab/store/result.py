@@ -1,10 +1,11 @@
 """The result store: `<run>.csv` with the numbers and `<run>.json` with all that is needed to understand them.
 
-    results/<experiment>/<hardware>/<run>.csv            one row per (variant, point, repeat, metric)
-                                    <run>.json           config, command, commit, versions, device, gates, claims, ...
-                                    <run>.steps.csv      one row per engine step, and
-                                    <run>.requests.csv   one per request, of one point: where the experiment asks for it
-                                    <run>.profile.csv    one per kernel of a decode step: likewise
+    results/<experiment>/<scale>.<via>/<hardware>/
+        <run>.csv            one row per (variant, point, repeat, process, metric)
+        <run>.json           config, command, commit, versions, device, gates, claims, ...
+        <run>.steps.csv      one row per engine step, and
+        <run>.requests.csv   one per request, of one point: where the experiment asks for it
+        <run>.profile.csv    one per kernel of a decode step: likewise
 
 The JSON names each table's row count and SHA-256, so a file that was cut short or edited is found out. All are written
 beside their places first and then renamed into them, so that a disk that fills up costs no earlier result; numbers are
@@ -32,10 +33,12 @@ from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.steps import RequestRow, StepRow
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store import tables
+from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
+EVERY_RUN = "*/*/*/*.json"  # below the folder of results
 NO_SCALE = "none"  # of experiments without a model
 IN_PROCESS = "in_process"
 COMPLETE = "complete"
@@ -111,6 +114,7 @@ class RunInfo:
     scale: str = NO_SCALE  # of conf/scale/, or another model's name
     via: str = IN_PROCESS  # of conf/via/: how requests reach the engine
     default_scale: str = NO_SCALE  # the one that the experiment takes where none is chosen
+    processes: tuple[ProcessInfo, ...] = ()  # empty in results older than they are, which were made by one
     aa: str | None = None  # the variant that is the baseline a second time, in `variants`; None: it was measured once
 
     @property
@@ -141,7 +145,7 @@ def page_name(info: RunInfo) -> str:
 
 def run_path(info: RunInfo) -> Path:
     """Where the files of the run are, below the folder of results and without their endings."""
-    return Path(info.experiment, info.hardware, info.run)
+    return Path(info.experiment, f"{info.scale}.{info.via}", info.hardware, info.run)
 
 
 def run_name(overrides: Sequence[str]) -> str:
@@ -160,12 +164,12 @@ def write_run(root: Path, result: Result) -> Path:
     until the run is complete again."""
     info = result.info
     beside = replace(result, info=replace(info, run=f"{info.run}{INCOMPLETE}"))
-    folder = root / info.experiment / info.hardware
-    if info.status != COMPLETE and _is_complete(folder / f"{info.run}.json"):
+    place = root / run_path(info).parent
+    if info.status != COMPLETE and _is_complete(place / f"{info.run}.json"):
         return write(root, beside)
     path = write(root, result)
     for ending in (".json", REMARKS, *ROW_TYPES):
-        (folder / f"{beside.info.run}{ending}").unlink(missing_ok=True)
+        (place / f"{beside.info.run}{ending}").unlink(missing_ok=True)
     return path
 
 
@@ -181,8 +185,7 @@ def write(root: Path, result: Result) -> Path:
 
     Remarks go: they were about the rows that went."""
     info = result.info
-    folder = root / info.experiment / info.hardware
-    path = folder / f"{info.run}.json"
+    path = root / run_path(info).parent / f"{info.run}.json"
     texts = {ending: tables.to_csv(ROW_TYPES[ending], rows) for ending, rows in _rows_of(result).items()}
     document = {
         "format": FORMAT,
@@ -193,13 +196,13 @@ def write(root: Path, result: Result) -> Path:
     files: dict[Path, str | bytes] = {_table_path(path, ending): text for ending, text in texts.items()}
     files[path] = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         _replace(files)
         for ending in ROW_TYPES.keys() - texts.keys():
             _table_path(path, ending).unlink(missing_ok=True)  # of an earlier run that stored more
         _table_path(path, REMARKS).unlink(missing_ok=True)
     except OSError as error:
-        raise StoreError(f"the results of {info.experiment} cannot be written to {folder}: {error}") from error
+        raise StoreError(f"the results of {info.experiment} cannot be written to {path.parent}: {error}") from error
     return path
 
 
@@ -276,12 +279,12 @@ def _table_path(path: Path, ending: str) -> Path:
 
 
 def read_all(root: Path) -> list[Result]:
-    """Every result under `root`: experiments and hardware by name, each one's default run first."""
-    return in_order([read(path) for path in root.glob("*/*/*.json")])
+    """Every result under `root`: page by page, hardware by name, each one's default run first."""
+    return in_order([read(path) for path in root.glob(EVERY_RUN)])
 
 
 def in_order(results: Sequence[Result]) -> list[Result]:
-    key = lambda r: (r.info.experiment, r.info.hardware, r.info.run != "default", r.info.run)  # noqa: E731
+    key = lambda r: (page_name(r.info), r.info.hardware, r.info.run != "default", r.info.run)  # noqa: E731
     return sorted(results, key=key)
 
 

@@ -7,36 +7,39 @@ from pathlib import Path
 from experiments.lab.store import result as store
 from experiments.lab.store.result import StoreError
 
-
-def named(results: Path, experiment: str, hardware: str | None = None, run: str = "default") -> Path:
-    """The JSON of a run. The hardware need not be given where there is only one."""
-    folders = _folders(results / experiment)
-    if not folders:
-        known = ", ".join(_folders(results)) or "nothing"
-        raise StoreError(f"{results} holds no results of {experiment!r}; it holds: {known}")
-    if hardware is None and len(folders) > 1:
-        raise StoreError(f"{experiment} was measured on {', '.join(folders)}: say on which")
-    path = results / experiment / (hardware or folders[0]) / f"{run}.json"
-    if not path.is_file():
-        stored = sorted((results / experiment).glob("*/*.json"))
-        have = ", ".join(f"{found.parent.name}/{found.name.removesuffix('.json')}" for found in stored) or "none"
-        raise StoreError(f"{experiment} has no run {path.parent.name}/{run}; it has: {have}")
-    return path
+LEVELS = ("experiment", "scale.via", "hardware")
 
 
 def find(results: Path, name: str) -> Path:
-    """`name` is a result file (.json, or one of its .csv), or experiment[/hardware[/run]]."""
+    """The JSON of a run. `name` is a result file (.json, or one of its .csv), or experiment[/scale.via[/hardware[/run]]]:
+    `prefix_cache/7b`. Of what is left out there must be one alone; of runs the default one is meant."""
     path = Path(name)
     for ending in sorted((".json", *store.ROW_TYPES), key=len, reverse=True):
         if name.endswith(ending):
             if not path.is_file():
                 raise StoreError(f"{path} does not exist")
             return path.with_name(path.name.removesuffix(ending) + ".json")
-    parts = name.split("/", 2)
+    parts = name.split("/", len(LEVELS))
     if not all(parts) or ".." in parts:
-        raise StoreError(f"{name!r} is neither a result file nor experiment/hardware/run")
-    return named(results, *parts)
+        raise StoreError(f"{name!r} is neither a result file nor experiment/scale.via/hardware/run")
+    folder = results
+    for level, part in zip(LEVELS, [*parts, "", ""], strict=False):
+        folder /= _chosen(folder, level, part)
+    run = parts[len(LEVELS)] if len(parts) > len(LEVELS) else "default"
+    if not (folder / f"{run}.json").is_file():
+        stored = ", ".join(sorted(found.stem for found in folder.glob("*.json"))) or "none"
+        raise StoreError(f"{folder} has no run {run}; it has: {stored}")
+    return folder / f"{run}.json"
 
 
-def _folders(path: Path) -> list[str]:
-    return sorted(found.name for found in path.glob("*") if found.is_dir())
+def _chosen(folder: Path, level: str, part: str) -> str:
+    """The folder that is meant by `part`, or the only one there is."""
+    known = sorted(found.name for found in folder.glob("*") if found.is_dir())
+    if part in known:
+        return part
+    fit = [name for name in known if name.startswith(f"{part}.")] if part else known
+    if len(fit) == 1:
+        return fit[0]
+    if fit:
+        raise StoreError(f"{folder} holds more than one {level}, {', '.join(fit)}: say which")
+    raise StoreError(f"{folder} holds no {level} {part!r}; it holds: {', '.join(known) or 'nothing'}")

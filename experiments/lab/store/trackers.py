@@ -14,7 +14,7 @@ from experiments.lab import sweep
 from experiments.lab.judge import claims, stats
 from experiments.lab.schema import TrackerKind, TrackerSettings
 from experiments.lab.show import wording
-from experiments.lab.store.result import Result, RunInfo
+from experiments.lab.store.result import Result, RunInfo, page_name
 from experiments.lab.store.rows import Row, Table
 
 Values = Mapping[str, "float | int | str"]
@@ -54,7 +54,7 @@ class Grouping:
 
     @classmethod
     def of(cls, info: RunInfo, sweep: str | None) -> Grouping:
-        group = info.experiment if sweep is None else f"{info.experiment}, sweep {sweep}"
+        group = page_name(info) if sweep is None else f"{page_name(info)}, sweep {sweep}"
         return cls(group, (info.experiment, info.hardware, *([sweep] if sweep else [])))
 
 
@@ -113,7 +113,7 @@ def log(tracker: Tracker, result: Result, figures: Sequence[Path], grouping: Gro
         tracker.table("medians", *_median_table(result))
         tracker.table("claims", *_claim_table(result))
         tracker.table("values", list(asdict(result.rows[0])) if result.rows else [], _values(result.rows))
-        prefix = f"{info.experiment}-{info.hardware}-" + ("" if info.run == "default" else f"{info.run}-")
+        prefix = f"{page_name(info)}-{info.hardware}-" + ("" if info.run == "default" else f"{info.run}-")
         for path in figures:
             tracker.figure(path.stem.removeprefix(prefix), path)
     finally:
@@ -150,9 +150,9 @@ def _point_series(result: Result, variant: str) -> list[tuple[str, str, list[Val
         others = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != x)
         row: dict[str, float] = {x: settings[x]}
         for metric in result.info.metrics:
-            values = list(table.values(variant, point, metric).values())
+            values = table.values(variant, point, metric)
             if values:
-                estimate = stats.estimate(values)
+                estimate = stats.absolute(values)
                 row[metric] = estimate.median
                 if estimate.low is not None and estimate.high is not None:
                     row |= {f"{metric} low": estimate.low, f"{metric} high": estimate.high}
@@ -171,8 +171,8 @@ def _median_table(result: Result) -> tuple[list[str], list[list[Any]]]:
                 values = table.values(variant, point, metric)
                 if not values:
                     continue
-                e = stats.estimate(list(values.values()))
-                ratio = claims.ratio(values, reference)
+                e = stats.absolute(values)
+                ratio = stats.ratio(values, reference)
                 gated = any(gate.covers(variant, point) for gate in info.every_gate)
                 rows.append([metric, point, label, e.median, e.low, e.high, e.n, about.unit,
                              None if ratio is None else ratio.median,
