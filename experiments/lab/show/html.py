@@ -45,7 +45,7 @@ _INLINE = (  # of text whose <, > and & are escaped
     (re.compile(r"\[([^]]*)]\(([^)#]+/)?([\w.,=+-]+)\.md\)"), r'<a href="#\3">\1</a>'),
     (re.compile(r"\[([^]]*)]\(([^)]+)\)"), r'<a href="\2">\1</a>'),
     (re.compile(r"\*\*(.+?)\*\*"), r"<b>\1</b>"),
-    (re.compile(r"(?<![\w*])\*([^*\n]+)\*(?![\w*])"), r"<i>\1</i>"),
+    (re.compile(r"(?<![\w*])\*(?=\S)([^*\n]+)(?<=\S)\*(?![\w*])"), r"<i>\1</i>"),
     (re.compile(r"&lt;br&gt;"), "<br>"),
 )
 _PICTURE = re.compile(r"!\[([^]]*)]\(figures/([^)]+)\)")
