@@ -12,7 +12,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import catalog, schema, sweep
+from experiments.lab import catalog, schema, sweep, typed
 from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import explain
 from mini_infer.core.errors import ConfigError, MiniInferError
@@ -24,12 +24,14 @@ CONF = ROOT / "conf"
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def job(config: DictConfig) -> None:
     with sweep.job():
-        from experiments.lab.execute import execute  # torch and matplotlib, which no help text needs
-
         chosen = HydraConfig.get().runtime.choices.get("experiment")
         if config.experiment is None or chosen is None:
             raise ConfigError(f"no experiment chosen: add experiment=<name>\n\n{catalog.experiment_list(CONF)}")
-        execute(config, chosen, list(HydraConfig.get().overrides.task), ROOT)
+        overrides = list(HydraConfig.get().overrides.task)
+        typed.settle(config, chosen, overrides)  # finds what is wrong before torch is loaded
+        from experiments.lab.execute import execute
+
+        execute(config, chosen, overrides, ROOT)
 
 
 def main() -> None:
@@ -46,7 +48,7 @@ def main() -> None:
                 f"{catalog.experiment_list(CONF)}\n\n`python run.py --help` tells what else can be chosen."
             )
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its errors on, and `explain` words them
-        schema.register()
+        schema.register(CONF)
         OmegaConf.register_new_resolver("lab.help", lambda: catalog.help_text(CONF), replace=True)
         sys.argv[1:] = catalog.shorthand(sys.argv[1:], CONF)
         job()

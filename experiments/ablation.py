@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import points, schema
+from experiments.lab import axes, points, schema
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.experiment import Experiment, Findings
-from experiments.lab.judge import claims, logit_gate, metrics
-from experiments.lab.judge.gate import ErrorGate
+from experiments.lab.judge import claims, exact_gate, logit_gate, metrics
+from experiments.lab.judge.exact_gate import ExactGate
+from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.measure import ceilings, cells, hardware, heap, rounds
 from experiments.lab.measure.ceilings import Found
 from experiments.lab.measure.cells import Cell
@@ -26,6 +27,7 @@ from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.schema import Again
 from experiments.lab.show.progress import Steps
+from experiments.lab.spec import VARIANT_KEYS
 from experiments.lab.store.ledger import Terms
 from experiments.lab.store.result import Sample
 from experiments.lab.workloads import Inputs
@@ -34,7 +36,6 @@ from mini_infer.core.config import Device, EngineConfig, LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import resolve_device
 
-VARIANT_KEYS = ("kind", "label")  # beside the engine's sections
 KEPT = (
     "each has one engine for all its passes, which live side by side; before each pass an engine forgets all it has "
     "served, blocks and drafts included, and is warmed up on other prompts"
@@ -86,7 +87,7 @@ class Ablation(Experiment):
         if spec.keep_engines:
             _require_keepable(measured)
         if any(cell.kind is Kind.http for cell in measured) and peers.http.url is None:
-            raise ConfigError("the variant kind `http` needs peers.http.url, such as http://localhost:8000")
+            raise ConfigError("via=url needs the server's address: peers.http.url=http://localhost:8000, say")
         self._repeats = repeats
         self._seed = seed
         self._threads = threads
@@ -97,8 +98,9 @@ class Ablation(Experiment):
     def from_config(cls, config: DictConfig) -> Ablation:
         spec = schema.experiment_spec(AblationSpec, config)
         measure = schema.build(schema.Measure, config.measure, "measure")
-        if measure.engine is not None:
-            spec = spec.served_by(measure.engine)
+        system = Kind.http if config.axes.via == axes.URL else measure.system
+        if system is not None:
+            spec = spec.served_by(system)
         own = schema.engine_config(config.engine).model.device
         aa = None
         if measure.aa is Again.always or (measure.aa is Again.auto and hardware.resolve(own) == "cuda"):
@@ -132,7 +134,7 @@ class Ablation(Experiment):
         vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
         searches = Searches(spec.search, self._cells, self.variants, partial(self._inputs, vocabulary=vocabulary))
-        error_gates = self._error_gates()
+        error_gates, exact_gates = self._error_gates(), self._exact_gates(device, inputs)
         terms = self._terms(vocabulary.size, known)
         with closing(Session(terms, self._cells, self._repeats, steps, spec, self._peers, self.aa)) as session:
             work = [
@@ -158,10 +160,10 @@ class Ablation(Experiment):
         not_visited = {point.name for point in spec.search.points} - searches.visited
         return Findings(
             rows=[*(row for found in ledger.rounds for row in found.rows), *searches.rows, *session.profile_rows],
-            gates=ledger.gates(
-                [(v, p.name) for p in self._grid for v in alone if v != spec.baseline],
-                spec.gate_share,
-            ),
+            gates=[
+                *exact_gates,
+                *ledger.gates([(v, p.name) for p in self._grid for v in alone if v != spec.baseline], spec.gate_share),
+            ],
             samples=self._samples(inputs, session, vocabulary),
             status=outcome.status,
             error=outcome.error,
@@ -204,6 +206,19 @@ class Ablation(Experiment):
         at = [self._cell(variant, self._grid[0]) for variant in self.variants if variant != self.aa]
         engines = {c.variant: c.engine for c in at if c.kind.can.steps and logit_gate.applies(c.engine)}
         return logit_gate.gates(engines, self.spec.gate_logit_error)
+
+    def _exact_gates(self, device: str, inputs: Mapping[str, Inputs]) -> list[Gate]:
+        """Of all engines, the baseline's too."""
+        exact, found = ExactGate(device), []
+        for variant in self.variants:
+            cells = [self._cell(variant, point) for point in self._grid]
+            if variant == self.aa or not cells[0].kind.can.steps or not exact_gate.applies(cells[0].engine):
+                continue
+            found.append(exact.of_probes(variant, cells[0].engine))
+            if device == "cuda":
+                asked = [(cell, inputs[cell.point.name]) for cell in cells]
+                found += [exact.of_own(variant, c.point.name, c.engine, i.prime, i.measured) for c, i in asked]
+        return found
 
     def _inputs(self, point: Point, vocabulary: ModelVocabulary) -> Inputs:
         """The same requests in every repeat, so that repeats differ by nothing but the machine's mood."""
@@ -271,6 +286,11 @@ def _variant(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple
         allowed = ", ".join(k.value for k in Kind)
         raise ConfigError(f"{where}.kind must be one of {allowed}; got {changes['kind']!r}") from None
     settings = {key: value for key, value in changes.items() if key not in VARIANT_KEYS}
+    if config.axes.via == axes.HTTP and kind is Kind.engine:
+        kind = Kind.served
+    elif config.axes.via == axes.HTTP and kind is not Kind.served:
+        raise ConfigError(f"{where}: {kind.label} is not served over HTTP by us: start its server, and ask it with "
+                          "via=url peers.http.url=...")  # fmt: skip
     return kind, schema.engine_config(schema.merged(config.engine, settings, where))
 
 
@@ -278,6 +298,8 @@ def _require_keepable(measured: Sequence[Cell]) -> None:
     """Raises ConfigError where a variant could not keep its engine, or would keep what the others need."""
     first: dict[str, EngineConfig] = {}
     for cell in measured:
+        if cell.kind is Kind.http:
+            continue  # its memory is not ours
         if first.setdefault(cell.variant, cell.engine) != cell.engine:
             raise ConfigError(
                 "experiment.keep_engines=true needs points that change the workload alone, and "

@@ -94,10 +94,22 @@ class AblationSpec(ExperimentSpec):
         new = {kind.value: {"kind": kind.value, "label": kind.label}}
         variants = {name: self.variants[name] for name in names} or new
         baseline = self.baseline if self.baseline in variants else next(iter(variants))
+        kept = tuple(name for name in self.metrics if name not in metrics.OF_PROFILES)
         claims = tuple(
             claim
             for claim in self.claims
             if claim.variant in variants
+            and claim.metric in kept
             and (baseline == self.baseline or claim.against or claim.ratio_at_least is claim.ratio_at_most is None)
         )
-        return replace(self, variants=variants, baseline=baseline, claims=claims, timeline=None, profile=())
+        plots = (replace(p, panels=tuple(x for x in p.panels if x.metric in kept)) for p in self.plots)
+        return replace(
+            self,
+            variants=variants,
+            baseline=baseline,
+            metrics=kept,
+            claims=claims,
+            plots=tuple(plot for plot in plots if plot.panels),
+            timeline=None,
+            profile=(),
+        )

@@ -7,12 +7,17 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from experiments.lab.axes import NO_SCALE
 from experiments.lab.commands import COMMANDS
+from experiments.lab.schema import RECORDED
 
+POINTS = "experiment.points."
 EXAMPLES = (
     ("python run.py experiment=quickstart", "one experiment, as it is"),
     ("python run.py experiment=quickstart measure.repeats=3", "with a setting changed"),
     ("python run.py experiment=quickstart engine/prefill=whole", "with a mechanism swapped"),
+    ("python run.py experiment=prefix_cache scale=7b via=http hardware=h200", "of a larger model, over HTTP"),
+    ("python run.py experiment=quickstart 'experiment.points.workload.concurrency=[4]'", "at other points"),
     ("python run.py experiment=quickstart model=/path/to/a/folder", "on a Hugging Face model"),
     ("python run.py -m experiment=quickstart measure.seed=0,1", "a sweep"),
     ("python run.py -m 'experiment=glob(*)'", "every experiment"),
@@ -25,7 +30,7 @@ EXAMPLES = (
 def groups(conf: Path) -> dict[str, list[str]]:
     """Group -> its options, experiments aside."""
     found: dict[str, list[str]] = {}
-    for path in sorted(conf.rglob("*.yaml")):
+    for path in sorted(conf.rglob("[!_]*.yaml")):
         group = path.parent.relative_to(conf).as_posix()
         if group not in (".", "experiment"):
             found.setdefault(group, []).append(path.stem)
@@ -43,14 +48,22 @@ def defaults(conf: Path) -> dict[str, str]:
 def experiments(conf: Path) -> dict[str, str]:
     """Experiment -> the question it answers."""
     found = {}
-    for path in sorted((conf / "experiment").glob("*.yaml")):
+    for path in sorted((conf / "experiment").glob("[!_]*.yaml")):
         node = OmegaConf.load(path)
         found[path.stem] = str(OmegaConf.select(node, "experiment.question") or "")
     return found
 
 
 def experiment_list(conf: Path) -> str:
-    return _table([(name, question) for name, question in experiments(conf).items()])
+    """Name, scales and question of each."""
+    rows = []
+    for name, question in experiments(conf).items():
+        node = OmegaConf.load(conf / "experiment" / f"{name}.yaml")
+        scales = [scale for scale in node.get("scales") or {} if scale != NO_SCALE]
+        ways = [way for way in node.get("via") or {}]
+        rows.append((name, " ".join([*scales, *(f"+{way}" for way in ways)]), question))
+    wide = max((len(scales) for _, scales, _ in rows), default=0)
+    return _table([(name, f"{scales:<{wide}}  {question}") for name, scales, question in rows])
 
 
 def help_text(conf: Path) -> str:
@@ -61,9 +74,9 @@ def help_text(conf: Path) -> str:
     ]
     return "\n".join(
         [
-            "mini-infer: run an experiment; it writes results/ and a report with figures in reports/",
+            "mini-infer: run an experiment; it writes tables and a report with figures",
             "",
-            "  python run.py experiment=<name> [group=option ...] [key=value ...]",
+            "  python run.py experiment=<name> [scale=...] [via=...] [group=option ...] [key=value ...] [--record]",
             "",
             "Experiments",
             experiment_list(conf),
@@ -71,11 +84,15 @@ def help_text(conf: Path) -> str:
             "Option groups (group=option; * is taken where nothing is said)",
             _table(rows),
             "",
-            "Without a choice engine/prefix_cache is what engine/cache can do, and hardware is looked up by its name.",
+            "Without a choice scale is the first that stands beside the experiment's name, engine/prefix_cache what",
+            "engine/cache can do, and hardware is looked up by its name.",
             "",
             "Keys (key=value): engine.model.*, engine.cache.*, engine.scheduler.*, engine.attention.*,",
-            "engine.graphs.*, workload.*, measure.repeats, measure.seed, measure.threads, peers.vllm.*, peers.hf.*,",
-            "tracker.project, paths.results, paths.reports; --cfg job shows all of them with their values.",
+            "engine.graphs.*, workload.*, experiment.points.*, experiment.claims.*, measure.repeats, measure.seed,",
+            "measure.threads, peers.vllm.*, peers.hf.*, peers.http.url, tracker.project, paths.run;",
+            "--cfg job shows all of them with their values.",
+            "",
+            "A run is a trial: it writes to trial/. With --record it writes results/ and reports/, which are committed.",
             "",
             "Commands",
             _table([(f"python run.py {name} {command.usage}", command.help) for name, command in COMMANDS.items()]),
@@ -89,14 +106,17 @@ def help_text(conf: Path) -> str:
 
 
 def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
-    """`model=<folder or hub name>` for a model that is no file in conf/model: the same as engine.model.path=..."""
+    """What is shorter to type than what Hydra reads: `model=<folder or hub name>` for a model that is no file in
+    conf/model, `experiment.points.<axis>=[...]` where the axis has dots in its name, and `--record`."""
     changed = []
     for argument in arguments:
         key, _, value = argument.partition("=")
         is_path = "/" in value or Path(value).is_dir()
         if key == "model" and is_path and not (conf / "model" / f"{value}.yaml").exists():
             argument = f"engine.model.path={value}"
-        changed.append(argument)
+        if key.lstrip("+").startswith(POINTS):
+            argument = f"+measure.points={{{key.lstrip('+').removeprefix(POINTS)}: {value}}}"
+        changed += [f"{key}={value}" for key, value in RECORDED.items()] if argument == "--record" else [argument]
     return changed
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 RUN = "a result file (.json or .csv), or experiment[/scale.via[/hardware[/run]]]: what is left out must be the only one"
 
@@ -35,14 +36,49 @@ def report(arguments: Sequence[str], root: Path) -> None:
 
 def compare(arguments: Sequence[str], root: Path) -> None:
     parser = _parser("compare")
-    for name in ("A", "B"):
-        parser.add_argument(name, help=RUN)
+    parser.add_argument("A", help=RUN)
+    parser.add_argument("B", nargs="?", help="likewise; left out with --rev")
+    parser.add_argument("--rev", help="compares what was published at this revision of git (A) with what A is now (B)")
     parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
     chosen = parser.parse_args(arguments)
+    if (chosen.B is None) == (chosen.rev is None):
+        parser.error("name two runs, or one and --rev REVISION")
     from experiments.lab.show.compare import compare as compared
     from experiments.lab.store import runs
 
-    print(compared(runs.find(chosen.results, chosen.A), runs.find(chosen.results, chosen.B)))
+    now = runs.find(chosen.results, chosen.A)
+    if chosen.rev is None:
+        print(compared(now, runs.find(chosen.results, chosen.B)))
+        return
+    with TemporaryDirectory() as folder:
+        print(compared(runs.published(now, chosen.rev, Path(folder)), now, chosen.rev))
+
+
+def stale(arguments: Sequence[str], root: Path) -> None:
+    parser = _parser("stale")
+    parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
+    chosen = parser.parse_args(arguments)
+    from experiments.lab.store import history
+    from experiments.lab.store import result as store
+
+    print(history.table(store.read_all(chosen.results), root))
+
+
+def list_experiments(arguments: Sequence[str], root: Path) -> None:
+    _parser("list").parse_args(arguments)
+    from experiments.lab import catalog
+
+    print(catalog.experiment_list(root / "conf"))
+
+
+def show(arguments: Sequence[str], root: Path) -> None:
+    parser = _parser("show")
+    parser.add_argument("experiment")
+    parser.add_argument("override", nargs="*", help="as for a run: scale=7b via=http workload.count=8 ...")
+    chosen = parser.parse_args(arguments)
+    from experiments.lab import outlook
+
+    print(outlook.outlook(chosen.experiment, chosen.override, root))
 
 
 def trace(arguments: Sequence[str], root: Path) -> None:
@@ -63,8 +99,13 @@ def trace(arguments: Sequence[str], root: Path) -> None:
 
 
 COMMANDS: dict[str, Command] = {
+    "list": Command("", "the experiments, with their scales and questions", list_experiments),
+    "show": Command("EXPERIMENT [key=value ...]", "what a run would measure, and how long the last one took", show),
     "report": Command("[--results DIR] [--reports DIR]", "all reports again, from results/ alone", report),
-    "compare": Command("A B", "two results side by side: two commits, two machines, two settings", compare),
+    "compare": Command(
+        "A B | A --rev REVISION", "two results side by side: two commits, two machines, two settings", compare
+    ),
+    "stale": Command("", "results whose code has changed since they were measured", stale),
     "trace": Command("RUN [--out FILE]", "a run's stored steps and requests, for Perfetto", trace),
 }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from experiments.lab import schema, sweep
+from experiments.lab import schema, sweep, typed
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.measure import hardware, processes
 from experiments.lab.measure.rounds import IncompleteRun
@@ -25,10 +25,10 @@ from experiments.lab.store import result as store
 from experiments.lab.store.lock import exclusive
 from experiments.lab.store.result import Provenance, Result, RunInfo, StoreError
 from experiments.lab.store.rows import Row
-from mini_infer.core.errors import MiniInferError
+from experiments.lab.typed import Settled
+from mini_infer.core.errors import ConfigError, MiniInferError
 
-# What says where things are, and not what is measured.
-NOT_IN_RUN_NAME = ("experiment=", "paths.", "tracker", "peers.hf.python", "peers.vllm.python")
+LONGEST_NAME = 160  # of a run; file systems take 255 bytes with the endings
 
 
 def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path) -> Path:
@@ -42,8 +42,13 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
         IncompleteRun: it was stopped by an error, or its place could not be written; the message says what is kept.
         KeyboardInterrupt: it was stopped by the user; what was finished is stored and reported.
     """
+    settled = typed.settle(config, name, overrides)
+    config = settled.config
     experiment: Experiment = schema.experiment_class(config).from_config(config)
     paths = schema.build(schema.Paths, config.paths, "paths")
+    run = paths.run or store.run_name(settled.changed)
+    if len(run) > LONGEST_NAME or "/" in run:
+        raise ConfigError(f"the run would be called {run!r}: choose a shorter name with paths.run=NAME")
     tracker = schema.build(schema.TrackerSettings, config.tracker, "tracker")
     commit, clean = provenance.commit(root), provenance.is_clean(root)  # of the code that is about to run
     started, clock = datetime.now(timezone.utc), time.monotonic()
@@ -52,7 +57,7 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     experiment.finish(findings)
     device = hardware.resolve(experiment.device)
     origin = Provenance(
-        command=shlex.join(["python", "run.py", *overrides]),
+        command=_command(overrides, paths),
         started=started.isoformat(timespec="seconds"),
         seconds=time.monotonic() - clock,
         commit=commit,
@@ -60,8 +65,7 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
         versions=provenance.versions(),
         device=hardware.facts(device),
     )
-    run = store.run_name([o for o in overrides if not o.startswith(NOT_IN_RUN_NAME)])
-    result = _result(experiment, findings, name, hardware.key(device), run, origin, config)
+    result = _result(experiment, findings, name, hardware.key(device), run, origin, settled)
     results, reports = root / paths.results, root / paths.reports
     written = _store(results, result)
     path = _report(results, reports, written, store.page_name(result.info))
@@ -81,16 +85,17 @@ def _result(
     hardware_key: str,
     run: str,
     origin: Provenance,
-    config: DictConfig,
+    settled: Settled,
 ) -> Result:
-    spec = experiment.spec
+    spec, axes = experiment.spec, settled.axes
+    config = {key: value for key, value in schema.plain(settled.config).items() if key not in ("axes", "scales", "via")}
     info = RunInfo(
         experiment=name,
         hardware=hardware_key,
         run=run,
-        title=spec.title,
+        title=", ".join(filter(None, [spec.title, " ".join(filter(None, [axes.model, axes.title]))])),
         question=spec.question,
-        method=spec.method,
+        method=" ".join(filter(None, [axes.procedure, spec.method, axes.method])),
         baseline=experiment.baseline,
         variants=dict(experiment.variants),
         points={point.name: dict(point.values) for point in findings.points or experiment.points},
@@ -99,24 +104,36 @@ def _result(
         gates=tuple(findings.gates),
         samples=tuple(findings.samples),
         plots=spec.plots,
-        code=spec.code,
+        code=tuple(dict.fromkeys((*spec.code, *axes.code))),
         limits=spec.limits,
         provenance=origin,
-        config=schema.plain(config),
+        config=config,
         status=findings.status,
         workload=dict(findings.workload),
         ceilings=None if findings.ceilings is None else asdict(findings.ceilings),
         original=spec.original,
         target=spec.target,
-        notes=(*findings.notes, *sweep.notes()),
+        notes=(*settled.notes, *findings.notes, *sweep.notes()),
         error_gates=tuple(findings.error_gates),
         profiles=tuple(findings.profiles),
         procedure=findings.procedure,
         peers=dict(findings.peers),
         processes=tuple(findings.processes),
         aa=experiment.aa,
+        scale=axes.scale,
+        via=axes.via,
+        default_scale=settled.default_scale,
+        changed=dict(settled.changed),
     )
     return Result(info, tuple(findings.rows), tuple(findings.steps), tuple(findings.requests), tuple(findings.kernels))
+
+
+def _command(overrides: Sequence[str], paths: schema.Paths) -> str:
+    """What to type to get the same again."""
+    if not paths.recorded:
+        return shlex.join(["python", "run.py", *overrides])
+    given = [o for o in overrides if o.partition("=")[0] not in schema.RECORDED]
+    return shlex.join(["python", "run.py", *given, "--record"])
 
 
 def _store(results: Path, result: Result) -> Path:

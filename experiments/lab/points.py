@@ -38,8 +38,9 @@ def _values(key: str, values: Any) -> list[Any]:
     if isinstance(values, Mapping) and values and all(isinstance(bundle, Mapping) for bundle in values.values()):
         return list(values)
     if isinstance(values, (str, Mapping)) or not isinstance(values, Sequence) or not values:
+        got = list(values) if isinstance(values, tuple) else values
         raise ConfigError(
-            f"experiment.points[{key}] must be a list of values, got {_shown(values)} (or names with their settings)"
+            f"experiment.points[{key}] must be a list of values, got {got} (or names with their settings)"
         )
     return list(values)
 
@@ -64,8 +65,9 @@ def point(values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> 
     return Point(" ".join(f"{names[key]}={value}" for key, value in values.items()), dict(values))
 
 
-def _shown(values: Any) -> Any:
-    return list(values) if isinstance(values, tuple) else values
+def shown(values: Any) -> str:
+    """As a command line would have it, without brackets."""
+    return ",".join(map(str, values)) if isinstance(values, (list, tuple, Mapping)) else str(values)
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -74,9 +76,14 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
 
 
+def fitting(points: Sequence[Point], at: Mapping[str, Any]) -> list[Point]:
+    """Those that have all values of `at`."""
+    return [p for p in points if all(_has(p, key, value) for key, value in at.items())]
+
+
 def find_point(points: Sequence[Point], at: Mapping[str, Any], where: str) -> Point:
     """The one point that has all values of `at`."""
-    found = [p for p in points if all(_has(p, key, value) for key, value in at.items())]
+    found = fitting(points, at)
     if len(found) == 1:
         return found[0]
     names = ", ".join(p.name or "(the only point)" for p in points)

@@ -13,12 +13,15 @@ import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.lab import axes
+from experiments.lab.axes import Axes
 from experiments.lab.explain import describe, suggest
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.kinds import Kind
@@ -72,7 +75,8 @@ class Measure:
     aa: Again = Again.auto  # whether the baseline is measured a second time, under another name
     seed: int = 0  # of prompts, lengths and the order of everything random
     threads: int | None = None  # of torch, for all variants alike; default: what torch chooses
-    engine: Kind | None = None  # the only one to measure; default: the experiment's variants
+    system: Kind | None = None  # the only one to measure; default: the experiment's variants
+    points: dict[str, Any] = field(default_factory=dict)  # axis of experiment.points -> the values to measure instead
 
     def __post_init__(self) -> None:
         for name in ("processes", "repeats"):
@@ -86,10 +90,20 @@ class Measure:
 
 @dataclass(frozen=True)
 class Paths:
-    """Where a run writes; relative paths start at the folder of run.py."""
+    """Where a run writes; relative paths start at the folder of run.py. By default it is a trial, in a folder that git
+    ignores; `--record` chooses what is committed."""
 
-    results: str = "results"
-    reports: str = "reports"
+    results: str = "trial/results"
+    reports: str = "trial/reports"
+    run: str | None = None  # the run's name; default: what was changed
+
+
+    @property
+    def recorded(self) -> bool:
+        return self.results == RECORDED["paths.results"]
+
+
+RECORDED = {"paths.results": "results", "paths.reports": "reports"}  # what --record stands for
 
 
 class TrackerKind(str, Enum):
@@ -127,14 +141,19 @@ class RunConfig:
     tracker: TrackerSettings = field(default_factory=TrackerSettings)
     paths: Paths = field(default_factory=Paths)
     experiment: Any = None
+    axes: Axes = field(default_factory=Axes)
+    scales: Any = None  # what the experiment says of each scale, and of each way beside in_process: see axes.py
+    via: Any = None
 
 
-def register() -> None:
-    """Makes the schema known to Hydra: `schema` for the root, `schema/workload: <kind>` for a workload file."""
+def register(conf: Path) -> None:
+    """Makes known to Hydra: `schema` for the root, `schema/workload: <kind>` for a workload file, and what the experiments
+    of the folder `conf` say of their scales."""
     store = ConfigStore.instance()
     store.store(name="schema", node=twin(RunConfig))
     for name, cls in WORKLOADS.items():
         store.store(group="schema/workload", name=name, node=twin(cls))
+    axes.register(conf / "experiment")
 
 
 def build(cls: type[Settings], values: Any, path: str) -> Settings:
@@ -219,11 +238,6 @@ def with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 def experiment_class(config: DictConfig) -> Any:
     """The class that `experiment._target_` names."""
     target = config.experiment.get("_target_")
-    if config.measure.engine is not None and "variants" not in config.experiment:
-        raise ConfigError(
-            f"engine={config.measure.engine.value} serves a workload, and {target} has none: leave engine=... out, or "
-            "choose another experiment"
-        )
     if not isinstance(target, str) or "." not in target:
         raise ConfigError(
             "experiment._target_ must name the class that runs the experiment, such as experiments.ablation.Ablation; "

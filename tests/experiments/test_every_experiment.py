@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf, open_dict
 
-from experiments.lab import catalog
+from experiments.lab import axes, catalog
 from experiments.lab.execute import execute
 from experiments.lab.kernels import timer as kernel_timer
 
 pytestmark = pytest.mark.slow  # together they take half a minute
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPERIMENTS = sorted(catalog.experiments(ROOT / "conf"))
+EVERY = [  # over HTTP they are composed by test_lab_configs.py, and a server runs in test_lab_serving.py
+    (name, scale)
+    for name in sorted(catalog.experiments(ROOT / "conf"))
+    for scale, via, _ in axes.nodes(OmegaConf.load(ROOT / "conf" / "experiment" / f"{name}.yaml"))
+    if via == axes.IN_PROCESS
+]
 
 # A short run is too small for a percentile, and a busy machine may be late or change its speed meanwhile.
 FORGIVEN = ("sample is too small", "samples", "fell behind its schedule", "the machine's speed changed")
@@ -75,11 +80,10 @@ PAIRED = {
         "workload.max_output_tokens=16",
     ],
     "spec_decode_edits": ["workload.min_output_tokens=16", "workload.max_output_tokens=16"],
-    "spec_decode_7b": [_DRAFT],
-    "spec_decode_acceptance_7b": [_DRAFT],
-    "spec_decode_adaptive_7b": [_DRAFT],
-    "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12"],
-    "composition_1_5b": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
+    "spec_decode_drafts": [_DRAFT],
+    "spec_decode_acceptance": [_DRAFT],
+    "spec_decode_adaptive": [_DRAFT],
+    "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
 }
 NEEDS_TRITON = {"flash_decode"}  # test_lab_kernels.py runs it in Triton's interpreter
 
@@ -90,21 +94,22 @@ def quick_kernels(monkeypatch) -> None:
     monkeypatch.setattr(kernel_timer, "MAX_COPIES", 2)
 
 
-@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in NEEDS_TRITON])
-def test_it_runs(compose_config, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "scale"), [(name, scale) for name, scale in EVERY if name not in NEEDS_TRITON])
+def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
     places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
-    overrides = [f"experiment={name}", *places]
+    chosen = [f"experiment={name}", f"scale={scale}"]
+    overrides = [*chosen, *places]
     if name in OWN:
         overrides += OWN[name]
     elif name in PAIRED:
-        overrides += [*_PAIR, *FEW[_kind(compose_config(f"experiment={name}"))], *PAIRED[name]]
+        overrides += [*_PAIR, *FEW[_kind(compose_config(*chosen))], *PAIRED[name]]
     else:
         overrides += [
             "model=dry",
             "engine.model.device=cpu",
             "engine.model.dry.max_model_len=2048",
             "measure.repeats=1",
-            *FEW[_kind(compose_config(f"experiment={name}"))],
+            *FEW[_kind(compose_config(*chosen))],
         ]
     config = compose_config(*overrides)
     with open_dict(config):
@@ -118,7 +123,7 @@ def test_it_runs(compose_config, tmp_path: Path, name: str) -> None:
         if config.experiment.get("keep_engines"):
             config.engine.model.max_model_len = min(config.engine.model.max_model_len or 2048, 2048)
             _leave_out_the_gpu(config.experiment)
-    report = execute(config, name, overrides, ROOT)
+    report = execute(config, name, chosen, ROOT)  # the settings that are few are no setting of the run
 
     (table,) = _tables(tmp_path, name)
     rows = list(csv.DictReader(table.open()))
@@ -158,5 +163,5 @@ def _leave_out_the_gpu(experiment) -> None:
 
 
 def _tables(tmp_path: Path, name: str) -> list[Path]:
-    found = (tmp_path / "results" / name / "cpu").glob("*.csv")
+    found = (tmp_path / "results" / name).glob("*/cpu/*.csv")
     return [path for path in found if not path.name.endswith((".steps.csv", ".requests.csv"))]

@@ -137,8 +137,9 @@ def test_an_unpaired_interval_misses_the_truth_about_once_in_twenty():
 def test_runs_are_found_by_name_and_by_file(tmp_path):
     (path, odd) = stored(tmp_path, result(steps=engine_steps(count=3)), result(run="measure.repeats=1"))
     assert runs.find(tmp_path, "demo") == path
-    assert runs.find(tmp_path, "demo/cpu") == path
-    assert runs.find(tmp_path, "demo/cpu/measure.repeats=1") == odd
+    assert runs.find(tmp_path, "demo/own") == path
+    assert runs.find(tmp_path, "demo/own/cpu") == path
+    assert runs.find(tmp_path, "demo/own.in_process/cpu/measure.repeats=1") == odd
     for ending in (".json", ".csv", ".steps.csv"):
         assert runs.find(tmp_path, str(path).replace(".json", ending)) == path
     assert runs.find(tmp_path, str(odd).replace(".json", ".csv")) == odd
@@ -147,10 +148,11 @@ def test_runs_are_found_by_name_and_by_file(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("demmo", r"no results of 'demmo'; it holds: demo"),
-        ("demo", r"measured on cpu, h200: say on which"),
-        ("demo/tpu", r"no run tpu/default; it has: cpu/default, cpu/measure.repeats=1, h200/default"),
-        ("demo/cpu/x", r"no run cpu/x"),
+        ("demmo", r"holds no experiment 'demmo'; it holds: demo"),
+        ("demo", r"holds more than one hardware, cpu, h200: say which"),
+        ("demo/7b", r"holds no scale.via '7b'; it holds: own.in_process"),
+        ("demo/own/tpu", r"holds no hardware 'tpu'; it holds: cpu, h200"),
+        ("demo/own.in_process/cpu/x", r"has no run x; it has: default, measure.repeats=1"),
         ("nowhere/default.json", r"nowhere/default.json does not exist"),
         ("demo//x", "neither a result file nor"),
         ("../demo", "neither a result file nor"),
@@ -255,7 +257,7 @@ def test_the_commands_run_from_the_command_line(monkeypatch, capsys, tmp_path):
     code, out, _ = run_py(monkeypatch, capsys, "report", "--results", results, "--reports", reports)
     assert code == 0
     assert out.split() == [str(reports / "demo.md"), str(reports / "README.md")]
-    code, out, _ = run_py(monkeypatch, capsys, "compare", "demo/cpu", "demo/cpu/b", "--results", results)
+    code, out, _ = run_py(monkeypatch, capsys, "compare", "demo/cpu", "demo/own.in_process/cpu/b", "--results", results)
     assert code == 0
     assert "no difference shown" in out
     trace = tmp_path / "t.json"

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.lab import catalog, schema
+from experiments.lab import axes, catalog, schema, typed
 from experiments.lab.explain import explain
 from experiments.lab.workloads import WORKLOADS
 from mini_infer.core.config import EngineConfig, LoadFormat
@@ -16,7 +16,11 @@ from mini_infer.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-EXPERIMENTS = sorted(catalog.experiments(CONF))
+EVERY = [
+    (name, scale, via)
+    for name in sorted(catalog.experiments(CONF))
+    for scale, via, _ in axes.nodes(OmegaConf.load(CONF / "experiment" / f"{name}.yaml"))
+]
 GROUPS = [(group, option) for group, options in catalog.groups(CONF).items() for option in options]
 
 
@@ -24,11 +28,17 @@ def build(config):
     return schema.experiment_class(config).from_config(config)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_composes_and_checks_its_settings(compose_config, name):
-    experiment = build(compose_config(f"experiment={name}"))
+@pytest.mark.parametrize(("name", "scale", "via"), EVERY)
+def test_every_experiment_composes_and_checks_its_settings(compose_config, name, scale, via):
+    overrides = [f"experiment={name}", f"scale={scale}", f"via={via}"]
+    settled = typed.settle(
+        compose_config(*overrides, *(["peers.http.url=http://localhost"] * (via == "url"))), name, overrides
+    )
+    assert (settled.axes.scale, settled.axes.via) == (scale, via)
+    experiment = build(settled.config)
     assert experiment.spec.question
-    assert experiment.claims
+    assert experiment.spec.method
+    assert experiment.claims or via == "url" or name == "measure"
     for path in experiment.spec.code:
         assert (ROOT / path).is_file(), path
     for plot in experiment.spec.plots:

@@ -37,7 +37,7 @@ def test_an_absent_peer_is_told_and_is_no_error(with_vllm, tmp_path, baseline, c
         for claim in with_vllm.experiment.claims:
             claim.variant = "transformers"
     page = execute(with_vllm, "probe", [], tmp_path).read_text()
-    result = store.read(tmp_path / "results/probe/cpu/default.json")
+    result = store.read(tmp_path / "results/probe/own.in_process/cpu/default.json")
     absent = [row for row in result.rows if row.variant == "transformers"]
     assert len(absent) == 2 * 2 * 5  # points, repeats, metrics
     assert {row.reason for row in absent} == {"absent: vLLM is measured on a CUDA device, and this run is on the CPU"}
@@ -54,7 +54,7 @@ def test_an_absent_peer_is_told_and_is_no_error(with_vllm, tmp_path, baseline, c
 
 
 def test_where_nothing_else_is_measured_its_absence_ends_the_run(compose_config, tmp_path):
-    config = compose_config(*DRY, "engine=vllm", f"paths.results={tmp_path}", f"paths.reports={tmp_path}")
+    config = compose_config(*DRY, "system=vllm", f"paths.results={tmp_path}", f"paths.reports={tmp_path}")
     with pytest.raises(Exception, match="vLLM is measured on a CUDA device"):
         execute(config, "probe", [], tmp_path)
 
@@ -64,7 +64,7 @@ def served_by(compose_config, *overrides):
 
 
 def test_engine_chooses_who_serves_the_workload(compose_config):
-    experiment = served_by(compose_config, "experiment=chunked_prefill", "engine=vllm")
+    experiment = served_by(compose_config, "experiment=chunked_prefill", "system=vllm")
     assert experiment.variants == {"vllm": "vLLM"}
     assert experiment.baseline == "vllm"
     assert experiment.claims == []
@@ -73,10 +73,10 @@ def test_engine_chooses_who_serves_the_workload(compose_config):
 
 
 def test_an_experiments_own_variant_of_that_kind_is_taken(compose_config):
-    experiment = served_by(compose_config, "experiment=quickstart", "engine=hf")
+    experiment = served_by(compose_config, "experiment=quickstart", "system=hf")
     assert experiment.variants == {"transformers": "transformers.generate"}
     assert experiment.baseline == "transformers"
-    hosted = served_by(compose_config, "experiment=quickstart", "engine=hf_continuous")
+    hosted = served_by(compose_config, "experiment=quickstart", "system=hf_continuous")
     assert hosted.variants == {"hf_continuous": "transformers continuous batching"}
 
 
@@ -103,8 +103,8 @@ def test_claims_stay_where_all_that_they_name_does():
 
 
 def test_an_experiment_without_a_workload_has_no_engine_to_choose(compose_config):
-    with pytest.raises(ConfigError, match=r"engine=vllm serves a workload, and .*CeilingsExperiment has none"):
-        schema.experiment_class(compose_config("experiment=ceilings", "engine=vllm"))
+    with pytest.raises(ConfigError, match=r"system=vllm serves a workload, and .*CeilingsExperiment has none"):
+        schema.experiment_class(compose_config("experiment=ceilings", "system=vllm"))
 
 
 def test_settings_of_peers_are_typed(compose_config):
@@ -134,7 +134,7 @@ def test_a_peer_that_fails_costs_no_other_variants_rows(with_vllm, tmp_path, mon
 
     monkeypatch.setattr(cells, "serve", served)
     page = execute(with_vllm, "probe", [], tmp_path).read_text()
-    result = store.read(tmp_path / "results/probe/cpu/default.json")
+    result = store.read(tmp_path / "results/probe/own.in_process/cpu/default.json")
     assert all(row.valid for row in result.rows if row.variant == "engine" or row.repeat == 0)
     lost = [row for row in result.rows if not row.valid]
     assert {(row.variant, row.repeat) for row in lost} == {("transformers", 1)}

@@ -52,6 +52,7 @@ def of(text, figures=None):
         ("2 * 3 * 4 and a_b_c", "<p>2 * 3 * 4 and a_b_c</p>"),
         ("a < b & `<c>`", "<p>a &lt; b &amp; <code>&lt;c&gt;</code></p>"),
         ("see [it](other.md)", '<p>see <a href="#other">it</a></p>'),
+        ("see [it](../docs/metrics.md)", '<a href="../docs/metrics.md">it</a>'),
         ("see [csv](../results/x.csv)", '<p>see <a href="../results/x.csv">csv</a></p>'),
         ("> **BAD**, on cpu", "<blockquote><b>BAD</b>, on cpu</blockquote>"),
         ("- a\n- b\n  - c\n- d", "<ul><li>a<li>b<ul><li>c</ul><li>d</ul>"),

@@ -220,7 +220,7 @@ def test_the_figures_stand_beside_the_speed(tmp_path):
     claim = "chunked prefill, 512 tokens a step: relative error at most 0.0200 against sdpa in fp32"
     assert f"| {claim} | **supported** | 0.00720; 38 of 39 greedy tokens agree | the gate |" in text
     assert "*error* is the largest relative error" in text
-    assert store.read(tmp_path / "results/demo/cpu/default.json").info.error_gates == passed
+    assert store.read(tmp_path / "results/demo/own.in_process/cpu/default.json").info.error_gates == passed
 
 
 def test_a_failed_gate_is_told_first():

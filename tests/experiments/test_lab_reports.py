@@ -286,7 +286,7 @@ def test_a_report_says_what_was_found(tmp_path):
         "commit 0123456789ab, clean tree; python 3.11, torch 2.13.",
         "A CPU, 2 cores, 2 torch threads, 24 GiB RAM; 5 repeats.",
         "python run.py experiment=demo",
-        "[csv](../results/demo/none.in_process/cpu/default.csv)",
+        "[csv](../results/demo/own.in_process/cpu/default.csv)",
         "[run.py](../run.py)",
         "It is made up.",
     ):
@@ -343,10 +343,10 @@ def test_steps_are_drawn_and_who_was_preempted_is_named(tmp_path):
     assert "What each engine variant did in its first repeat" in text
     assert "](figures/demo-cpu-steps-concurrency=8.png)" in text
     assert "- Preempted by whole prompts: base-" in text
-    assert "`python run.py trace 'demo/none.in_process/cpu'`" in text
-    assert "[steps](../results/demo/none.in_process/cpu/default.steps.csv)" in text
+    assert "`python run.py trace demo/own.in_process/cpu`" in text
+    assert "[steps](../results/demo/own.in_process/cpu/default.steps.csv)" in text
     given = result(steps=steps, plots=(PlotSpec("speed", "Speed", (PanelSpec("ttft_p50_ms"),)),))
-    paths = report.figure_paths(tmp_path / "reports", given)
+    paths = report.figure_paths(built(tmp_path, given), given)
     assert [path.name for path in paths] == [
         f"demo-cpu-{name}.png" for name in ("effects", "steps-concurrency=8", "speed", "waits")
     ]
@@ -428,7 +428,7 @@ def test_reports_whose_results_are_gone_go_too_and_nothing_else_does(tmp_path):
     (reports / "figures/photo.png").write_bytes((reports / "figures/demo-cpu-speed.png").read_bytes())
     foreign = reports / "figures/gone-by-hand.png"
     frame.Image.new("RGB", (2, 2)).save(foreign)
-    stored = tmp_path / "results/gone/none.in_process/cpu"
+    stored = tmp_path / "results/gone/own.in_process/cpu"
     for path in stored.iterdir():
         path.unlink()
     stored.rmdir()
@@ -457,26 +457,22 @@ def test_making_one_report_leaves_the_others_alone(tmp_path):
 def test_a_damaged_result_is_named_and_costs_no_other_report(tmp_path):
     reports = built(tmp_path, result(**PLAIN), result("other", **PLAIN), result("other", hardware="h200", **PLAIN))
     before = (reports / "demo.md").read_bytes()
-    for name in ("demo/none.in_process/cpu", "other/none.in_process/h200"):
+    for name in ("demo/own.in_process/cpu", "other/own.in_process/h200"):
         (tmp_path / f"results/{name}/default.csv").write_text("cut")
-    with pytest.raises(
-        StoreError,
-        match=r"(?s)without these results:.*demo/none\.in_process/cpu/default\.csv.*other/none\.in_process/h200/default\.csv",
-    ):
+    both = r"(?s)without these results:.*demo/own\.in_process/cpu/default\.csv.*other/own\.in_process/h200/default\.csv"
+    with pytest.raises(StoreError, match=both):
         report.rebuild(tmp_path / "results", reports)
     assert (reports / "demo.md").read_bytes() == before  # what it said is all that is left of it
     assert (
-        "> **NOT IN THIS REPORT**: `results/other/none.in_process/h200/default.json`"
+        "> **NOT IN THIS REPORT**: `results/other/own.in_process/h200/default.json`"
         in (reports / "other.md").read_text()
     )
-    assert (
-        "> **CANNOT BE READ**: `results/demo/none.in_process/cpu/default.json`" in (reports / "README.md").read_text()
-    )
+    assert "> **CANNOT BE READ**: `results/demo/own.in_process/cpu/default.json`" in (reports / "README.md").read_text()
 
 
 def test_a_damaged_result_of_another_experiment_stops_no_run(tmp_path):
     reports = built(tmp_path, result(**PLAIN), result("other", **PLAIN))
-    (tmp_path / "results/other/none.in_process/cpu/default.csv").write_text("cut")
+    (tmp_path / "results/other/own.in_process/cpu/default.csv").write_text("cut")
     assert report.rebuild(tmp_path / "results", reports, only="demo")[0].name == "demo.md"
 
 

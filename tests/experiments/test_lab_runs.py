@@ -110,7 +110,7 @@ def test_planted_faults_are_caught(on_dry_model, monkeypatch, tmp_path, fault, p
         lending, "open_subject", lambda kind, engine: Broken(engine, fault) if engine.seed == 7 else real(kind, engine)
     )
     path = execute(config, "quickstart", [], tmp_path)
-    result = store.read(tmp_path / "r/quickstart/cpu/default.json")
+    result = store.read(tmp_path / "r/quickstart/own.in_process/cpu/default.json")
     assert {g.passed for g in result.info.gates} == {passes}
     faulty = [row for row in result.rows if row.variant == "engine"]
     assert all((not row.valid and reason in row.reason) if reason else row.valid for row in faulty)
@@ -123,7 +123,7 @@ def test_a_run_leaves_results_and_a_report_that_can_be_rebuilt(on_dry_model, tmp
     config = on_dry_model(f"paths.results={tmp_path / 'results'}", f"paths.reports={tmp_path / 'reports'}")
     overrides = ["experiment=quickstart", "model=dry", f"paths.results={tmp_path / 'results'}"]
     path = execute(config, "quickstart", overrides, tmp_path)
-    written = tmp_path / "results/quickstart/cpu/model=dry.json"
+    written = tmp_path / "results/quickstart/dry.in_process/cpu/default.json"
     document = json.loads(written.read_text())
     assert document["config"]["engine"]["model"]["load_format"] == "dry"
     assert document["provenance"]["command"].startswith("python run.py experiment=quickstart model=dry")
@@ -227,7 +227,7 @@ def test_a_peer_and_the_engine_run_end_to_end_on_a_checkpoint(compose_config, ch
     assert (tmp_path / "reports/figures/quickstart-cpu-speed.png").stat().st_size > 10_000
     assert (
         Kind.hf.value
-        in store.read(tmp_path / "results/quickstart/cpu/default.json")
+        in store.read(tmp_path / "results/quickstart/own.in_process/cpu/default.json")
         .info.config["experiment"]["variants"]["transformers"]
         .values()
     )

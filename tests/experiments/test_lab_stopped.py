@@ -63,7 +63,7 @@ def run(config, root):
 
 
 def stored(root):
-    return store.read(root / "results/quickstart/cpu/default.json")
+    return store.read(root / "results/quickstart/own.in_process/cpu/default.json")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_an_interrupted_run_stands_beside_a_complete_one(config, tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         run(config, tmp_path)
     assert stored(tmp_path).rows == complete.rows
-    beside = store.read(tmp_path / "results/quickstart/cpu/default-incomplete.json")
+    beside = store.read(tmp_path / "results/quickstart/own.in_process/cpu/default-incomplete.json")
     assert len(beside.rows) == len(complete.rows) // 4
 
 
@@ -131,10 +131,10 @@ def test_results_that_cannot_be_written_go_to_the_systems_temporary_folder(confi
     full_disk(monkeypatch, tmp_path / "results")
     with pytest.raises(IncompleteRun, match=r"No space left.*kept in .*elsewhere.*move its files to .*run.py report"):
         run(config, tmp_path)
-    (kept,) = elsewhere.glob("*/quickstart/cpu/default.json")
+    (kept,) = elsewhere.glob("*/quickstart/own.in_process/cpu/default.json")
     assert len(store.read(kept).rows) == 4 * PASSES * 5
     monkeypatch.undo()
-    shutil.copytree(kept.parent, tmp_path / "results/quickstart/cpu", dirs_exist_ok=True)
+    shutil.copytree(kept.parent, tmp_path / "results/quickstart/own.in_process/cpu", dirs_exist_ok=True)
     assert report.rebuild(tmp_path / "results", tmp_path / "reports")  # as the message says
 
 
@@ -190,7 +190,12 @@ def test_a_time_limit_keeps_what_was_measured(tmp_path):
     """`timeout` and batch systems send SIGTERM."""
     places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
     slow = ["model=dry", "engine.model.dry.step_ms=30", "engine.model.dry.max_model_len=2048", "measure.repeats=50"]
-    few = ["engine.model.device=cpu", "workload.count=2", "workload.prompt_tokens=8", "workload.output_tokens=9"]
+    few = [
+        "engine.model.device=cpu",
+        "experiment.points.workload.count=[2]",
+        "workload.prompt_tokens=8",
+        "workload.output_tokens=9",
+    ]
     command = [
         sys.executable,
         "run.py",
@@ -207,5 +212,5 @@ def test_a_time_limit_keeps_what_was_measured(tmp_path):
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode == 130
-    (kept,) = (tmp_path / "results" / "overlap" / "cpu").glob("*.json")
+    (kept,) = (tmp_path / "results" / "overlap").glob("*/cpu/*.json")
     assert store.read(kept).info.status.startswith("incomplete: process 1 of 3: interrupted in ")

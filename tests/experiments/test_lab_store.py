@@ -63,7 +63,7 @@ def contents(folder):
 
 def test_what_is_written_comes_back_and_rewriting_changes_no_byte(tmp_path):
     path = store.write(tmp_path, result())
-    assert path == tmp_path / "demo/cpu/default.json"
+    assert path == tmp_path / "demo/own.in_process/cpu/default.json"
     first = contents(tmp_path)
     read = store.read(path)
     assert read.rows[0].value == 10.1235  # rounded once, when written
@@ -74,7 +74,10 @@ def test_what_is_written_comes_back_and_rewriting_changes_no_byte(tmp_path):
     assert read.info.config == result().info.config
     store.write(tmp_path, read)
     assert contents(tmp_path) == first
-    assert set(first) == {"demo/cpu/default.csv", "demo/cpu/default.json"}  # no temporary file stays
+    assert set(first) == {
+        "demo/own.in_process/cpu/default.csv",
+        "demo/own.in_process/cpu/default.json",
+    }  # no temporary file stays
 
 
 def test_the_csv_is_tidy(tmp_path):
@@ -158,14 +161,16 @@ def with_steps():
 
 def test_steps_and_requests_come_back(tmp_path):
     path = store.write(tmp_path, with_steps())
-    assert set(contents(tmp_path)) == {f"demo/cpu/default{e}" for e in (".csv", ".json", ".steps.csv", ".requests.csv")}
+    assert set(contents(tmp_path)) == {
+        f"demo/own.in_process/cpu/default{e}" for e in (".csv", ".json", ".steps.csv", ".requests.csv")
+    }
     first = contents(tmp_path)
     read = store.read(path)
     assert read.steps == tuple(replace(step, start_s=0.123457) for step in with_steps().steps)
     assert read.requests == with_steps().requests
     store.write(tmp_path, read)
     assert contents(tmp_path) == first
-    header = first["demo/cpu/default.requests.csv"].decode().splitlines()[0]
+    header = first["demo/own.in_process/cpu/default.requests.csv"].decode().splitlines()[0]
     assert header == (
         "variant,point,request,name,arrival_s,first_scheduled_s,first_token_s,end_s,prompt_tokens,output_tokens,"
         "cached_tokens,preemptions"
@@ -187,7 +192,7 @@ def test_a_cut_or_missing_table_of_steps_is_named(tmp_path, ending):
 def test_a_run_without_steps_removes_those_of_the_run_before(tmp_path):
     store.write(tmp_path, with_steps())
     assert store.read(store.write(tmp_path, result())).steps == ()
-    assert set(contents(tmp_path)) == {"demo/cpu/default.csv", "demo/cpu/default.json"}
+    assert set(contents(tmp_path)) == {"demo/own.in_process/cpu/default.csv", "demo/own.in_process/cpu/default.json"}
 
 
 def test_remarks_belong_to_the_rows_that_they_were_written_about(tmp_path):
@@ -245,12 +250,12 @@ def test_an_incomplete_run_does_not_replace_a_complete_one(tmp_path):
     assert beside.name == "default-incomplete.json"
     assert (store.read(first).info.status, store.read(beside).info.run) == ("complete", "default-incomplete")
     store.write_run(tmp_path, result())
-    assert set(contents(tmp_path)) == {"demo/cpu/default.csv", "demo/cpu/default.json"}
+    assert set(contents(tmp_path)) == {"demo/own.in_process/cpu/default.csv", "demo/own.in_process/cpu/default.json"}
 
 
-def test_run_names_are_file_names_and_differ():
-    assert store.run_name([]) == "default"
-    assert store.run_name(["b=2", "a=1"]) == "a=1,b=2"
-    names = [store.run_name([o]) for o in ("m=/a/b", "m=/a_b", "m=a b", "../x", "x" * 300, "x" * 301)]
-    assert len(set(names)) == len(names)
-    assert all("/" not in name and len(name) < 130 and not name.startswith(".") for name in names)
+def test_a_run_is_named_by_what_was_changed():
+    assert store.run_name({}) == "default"
+    assert store.run_name({"workload.count": "2", "measure.repeats": "1"}) == "repeats=1,count=2"
+    assert store.run_name({"workload.seed": "2", "measure.seed": "1"}) == "measure.seed=1,workload.seed=2"
+    assert store.run_name({"workload.path": "../a b/c"}) == "path=.._a_b_c"
+    assert store.slug("../90 % shared") == "90_shared"

@@ -53,7 +53,7 @@ def run(compose_config, tmp_path_factory):
         for claim in config.experiment.claims:
             claim.at = {"workload.concurrency": 3}
         execute(config, "quickstart", [], folder)
-        return store.read(folder / "results/quickstart/cpu/default.json"), folder
+        return store.read(folder / "results/quickstart/own.in_process/cpu/default.json"), folder
 
     return make
 

@@ -31,10 +31,12 @@ def test_the_ten_line_experiment(tmp_path: Path) -> None:
     places.append(f"hydra.run.dir={tmp_path / 'out'}")
     done = subprocess.run([*command, *quick, *places], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    (result,) = (tmp_path / "results" / "block_size").glob("*/cpu/*.csv")
+    (result,) = (tmp_path / "results" / "block_size").glob("dry.in_process/cpu/*.csv")
     measured = {(row["variant"], row["metric"]) for row in csv.DictReader(result.open())}
     assert measured == {(v, m) for v in ("b16", "b4", "b64") for m in ("output_tokens_per_s", "kv_utilization")}
-    assert "Do smaller KV blocks waste less memory" in (tmp_path / "reports" / "block_size.md").read_text()
+    assert (
+        "Do smaller KV blocks waste less memory" in (tmp_path / "reports" / "block_size.dry.in_process.md").read_text()
+    )
 
 
 def test_python_examples_use_names_that_exist() -> None:
@@ -55,7 +57,7 @@ def test_experiments_named_in_commands_exist() -> None:
 
 
 def test_every_yaml_tells_its_question() -> None:
-    for path in (ROOT / "conf" / "experiment").glob("*.yaml"):
+    for path in (ROOT / "conf" / "experiment").glob("[!_]*.yaml"):
         assert OmegaConf.select(OmegaConf.load(path), "experiment.question"), path.name
 
 

@@ -82,6 +82,8 @@ def save(path: Path, found: Hardware) -> None:
             kept = [ceilings for ceilings in before.ceilings if ceilings.threads not in measured]
     ceilings = sorted((*kept, *found.ceilings), key=lambda c: c.threads or 0)
     content: dict[str, Any] = {
+        **({"device": found.device.value} if found.device else {}),
+        **({"memory_gib": found.memory_gib} if found.memory_gib else {}),
         "machine": found.machine,
         "measured": found.measured,
         "how": found.how,

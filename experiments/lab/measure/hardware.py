@@ -43,6 +43,8 @@ class Ceilings:
 class Hardware:
     """A file of conf/hardware/: whose ceilings these are, and how they were found."""
 
+    device: Device | None = None  # where it measures; default: what the scale says
+    memory_gib: float | None = None  # of the device, for models and KV
     machine: str = ""  # as `facts` names the CPU or GPU; empty where no file was chosen
     measured: str = ""  # date
     how: str = ""
@@ -97,10 +99,16 @@ def facts(device: str) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(0)
         found["gpu"] = properties.name
         found["gpus"] = torch.cuda.device_count()
-        found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+        found["gpu_memory_gib"] = gpu_memory_gib()
         found["cuda"] = torch.version.cuda
         found["driver"] = _driver()
     return found
+
+
+def gpu_memory_gib() -> float:
+    import torch
+
+    return round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
 
 
 def _cpu_name() -> str:

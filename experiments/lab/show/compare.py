@@ -17,13 +17,18 @@ from experiments.lab.store.rows import Table, Turn
 
 SPEED = ("s", "ms", "us", "ns")  # units, and any rate a second: faster or slower; of others: better or worse
 NONE_SHOWN = "no difference shown"
+OTHER_MACHINE = "Measured on DIFFERENT MACHINES: faster and slower below are the machines' as much as the code's."
 FOOTNOTE = """\
 B/A is the ratio of the medians with a 95 % interval (Welch). The runs were not interleaved, so a drift of the machine
 between them counts in full. Of rows without any difference, about one in twenty shows one by chance."""
 
 
-def compare(a: Path, b: Path) -> str:
-    """The comparison as text. Raises StoreError where it makes no sense."""
+def compare(a: Path, b: Path, revision: str = "") -> str:
+    """The comparison as text. Raises StoreError where it makes no sense.
+
+    Args:
+        revision: of git, at which `a` was what is compared.
+    """
     first, second = store.read(a), store.read(b)
     if a.resolve() == b.resolve():
         raise StoreError(f"A and B are the same result, {a}")
@@ -37,7 +42,8 @@ def compare(a: Path, b: Path) -> str:
     counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
     parts = [
         f"{first.info.experiment}: {first.info.title}",
-        "\n".join([_origin("A", a, first), _origin("B", b, second)]),
+        "\n".join([_origin("A", f"{b} at {revision}" if revision else a, first), _origin("B", b, second)]),
+        *([OTHER_MACHINE] if wording.device(first.info) != wording.device(second.info) else []),
         *(grid.text() for grid in grids),
         f"{sum(verdicts.values())} rows: {counted}.\n{FOOTNOTE}",
         *_left_out(first, second),
@@ -46,7 +52,7 @@ def compare(a: Path, b: Path) -> str:
     return "\n\n".join(parts)
 
 
-def _origin(name: str, path: Path, result: Result) -> str:
+def _origin(name: str, path: Path | str, result: Result) -> str:
     origin = result.info.provenance
     status = "" if result.info.status == COMPLETE else f"; {result.info.status.upper()}"
     lines = [f"{name}  {path}", f"   {origin.started}, {wording.commit(origin)}{status}"]
@@ -94,7 +100,7 @@ def _cells(a: Result, b: Result, variant: str, point: str, metric: str) -> tuple
 
 def _value(result: Result, values: Mapping[Turn, float], variant: str, point: str, metric: str) -> str:
     if values:
-        return wording.interval(stats.absolute(values))
+        return wording.interval(stats.absolute(values, result.info.metrics[metric].share))
     tried = any((row.variant, row.point, row.metric) == (variant, point, metric) for row in result.rows)
     return INVALID if tried else MISSING
 

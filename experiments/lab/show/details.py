@@ -125,9 +125,8 @@ def _steps(result: Result) -> list[str]:
     if not result.steps:
         return []
     info = result.info
-    run = "" if info.run == "default" else f"/{info.run}"
-    command = f"python run.py trace '{store.run_path(info).parent}{run}'"
-    again = f"`{command}` writes the same steps, with every request, for Perfetto."
+    run = store.run_path(info) if info.run != "default" else store.run_path(info).parent
+    again = f"`python run.py trace {run.as_posix()}` writes the same steps, with every request, for Perfetto."
     return [timeline.describe(result), *_preempted(result), again]
 
 
@@ -176,6 +175,9 @@ def _provenance(result: Result) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
     peers = info.peers.items()
     data = f"../results/{store.run_path(info).as_posix()}"
+    if result.runs:
+        paths = [(run.run, f"../results/{store.run_path(run).as_posix()}.csv") for run in result.runs]
+        return "Data: " + ", ".join(f"[{name}]({path})" for name, path in paths) + "."
     return "\n".join(
         [
             f"Measured {origin.started} in {wording.number(origin.seconds)} s; {wording.commit(origin)}; {versions}.",

@@ -3,12 +3,13 @@ them changes no byte."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from experiments.lab.show import wording
+from experiments.lab.show import sweeps, wording
 from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.effects import judgements
 from experiments.lab.show.figures import frame, gallery
@@ -35,6 +36,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     found, damaged = _read(results)
     if not found and not damaged:
         raise StoreError(f"{results} holds no results yet: run an experiment first")
+    found = [r for _, group in groupby(found, key=lambda r: page_name(r.info)) for r in sweeps.joined(list(group))]
     written = []
     svgs: dict[str, str] | None = None if only else {}
     for page, group in groupby(found, key=lambda r: page_name(r.info)):
@@ -57,8 +59,9 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
 
 
 def figure_paths(reports: Path, result: Result) -> list[Path]:
-    """The figures that the report of this run shows."""
-    return [reports / FIGURES / figure_name(result.info, picture.name) for picture in gallery.of(result).every]
+    """The figures that the report of this run shows; none of a run in a sweep, whose figures are the sweep's."""
+    paths = [reports / FIGURES / figure_name(result.info, picture.name) for picture in gallery.of(result).every]
+    return [path for path in paths if path.is_file()]
 
 
 def summary(result: Result) -> str:
@@ -110,12 +113,17 @@ def _write(
             if svgs is not None:
                 svgs[name] = frame.svg(figure)
     path = reports / f"{page}.md"
-    store.write_atomic(path, report_page(results, damaged, since))
+    store.write_atomic(path, _linked(report_page(results, damaged, since), reports))
     if not damaged:
         for old in (reports / FIGURES).glob("*.png"):
             if old.name not in drawn and frame.made_for(old) == page:
                 old.unlink()
     return path
+
+
+def _linked(page: str, reports: Path) -> str:
+    """The pages of trials lie a folder deeper below the code and the docs that they link to."""
+    return re.sub(r"\]\(\.\./(?!results/)", "](../../", page) if reports.parent.name == "trial" else page
 
 
 def _pages_of(damaged: Iterable[Path]) -> set[str]:

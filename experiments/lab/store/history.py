@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from experiments.lab.store.result import RunInfo
+from experiments.lab.store.result import Result, RunInfo, run_path
 
 ROOT = Path(__file__).resolve().parents[3]
 Since = Callable[[RunInfo], int | None]
@@ -23,3 +23,14 @@ def commits_since(info: RunInfo, root: Path = ROOT) -> int | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return int(found.stdout) if found.returncode == 0 else None
+
+
+def table(results: Sequence[Result], root: Path = ROOT) -> str:
+    """Runs whose code has changed since, those with most commits first; and how many are as the code is."""
+    found = [(commits_since(result.info, root), str(run_path(result.info))) for result in results]
+    due = sorted((-count, name) for count, name in found if count)
+    lines = [f"{-count:>5} commits  {name}" for count, name in due]
+    lines += [f"    ?          {name}: no commit known, or no code named" for count, name in found if count is None]
+    fresh = sum(count == 0 for count, _ in found)
+    return "\n".join([*lines, f"{len(due)} of {len(found)} runs are due: commits have touched the code that they name "
+                      f"since they were measured. {fresh} are as the code is."])  # fmt: skip

@@ -26,11 +26,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from experiments.lab.axes import IN_PROCESS, OWN
 from experiments.lab.judge.claims import Claim
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.steps import RequestRow, StepRow
+from experiments.lab.points import short_names
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store import tables
 from experiments.lab.store.provenance import ProcessInfo
@@ -39,8 +41,6 @@ from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
 EVERY_RUN = "*/*/*/*.json"  # below the folder of results
-NO_SCALE = "none"  # of experiments without a model
-IN_PROCESS = "in_process"
 COMPLETE = "complete"
 REMARKS = ".remarks.md"  # ends the name of a file beside a run's, which no run writes
 INCOMPLETE = "-incomplete"  # ends the name of a run that may not replace a complete one
@@ -85,7 +85,7 @@ class RunInfo:
 
     experiment: str
     hardware: str
-    run: str  # "default", or what was overridden
+    run: str  # "default", or what was changed
     title: str
     question: str
     method: str
@@ -111,9 +111,10 @@ class RunInfo:
     profiles: tuple[StepProfile, ...] = ()
     procedure: str = ""  # how a measurement begins, where not with a fresh engine
     peers: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)  # variant -> version and settings
-    scale: str = NO_SCALE  # of conf/scale/, or another model's name
+    scale: str = OWN  # of conf/scale/, or another model's name
     via: str = IN_PROCESS  # of conf/via/: how requests reach the engine
-    default_scale: str = NO_SCALE  # the one that the experiment takes where none is chosen
+    default_scale: str = OWN  # the one that the experiment takes where none is chosen
+    changed: dict[str, str] = field(default_factory=dict)  # key -> value, of what was typed and is not in the above
     processes: tuple[ProcessInfo, ...] = ()  # empty in results older than they are, which were made by one
     aa: str | None = None  # the variant that is the baseline a second time, in `variants`; None: it was measured once
 
@@ -133,6 +134,7 @@ class Result:
     steps: tuple[StepRow, ...] = ()
     requests: tuple[RequestRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()  # of the profiled decode steps
+    runs: tuple[RunInfo, ...] = ()  # that were put together, where it is not one run
     remarks: str = ""  # written by hand in <run>.remarks.md: what stands behind these rows, as markdown
 
 
@@ -148,15 +150,15 @@ def run_path(info: RunInfo) -> Path:
     return Path(info.experiment, f"{info.scale}.{info.via}", info.hardware, info.run)
 
 
-def run_name(overrides: Sequence[str]) -> str:
-    """`default`, or the overrides made safe for a file name; different overrides never share a name."""
-    if not overrides:
-        return "default"
-    text = ",".join(sorted(overrides))
-    safe = re.sub(r"[^A-Za-z0-9_.=,+-]+", "_", text)
-    if safe == text and len(safe) <= 120 and not safe.startswith("."):
-        return safe
-    return f"{safe[:100].lstrip('.')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+def run_name(changed: Mapping[str, str]) -> str:
+    """`default`, or what was changed, key by key, as a file name."""
+    names = short_names(sorted(changed))
+    return ",".join(slug(f"{name}={changed[key]}") for key, name in names.items()) or "default"
+
+
+def slug(text: str) -> str:
+    """`text` made safe for a file name, with what is not replaced by _."""
+    return re.sub(r"[^A-Za-z0-9_.=,+-]+", "_", text).strip("_.")
 
 
 def write_run(root: Path, result: Result) -> Path:

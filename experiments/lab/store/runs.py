@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 from experiments.lab.store import result as store
@@ -11,7 +12,7 @@ LEVELS = ("experiment", "scale.via", "hardware")
 
 
 def find(results: Path, name: str) -> Path:
-    """The JSON of a run. `name` is a result file (.json, or one of its .csv), or experiment[/scale.via[/hardware[/run]]]:
+    """The JSON of a run. `name` is a result file (.json, one of its .csv) or experiment[/scale.via[/hardware[/run]]]:
     `prefix_cache/7b`. Of what is left out there must be one alone; of runs the default one is meant."""
     path = Path(name)
     for ending in sorted((".json", *store.ROW_TYPES), key=len, reverse=True):
@@ -30,6 +31,20 @@ def find(results: Path, name: str) -> Path:
         stored = ", ".join(sorted(found.stem for found in folder.glob("*.json"))) or "none"
         raise StoreError(f"{folder} has no run {run}; it has: {stored}")
     return folder / f"{run}.json"
+
+
+def published(path: Path, revision: str, folder: Path) -> Path:
+    """What `path`, a run's JSON, was at a revision of git: its files are written to `folder`."""
+    names = [path.name, *(path.name.removesuffix(".json") + ending for ending in store.ROW_TYPES)]
+    for name in names:
+        command = ["git", "-C", str(path.parent.resolve()), "show", f"{revision}:./{name}"]
+        done = subprocess.run(command, capture_output=True, timeout=30, check=False)
+        if done.returncode == 0:
+            (folder / name).write_bytes(done.stdout)
+        elif name == path.name:
+            reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            raise StoreError(f"{path} was not published at {revision}: {''.join(reason)}")
+    return folder / path.name
 
 
 def _chosen(folder: Path, level: str, part: str) -> str:

@@ -102,4 +102,4 @@ def _memory(result: Result) -> list[Picture]:
 
 
 def _named(kind: str, point: str) -> str:
-    return f"{kind}-{store.run_name([point])}" if point else kind
+    return f"{kind}-{store.slug(point)}" if point else kind

@@ -1,0 +1,90 @@
+"""Axes of an experiment: at which scale it is measured (model, dtype, device), and by which way requests reach the engine.
+
+An experiment is one file; under `scales:` it says what differs at each scale, and under `via:` at each way beside
+in_process. Of these `register` makes config nodes, one for each (experiment, scale, way), which the last line of the
+defaults list in conf/config.yaml names: so Hydra merges them after the experiment and before the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from mini_infer.core.errors import ConfigError
+
+GROUP = "at"
+IN_PROCESS, HTTP, URL = "in_process", "http", "url"  # of conf/via/
+OWN = "own"  # the scale of an experiment that names none, and says itself what it measures
+NO_SCALE = "none"  # of experiments without a model
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What was chosen, with the words that it adds to a report."""
+
+    scale: str = OWN
+    via: str = IN_PROCESS
+    model: str = ""  # of the scale, in titles
+    method: str = ""  # of the scale, after the experiment's
+    title: str = ""  # of the way, after the model
+    procedure: str = ""  # of the way, before the experiment's method
+    code: tuple[str, ...] = ()  # of the way, after the experiment's
+    node: str = ""  # which of the nodes below was merged
+
+
+def register(folder: Path) -> None:
+    """Makes nodes of all experiments in `folder` known to Hydra."""
+    store = ConfigStore.instance()
+    for path in sorted(folder.glob("[!_]*.yaml")):
+        for scale, via, content in nodes(OmegaConf.load(path)):
+            name = f"{path.stem}.{scale}.{via}"
+            store.store(name, {**content, "axes": {"node": name}}, GROUP, "_global_")
+
+
+def nodes(experiment: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(scale, way, what the experiment's file says for both). What clients of our server see, those of any server do."""
+    scales, ways = _plain(experiment.get("scales")), _plain(experiment.get("via"))
+    for scale, own in scales.items():
+        yield scale, IN_PROCESS, own or {}
+        for via in dict.fromkeys((*ways, URL)) if scale != NO_SCALE else ():
+            said = dict(ways.get(via) or ways.get(HTTP) or {})
+            of_scale = said.pop("scales", {})
+            if scale in of_scale or via == URL:
+                both = of_scale.get(scale) if isinstance(of_scale, Mapping) else None
+                yield scale, via, cast("dict[str, Any]", _plain(OmegaConf.merge(own or {}, said, both or {})))
+
+
+def check(config: DictConfig, experiment: str) -> str:
+    """The scale that the experiment takes where none is chosen: the first it has. Raises ConfigError where it knows
+    nothing of what was chosen."""
+    axes = chosen(config)
+    known: dict[str, list[str]] = {}
+    for scale, via, _ in nodes(config):
+        known.setdefault(scale, []).append(via)
+    if axes.node == f"{experiment}.{axes.scale}.{axes.via}":
+        return next(iter(known))
+    if not known:  # an experiment of one scale, which need not say so
+        if axes.via != IN_PROCESS:
+            raise ConfigError(f"via={axes.via}: {experiment} says nothing of it. Name its scales under `scales` first")
+        return OWN
+    if axes.via in known.get(axes.scale, ()):
+        raise ConfigError(f"{experiment} has `scales`, so its file must lie in conf/experiment/")
+    raise ConfigError(
+        f"{experiment} says nothing of scale={axes.scale} via={axes.via}. It is measured at "
+        + "; ".join(f"scale={scale} via={'|'.join(ways)}" for scale, ways in known.items())
+        + f". Another takes an entry under `scales` or `via` in conf/experiment/{experiment}.yaml"
+    )
+
+
+def chosen(config: DictConfig) -> Axes:
+    values = cast("dict[str, Any]", OmegaConf.to_container(config.axes, resolve=True))
+    return Axes(**{**values, "code": tuple(values["code"])})
+
+
+def _plain(node: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", OmegaConf.to_container(node)) if OmegaConf.is_config(node) else dict(node or {})

@@ -1,0 +1,277 @@
+"""Axes and what is typed: every key counts, or is refused before anything runs."""
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from made_up import result as demo
+from omegaconf import OmegaConf
+
+from experiments.ablation import Ablation
+from experiments.lab import axes, catalog, typed
+from experiments.lab.execute import execute
+from experiments.lab.measure.kinds import Kind
+from experiments.lab.show import report, sweeps
+from experiments.lab.show.compare import OTHER_MACHINE, compare
+from experiments.lab.store import history, runs
+from experiments.lab.store import result as store
+from experiments.lab.store.result import StoreError, page_name, run_path
+from mini_infer.core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
+
+
+def settle(compose_config, experiment, *typed_in):
+    """As run.py does."""
+    overrides = [f"experiment={experiment}", *catalog.shorthand(typed_in, CONF)]
+    return typed.settle(compose_config(*overrides), experiment, overrides)
+
+
+SHADOWED = [
+    ("quickstart", ["workload.concurrency=4"], r"sets workload.concurrency itself, by its points: experiment.points"),
+    ("prefix_cache", ["workload.hit_rate=0.7"], r"experiment.points.workload.hit_rate=\[0,0.5,1.0\] chooses"),
+    ("prefix_cache", ["engine.cache.prefix_caching=false"], r"by its variants: experiment.variants.off.cache"),
+    ("prefix_cache", ["engine/prefix_cache=disabled"], r"prefix_cache sets engine.cache.prefix_caching itself"),
+    ("chunked_prefill", ["engine/prefill=whole"], r"sets engine.scheduler.chunked_prefill itself"),
+    ("serving", ["workload.rate_per_s=3"], r"sets workload.rate_per_s itself, by its points"),
+    ("quickstart", ["+foo=1"], r"unknown setting 'foo'"),
+    ("quickstart", ["+experimnt.samples=1"], r"unknown setting 'experimnt.samples'; did you mean 'experiment'"),
+    ("flash_decode", ["workload.count=3"], r"flash_decode runs no model and serves no workload"),
+    ("flash_decode", ["system=vllm"], r"flash_decode runs no model and serves no workload"),
+    ("flash_decode", ["experiment.points.length=[3]"], r"flash_decode has no experiment.points"),
+    ("prefix_cache", ["scale=0_6b"], r"nothing of scale=0_6b via=in_process. It is measured at scale=tiny via=in_pro"),
+    ("quickstart", ["via=http"], r"nothing of scale=tiny via=http. It is measured at scale=tiny via=in_process\|url"),
+    ("prefix_cache", ["scale=7b", "experiment.points.load=[half]"], r"points.load has no 'half'. Known: 90 % shared"),
+    ("prefix_cache", ["experiment.points.loda=[half]"], r"experiment.points has no 'loda'"),
+    (
+        "prefix_cache",
+        ["scale=7b", "hardware=h200", "engine.cache.memory_gib=150"],
+        r"more than the 139.8 GiB of NVIDIA",
+    ),
+]
+
+
+@pytest.mark.parametrize(("experiment", "typed_in", "message"), SHADOWED)
+def test_what_would_have_no_effect_is_refused(compose_config, experiment, typed_in, message):
+    with pytest.raises(ConfigError, match=message):
+        settle(compose_config, experiment, *typed_in)
+
+
+def test_what_the_experiment_leaves_alone_is_taken(compose_config):
+    settled = settle(compose_config, "prefix_cache", "workload.suffix_tokens=64", "engine/batching=static")
+    assert settled.config.workload.suffix_tokens == 64
+    assert settled.config.engine.scheduler.batching.value == "static"
+    assert settled.changed == {"workload.suffix_tokens": "64", "engine/batching": "static"}
+    assert store.run_name(settled.changed) == "engine_batching=static,suffix_tokens=64"
+
+
+def test_narrowed_points_are_measured_alone_and_claims_about_others_go(compose_config):
+    whole = Ablation.from_config(settle(compose_config, "prefix_cache").config)
+    settled = settle(compose_config, "prefix_cache", "experiment.points.workload.hit_rate=[0,0.25]")
+    found = Ablation.from_config(settled.config)
+    assert [point.name for point in found.points] == ["hit_rate=0", "hit_rate=0.25"]
+    assert {claim.point for claim in whole.claims} == {"hit_rate=0", "hit_rate=1.0"}
+    assert {claim.point for claim in found.claims} == {"hit_rate=0"}
+    assert found.spec.timeline is None  # it was at a point that is not measured
+    assert settled.notes == (
+        "Measured at other points than the experiment's own: workload.hit_rate 0,0.25. "
+        "Left out: 1 claim about other points.",
+    )
+    assert settled.changed == {"workload.hit_rate": "0,0.25"}
+
+
+def test_named_points_are_chosen_by_their_names(compose_config):
+    settled = settle(compose_config, "prefix_cache", "scale=7b", "experiment.points.load=[0 % shared]")
+    found = Ablation.from_config(settled.config)
+    assert [point.name for point in found.points] == ["0 % shared"]
+    assert {claim.point for claim in found.claims} == {"0 % shared"}
+    assert store.run_name(settled.changed) == "load=0_shared"
+
+
+def test_a_claim_is_changed_from_the_command_line(compose_config):
+    settled = settle(compose_config, "prefix_cache", "experiment.claims.0.ratio_at_most=0.5")
+    assert Ablation.from_config(settled.config).claims[0].value == 0.5
+    assert settle(compose_config, "prefix_cache", "experiment.claims=[]").config.experiment.claims == []
+
+
+@pytest.mark.parametrize("typed_in", ["model=qwen3_0_6b", "engine.model.hf_config.num_hidden_layers=2"])
+def test_another_model_has_a_page_of_its_own_without_the_bounds(compose_config, typed_in):
+    settled = settle(compose_config, "latency", typed_in)
+    own = settle(compose_config, "latency")
+    assert own.axes.model == "Qwen2.5-7B"
+    assert len(own.config.experiment.claims) == 15
+    assert settled.config.experiment.claims == []
+    assert "Left out: 15 claims with bounds for Qwen2.5-7B." in settled.notes[0]
+    assert settled.axes.scale in ("Qwen3-0_6B", "Qwen2_5-7B_changed")
+    assert (settled.default_scale, settled.axes.method) == ("7b", "")
+    assert settle(compose_config, "latency", "model=qwen2_5_7b").axes == own.axes  # the same model is no other
+
+
+def test_a_model_in_a_folder_is_named_by_it(compose_config, checkpoint):
+    settled = settle(compose_config, "quickstart", f"model={checkpoint}")
+    assert (settled.axes.scale, settled.axes.model) == ("random-qwen2", "random-qwen2")
+
+
+def test_what_a_scale_says_is_merged_after_the_experiment_and_before_the_command_line(compose_config):
+    config = settle(compose_config, "prefix_cache", "scale=7b").config
+    assert (config.engine.cache.memory_gib, config.engine.model.device.value) == (34, "cuda")
+    assert settle(compose_config, "prefix_cache", "scale=7b", "engine.cache.memory_gib=20").config.engine.cache[
+        "memory_gib"
+    ] == 20  # fmt: skip
+    assert settle(compose_config, "prefix_cache", "scale=7b", "hardware=cpu").config.engine.model.device == "cpu"
+
+
+def test_over_http_every_variant_is_served(compose_config):
+    settled = settle(compose_config, "prefix_cache", "scale=7b", "via=http")
+    experiment = Ablation.from_config(settled.config)
+    assert {cell.kind for cell in experiment._cells.values()} == {Kind.served}
+    assert "client_busy" in experiment.metrics
+    assert settled.axes.procedure.startswith("mini-infer-serve answers over HTTP")
+    with pytest.raises(ConfigError, match=r"vLLM is not served over HTTP by us: .*via=url"):
+        Ablation.from_config(settle(compose_config, "prefix_cache", "via=http", "system=vllm").config)
+
+
+def test_any_server_is_asked_by_its_address(compose_config):
+    settled = settle(compose_config, "chunked_prefill", "via=url", "peers.http.url=http://localhost:8000")
+    experiment = Ablation.from_config(settled.config)
+    assert {cell.kind for cell in experiment._cells.values()} == {Kind.http}
+    with pytest.raises(ConfigError, match=r"via=url needs the server's address: peers.http.url="):
+        Ablation.from_config(settle(compose_config, "chunked_prefill", "via=url").config)
+
+
+def test_our_system_alone_leaves_the_peers_out(compose_config):
+    found = Ablation.from_config(settle(compose_config, "quickstart", "system=ours").config)
+    assert dict(found.variants) == {"engine": "mini-infer"}
+
+
+def test_nodes_are_the_files_scales_and_ways():
+    node = OmegaConf.create(
+        {
+            "scales": {"a": {"engine": {"x": 1, "y": 1}}, "b": None},
+            "via": {"http": {"engine": {"y": 2}, "scales": {"a": {"engine": {"x": 3}}}}},
+        }
+    )
+    found = {(scale, via): content for scale, via, content in axes.nodes(node)}
+    assert found[("a", "in_process")] == {"engine": {"x": 1, "y": 1}}
+    assert found[("a", "http")] == {"engine": {"x": 3, "y": 2}}
+    assert ("b", "http") not in found
+    assert found[("b", "url")] == {"engine": {"y": 2}}
+
+
+# Runs
+
+
+def test_a_run_is_a_trial_unless_it_is_recorded(compose_config):
+    assert compose_config().paths.results == "trial/results"
+    assert catalog.shorthand(["--record"], CONF) == ["paths.results=results", "paths.reports=reports"]
+    ignored = subprocess.run(["git", "check-ignore", "trial/results/x"], cwd=ROOT, capture_output=True, check=False)
+    assert ignored.returncode == 0
+
+
+def test_a_recorded_run_says_so_and_stands_at_its_axes(compose_config, tmp_path, monkeypatch):
+    given = ["experiment=quickstart", "model=dry", "measure.repeats=1", "workload.count=2"]
+    more = [*catalog.shorthand(["experiment.points.workload.concurrency=[1]", "--record"], CONF)]
+    config = compose_config(*given, *more)
+    config.experiment.variants.transformers = {}
+    execute(config, "quickstart", [*given, *more], tmp_path)
+    path = runs.find(tmp_path / "results", "quickstart/dry/cpu/repeats=1,concurrency=1,count=2")
+    info = store.read(path).info
+    assert info.provenance.command.endswith("--record")
+    assert "paths." not in info.provenance.command
+    assert info.title == "Quickstart: the engine against transformers.generate, dry"
+    assert (tmp_path / "reports/quickstart.dry.in_process.md").is_file()
+    assert path.relative_to(tmp_path / "results").with_suffix("") == run_path(info)
+
+
+def test_a_page_is_one_scale_and_way(compose_config):
+    info = demo().info
+    at = lambda **axes: page_name(replace(info, **axes))  # noqa: E731
+    assert at(scale="7b", default_scale="7b") == "demo"
+    assert at(scale="7b", default_scale="tiny") == "demo.7b.in_process"
+    assert at(scale="7b", default_scale="7b", via="http") == "demo.7b.http"
+
+
+@pytest.fixture
+def repository(tmp_path):
+    def git(*arguments):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True, capture_output=True)
+
+    git("init", "-q")
+    git("config", "user.email", "t@t")
+    git("config", "user.name", "t")
+    (tmp_path / "a.py").write_text("1")
+    (tmp_path / "b.py").write_text("1")
+    git("add", "-A")
+    git("commit", "-qm", "first")
+    return tmp_path, git
+
+
+def test_compare_with_what_was_published(repository):
+    root, git = repository
+    path = store.write(root / "results", demo())
+    git("add", "-A")
+    git("commit", "-qm", "published")
+    faster = [replace(row, value=row.value * 2) for row in demo().rows]
+    other = replace(demo().info.provenance, device={**demo().info.provenance.device, "cpu": "another"})
+    info = replace(demo().info, provenance=other)
+    store.write(root / "results", replace(demo(), rows=tuple(faster), info=info))
+    folder = root / "was"
+    folder.mkdir()
+    text = compare(runs.published(path, "HEAD", folder), path, "HEAD")
+    assert f"A  {path} at HEAD" in text
+    assert text.index(OTHER_MACHINE) < text.index("B/A")
+    with pytest.raises(StoreError, match="was not published at HEAD~1"):
+        runs.published(path, "HEAD~1", folder)
+
+
+def test_stale_results_are_those_whose_code_has_commits_since(repository):
+    root, git = repository
+    head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    for _ in range(2):
+        (root / "a.py").write_text((root / "a.py").read_text() + "1")
+        git("commit", "-qam", "changed")
+    origin = replace(demo().info.provenance, commit=head.stdout.strip())
+
+    def result(name, code):
+        return replace(demo(), info=replace(demo().info, experiment=name, code=code, provenance=origin))
+
+    text = history.table([result("x", ("a.py",)), result("y", ("b.py",)), result("z", ())], root)
+    assert "    2 commits  x/own.in_process/cpu/default" in text
+    assert "y/own" not in text
+    assert "z/own.in_process/cpu/default: no commit known" in text
+    assert "1 of 3 runs are due" in text
+
+
+# Sweeps
+
+
+def swept(value, key="workload.count", **changes):
+    return demo(run=f"{key.rpartition('.')[2]}={value}", changed={key: str(value)}, **changes)
+
+
+def test_a_sweep_is_one_result_with_a_curve_over_its_key():
+    default = demo(config={"workload": {"count": 4}})
+    other = swept(3, "workload.seed")
+    found = sweeps.joined([default, swept(8), swept(16), swept(2), other, swept(8, hardware="h200")])
+    assert [r.info.run for r in found] == ["default", "sweep-count", "seed=3", "count=8"]
+    info = found[1].info
+    assert list(info.points)[::2] == [f"count={n} concurrency=1" for n in (2, 4, 8, 16)]
+    assert info.points["count=16 concurrency=8"] == {"workload.concurrency": 8, "workload.count": 16}
+    assert {row.point for row in found[1].rows} == set(info.points)
+    assert len(found[1].rows) == 4 * len(default.rows)
+    assert [panel.x for panel in info.plots[0].panels] == ["workload.count"] * 3
+    assert [run.run for run in found[1].runs] == ["count=2", "default", "count=8", "count=16"]
+
+
+def test_a_page_of_a_sweep_has_a_table_and_a_figure_and_no_stack_of_runs(tmp_path):
+    for value in (2, 4, 8):
+        store.write(tmp_path / "results", swept(value))
+    report.rebuild(tmp_path / "results", tmp_path / "reports")
+    text = (tmp_path / "reports/demo.md").read_text()
+    assert text.count("## cpu, with") == 1
+    assert "count=4 concurrency=8" in text
+    assert "![Over count](figures/demo-cpu-sweep-count-over-count.png)" in text
+    assert (tmp_path / "reports/figures/demo-cpu-sweep-count-over-count.png").is_file()
+    assert "[count=4](../results/demo/own.in_process/cpu/count=4.csv)" in text
