@@ -78,7 +78,9 @@ def _join(key: str, runs: Sequence[Result]) -> Result:
     info = replace(
         first,
         run=",".join([f"sweep-{slug(short)}", *([run_name(rest)] if rest else [])]),
-        points={names[id(r)](p): {**settings, key: values[id(r)]} for r in runs for p, settings in r.info.points.items()},
+        points={
+            names[id(r)](p): {**settings, key: values[id(r)]} for r in runs for p, settings in r.info.points.items()
+        },
         metrics={name: first.metrics[name] for name in metrics},
         claims=(),
         gates=tuple(replace(gate, point=names[id(r)](gate.point)) for r in runs for gate in r.info.gates),
