@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from experiments.lab import axes, points, schema
 from experiments.lab.ablation_spec import AblationSpec
-from experiments.lab.experiment import Findings
+from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import claims, logit_gate, metrics
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.measure import ceilings, cells, hardware, heap, rounds
@@ -24,6 +24,7 @@ from experiments.lab.measure.session import Session
 from experiments.lab.measure.subjects import Kind, require_servable
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
+from experiments.lab.schema import Again
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import VARIANT_KEYS
 from experiments.lab.store.ledger import Terms
@@ -35,12 +36,12 @@ from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import resolve_device
 
 KEPT = (
-    "each has one engine for all its passes, which live side by side; an engine is warmed up on other prompts before "
-    "its first pass at a point, and forgets what its prefix cache holds before each later one"
+    "each has one engine for all its passes, which live side by side; before each pass an engine forgets all it has "
+    "served, blocks and drafts included, and is warmed up on other prompts"
 )
 
 
-class Ablation:
+class Ablation(Experiment):
     """For every repeat, point and variant, in ABBA order: an engine, a warm-up on other prompts, a timed pass."""
 
     def __init__(
@@ -52,9 +53,11 @@ class Ablation:
         threads: int,
         chosen: Hardware,
         peers: PeerSettings,
+        aa: str | None = None,
     ) -> None:
-        """`chosen` is what `hardware=<name>` put into the config."""
+        """`chosen` is what `hardware=<name>` put into the config; `aa` the variant that is the baseline again."""
         self.spec = spec
+        self.aa = aa
         self.baseline: str | None = spec.baseline
         self.device = measured[0].engine.model.device
         searched = {point.name for point in spec.search.points}
@@ -97,17 +100,21 @@ class Ablation:
         system = Kind.http if config.axes.via == axes.URL else measure.system
         if system is not None:
             spec = spec.served_by(system)
+        own = schema.engine_config(config.engine).model.device
+        aa = None
+        if measure.aa is Again.always or (measure.aa is Again.auto and hardware.resolve(own) == "cuda"):
+            spec, aa = spec.with_baseline_again()
         measured = []
         for point in [*points.grid(spec.points), *spec.search.points]:
             at_point = schema.with_values(config, point.values)
             load = schema.workload(at_point)
             for variant, changes in spec.variants.items():
                 kind, engine = _variant(at_point, variant, changes or {})
-                measured.append(Cell(variant, point, kind, engine, load))
+                measured.append(Cell(variant, point, kind, engine, load, spec.baseline if variant == aa else variant))
         chosen = schema.build(Hardware, config.hardware, "hardware")
         threads = measure.threads or torch.get_num_threads()
         peers = schema.build(PeerSettings, config.peers, "peers")
-        return cls(spec, measured, measure.repeats, measure.seed, threads, chosen, peers)
+        return cls(spec, measured, measure.repeats, measure.seed, threads, chosen, peers, aa)
 
     def measure(self, steps: Steps) -> Findings:
         for cell in self._cells.values():
@@ -119,15 +126,16 @@ class Ablation:
     def _measure(self, steps: Steps) -> Findings:
         spec, device = self.spec, hardware.resolve(self.device)
         profiles = self._profile_repeats if _can_profile(device) else 0
-        each = (len(self._grid) + (spec.search.steps if spec.search.rates else 0)) * len(self.variants)
-        steps.plan(self._repeats * each + profiles * len(self._profiled) * len(self.variants))
+        alone = [variant for variant in self.variants if variant != self.aa]
+        each = len(self._grid) * len(self.variants) + (spec.search.steps if spec.search.rates else 0) * len(alone)
+        steps.plan(self._repeats * each + profiles * len(self._profiled) * len(alone))
         known = ceilings.find(ceilings.FOLDER, self._chosen, device, self._threads)
         vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
         searches = Searches(spec.search, self._cells, self.variants, partial(self._inputs, vocabulary=vocabulary))
         error_gates = self._error_gates()
         terms = self._terms(vocabulary.size, known)
-        with closing(Session(terms, self._cells, self._repeats, steps, spec, self._peers)) as session:
+        with closing(Session(terms, self._cells, self._repeats, steps, spec, self._peers, self.aa)) as session:
             work = [
                 (
                     f"repeat {repeat + 1} of {self._repeats}" + (f" at {point.name}" if point.name else ""),
@@ -149,11 +157,10 @@ class Ablation:
             outcome = rounds.run(work)
         ledger = session.ledger
         not_visited = {point.name for point in spec.search.points} - searches.visited
-        self.points = [point for point in self.points if point.name not in not_visited]
         return Findings(
             rows=[*(row for found in ledger.rounds for row in found.rows), *searches.rows, *session.profile_rows],
             gates=ledger.gates(
-                [(v, p.name) for p in self._grid for v in self.variants if v != spec.baseline],
+                [(v, p.name) for p in self._grid for v in alone if v != spec.baseline],
                 spec.gate_share,
             ),
             samples=self._samples(inputs, session, vocabulary),
@@ -169,6 +176,8 @@ class Ablation:
             kernels=session.kernels,
             procedure=KEPT if spec.keep_engines else "",
             peers=session.peers,
+            points=[point for point in self.points if point.name not in not_visited],
+            gpu=session.gpu,
         )
 
     @property
@@ -193,8 +202,8 @@ class Ablation:
         """Of all engines, the baseline's too; what points change of them is nothing that logits depend on."""
         if self.spec.gate_logit_error is None:
             return []
-        at = [self._cell(variant, self._grid[0]) for variant in self.variants]
-        engines = {c.variant: c.engine for c in at if c.kind is Kind.engine and logit_gate.applies(c.engine)}
+        at = [self._cell(variant, self._grid[0]) for variant in self.variants if variant != self.aa]
+        engines = {c.variant: c.engine for c in at if c.kind.can.steps and logit_gate.applies(c.engine)}
         return logit_gate.gates(engines, self.spec.gate_logit_error)
 
     def _inputs(self, point: Point, vocabulary: ModelVocabulary) -> Inputs:
@@ -234,7 +243,7 @@ class Ablation:
         samples = []
         for index in longest[: self.spec.samples]:
             authors: dict[str, list[str]] = {}
-            for variant in self.variants:
+            for variant in (variant for variant in self.variants if variant != self.aa):
                 tokens = tokens_of((variant, point))
                 if tokens is not None:
                     authors.setdefault(vocabulary.decode(tokens[index]), []).append(variant)

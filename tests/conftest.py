@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import zlib
 
 # Before torch is imported, here and in every child: a process of the test run has one core.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,24 +54,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernels_run_untraced() -> Iterator[None]:
-    """Coverage, line by line, makes Triton's interpreter three times as slow. So kernels' bodies are left out of the
-    figure (pyproject.toml), and run without it."""
-    from triton.runtime.interpreter import GridExecutor
+def interpreter_is_prepared_once() -> Iterator[None]:
+    """Triton's interpreter puts its own functions into triton.language whenever a device function is called, which is
+    half of its time. Here it does so once."""
+    from triton import language
+    from triton.runtime import interpreter
 
-    run = GridExecutor.__call__
-
-    def untraced(*arguments: object, **options: object) -> object:
-        trace = sys.gettrace()
-        sys.settrace(None)
-        try:
-            return run(*arguments, **options)
-        finally:
-            sys.settrace(trace)
-
-    GridExecutor.__call__ = untraced
-    yield
-    GridExecutor.__call__ = run
+    everywhere = SimpleNamespace(__globals__={"tl": language, "core": language.core})
+    with pytest.MonkeyPatch.context() as patch:
+        scope = interpreter._patch_lang(everywhere)
+        patch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())
+        yield
+        scope.restore()
 
 
 @pytest.fixture(scope="session")

@@ -80,6 +80,14 @@ class AblationSpec(ExperimentSpec):
                 "nobody's own. Leave one of the two out"
             )
 
+    def with_baseline_again(self) -> tuple[AblationSpec, str]:
+        """With the baseline a second time, which is to show no difference, and its name."""
+        name, changes = f"{self.baseline} again", self.variants[self.baseline] or {}
+        if name in self.variants:
+            raise ConfigError(f"experiment.variants.{name} has the name of the baseline's second arm: rename it")
+        label = f"{changes.get('label') or self.baseline.replace('_', ' ')} again"
+        return replace(self, variants={**self.variants, name: {**changes, "label": label}}), name
+
     def served_by(self, kind: Kind) -> AblationSpec:
         """The same workload, points and metrics with this system alone: by its own variants, or by a new one."""
         names = [name for name, changes in self.variants.items() if (changes or {}).get("kind", "engine") == kind]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-
 RUN = "a result file (.json or .csv), or experiment[/scale.via[/hardware[/run]]]: what is left out must be the only one"
 
 

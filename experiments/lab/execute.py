@@ -12,12 +12,11 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig
 
 from experiments.lab import schema, sweep, typed
 from experiments.lab.experiment import Experiment, Findings
-from experiments.lab.measure import hardware
+from experiments.lab.measure import hardware, processes
 from experiments.lab.measure.rounds import IncompleteRun
 from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
@@ -51,13 +50,11 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     if len(run) > LONGEST_NAME or "/" in run:
         raise ConfigError(f"the run would be called {run!r}: choose a shorter name with paths.run=NAME")
     tracker = schema.build(schema.TrackerSettings, config.tracker, "tracker")
-    threads = schema.build(schema.Measure, config.measure, "measure").threads
-    if threads is not None:
-        torch.set_num_threads(threads)
     commit, clean = provenance.commit(root), provenance.is_clean(root)  # of the code that is about to run
     started, clock = datetime.now(timezone.utc), time.monotonic()
     with Steps(name) as steps:
-        findings = experiment.measure(steps)
+        findings = processes.measure(config, steps)
+    experiment.finish(findings)
     device = hardware.resolve(experiment.device)
     origin = Provenance(
         command=_command(overrides, paths),
@@ -101,7 +98,7 @@ def _result(
         method=" ".join(filter(None, [axes.procedure, spec.method, axes.method])),
         baseline=experiment.baseline,
         variants=dict(experiment.variants),
-        points={point.name: dict(point.values) for point in experiment.points},
+        points={point.name: dict(point.values) for point in findings.points or experiment.points},
         metrics=dict(experiment.metrics),
         claims=tuple(experiment.claims),
         gates=tuple(findings.gates),
@@ -125,6 +122,8 @@ def _result(
         via=axes.via,
         default_scale=settled.default_scale,
         changed=dict(settled.changed),
+        processes=tuple(findings.processes),
+        aa=experiment.aa,
     )
     return Result(info, tuple(findings.rows), tuple(findings.steps), tuple(findings.requests), tuple(findings.kernels))
 

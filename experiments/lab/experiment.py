@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -17,6 +17,7 @@ from experiments.lab.measure.steps import RequestRow, StepRow
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
+from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import COMPLETE, Sample
 from experiments.lab.store.rows import Row
 from mini_infer.core.config import Device
@@ -24,7 +25,7 @@ from mini_infer.core.config import Device
 
 @dataclass(frozen=True)
 class Findings:
-    """What measuring gave."""
+    """What measuring gave, in one process or in all of them."""
 
     rows: Sequence[Row]
     gates: Sequence[Gate] = ()
@@ -41,9 +42,12 @@ class Findings:
     kernels: Sequence[KernelRow] = ()  # of the profiles
     procedure: str = ""  # how a measurement begins, where not with a fresh engine
     peers: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)  # variant -> version and settings
+    points: Sequence[Point] | None = None  # that were measured; None: all of the experiment's
+    gpu: Mapping[str, float] = field(default_factory=dict)  # clock_mhz, power_w, temperature_c: medians over the passes
+    processes: Sequence[ProcessInfo] = ()
 
 
-class Experiment(Protocol):
+class Experiment:
     """Built from a config it has checked to the last key, so that `measure` cannot fail on a setting."""
 
     spec: ExperimentSpec
@@ -53,8 +57,15 @@ class Experiment(Protocol):
     points: Sequence[Point]
     metrics: Mapping[str, Metric]
     claims: Sequence[Claim]
+    aa: str | None = None  # the variant that is the baseline a second time
 
     @classmethod
-    def from_config(cls, config: DictConfig) -> Experiment: ...
+    def from_config(cls, config: DictConfig) -> Experiment:
+        raise NotImplementedError
 
-    def measure(self, steps: Steps) -> Findings: ...
+    def measure(self, steps: Steps) -> Findings:
+        """In this process, with the seeds of the config."""
+        raise NotImplementedError
+
+    def finish(self, findings: Findings) -> None:
+        """Called once, with what all processes have found."""

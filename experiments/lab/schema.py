@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.lab import axes
-from experiments.lab.axes import Axes
+from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import describe, suggest
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.kinds import Kind
@@ -62,17 +62,26 @@ def _twin_hint(hint: Any) -> Any:
     return hint
 
 
+class Again(str, Enum):
+    auto = "auto"  # on a GPU
+    always = "always"
+    never = "never"
+
+
 @dataclass(frozen=True)
 class Measure:
-    repeats: int = 5  # of every variant at every point
+    processes: int = 3  # each with weights, prompts, lengths and sampling of its own
+    repeats: int = 2  # in each process, of every variant at every point; even, or 1
+    aa: Again = Again.auto  # whether the baseline is measured a second time, under another name
     seed: int = 0  # of prompts, lengths and the order of everything random
     threads: int | None = None  # of torch, for all variants alike; default: what torch chooses
     system: Kind | None = None  # the only one to measure; default: the experiment's variants
     points: dict[str, Any] = field(default_factory=dict)  # axis of experiment.points -> the values to measure instead
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise ConfigError(f"measure.repeats must be at least 1, got {self.repeats}")
+        for name in ("processes", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"measure.{name} must be at least 1, got {getattr(self, name)}")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"measure.threads must be at least 1, got {self.threads}")
         if self.seed < 0:
@@ -137,7 +146,7 @@ class RunConfig:
     via: Any = None
 
 
-def register(conf: Path) -> None:
+def register(conf: Path = CONF) -> None:
     """Makes known to Hydra: `schema` for the root, `schema/workload: <kind>` for a workload file, and what the experiments
     of the folder `conf` say of their scales."""
     store = ConfigStore.instance()
@@ -174,6 +183,19 @@ def _freeze(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _freeze(item) for key, item in value.items()}
     return value
+
+
+def packed(config: DictConfig) -> tuple[dict[str, Any], str | None]:
+    """A composed config for another process: plain values, and the kind of its workload. `unpacked` takes them."""
+    return plain(config), None if config.workload is None else workload(config).kind
+
+
+def unpacked(values: Mapping[str, Any], kind: str | None) -> DictConfig:
+    """The config of `packed`, with the types of its schema."""
+    config = OmegaConf.structured(twin(RunConfig))
+    if kind is not None:
+        config.workload = OmegaConf.structured(twin(WORKLOADS[kind]))
+    return typing.cast(DictConfig, OmegaConf.merge(config, values))
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -13,12 +13,11 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.lab import axes, points, schema
-from experiments.lab.axes import Axes
+from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import suggest
 from experiments.lab.spec import RATE, VARIANT_KEYS
 from mini_infer.core.errors import ConfigError
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 # What a page's name says already, or where things are, and not what is measured.
 NOT_CHANGES = (
     *("experiment", "scale", "via", "hardware", "model", "engine.model.path"),

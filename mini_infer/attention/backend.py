@@ -28,16 +28,30 @@ BACKENDS: dict[AttentionChoice, str] = {
     AttentionChoice.flash_attn: "mini_infer.attention.flash_attn:FlashAttnBackend",
     AttentionChoice.triton: "mini_infer.attention.triton:TritonBackend",
     AttentionChoice.sdpa: "mini_infer.attention.torch_sdpa:SdpaBackend",
+    AttentionChoice.batch_invariant: "mini_infer.attention.invariant:InvariantBackend",
 }
 
 # What `auto` tries on a device, best first. FlashAttention-4 does not split the keys of a decode row over the SMs of a
 # Hopper GPU, as Flash Decoding does.
 AUTO_ORDER: dict[str, dict[Kind, Sequence[AttentionChoice]]] = {
     "cuda": {
-        "prefill": (AttentionChoice.flash_attn, AttentionChoice.triton, AttentionChoice.sdpa),
-        "decode": (AttentionChoice.triton, AttentionChoice.flash_attn, AttentionChoice.sdpa),
+        "prefill": (
+            AttentionChoice.flash_attn,
+            AttentionChoice.triton,
+            AttentionChoice.sdpa,
+            AttentionChoice.batch_invariant,
+        ),
+        "decode": (
+            AttentionChoice.triton,
+            AttentionChoice.flash_attn,
+            AttentionChoice.sdpa,
+            AttentionChoice.batch_invariant,
+        ),
     },
-    "cpu": {"prefill": (AttentionChoice.sdpa,), "decode": (AttentionChoice.sdpa,)},
+    "cpu": {
+        "prefill": (AttentionChoice.sdpa, AttentionChoice.batch_invariant),
+        "decode": (AttentionChoice.sdpa, AttentionChoice.batch_invariant),
+    },
 }
 
 
@@ -51,6 +65,7 @@ class Requirements:
     device: torch.device
     sliding_window: bool  # some layer has one
     graphs: bool = False  # decode steps will be captured in CUDA graphs
+    batch_invariant: bool = False  # numbers must not depend on a row's company
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,7 @@ class Capabilities:
     sliding_window: bool
     graph_safe: bool  # decode may be captured in a CUDA graph and replayed with other lengths
     gpu_generations: Collection[int] | None = None  # major compute capabilities; None: any
+    batch_invariant: bool = False  # a query's numbers depend on its position, the keys and the values alone
 
     def refusal(self, kind: Kind, needs: Requirements) -> str | None:
         """Why this backend cannot serve, or None if it can."""
@@ -84,6 +100,8 @@ class Capabilities:
             return refusal
         if needs.sliding_window and not self.sliding_window:
             return "it has no sliding window, which this model needs"
+        if needs.batch_invariant and not self.batch_invariant:
+            return "it is not batch-invariant, which numerics=batch_invariant needs"
         if kind == "decode" and needs.graphs and not self.graph_safe:
             return "its decode cannot be captured in a CUDA graph"
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from mini_infer.attention.backend import AttentionBackend
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionBatch:
+class AttentionBatch(NamedTuple):
     """The rows of one step, complete when constructed: R rows, T tokens.
 
         tokens        | a | b | c | d d d d d | e e e |      rows [0, num_decode_rows) come first
@@ -72,7 +71,7 @@ class AttentionBatch:
         host_seq_lens: np.ndarray,
     ) -> AttentionBatch:
         """Rows whose lengths the host knows. Raises ValueError where decode rows differ in their number of tokens."""
-        n, counts = num_decode_rows, np.diff(host_query_starts)
+        n, counts = num_decode_rows, host_query_starts[1:] - host_query_starts[:-1]
         if n and (counts[:n] != counts[0]).any():
             raise ValueError(f"decode rows must have the same number of tokens, got {counts[:n].tolist()}")
         return cls(
@@ -83,9 +82,9 @@ class AttentionBatch:
             seq_lens,
             num_decode_rows=n,
             decode_query_len=int(counts[0]) if n else 1,
-            max_decode_seq_len=int(host_seq_lens[:n].max(initial=0)),
-            max_prefill_query_len=int(counts[n:].max(initial=0)),
-            max_prefill_seq_len=int(host_seq_lens[n:].max(initial=0)),
+            max_decode_seq_len=int(host_seq_lens[:n].max()) if n else 0,
+            max_prefill_query_len=int(counts[n:].max()) if n < len(counts) else 0,
+            max_prefill_seq_len=int(host_seq_lens[n:].max()) if n < len(counts) else 0,
             host_query_starts=host_query_starts,
             host_seq_lens=host_seq_lens,
         )

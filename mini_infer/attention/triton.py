@@ -13,13 +13,15 @@ from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.kernels import flash_decode, paged_decode, paged_prefill
 from mini_infer.kernels.ops import TritonKernels
 
+# Triton itself reads this variable: its interpreter runs kernels on a CPU, slowly, for tests.
+DEVICES = frozenset({"cuda", "cpu"} if os.environ.get("TRITON_INTERPRET") == "1" else {"cuda"})
+
 
 class TritonBackend(AttentionBackend):
     capabilities = Capabilities(
         prefill=paged_prefill.LIMITS,
         decode=paged_decode.LIMITS,
-        # Triton itself reads this variable: its interpreter runs kernels on a CPU, slowly, for tests.
-        devices=frozenset({"cuda", "cpu"} if os.environ.get("TRITON_INTERPRET") == "1" else {"cuda"}),
+        devices=DEVICES,
         sliding_window=True,
         graph_safe=True,
     )

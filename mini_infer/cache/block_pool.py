@@ -14,7 +14,7 @@ A block is in exactly one of three states:
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class BlockPool:
@@ -86,13 +86,14 @@ class BlockPool:
             found.append(block)
         return found
 
-    def num_free_after(self, released: Iterable[list[int]], shared: Iterable[int]) -> int:
+    def num_free_after(self, released: Collection[list[int]], shared: Iterable[int]) -> int:
         """How many blocks `allocate` could hand out once one reference of each block of these tables were given back,
         and then the blocks of `shared` taken. A block is gained where its last reference goes."""
-        given_back = Counter(block for table in released for block in table)
-        ref_counts = self._ref_counts
-        gained = {block for block, count in given_back.items() if count == ref_counts[block]}
-        lost = sum(1 for block in shared if ref_counts[block] == 0 or block in gained)
+        ref_counts, gained = self._ref_counts, set()
+        if released:
+            given_back = Counter(block for table in released for block in table)
+            gained = {block for block, count in given_back.items() if count == ref_counts[block]}
+        lost = sum([ref_counts[block] == 0 or block in gained for block in shared])
         return self.num_free + len(gained) - lost
 
     def _evict(self) -> int:

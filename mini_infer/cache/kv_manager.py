@@ -64,7 +64,7 @@ class KVManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching and layout is Layout.paged
-        # Blocks that are always taken together: one, or with the contiguous layout a whole request's worth.
+        # Blocks that are always taken together: one, or with the contiguous layout a whole request's, which never grows.
         self.least_blocks = 1 if layout is Layout.paged else -(-max_model_len // block_size)
         self._pool = BlockPool(num_blocks // self.least_blocks)
         self._host_free = list(range(num_host_blocks - 1, -1, -1))
@@ -72,16 +72,6 @@ class KVManager:
         self._under_way: dict[int, _UnderWay] = {}  # by transfer id
         self._num_transfers = 0
         self.num_host_blocks = num_host_blocks
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit when one request has the whole pool."""
-        return self._pool.num_blocks * self.least_blocks * self.block_size
-
-    @property
-    def requests_grow(self) -> bool:
-        """Whether a request may need more blocks than it was admitted with."""
-        return self.least_blocks == 1
 
     @property
     def num_evictions(self) -> int:
@@ -253,7 +243,10 @@ class KVManager:
         return Transfer(self._num_transfers, to_host, pairs)
 
     def _transfer_of(self, request: Request) -> _UnderWay | None:
-        return next((parked for parked in self._under_way.values() if parked.request is request), None)
+        for parked in self._under_way.values():
+            if parked.request is request:
+                return parked
+        return None
 
     def _park_table(self, request: Request, parked: _UnderWay) -> None:
         """The request gives up its device blocks, but the transfer does not."""

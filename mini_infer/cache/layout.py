@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -93,21 +92,3 @@ class KVLayout:
         for layer, planes in enumerate(self.layers):
             layers_of.setdefault(planes, []).append(layer)
         return [(layers, planes) for planes, layers in layers_of.items()]
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Of each group of layers: its layers, and name, shape, dtype and bytes a token of all that is stored. JSON can
-        take it."""
-        return [
-            {"layers": layers, "planes": [_described(stored) for plane in planes for stored in plane.stored]}
-            for layers, planes in self.groups()
-        ]
-
-
-def _described(plane: Plane) -> dict[str, Any]:
-    size = math.prod(plane.shape) * plane.dtype.itemsize
-    return {
-        "name": plane.name,
-        "shape": list(plane.shape),
-        "dtype": str(plane.dtype).removeprefix("torch."),
-        "bytes_per_token": size,
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,45 +18,15 @@ _STAGED_BYTES = 32 * 2**20  # of device memory, or one block
 _CHUNK_BYTES = 256 * 2**20  # of host memory
 
 
-class Event(Protocol):
-    def query(self) -> bool:
-        """Whether the work has ended."""
+class AtOnce:
+    """On a CPU a copy has ended when its call returns. So this is its own event, too."""
 
-    def synchronize(self) -> None:
-        """Waits until it has."""
-
-
-class Stream(Protocol):
     def uses(self, tensor: Tensor) -> None:
         """The tensor's memory must not be given away before the stream is done with it."""
 
-    def run(self, work: Callable[[], None]) -> Event:
-        """Does the work behind all that the caller's stream was given so far, and after earlier work."""
-
-
-class SideStream:
-    """A CUDA stream; nobody waits for it. The caller's stream may go on at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def uses(self, tensor: Tensor) -> None:
-        tensor.record_stream(self._stream)
-
-    def run(self, work: Callable[[], None]) -> Event:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            work()
-        return self._stream.record_event()
-
-
-class AtOnce:
-    """On a CPU a copy has ended when its call returns."""
-
-    def uses(self, tensor: Tensor) -> None:
-        pass
-
-    def run(self, work: Callable[[], None]) -> Event:
+    def run(self, work: Callable[[], None]) -> Any:
+        """Does the work behind all that the caller's stream was given so far, and after earlier work. Returns an event
+        behind it."""
         work()
         return self
 
@@ -65,6 +35,22 @@ class AtOnce:
 
     def synchronize(self) -> None:
         pass
+
+
+class SideStream(AtOnce):
+    """A CUDA stream; nobody waits for it. The caller's stream may go on at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def uses(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._stream)
+
+    def run(self, work: Callable[[], None]) -> Any:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            work()
+        return self._stream.record_event()
 
 
 class KVTransfer:
@@ -80,11 +66,11 @@ class KVTransfer:
     to (destination), before `poll` has named its transfer. Raises ConfigError where the host has too little memory.
     """
 
-    def __init__(self, stores: Sequence[KVStore], num_host_blocks: int, stream: Stream | None = None) -> None:
+    def __init__(self, stores: Sequence[KVStore], num_host_blocks: int, stream: AtOnce | None = None) -> None:
         self._device = stores[0].device
         on_gpu = self._device.type == "cuda"
-        self._stream: Stream = stream or (SideStream(self._device) if on_gpu else AtOnce())
-        self._under_way: deque[tuple[int, Event]] = deque()
+        self._stream = stream or (SideStream(self._device) if on_gpu else AtOnce())
+        self._under_way: deque[tuple[int, Any]] = deque()  # with the event that ends each
         all_blocks = [_words(tensor) for store in stores for tensor in store.tensors]
         block_bytes = sum(store.layout.bytes_per_block(store.block_size) for store in stores)
         try:

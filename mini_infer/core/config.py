@@ -53,11 +53,19 @@ class Preemption(str, Enum):
     swap = "swap"  # move the KV to host memory and back
 
 
+class Numerics(str, Enum):
+    fast = "fast"  # the fastest kernel for each number of rows; they round differently
+    batch_invariant = (
+        "batch_invariant"  # every sum in one order: a request's tokens are the same in any company, to the bit
+    )
+
+
 class AttentionChoice(str, Enum):
     auto = "auto"  # the first of the others that can serve the model on this machine
     flash_attn = "flash_attn"  # FlashAttention-4: prefill on Hopper and Blackwell
     triton = "triton"  # our own kernels, Flash Decoding among them
     sdpa = "sdpa"  # torch.nn.functional.scaled_dot_product_attention over gathered blocks
+    batch_invariant = "batch_invariant"  # our own kernel with one order of sums, for prompts and decode alike
 
 
 @dataclass(frozen=True)
@@ -165,6 +173,7 @@ class EngineConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     graphs: GraphsConfig = field(default_factory=GraphsConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    numerics: Numerics = Numerics.fast  # in which order sums are made
     seed: int | None = None  # what the seeds of requests that bring none are made from; default: fresh each time
 
     if TYPE_CHECKING:
@@ -177,6 +186,7 @@ class EngineConfig:
             attention: AttentionConfig = ...,
             graphs: GraphsConfig = ...,
             speculation: SpeculationConfig = ...,
+            numerics: Numerics = ...,
             seed: int | None = ...,
         ) -> None: ...
 

@@ -6,13 +6,13 @@ model. It carries only what changed: a request's tokens and block table travel o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mini_infer.core.request import SamplingParams, TokenLogprob
 
 NO_DRAFT = -1  # where a token id may stand
+NONE: Mapping[int, Any] = {}  # nobody writes to it
 
 
 class Admission(NamedTuple):
@@ -59,8 +59,7 @@ class Transfer(NamedTuple):
     pairs: list[tuple[int, int]]  # (source block, destination block)
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step's batch, row by row. Row i computes tokens [starts[i], starts[i] + counts[i]) of the request at
     req_indices[i], and samples one token after the last of them where samples[i].
 
@@ -80,19 +79,17 @@ class StepPlan:
     counts: list[int]
     samples: list[bool]
     num_decode_rows: int
-    admissions: list[Admission] = field(default_factory=list)
-    growths: list[Growth] = field(default_factory=list)
-    masks: dict[int, bytes] = field(default_factory=dict)  # sampling row -> Constraint.mask
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    drafts: dict[int, Sequence[int]] = field(default_factory=dict)  # row -> its drafts, where the host proposed them
+    admissions: Sequence[Admission] = ()
+    growths: Sequence[Growth] = ()
+    masks: Mapping[int, bytes] = NONE  # sampling row -> Constraint.mask
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    drafts: Mapping[int, Sequence[int]] = NONE  # row -> its drafts, where the host proposed them
     num_drafts: int = 0  # of all rows
-    following: Collection[
-        int
-    ] = ()  # rows whose last step's drafts are not read yet: `starts` is where they begin at most
+    following: Sequence[int] = ()  # rows whose last step's drafts are not read: `starts` is where they begin at most
     keeps_up: bool = False  # drafts are worth making these days: a draft model computes prompts beside the target
-    transfers: list[Transfer] = field(default_factory=list)  # to be started; whoever reads their blocks comes later
+    transfers: Sequence[Transfer] = ()  # to be started; whoever reads their blocks comes later
     awaits_transfers: bool = False  # there is nothing to do before one that is under way has ended
-    preempted: list[str] = field(default_factory=list)  # request ids
+    preempted: Sequence[str] = ()  # request ids
     prefix_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache this step
     prefix_hit_tokens: int = 0
 
@@ -134,20 +131,18 @@ class StepPlan:
         return self.counts[row] - 1 if row < self.num_decode_rows else 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """Row i's new tokens (none where the plan does not sample), and their logprobs where a request wants them. Of a row
     with drafts: those that were accepted, and one more."""
 
     tokens: list[list[int]]
-    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row -> one an element of tokens[row]
-    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # row -> as the plan asks for them
+    logprobs: Mapping[int, Sequence[TokenLogprob]] = NONE  # row -> one an element of tokens[row]
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = NONE  # row -> as the plan asks for them
     draft_s: float = 0.0  # of the step's time, what proposing took a draft model
     transfers_done: tuple[int, ...] = ()  # ids of those whose copies have ended since the step collected before
 
 
-@dataclass(frozen=True, slots=True)
-class KVUsage:
+class KVUsage(NamedTuple):
     """State of the KV cache in slots (one slot holds one token's K and V)."""
 
     total_blocks: int
@@ -158,8 +153,7 @@ class KVUsage:
     host_blocks_used: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """What happened in one step. Every engine metric is derived from these and from the requests' timestamps."""
 
     step: int

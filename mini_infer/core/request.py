@@ -25,6 +25,8 @@ class RequestStatus(Enum):
     swapping_in = "swapping_in"  # holds a req_index and blocks; its KV is on its way into them
     finished = "finished"
 
+    __hash__ = object.__hash__  # statuses are keys in every step, and an Enum's own hash takes 0.15 us
+
 
 class Constraint(Protocol):
     """Where one sequence stands in its grammar."""
@@ -99,7 +101,7 @@ class Request:
         self.token_ids = list(prompt_token_ids)
         self.prompt_len = self.num_tokens = len(self.token_ids)
         self.min_total_tokens = self.prompt_len + params.min_tokens
-        self.stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
+        self.stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
         self.must_be_read = self.constraint is not None or params.adjusts_logits or params.logprobs is not None
         if params.prompt_logprobs is not None and self.fork_of is None:
             self.prompt_logprobs = [None]

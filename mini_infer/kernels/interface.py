@@ -57,6 +57,9 @@ class Kernels(Protocol):
     fallback: str | None  # what `auto` would have preferred, and why it could not be had
     gemv: ModuleType | None  # kernels/gemv.py, where products of few rows with unquantized weights may use it
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """x [T, K] W^T + b, W [N, K] -> [T, N] of x's dtype, in `out`, contiguous, where it is given."""
+
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The stream -> (its norm, its value). Leaves its argument as it is."""
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_infer.core.config import KernelChoice
+from mini_infer.core.config import KernelChoice, Numerics
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.interface import Kernels, Places, QKNorm, Stream
 
@@ -24,6 +24,11 @@ class TorchKernels:
 
     def __init__(self, fallback: str | None = None) -> None:
         self.fallback = fallback
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         x, residual, (weight, eps) = stream
@@ -85,16 +90,38 @@ class TritonKernels(TorchKernels):
             raise RuntimeError(f"silu_mul of zeros gave {out.tolist()}")
 
 
-def select_kernels(choice: KernelChoice, device: torch.device) -> Kernels:
+class InvariantKernels(TritonKernels):
+    """Those of TritonKernels that compute a token alike in any company, and products that do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from mini_infer.kernels.invariant_linear import invariant_linear
+
+        self.gemv = None  # it sums in other orders than products of more rows
+        self._linear = invariant_linear
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return self._linear(x, weight, bias, out)
+
+    def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
+        return self._rope_and_store(qkv, qk_norm, places, one_shape=True)
+
+
+def select_kernels(choice: KernelChoice, device: torch.device, numerics: Numerics = Numerics.fast) -> Kernels:
     """The chosen kernels; `auto` takes Triton's on CUDA where they work, and else torch, with the reason in `fallback`.
 
     Raises:
-        ConfigError: triton is chosen and cannot be had.
+        ConfigError: triton is chosen, or needed for the numerics, and cannot be had.
     """
-    if choice is KernelChoice.torch or (choice is KernelChoice.auto and device.type != "cuda"):
+    invariant = numerics is Numerics.batch_invariant
+    if choice is KernelChoice.torch and invariant:
+        raise ConfigError(
+            "numerics=batch_invariant needs our own kernels, not model.kernels=torch: set model.kernels=auto"
+        )
+    if not invariant and (choice is KernelChoice.torch or (choice is KernelChoice.auto and device.type != "cuda")):
         return TorchKernels()
     try:
-        kernels = TritonKernels()
+        kernels = InvariantKernels() if invariant else TritonKernels()
         if device.type == "cuda" or _interpreted():
             kernels.check(device)
             return kernels
@@ -104,6 +131,8 @@ def select_kernels(choice: KernelChoice, device: torch.device) -> Kernels:
     except Exception as error:  # Triton's own errors, the C compiler's, the driver's
         message = str(error).strip().partition("\n")[0]
         reason = f"Triton cannot compile a kernel here ({type(error).__name__}: {message})"
+    if invariant:
+        raise ConfigError(f"numerics=batch_invariant needs our own kernels: {reason}. Set numerics=fast")
     if choice is KernelChoice.auto:
         return TorchKernels(fallback=f"triton: {reason}")
     raise ConfigError(f"model.kernels=triton: {reason}. Set model.kernels=auto or torch")

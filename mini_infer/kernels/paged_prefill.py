@@ -53,6 +53,9 @@ def paged_prefill_reference(
     return out
 
 
+LOWEST = tl.constexpr(-3.0e38)  # finite: where all is masked yet, -inf - -inf is NaN
+
+
 @triton.jit
 def _first_tile(query_start, row, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Rows share one range of tiles without a table of it: from here to the next row's first tile are as many tiles
@@ -61,7 +64,22 @@ def _first_tile(query_start, row, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _attend(
+def find_row(query_starts_ptr, tile, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A tile's row, the first of the row's packed queries that is its own, and the row's first token and number of
+    tokens. Where the first is beyond the row's last, the tile has nothing to do."""
+    row = -1  # the last one whose first tile is not after this one
+    for first_row in range(0, num_rows, 64):
+        candidates = first_row + tl.arange(0, 64)
+        real = candidates < num_rows
+        query_start = tl.load(query_starts_ptr + candidates, mask=real, other=0)
+        row += tl.sum((real & (_first_tile(query_start, candidates, GROUP, BLOCK_M) <= tile)).to(tl.int32))
+    query_start = tl.load(query_starts_ptr + row)
+    query_len = tl.load(query_starts_ptr + row + 1) - query_start
+    return row, (tile - _first_tile(query_start, row, GROUP, BLOCK_M)) * BLOCK_M, query_start, query_len
+
+
+@triton.jit
+def attend(
     state,
     q,
     position,
@@ -105,10 +123,11 @@ def _attend(
             if window is not None:
                 visible &= key[None, :] > position[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
+        # Which product and sum are fused is no compiler's choice: in invariant_attention.py every bit counts.
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_maximum[:, None])
+        weights = tl.exp2(tl.fma(scores, scale_log2, -new_maximum[:, None]))
         decay = tl.exp2(maximum - new_maximum)
-        total = total * decay + tl.sum(weights, 1)
+        total = tl.fma(total, decay, tl.sum(weights, 1))
         acc = tl.dot(weights.to(DOT), v.to(DOT), acc * decay[:, None], input_precision="tf32x3")
         maximum = new_maximum
     return acc, total, maximum
@@ -144,16 +163,7 @@ def _paged_prefill_kernel(
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest work, at a prompt's end, first
     kv_head, tile = program % NUM_KV_HEADS, program // NUM_KV_HEADS
 
-    row = -1  # the last one whose first tile is not after this one
-    for first_row in range(0, num_rows, 64):
-        candidates = first_row + tl.arange(0, 64)
-        real = candidates < num_rows
-        query_start = tl.load(query_starts_ptr + candidates, mask=real, other=0)
-        row += tl.sum((real & (_first_tile(query_start, candidates, GROUP, BLOCK_M) <= tile)).to(tl.int32))
-
-    query_start = tl.load(query_starts_ptr + row)
-    query_len = tl.load(query_starts_ptr + row + 1) - query_start
-    packed = (tile - _first_tile(query_start, row, GROUP, BLOCK_M)) * BLOCK_M
+    row, packed, query_start, query_len = find_row(query_starts_ptr, tile, num_rows, GROUP, BLOCK_M)
     if packed < query_len * GROUP:
         start = tl.load(seq_lens_ptr + row) - query_len  # tokens before this step's
         queries = packed + tl.arange(0, BLOCK_M)
@@ -180,18 +190,18 @@ def _paged_prefill_kernel(
         table_ptr = tables_ptr + row * table_stride
         SLOT: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
         position = start + tokens
-        lowest = tl.full([BLOCK_M], -3.0e38, tl.float32)  # finite: where all is masked yet, -inf - -inf is NaN
+        lowest = tl.full([BLOCK_M], LOWEST, tl.float32)
         state = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32), tl.zeros([BLOCK_M], tl.float32), lowest
         if window is not None:
-            state = _attend(
+            state = attend(
                 state, q, position, keys_ptr, values_ptr, table_ptr, begin, all_begin, length, window, scale_log2,
                 BLOCK_SIZE, SLOT, HEAD_DIM, True, BLOCK_N, DOT,
             )  # fmt: skip
-        state = _attend(
+        state = attend(
             state, q, position, keys_ptr, values_ptr, table_ptr, all_begin, all_end, length, window, scale_log2,
             BLOCK_SIZE, SLOT, HEAD_DIM, False, BLOCK_N, DOT,
         )  # fmt: skip
-        acc, total, _ = _attend(
+        acc, total, _ = attend(
             state, q, position, keys_ptr, values_ptr, table_ptr, all_end, length, length, window, scale_log2,
             BLOCK_SIZE, SLOT, HEAD_DIM, True, BLOCK_N, DOT,
         )  # fmt: skip
@@ -201,9 +211,9 @@ def _paged_prefill_kernel(
 
 # Heads are padded to a power of two by masks; tiles of 512 would not fit into shared memory.
 LIMITS = AttentionLimits(dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), head_sizes=range(1, 257))
-_DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 if triton.knobs.runtime.interpret:
-    _DOT[torch.bfloat16] = tl.float32  # the interpreter multiplies the bits of a bfloat16
+    DOT_DTYPES[torch.bfloat16] = tl.float32  # the interpreter multiplies the bits of a bfloat16
 
 
 class _Tile(NamedTuple):
@@ -234,9 +244,11 @@ def _tile(head_pad: int, itemsize: int, max_queries: int, shared_memory: int) ->
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may use; on a CPU it does not matter."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0  # type: ignore[attr-defined]
+def shared_memory(device: torch.device) -> int | None:
+    """Bytes that a program may use; None on a CPU, where it does not matter."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 def paged_prefill(
@@ -284,11 +296,11 @@ def paged_prefill(
         return out
     group, head_pad = num_heads // num_kv_heads, max(triton.next_power_of_2(head_dim), 16)
     rows = seq_lens.shape[0]
-    tile = _tile(head_pad, q.element_size(), max_query_len * group, _shared_memory(q.device))
+    tile = _tile(head_pad, q.element_size(), max_query_len * group, shared_memory(q.device) or 0)
     _paged_prefill_kernel[((tokens * group // tile.block_m + rows) * num_kv_heads,)](
         q, keys, values, out, block_tables, query_starts, seq_lens, window, scale * math.log2(math.e), rows,
         block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
         HEAD_PAD=head_pad, BLOCK_SIZE=block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        DOT=_DOT[q.dtype], num_warps=tile.num_warps, num_stages=tile.num_stages,
+        DOT=DOT_DTYPES[q.dtype], num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out

@@ -131,7 +131,7 @@ def _store_halves(ptr, first, second, inside, HALF: tl.constexpr):
     tl.store(ptr + HALF, second.to(ptr.dtype.element_ty), mask=inside)
 
 
-def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
+def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places, *, one_shape: bool = False) -> Tensor:
     """Writes k and v into their slots and returns q [T, Hq, D], contiguous and of qkv's dtype; computed in float32.
 
     Args, contiguous:
@@ -139,6 +139,7 @@ def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tenso
         qk_norm: None: no norm.
         places: dimension i of a head pairs with i + D / 2. Of tokens that share a slot, any one stays. The cache may be
             of any floating dtype. Rows of cos and sin alone may lie apart.
+        one_shape: programs are shaped alike for any number of tokens, so that a head's norm is summed in one order.
     """
     cos, sin, slot_mapping, key_slots, value_slots = places
     q_weight, k_weight, eps = qk_norm or (None, None, 0.0)
@@ -151,7 +152,7 @@ def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tenso
     # Few tokens hide latency by many small programs. Of many tokens' programs most wait for a place on an SM, and those
     # of the next launch, let in early, take places from them: then large programs are best.
     block_half = triton.next_power_of_2(head_dim // 2)
-    block_heads, num_warps = (8, 4) if tokens <= 256 else (min(2048 // block_half, 32), 2)
+    block_heads, num_warps = (8, 4) if tokens <= 256 or one_shape else (min(2048 // block_half, 32), 2)
     tiles = triton.cdiv(q_heads, block_heads) + 2 * triton.cdiv(kv_heads, block_heads)
     _rope_and_store_kernel[(tokens * tiles,)](
         qkv,

@@ -35,16 +35,14 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """down(act(gate x) * up x) (Shazeer 2020, arXiv:2002.05202), or down(act(up x)) where it is not gated."""
+    """SwiGLU: down(silu(gate x) * up x) (Shazeer 2020, arXiv:2002.05202)."""
 
     intermediate_size: int
     bias: bool = False
-    activation: str = "silu"
-    gated: bool = True
 
     @property
     def activation_width(self) -> int:
-        return (3 if self.gated else 2) * self.intermediate_size
+        return 3 * self.intermediate_size
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,17 +33,6 @@ _NOT_DONE = {
     "position_bias": "adds a bias of positions to its attention scores, which no attention backend here does",
 }
 _ALIBI = ("bloom", "mpt")  # always; others say so in their config
-
-
-class AttentionCall(NamedTuple):
-    """One layer's call of the attention function."""
-
-    layer: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int  # the larger one where values differ from keys
-    scale: float
-    window: int | None
 
 
 class _CannotServeError(Exception):
@@ -76,18 +66,14 @@ def transformers_spec(raw: dict[str, Any], names: list[str], source: str, ours: 
     except _CannotServeError as error:
         name = architecture.__name__
         raise ModelError(f"{source}: {name} cannot run through transformers' code here: {error}") from error
-    first = calls[0]
     # Keys and values of different sizes are both kept at the larger one, filled up with zeros.
-    head_dim = max(call.head_dim for call in calls)
+    head_dim, scale = max(call.head_dim for call in calls), calls[0].scale
     mlp = MLPSpec(getattr(config, "intermediate_size", None) or 4 * hidden_size)  # bounds memory, no more
     return ModelSpec(
         architecture=architecture.__name__,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        layers=tuple(
-            LayerSpec(AttentionSpec(first.num_heads, first.num_kv_heads, head_dim, first.scale, call.window), mlp)
-            for call in calls
-        ),
+        layers=tuple(LayerSpec(replace(call, head_dim=head_dim, scale=scale), mlp) for call in calls),
         norm_eps=0.0,  # transformers' code has its own
         tie_word_embeddings=config.tie_word_embeddings,
         max_model_len=config.max_position_embeddings,
@@ -163,7 +149,7 @@ def _refusals(config: Any, architecture: Any) -> Iterator[tuple[object, str]]:
         )
 
 
-def _probe(config: Any) -> tuple[list[AttentionCall], int, int]:
+def _probe(config: Any) -> tuple[list[AttentionSpec], int, int]:
     """The calls of all layers in order, hidden size and vocabulary. Raises _CannotServeError."""
     from transformers import AutoModelForCausalLM
 
@@ -180,8 +166,7 @@ def _probe(config: Any) -> tuple[list[AttentionCall], int, int]:
         waits = isinstance(error, RuntimeError) and "meta" in str(error)  # a NotImplementedError is one
         reason = f"it waits for results on the host ({said})" if waits else f"its code fails with {said}"
         raise _CannotServeError(reason) from error
-    calls = recorder.calls
-    layers = [call.layer for call in calls]
+    calls, layers = recorder.calls, recorder.layers
     if not layers or layers != list(range(len(layers))):
         raise _CannotServeError(
             "its layers must attend once each through transformers' attention function; the layers that did are "
@@ -204,7 +189,8 @@ class _Recorder:
     """The attention function of the run on the meta device."""
 
     def __init__(self, num_positions: int) -> None:
-        self.calls: list[AttentionCall] = []
+        self.layers: list[int] = []  # in the order in which they attended
+        self.calls: list[AttentionSpec] = []  # what each asked for; head_dim is the larger one where values differ
         self._keys = torch.arange(max(_TOKENS, min(num_positions, _FARTHEST)), device="cpu")
 
     def run(self, model: Any, decoder: Any) -> tuple[Tensor, Tensor]:
@@ -234,9 +220,9 @@ class _Recorder:
             if kwargs.get(name) is not None:
                 raise _CannotServeError(f"it {reason}")
         scale = kwargs.get("scaling")
+        self.layers.append(layer)
         self.calls.append(
-            AttentionCall(
-                layer=layer,
+            AttentionSpec(
                 num_heads=query.shape[1],
                 num_kv_heads=key.shape[1],
                 head_dim=max(key.shape[3], value.shape[3]),

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -71,7 +70,8 @@ class EngineCore:
         self._outputs = outputs
         self._in_flight: deque[_InFlightStep] = deque()  # oldest first; with overlap one stays between two steps
         self._ended: list[Request] = []  # aborted or failed since the last StepRecord
-        self._laps = _Laps()
+        self._start = 0.0  # of the first step since the last StepRecord
+        self._seconds = [0.0, 0.0, 0.0]  # that the host has scheduled, executed and updated since then
 
     def abort(self, requests: Sequence[Request]) -> None:
         """Ends requests at any moment. Their end is posted by `post_ended`."""
@@ -105,31 +105,41 @@ class EngineCore:
         """Runs one step. An error of the executor ends the requests of its plan and is raised; one in the bookkeeping
         ends all of them."""
         start = self.clock()
-        with _on_error(self._start_over):
+        executing: StepPlan | None = None  # what the executor is at
+        try:
             evictions = self.scheduler.kv.num_evictions
             plan = self.scheduler.schedule(start)
             kv, evictions = self.scheduler.usage(), self.scheduler.kv.num_evictions - evictions
-        planned = self.clock()
-        if not plan.empty:
-            with _on_error(lambda: self._give_up(plan)):
+            planned = self.clock()
+            if not plan.empty:
+                executing = plan
                 self._in_flight.append(_InFlightStep(plan, self.executor.launch(plan), kv, evictions))
-        waits = self.executor.overlap and not plan.empty  # for the step after it, unless there is none
-        step = self._in_flight.popleft() if len(self._in_flight) > waits else None
-        result = StepResult([])
-        if step:
-            with _on_error(lambda: self._give_up(step.plan)):
+                executing = None
+            waits = self.executor.overlap and not plan.empty  # for the step after it, unless there is none
+            step = self._in_flight.popleft() if len(self._in_flight) > waits else None
+            result = StepResult([])
+            if step:
+                executing = step.plan
                 result = self.executor.collect(step.handle)
-        executed = self.clock()
-        with _on_error(self._start_over):
+            executing, executed = None, self.clock()
             updates = self.scheduler.update(step.plan, result, executed) if step else []
             endings = self._outputs.process(updates, result)
             for request, reason, stop, _ in endings:
                 self.scheduler.finish(request, reason, stop)
             self._outputs.post([request for request, _, _ in updates])
+        except BaseException:
+            if executing is None:
+                self._start_over()
+            else:
+                self._give_up(executing)
+            raise
         if not self.scheduler.num_unfinished:
             self.drop_in_flight()
         end = self.clock()
-        self._laps.add(start, planned - start, executed - planned, end - executed)
+        if not any(self._seconds):
+            self._start = start
+        laps = planned - start, executed - planned, end - executed
+        self._seconds = [sum(pair) for pair in zip(self._seconds, laps, strict=True)]
         if step or self._ended:
             num_dropped = sum(ending.num_dropped for ending in endings)
             # Where nothing was read, what was just launched is told of when it is.
@@ -162,17 +172,17 @@ class EngineCore:
         plan, scheduler = step.plan, self.scheduler
         drafted, accepted = ((), ()) if step.handle is None else count_drafts(plan, result)
         decode_tokens = bisect_left(updates, plan.num_decode_rows, key=_row_of)  # updates are in the order of rows
-        laps, self._laps = self._laps, _Laps()
+        (schedule_s, execute_s, update_s), self._seconds = self._seconds, [0.0, 0.0, 0.0]
         in_step = [request for request, _, _ in updates if request.finish_reason is not None]
         by_text = [r for r in in_step if r.finish_reason is FinishReason.error]
         ended, self._ended = self._ended, []
         record = StepRecord(
             step=plan.step,
-            start_time=laps.start,
+            start_time=self._start,
             end_time=end,
-            schedule_s=laps.schedule_s,
-            execute_s=laps.execute_s,
-            update_s=laps.update_s,
+            schedule_s=schedule_s,
+            execute_s=execute_s,
+            update_s=update_s,
             prefill_tokens=plan.num_prefill_tokens,
             decode_tokens=decode_tokens,
             sampled_tokens=sum([len(token_ids) for _, token_ids, _ in updates]) - num_dropped,
@@ -207,33 +217,6 @@ class _InFlightStep(NamedTuple):
     handle: Any  # the executor's; None: it has no rows
     kv: KVUsage
     evictions: int
-
-
-@dataclass
-class _Laps:
-    """Where the host's time went since the last StepRecord."""
-
-    start: float = 0.0
-    schedule_s: float = 0.0
-    execute_s: float = 0.0
-    update_s: float = 0.0
-
-    def add(self, start: float, schedule_s: float, execute_s: float, update_s: float) -> None:
-        if not (self.schedule_s or self.execute_s or self.update_s):
-            self.start = start
-        self.schedule_s += schedule_s
-        self.execute_s += execute_s
-        self.update_s += update_s
-
-
-@contextlib.contextmanager
-def _on_error(clean_up: Callable[[], None]) -> Iterator[None]:
-    """Cleans up after what went wrong, and then raises it."""
-    try:
-        yield
-    except BaseException:
-        clean_up()
-        raise
 
 
 def _nothing(step: int) -> StepPlan:

@@ -22,7 +22,14 @@ from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.text.detokenizer import Detokenizer
 from mini_infer.runtime.text.grammar import CompiledGrammar, GrammarCompiler
 from mini_infer.runtime.text.output import OutputProcessor
-from mini_infer.runtime.text.prompt import Params, Prompt, encode_prompt, pair_prompts, require_fit
+from mini_infer.runtime.text.prompt import (
+    Params,
+    Prompt,
+    encode_prompt,
+    pair_prompts,
+    require_fit,
+    require_known_tokens,
+)
 from mini_infer.runtime.text.tokenizer import checked_text
 from mini_infer.speculative.speculator import make_speculator
 
@@ -83,8 +90,8 @@ class LLMEngine:
             prefix_caching=config.cache.prefix_caching,
             num_host_blocks=limits.num_host_blocks,
         )
-        proposer = make_speculator(config.speculation, self.vocab_size, self.executor.step_costs)
-        return Scheduler(config.scheduler, kv, config.cache.watermark, proposer, self.executor.overlap)
+        speculator = make_speculator(config.speculation, self.vocab_size, self.executor.step_costs)
+        return Scheduler(config.scheduler, kv, config.cache.watermark, speculator, self.executor.overlap)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -224,11 +231,8 @@ class LLMEngine:
         params = SamplingParams.of(given)
         text, token_ids = encode_prompt(prompt, self.tokenizer, self.vocab_size)
         require_fit(len(token_ids), self.max_model_len, self.executor.limits.reason)
-        limited = [("stop token", token, "stop_token_ids") for token in params.stop_token_ids]
-        limited += [("biased token", token, "logit_bias") for token, _ in params.biases]
-        for name, token, param in limited:
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(f"{name} id {token} is out of range: 0 to {self.vocab_size - 1} are allowed", param)
+        if params.stop_token_ids or params.logit_bias:
+            require_known_tokens(params, self.vocab_size)
         grammar = None if params.grammar is None else self._grammars.compile(params.grammar)
         return text, token_ids, params, grammar
 

@@ -27,9 +27,9 @@ class DraftPlanner:
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVManager, proposer: NoSpeculation, follows: bool, watermark_blocks: int
+        self, config: SchedulerConfig, kv: KVManager, speculator: NoSpeculation, follows: bool, watermark_blocks: int
     ) -> None:
-        self.proposer = proposer
+        self.speculator = speculator
         self._config, self._kv, self._follows = config, kv, follows
         self._watermark_blocks = watermark_blocks
 
@@ -41,10 +41,10 @@ class DraftPlanner:
         Args:
             planned: steps that are not booked yet.
         """
-        blocks = len(running) * (2 + self.proposer.most // self._kv.block_size)  # more than they can grow by
+        blocks = len(running) * (2 + self.speculator.most // self._kv.block_size)  # more than they can grow by
         return (
             self._follows
-            and not self.proposer.needs_tokens
+            and not self.speculator.needs_tokens
             and self._kv.num_free >= blocks
             and all(step.num_decode_rows == len(step.rows) for step in planned)
             and not any(request.must_be_read for request in running)
@@ -57,8 +57,8 @@ class DraftPlanner:
         Args:
             prompts: there may be prompts in the step, too. One that cannot be cut may take all that is left of it.
         """
-        drafts = self.proposer.plan(step.rows, prompts)
-        step.keeps_up = self.proposer.keeps_up
+        drafts = self.speculator.plan(step.rows, prompts)
+        step.keeps_up = self.speculator.keeps_up
         if not drafts or (prompts and not self._config.chunked_prefill):
             return
         kv, block_size = self._kv, self._kv.block_size

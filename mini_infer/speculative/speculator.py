@@ -115,14 +115,11 @@ def make_speculator(config: SpeculationConfig, vocab_size: int, step_costs: Call
     """
     if not config.most:
         return NoSpeculation()
-    if config.has_draft_model:
-        proposer = Proposer()
-    elif config.method is SpeculationMethod.ngram:
+    proposer = Proposer() if config.has_draft_model else SyntheticProposer(vocab_size)
+    if config.method is SpeculationMethod.ngram:
         proposer = ngram_proposer(config.ngram_min, config.ngram_max)
-    elif config.method is SpeculationMethod.suffix:
+    if config.method is SpeculationMethod.suffix:
         proposer = suffix_proposer()
-    else:
-        proposer = SyntheticProposer(vocab_size)
     if not config.adaptive:
         return Speculator(proposer, DraftLengthPolicy(), config.most)
     costs = step_costs()

@@ -48,16 +48,8 @@ def measure_costs(
         prompts = _prompts(rows, config, limits)
         runner.collect(runner.launch(prompts))
         for width in sorted({1, *widths, 1 + most}):
-            plan = StepPlan(
-                0,
-                prompts.req_indices,
-                prompts.starts,
-                [width] * rows,
-                prompts.samples,
-                num_decode_rows=rows,
-                drafts={} if has_draft_model else dict.fromkeys(range(rows), [0] * (width - 1)),
-                num_drafts=rows * (width - 1),
-            )
+            drafts = {} if has_draft_model else dict.fromkeys(range(rows), [0] * (width - 1))
+            plan = StepPlan.alike(rows, prompts.starts[0], width, decode=True, drafts=drafts)
             seconds, drafting, took = _time(runner, plan, overlap and (width == 1 or not looked_up))
             spent += took if number > 1 else 0
             target[rows, width] = seconds - drafting
@@ -114,8 +106,5 @@ def _prompts(rows: int, config: EngineConfig, limits: Limits) -> StepPlan:
     admissions = []
     for row in range(rows):
         table = [(row * width + i) % limits.num_blocks for i in range(width)]
-        admissions.append(
-            Admission(row, "a measurement", [0] * context, context, table, params, seed=row, stop_ids=frozenset())
-        )
-    starts = [context - 1] * rows
-    return StepPlan(0, list(range(rows)), starts, [1] * rows, [True] * rows, num_decode_rows=0, admissions=admissions)
+        admissions.append(Admission(row, "a measurement", [0] * context, context, table, params, seed=row))
+    return StepPlan.alike(rows, context - 1, 1, decode=False, admissions=admissions)

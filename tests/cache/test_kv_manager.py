@@ -192,7 +192,7 @@ def test_sibling_shares_the_leaders_full_prompt_blocks_without_a_prefix_cache() 
 
 def test_contiguous_layout_reserves_the_longest_request() -> None:
     kv = KVManager(9, 4, 16, layout=Layout.contiguous, prefix_caching=False)
-    assert kv.capacity == 32  # two regions of 16; the ninth block is too little for a third
+    assert kv.num_free == 8  # two regions of 16 tokens; the ninth block is too little for a third
     a, b, c = request([1, 2]), request([3]), request([4])
     assert admitted(kv, a)
     assert admitted(kv, b)

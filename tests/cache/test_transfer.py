@@ -10,7 +10,7 @@ import torch
 from mini_infer.cache import transfer as transfers
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout, Plane
-from mini_infer.cache.transfer import KVTransfer
+from mini_infer.cache.transfer import AtOnce, KVTransfer
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Transfer
 
@@ -106,14 +106,11 @@ class LateEvent:
         return self._work is None
 
 
-class LateStream:
+class LateStream(AtOnce):
     """Does its work when it is told to."""
 
     def __init__(self) -> None:
         self.events: list[LateEvent] = []
-
-    def uses(self, tensor: torch.Tensor) -> None:
-        pass
 
     def run(self, work: Callable[[], None]) -> LateEvent:
         self.events.append(LateEvent(work))

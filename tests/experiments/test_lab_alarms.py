@@ -7,8 +7,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments import ablation
-from experiments.lab.judge.claims import Verdict, judge, ratio
-from experiments.lab.measure import clocks, subjects
+from experiments.lab.judge import stats
+from experiments.lab.judge.claims import Verdict, judge
+from experiments.lab.measure import clocks, lending, subjects
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Table
 from mini_infer import LLMEngine
@@ -73,9 +74,12 @@ def virtual_time(monkeypatch):
         return LLMEngine(config, clock=clock)
 
     monkeypatch.setattr(subjects, "LLMEngine", engine)
+    monkeypatch.setattr(lending, "clock", clock)
     # The dry model's sleep alone: a thread that another test left behind must not move this clock.
     monkeypatch.setattr(dry, "time", SimpleNamespace(sleep=clock.sleep))
-    monkeypatch.setattr(clocks, "drift", lambda *_: 0.0)  # of the real machine, which is not the one that is measured
+    monkeypatch.setattr(
+        clocks, "drift", lambda *_: clocks.Drift()
+    )  # of the real machine, which is not the one that is measured
 
 
 CLAIMS = [
@@ -117,7 +121,7 @@ def alarms(compose_config, runs):
         variants = {"base": 0.3, "same": 0.3}
         _, measured = findings(compose_config, variants, [], "workload.output_tokens=8", seed=seed)
         table = Table(measured.rows)
-        interval = ratio(table.values("same", "", "tpot_ms"), table.values("base", "", "tpot_ms"))
+        interval = stats.ratio(table.values("same", "", "tpot_ms"), table.values("base", "", "tpot_ms"))
         found += not interval.low <= 1 <= interval.high
     return found
 

@@ -150,16 +150,6 @@ def test_what_is_observed_is_the_pass_and_nothing_before_it():
     assert subject.observers == []
 
 
-def test_a_pass_with_a_salt_shares_nothing_with_earlier_ones():
-    clock = Clock()
-    subject = engine(clock)
-    items = [Item(prompt(7, 64), 2)]
-    cached = [
-        drive(subject, items, 1, salt=salt, sleep=clock.sleep).requests[0].cached_tokens for salt in ("", "", "b")
-    ]
-    assert cached == [0, 48, 0]
-
-
 def test_a_request_that_the_engine_refuses_costs_the_others_nothing():
     items = [Item(prompt(1), 4), Item(prompt(2, 300), 4), Item(prompt(3), 4, follows=1), Item(prompt(4), 4, follows=2)]
     served, _ = run(items, concurrency=1)

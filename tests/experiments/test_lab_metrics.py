@@ -9,7 +9,7 @@ import pytest
 from experiments.lab.judge import metrics
 from experiments.lab.judge.formulas import SERVING, Context, Missing
 from experiments.lab.judge.metrics import RequestTrace, Served
-from experiments.lab.judge.roofline import Utilization
+from experiments.lab.judge.roofline import Floor
 from experiments.lab.judge.slo import SLO
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import KVUsage, StepRecord
@@ -66,7 +66,7 @@ def test_times_are_means_and_percentiles_take_a_sample():
     assert value("itl_max_ms", served) == pytest.approx(2000)
     assert value("tpot_ms", served) == pytest.approx(1250)  # 1 s and 1.5 s a token: a request counts once
     assert value("e2e_ms", served) == pytest.approx(3500)
-    assert value("ttft_p99_ms", served) == Missing("2 samples do not show a P99, which takes 1000")
+    assert value("ttft_p99_ms", served) == Missing("not shown: 2 samples do not show a P99, which takes 1000")
     assert value("tpot_ms", Served((trace(0.0, [1.0]),), 0.0, 1.0)) == Missing("no request gave a sample of it")
     ten = Served(tuple(trace(0.0, [float(i)]) for i in range(1, 11)), 0.0, 10.0)
     assert value("ttft_p50_ms", ten) == pytest.approx(5500)
@@ -157,9 +157,9 @@ def test_a_peer_has_no_steps_and_that_is_no_fault():
 
 def test_the_roofline_needs_ceilings():
     served = Served((), 0.0, 1.0, (record(0, 0.0, 1.0),))
-    assert value("mbu", served, Context(no_utilization="nobody measured them")).reason == "nobody measured them"
-    known = Context(utilization=lambda records: Utilization(0.5, 0.1, 0.002))
-    assert metrics.measure(served, ["mbu", "mfu", "floor_ms"], known) == {"mbu": 0.5, "mfu": 0.1, "floor_ms": 2.0}
+    assert value("mbu", served, Context(no_floors="nobody measured them")).reason == "nobody measured them"
+    known = Context(floors=lambda records: [Floor(0.5, 0.1)])
+    assert metrics.measure(served, ["mbu", "mfu", "floor_ms"], known) == {"mbu": 0.5, "mfu": 0.1, "floor_ms": 500.0}
 
 
 def test_peak_memory_is_in_mib():

@@ -94,7 +94,7 @@ def record(**changes):
         "prefix_hit_tokens": 0, "evictions": 0, "preempted": (), "swapped_out_blocks": 0, "swapped_in_blocks": 0,
         "finished": (), "aborted": (), "failed": (),
     } | changes  # fmt: skip
-    known = {f.name for f in dataclasses.fields(StepRecord)}
+    known = set(StepRecord._fields)
     return StepRecord(**{key: value for key, value in values.items() if key in known})
 
 
@@ -164,12 +164,12 @@ def test_a_dtype_that_was_not_measured_counts_at_the_fastest_rate():
 
 def test_utilization_of_a_pass(qwen, h200):
     steps = [record(end_time=0.004), record(end_time=0.006)]
-    found = roofline.utilization(qwen, torch.bfloat16, steps, h200)
+    found = roofline.utilization(steps, roofline.floors(qwen, torch.bfloat16, steps, h200))
     one = floor(cost(qwen, torch.bfloat16, steps[0]), h200)
     assert found.mbu == pytest.approx(2 * one.memory_s / 0.010)
     assert found.mfu == pytest.approx(2 * one.compute_s / 0.010)
     assert found.floor_s == pytest.approx(one.seconds)
-    assert roofline.utilization(qwen, torch.bfloat16, [], h200) is None
+    assert roofline.utilization([], []) is None
 
 
 # --- whose ceilings ------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def config(compose_config, tmp_path):
         "experiment.samples=0",
         "experiment.claims=[]",
         "experiment.plots=[]",
-        "measure.repeats=3",
+        "measure.repeats=4",
         "engine.cache.num_blocks=64",
         "workload=fixed",
         "workload.count=3",
@@ -79,7 +79,7 @@ def test_finished_rounds_are_kept_and_the_run_is_marked(config, tmp_path, monkey
     with pytest.raises(raised) as caught:
         run(config, tmp_path)
     result = stored(tmp_path)
-    status = rf"^incomplete: {why}.* in repeat 2 of 3 at concurrency=3; 3 of 6 rounds are kept"
+    status = rf"^incomplete: {why}.* in repeat 2 of 4 at concurrency=3; 3 of 8 rounds are kept"
     with pytest.raises(StoreError, match=status):
         raise StoreError(result.info.status)
     assert {(row.point, row.repeat) for row in result.rows} == {
@@ -89,7 +89,7 @@ def test_finished_rounds_are_kept_and_the_run_is_marked(config, tmp_path, monkey
     }
     assert [g.total_tokens for g in result.info.gates] == [2 * 15, 15]
     shown = capsys.readouterr().err if raised is KeyboardInterrupt else str(caught.value)
-    assert "3 of 6 rounds are kept, in " in shown
+    assert "3 of 8 rounds are kept, in " in shown
     assert "default.json" in shown
     assert "INCOMPLETE" in (tmp_path / "reports/quickstart.md").read_text()
 
@@ -109,7 +109,7 @@ def test_an_interrupted_run_stands_beside_a_complete_one(config, tmp_path, monke
         run(config, tmp_path)
     assert stored(tmp_path).rows == complete.rows
     beside = store.read(tmp_path / "results/quickstart/own.in_process/cpu/default-incomplete.json")
-    assert len(beside.rows) == len(complete.rows) // 3
+    assert len(beside.rows) == len(complete.rows) // 4
 
 
 def full_disk(monkeypatch, *folders):
@@ -132,7 +132,7 @@ def test_results_that_cannot_be_written_go_to_the_systems_temporary_folder(confi
     with pytest.raises(IncompleteRun, match=r"No space left.*kept in .*elsewhere.*move its files to .*run.py report"):
         run(config, tmp_path)
     (kept,) = elsewhere.glob("*/quickstart/own.in_process/cpu/default.json")
-    assert len(store.read(kept).rows) == 3 * PASSES * 5
+    assert len(store.read(kept).rows) == 4 * PASSES * 5
     monkeypatch.undo()
     shutil.copytree(kept.parent, tmp_path / "results/quickstart/own.in_process/cpu", dirs_exist_ok=True)
     assert report.rebuild(tmp_path / "results", tmp_path / "reports")  # as the message says
@@ -144,7 +144,7 @@ def test_results_that_can_be_written_nowhere_are_printed(config, tmp_path, monke
     full_disk(monkeypatch, tmp_path)
     with pytest.raises(IncompleteRun, match="The rows stand above, on stdout"):
         run(config, tmp_path)
-    assert "engine,concurrency=3,2,total_s," in capsys.readouterr().out
+    assert "engine,concurrency=3,2,0,total_s," in capsys.readouterr().out
 
 
 def test_a_results_folder_that_cannot_be_made_is_no_loss_either(config, tmp_path, monkeypatch):
@@ -208,4 +208,4 @@ def test_a_time_limit_keeps_what_was_measured(tmp_path):
     process.communicate(timeout=60)
     assert process.returncode == 130
     (kept,) = (tmp_path / "results" / "overlap").glob("*/cpu/*.json")
-    assert store.read(kept).info.status.startswith("incomplete: interrupted")
+    assert store.read(kept).info.status.startswith("incomplete: process 1 of 3: interrupted in ")

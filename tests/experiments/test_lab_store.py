@@ -79,7 +79,7 @@ def test_what_is_written_comes_back_and_rewriting_changes_no_byte(tmp_path):
 
 def test_the_csv_is_tidy(tmp_path):
     table = store.write(tmp_path, result()).with_suffix(".csv").read_text().splitlines()
-    assert table[0] == "variant,point,repeat,metric,value,unit,valid,reason"
+    assert table[0] == "variant,point,repeat,process,metric,value,unit,valid,reason"
     assert table[1] == "base,size=1,0,speed,10.1235,tokens/s,true,"
     assert table[-1] == 'new,size=2,3,speed,1,tokens/s,false,"lengths differ, ""badly"""'
 

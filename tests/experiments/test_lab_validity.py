@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from experiments.lab.judge import validity
-from experiments.lab.judge.validity import Evidence
+from experiments.lab.judge.evidence import Evidence
 from experiments.lab.measure import clocks
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
+from experiments.lab.workloads import Item
 
 
 def request(index=0, **changes):
@@ -28,13 +29,31 @@ def evidence(count=10, changed=(), **more):
     """`changed`: index -> what is different about that request."""
     changed = dict(changed)
     requests = tuple(request(i, **changed.get(i, {})) for i in range(count))
-    of_pass = {name: more.pop(name) for name in ("memory_growth", "host") if name in more}
-    return Evidence(Served(requests, 0.0, 100.0, **of_pass), vocab_size=100, **more)
+    of_pass = {"start": 0.0, "end": count - 0.7}
+    of_pass |= {name: more.pop(name) for name in list(more) if name in Served.__dataclass_fields__}
+    return Evidence(Served(requests, **of_pass), vocab_size=100, **more)
+
+
+def steps(*times, start=0.0, update_s=0.01, **more):
+    """Records of steps that end at these times."""
+    defaults = {"drafted": (), "prefill_tokens": 0, "decode_tokens": 1, **more}
+    begins = (start, *times)
+    return tuple(
+        SimpleNamespace(start_time=begin, end_time=end, update_s=update_s, **defaults)
+        for begin, end in zip(begins, times, strict=False)
+    )
+
+
+ENDS = [i + gap for i in range(10) for gap in (0.1, 0.2, 0.3)]  # of the steps behind the sound pass
+KNOWN = tuple(Item((i, 1, 2), 3) for i in range(10))
+SLOW = {i: {"token_times": (i + 0.1, i + 0.16, i + 0.22)} for i in range(9)}  # gaps of 60 ms where there were 100
 
 
 def test_a_sound_pass_breaks_no_rule():
     tokens = [r.token_ids for r in evidence().requests]
-    assert validity.problem(evidence(drift=0.05, first_tokens=tokens)) == ""
+    witnesses = {"outside_s": 9.4, "in_flight_s": 3.02, "records": steps(*ENDS), "floors_s": [0.09] * 30}
+    warm = {"items": KNOWN, "before": (Item((7, 7, 7), 3),)}
+    assert validity.problem(evidence(drift=clocks.Drift(0.05), first_tokens=tokens, **witnesses, **warm)) == ""
 
 
 @pytest.mark.parametrize("rule", validity.RULES, ids=lambda rule: rule.__name__)
@@ -46,12 +65,41 @@ def test_every_rule_has_its_planted_fault(rule):
         assert validity.problem(faulty) == rule(faulty)
 
 
-DRAFTED = Served(
-    evidence().served.requests, 0.0, 100.0, records=(SimpleNamespace(drafted=()), SimpleNamespace(drafted=(2, 1)))
-)
 PLANTED = {
     "drafts_of_nothing": [
-        (Evidence(DRAFTED, vocab_size=100, made_up_prompts=True), "drafts were verified on random tokens")
+        (evidence(records=steps(*ENDS, drafted=(2, 1)), made_up_prompts=True), "drafts were verified on random tokens")
+    ],
+    "timed_from_outside": [
+        (evidence(outside_s=18.6), "the pass says that it took 9.3 s, and from outside it took 18.6 s"),
+        (evidence(outside_s=9.0), "the pass says that it took 9.3 s, and from outside it took 9 s"),
+    ],
+    "edges": [
+        (evidence(start=0.1), "the pass starts 100 ms after its first arrival"),
+        (evidence(start=-1.0), "the pass starts 1e+03 ms before its first arrival"),
+        (evidence(end=9.25), "the pass ends 50 ms before its last token"),
+        (evidence(end=9.6), "the pass ends 300 ms after its last token"),
+    ],
+    "tokens_between_steps": [
+        (evidence(records=steps(*ENDS), changed=SLOW), "18 of 30 moments at which tokens appeared are the end of no")
+    ],
+    "latencies_of_nobody": [
+        (evidence(in_flight_s=6.0), "latencies add up to 3 s, and requests were in flight for 6 s"),
+        (evidence(in_flight_s=3.0, changed=SLOW), "latencies add up to 2.28 s, and requests were in flight for 3 s"),
+        (  # timers that start when a request is scheduled, half of its time later
+            evidence(in_flight_s=3.0, changed={i: {"arrival": i + 0.15} for i in range(1, 10)}),
+            "latencies add up to 1.65 s, and requests were in flight for 3 s",
+        ),
+    ],
+    "faster_than_possible": [
+        (
+            evidence(records=steps(*ENDS, prefill_tokens=8192), floors_s=[0.1] * 13 + [2.0] + [0.1] * 16),
+            "1 of 30 steps took less than the hardware needs: step 13 took 100 ms for 8192 prompt tokens and 1 running "
+            "requests, which take 2000 ms",
+        )
+    ],
+    "no_warm_up": [(evidence(before=()), "nothing was served before the clock started")],
+    "warmed_up_on_itself": [
+        (evidence(items=KNOWN, before=KNOWN[2:4]), "2 of 10 measured prompts had been served before the clock started")
     ],
     "failures": [
         (
@@ -102,13 +150,15 @@ PLANTED = {
             "a process of the load client was busy 90 % of the time",
         )
     ],
-    "clocks_drifted": [(evidence(drift=0.08), "the machine's speed changed by 8 % during the pass (5 % are allowed)")],
+    "clocks_drifted": [
+        (evidence(drift=clocks.Drift(0.08)), "the host's speed changed by 8 % during the pass (5 % are allowed)")
+    ],
     "memory_grew": [(evidence(memory_growth=3 * 2**20), "3 MiB of GPU memory were taken inside the timed part")],
 }
 
 
 def test_a_pass_may_break_several_rules():
-    text = validity.problem(evidence(drift=0.5, changed={3: {"asked_tokens": 4}}))
+    text = validity.problem(evidence(drift=clocks.Drift(0.5), changed={3: {"asked_tokens": 4}}))
     assert text.count("; ") == 1
 
 
@@ -153,9 +203,11 @@ def test_few_hits_are_a_note_where_the_cache_is_on():
 
 def test_drift_is_the_larger_change_of_host_and_gpu():
     before = clocks.Speed(1.0, 2.0)
-    assert clocks.drift(before, clocks.Speed(1.1, 2.0)) == pytest.approx(0.1)
-    assert clocks.drift(before, clocks.Speed(0.99, 2.4)) == pytest.approx(0.2)
-    assert clocks.drift(clocks.Speed(1.0), clocks.Speed(0.9)) == pytest.approx(0.1)
+    assert clocks.drift(before, clocks.Speed(1.1, 2.0)).worst == pytest.approx(0.1)
+    assert clocks.drift(before, clocks.Speed(0.99, 2.4)).worst == pytest.approx(0.2)
+    assert clocks.drift(clocks.Speed(1.0), clocks.Speed(0.9)).worst == pytest.approx(0.1)
+    assert str(clocks.drift(before, clocks.Speed(1.1, 2.0))) == "the host's speed changed by 10 %"
+    assert str(clocks.drift(before, clocks.Speed(0.99, 2.4))) == "the GPU's speed changed by 20 %"
 
 
 def test_a_watch_wants_the_best_speed_so_far_before_and_the_passes_own_after(monkeypatch):
@@ -168,8 +220,9 @@ def test_a_watch_wants_the_best_speed_so_far_before_and_the_passes_own_after(mon
 
     monkeypatch.setattr(clocks, "take", take)
     watch = clocks.Watch("cpu")
-    assert watch.drift_since(watch.before()) == pytest.approx(0.1)
-    assert watch.drift_since(watch.before()) == pytest.approx(1.2 / 0.9 - 1)
+    assert watch.after(watch.before()).drift.host == pytest.approx(0.1)
+    assert watch.after(watch.before()).drift.host == pytest.approx(1.2 / 0.9 - 1)
+    assert watch.medians() == {}
     assert wanted == [None, 1.0, 1.0, 0.9]
 
 

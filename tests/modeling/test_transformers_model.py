@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from experiments.lab.judge.probe import probe_batch
 from mini_infer import EngineConfig, LLMEngine
 from mini_infer.core.config import ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.modeling.loader import load_model, load_spec, outline
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.modeling.transformers_model import TransformersModel
-from mini_infer.runtime.probe import probe_batch
 
 CPU = torch.device("cpu")
 LENGTH = 45

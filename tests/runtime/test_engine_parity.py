@@ -10,8 +10,8 @@ import torch
 import transformers
 from integrity import check_scheduler
 
+from experiments.lab.judge.probe import probe_batch, probe_logits
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
-from mini_infer.runtime.probe import probe_batch, probe_logits
 
 VOCAB = 200
 MAX_LEN = 128

@@ -12,12 +12,12 @@ import pytest
 import torch
 from fake_graphs import RecordingGraph, numbered
 
+from experiments.lab.judge.probe import probe_logits
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.modeling.loader import load_spec
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.pieces import PiecewiseGraphs, graph_bytes, token_ladder
-from mini_infer.runtime.probe import probe_logits
 from mini_infer.runtime.worker.step_input import Samples
 
 SHAPE = {

@@ -232,8 +232,9 @@ class History:
         others = {block for r in active if r not in lower for block in r.block_table}
         gained = {block for r in lower for block in r.block_table} - others
         ahead = self.siblings_ahead(self.rank(request))
-        needed = -(-request.num_tokens // BLOCK) if self.kv.requests_grow else self.kv.least_blocks
-        watermark = int(self.machine.watermark * self.kv.num_blocks) if self.kv.requests_grow and active else 0
+        grows = self.kv.least_blocks == 1
+        needed = -(-request.num_tokens // BLOCK) if grows else self.kv.least_blocks
+        watermark = int(self.machine.watermark * self.kv.num_blocks) if grows and active else 0
         free = self.kv.num_free + len(gained) - ahead * self.kv.least_blocks - watermark
         return len(active) - len(lower) + ahead < self.config.max_num_seqs and needed <= free
 

@@ -11,9 +11,9 @@ import transformers
 from fake_graphs import RecordingGraph
 from integrity import check_scheduler
 
+from experiments.lab.judge.probe import probe_logits
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.runtime.graphs.pieces import PiecewiseGraphs
-from mini_infer.runtime.probe import probe_logits
 
 VOCAB, MAX_LEN, NEW_TOKENS = 200, 96, 16
 SIZES = {

@@ -7,21 +7,21 @@ import numpy as np
 from mini_infer.core.uniforms import SYNTHETIC, Array, hash_seeds, uniforms
 
 
-def stands_at_rate(keys: Array, positions: Array, rate: float) -> Array:
+def stands_at_rate(keys: Array, positions: Array, rate: float | Array) -> Array:
     """Whether the draft at each position is accepted if those before it are: with a chance of `rate`, by a hash of
-    (key, position). keys (core.uniforms.hash_seeds) and positions broadcast."""
+    (key, position). keys (core.uniforms.hash_seeds), positions and rates broadcast."""
     return uniforms(keys, positions + SYNTHETIC) < rate
 
 
-def accepted_at_rate(seeds: Array, positions: Array, num_drafts: Array, rate: float) -> Array:
-    """How many drafts of each of R rows are accepted, [R]: up to the first that does not stand, as a step settles it
-    (kernels/rows.py).
+def accepted_at_rate(seeds: Array, positions: Array, most: int, rates: float | Array) -> Array:
+    """How many of `most` drafts are accepted: up to the first that does not stand, as a step settles it
+    (kernels/rows.py). Of fewer drafts it is the smaller number.
 
     Args:
-        seeds: [R], of the requests.
-        positions: [R], of their first drafts.
-        num_drafts: [R]
+        seeds: of the requests.
+        positions: of their first drafts; broadcasts with seeds and rates to what is returned.
+        rates: of acceptance.
     """
-    place = np.arange(num_drafts.max(initial=0))
-    stands = stands_at_rate(hash_seeds(seeds.astype(np.uint64))[:, None], positions[:, None] + place, rate)
-    return np.logical_and.accumulate(stands & (place < num_drafts[:, None]), axis=1).sum(axis=1)
+    keys, places = hash_seeds(seeds.astype(np.uint64)), np.arange(most)
+    stands = stands_at_rate(keys[..., None], positions[..., None] + places, np.asarray(rates)[..., None])
+    return np.logical_and.accumulate(stands, axis=-1).sum(axis=-1)

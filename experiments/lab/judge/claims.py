@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -145,9 +145,9 @@ def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate | ErrorGate]) 
         assert claim.reference_variant is not None
         assert claim.reference_point is not None
         reference = table.values(claim.reference_variant, claim.reference_point, claim.metric)
-        found = ratio(values, reference)
+        found = stats.ratio(values, reference)
     else:
-        found = stats.estimate(list(values.values())) if values else None
+        found = stats.absolute(values) if values else None
     if found is None:
         return _inconclusive(claim, None, _why_none(claim, rows))
     if found.low is None or found.high is None:
@@ -164,14 +164,6 @@ def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate | ErrorGate]) 
             claim, found, "the interval holds a bound" if claim.upper else "the interval holds the bound"
         )
     return Judgement(claim, Verdict.supported if supported else Verdict.refuted, found, "")
-
-
-def ratio(values: Mapping[int, float], reference: Mapping[int, float]) -> stats.Estimate | None:
-    """Paired by repeat, over the repeats that both have."""
-    repeats = [r for r in values if reference.get(r, 0) > 0]
-    if not repeats:
-        return None
-    return stats.paired_ratio([values[r] for r in repeats], [reference[r] for r in repeats])
 
 
 def _why(gate: Gate | ErrorGate) -> str:

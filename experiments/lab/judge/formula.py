@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from experiments.lab.judge.roofline import Utilization
+from experiments.lab.judge.roofline import Floor
 from experiments.lab.judge.slo import SLO
 from experiments.lab.measure.traces import Served
+from experiments.lab.store.rows import NOT_SHOWN
 from mini_infer.core.plan import StepRecord
 
 
@@ -31,8 +32,8 @@ class Context:
     """What a pass is measured against."""
 
     slo: SLO = field(default_factory=SLO)
-    utilization: Callable[[Sequence[StepRecord]], Utilization | None] | None = None  # against this machine's ceilings
-    no_utilization: str = "no ceilings are known for this machine"  # why there is none
+    floors: Callable[[Sequence[StepRecord]], Sequence[Floor]] | None = None  # of steps, by this machine's ceilings
+    no_floors: str = "no ceilings are known for this machine"  # why there are none
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,15 @@ class Missing:
     applies: bool = True
 
 
+def too_few(reason: str) -> Missing:
+    """Nothing went wrong, and there is nothing to be shown."""
+    return Missing(f"{NOT_SHOWN}{reason}")
+
+
 NOT_A_PEERS = Missing("a peer has no engine steps to look at", applies=False)
 NOTHING = Missing("no request gave a sample of it")
 Compute = Callable[[Served, Context], "float | Missing"]
-Samples = Callable[[Served], Sequence["float | None"]]
+Samples = Callable[[Served], Sequence["tuple[Hashable, float | None]"]]
 
 
 @dataclass(frozen=True)

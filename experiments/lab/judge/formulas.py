@@ -11,7 +11,7 @@ arrival      first token            last token
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.draft_formulas import DRAFTS
@@ -29,10 +29,11 @@ from experiments.lab.judge.formula import (
     of_engine,
     of_pass,
     of_request,
+    too_few,
     total,
 )
-from experiments.lab.judge.roofline import Utilization
-from experiments.lab.measure.traces import HostUse, Served
+from experiments.lab.judge.roofline import Utilization, utilization
+from experiments.lab.measure.traces import HostUse, RequestTrace, Served
 from mini_infer.core.plan import StepRecord
 
 PERCENTILES = (50, 90, 95, 99)
@@ -40,14 +41,19 @@ NOT_PROFILED = Missing("it is taken of profiled decode steps, and these were not
 NOT_SEARCHED = Missing("it is what a search finds, and this was none", applies=False)
 NOT_OVER_HTTP = Missing("there is no client and no server beside the engine", applies=False)
 NOT_TOLD = Missing("only the processes of our own server can be asked", applies=False)
+NO_COUNTER = Missing("no GPU has counted its energy", applies=False)
 UNKNOWN_MEMORY = Missing("its memory is not known", applies=False)
 
 
 def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula]:
-    """Mean and percentiles of a time, `samples` in seconds."""
+    """Mean and percentiles of a time, `samples` in seconds, each with what sets it apart from others: a request, or of
+    gaps the moment at which they end."""
+
+    def at(served: Served) -> list[tuple[Hashable, float]]:
+        return [(moment, sample) for moment, sample in samples(served) if sample is not None]
 
     def known(served: Served) -> list[float]:
-        return [1e3 * sample for sample in samples(served) if sample is not None]
+        return [1e3 * sample for _, sample in at(served)]
 
     def average(served: Served, context: Context) -> float | Missing:
         found = known(served)
@@ -58,7 +64,13 @@ def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula
             found = known(served)
             value = stats.percentile(found, q)
             if value is None:
-                return Missing(f"{len(found)} samples do not show a P{q}, which takes {stats.samples_needed(q)}")
+                return too_few(f"{len(found)} samples do not show a P{q}, which takes {stats.samples_needed(q)}")
+            beyond = {moment for moment, sample in at(served) if 1e3 * sample >= value}
+            if q > 50 and len(beyond) < stats.SAMPLES_BEYOND:
+                return too_few(
+                    f"{len(beyond)} moments lie beyond the P{q}, which takes {stats.SAMPLES_BEYOND}: gaps of several "
+                    "requests that end together are one"
+                )
             return value
 
         return compute
@@ -70,12 +82,21 @@ def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula
     return formulas
 
 
-def _gaps(served: Served) -> list[float]:
-    return [gap for request in served.requests for gap in request.gaps]
+def _gaps(served: Served) -> list[tuple[Hashable, float]]:
+    """Those that end within the same millisecond have one cause."""
+    found: list[tuple[Hashable, float]] = []
+    for request in served.counted:
+        gaps, times = request.gaps, request.token_times
+        found += zip([round(1e3 * end) for end in times[len(times) - len(gaps) :]], gaps, strict=True)
+    return found
+
+
+def _of_requests(time: Callable[[RequestTrace], float | None]) -> Samples:
+    return lambda served: [(index, time(request)) for index, request in enumerate(served.counted)]
 
 
 def _longest_gap(served: Served, context: Context) -> float | Missing:
-    return max((1e3 * gap for gap in _gaps(served)), default=NOTHING)
+    return max((1e3 * gap for _, gap in _gaps(served)), default=NOTHING)
 
 
 def _rate(count: Callable[[Served, Context], float]) -> Compute:
@@ -91,15 +112,17 @@ def _input_tokens(served: Served, context: Context) -> float:
 
 
 def _completed(served: Served, context: Context) -> float:
-    return sum(1 for request in served.requests if not request.error)
+    """Of an open loop without its ramps those that end meanwhile."""
+    complete = [request for request in served.requests if not request.error]
+    return len(complete) if served.window is None else sum(served.in_window(r.token_times[-1:]) for r in complete)
 
 
 def _good(served: Served, context: Context) -> float:
-    return sum(1 for request in served.requests if context.slo.met_by(request))
+    return sum(1 for request in served.counted if context.slo.met_by(request))
 
 
 def _kept_share(served: Served, context: Context) -> float | Missing:
-    return _good(served, context) / len(served.requests) if served.requests else NOTHING
+    return _good(served, context) / len(served.counted) if served.counted else NOTHING
 
 
 def _hit_rate(served: Served, context: Context) -> float | Missing:
@@ -141,6 +164,11 @@ def _cpu_us(seconds: Callable[[HostUse], float | None]) -> Compute:
     return compute
 
 
+def _joules_per_token(served: Served, context: Context) -> float | Missing:
+    tokens = sum(len(request.token_times) for request in served.requests)
+    return NO_COUNTER if served.joules is None or not tokens else served.joules / tokens
+
+
 def _tokens_per_read(served: Served, context: Context) -> float | Missing:
     if served.host is None:
         return NOT_OVER_HTTP
@@ -152,9 +180,9 @@ def _roofline(part: Callable[[Utilization], float]) -> Compute:
     def compute(served: Served, context: Context) -> float | Missing:
         if not served.records:
             return NOT_A_PEERS
-        if context.utilization is None:
-            return Missing(context.no_utilization, applies=False)
-        found = context.utilization(served.records)
+        if context.floors is None:
+            return Missing(context.no_floors, applies=False)
+        found = utilization(served.records, context.floors(served.records))
         return NOTHING if found is None else part(found)
 
     return compute
@@ -163,11 +191,11 @@ def _roofline(part: Callable[[Utilization], float]) -> Compute:
 _HIGH, _LOW = Better.higher, Better.lower
 
 SERVING: dict[str, Formula] = {
-    **_times("ttft", "time to first token", "request", lambda s: [r.ttft for r in s.requests]),
+    **_times("ttft", "time to first token", "request", _of_requests(lambda r: r.ttft)),
     **_times("itl", "inter-token latency", "gap", _gaps),
     "itl_max_ms": of_request("inter-token latency, longest gap", "ms", _LOW, _longest_gap),
-    **_times("tpot", "time per output token after the first", "request", lambda s: [r.tpot for r in s.requests]),
-    **_times("e2e", "end-to-end latency", "request", lambda s: [r.e2e for r in s.requests]),
+    **_times("tpot", "time per output token after the first", "request", _of_requests(lambda r: r.tpot)),
+    **_times("e2e", "end-to-end latency", "request", _of_requests(lambda r: r.e2e)),
     "output_tokens_per_s": of_request("output tokens per second", "tokens/s", _HIGH, _rate(_output_tokens)),
     "input_tokens_per_s": of_request("prompt tokens per second", "tokens/s", _HIGH, _rate(_input_tokens)),
     "requests_per_s": of_request("requests per second", "requests/s", _HIGH, _rate(_completed)),
@@ -217,6 +245,7 @@ SERVING: dict[str, Formula] = {
     "peak_memory_mib": of_pass(
         "peak memory", "MiB", _LOW, lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20
     ),
+    "joules_per_token": of_pass("energy of the GPU, a token", "J", _LOW, _joules_per_token),
     "api_cpu_us": of_pass("CPU of the API processes, a token", "us", _LOW, _cpu_us(lambda host: host.api_s)),
     "engine_cpu_us": of_pass("CPU of the engine process, a token", "us", _LOW, _cpu_us(lambda host: host.engine_s)),
     "client_cpu_us": of_pass("CPU of the load client, a token", "us", _LOW, _cpu_us(lambda host: host.client_s)),

@@ -4,7 +4,7 @@ rounded, they are compared with a reference's in fp32."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 
@@ -52,6 +52,15 @@ class Gate:
 
     def covers(self, variant: str, point: str) -> bool:
         return (self.variant, self.point) == (variant, point)
+
+    def joined(self, other: Gate) -> Gate:
+        """With what another process found of the same."""
+        return replace(
+            self,
+            equal_tokens=self.equal_tokens + other.equal_tokens,
+            total_tokens=self.total_tokens + other.total_tokens,
+            first_difference=self.first_difference or other.first_difference,
+        )
 
 
 @dataclass(frozen=True)

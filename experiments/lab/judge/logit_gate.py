@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from experiments.lab.judge.gate import ErrorGate
+from experiments.lab.judge.probe import probe_batch, probe_logits
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import (
     AttentionChoice,
@@ -36,7 +37,6 @@ from mini_infer.core.config import (
     When,
 )
 from mini_infer.modeling.checkpoint import read_json, resolve_folder
-from mini_infer.runtime.probe import probe_batch, probe_logits
 
 LAYERS = 2
 PROMPTS = (7, 40, 250, 1100)  # tokens: below a block, some blocks, within a chunk, more than a chunk of 512 or 1,024

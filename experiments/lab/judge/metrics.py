@@ -63,7 +63,7 @@ def require_classes(names: Sequence[str], classes: Iterable[str], where: str) ->
 
 
 def measure(served: Served, names: Sequence[str], context: Context | None = None) -> Mapping[str, float | Missing]:
-    context = context or Context()
+    context, served = context or Context(), served.steady()
     found = {}
     for name in names:
         base, _, group = name.partition(CLASS)

@@ -19,7 +19,7 @@ from experiments.lab.show import wording
 from experiments.lab.show.grids import Grid
 from experiments.lab.spec import PanelKind
 from experiments.lab.store.result import Result
-from experiments.lab.store.rows import Table
+from experiments.lab.store.rows import Table, Turn
 
 JOINED = "+"
 
@@ -50,13 +50,14 @@ class Pair:
 
 def mechanisms(result: Result) -> list[str]:
     """The variants that stand for one mechanism alone."""
-    return [name for name in result.info.variants if name != result.info.baseline and JOINED not in name]
+    without = (result.info.baseline, result.info.aa)
+    return [name for name in result.info.variants if name not in without and JOINED not in name]
 
 
 def gain(result: Result, variant: str, metric: str) -> Estimate | None:
     """Over the baseline; None where it was not measured."""
-    found = _gains(result, variant, metric)
-    return stats.estimate(found) if found else None
+    found = _by_repeat(result, variant, metric)
+    return stats.factors(found) if found else None
 
 
 def of(result: Result, metric: str) -> list[Pair]:
@@ -71,9 +72,9 @@ def of(result: Result, metric: str) -> list[Pair]:
             a, b, both = (_by_repeat(result, variant, metric) for variant in (first, second, name))
             repeats = [r for r in both if r in a and r in b]
             if repeats:
-                interaction = stats.estimate([both[r] / (a[r] * b[r]) for r in repeats])
-                alone = stats.estimate(list(a.values())), stats.estimate(list(b.values()))
-                found.append(Pair(first, second, alone, stats.estimate(list(both.values())), interaction))
+                interaction = stats.factors({r: both[r] / (a[r] * b[r]) for r in repeats})
+                alone = stats.factors(a), stats.factors(b)
+                found.append(Pair(first, second, alone, stats.factors(both), interaction))
     return found
 
 
@@ -124,15 +125,11 @@ def _grid(result: Result, metric: str) -> Grid:
     return Grid(title, header, tuple(rows))
 
 
-def _gains(result: Result, variant: str, metric: str) -> list[float]:
-    return list(_by_repeat(result, variant, metric).values())
-
-
-def _by_repeat(result: Result, variant: str, metric: str) -> dict[int, float]:
+def _by_repeat(result: Result, variant: str, metric: str) -> dict[Turn, float]:
     """Gains over the baseline by repeat, over the points that both have in it."""
     table, info = Table(result.rows), result.info
     sign = 1 if info.metrics[metric].better is Better.higher else -1
-    logs: dict[int, list[float]] = {}
+    logs: dict[Turn, list[float]] = {}
     for point in info.points:
         base = table.values(str(info.baseline), point, metric)
         for repeat, value in table.values(variant, point, metric).items():

@@ -140,7 +140,7 @@ def layer_weights(spec: ModelSpec) -> int:
         inner = mlp.intermediate_size
         biases = (q + 2 * kv) * attention.qkv_bias + hidden * attention.o_bias + (2 * inner + hidden) * mlp.bias
         norms = 2 * hidden + 2 * attention.head_dim * attention.qk_norm
-        total += hidden * (2 * q + 2 * kv) + (2 + mlp.gated) * hidden * inner + biases + norms
+        total += hidden * (2 * q + 2 * kv) + 3 * hidden * inner + biases + norms
     return total
 
 
@@ -168,18 +168,18 @@ def floor_s(cost: Cost, ceilings: Ceilings) -> float:
     return floor(cost, ceilings).seconds
 
 
-def utilization(
-    spec: ModelSpec, dtype: torch.dtype, records: Iterable[StepRecord], ceilings: Ceilings
-) -> Utilization | None:
+def floors(spec: ModelSpec, dtype: torch.dtype, records: Iterable[StepRecord], ceilings: Ceilings) -> list[Floor]:
+    return [floor(cost(spec, dtype, record), ceilings) for record in records]
+
+
+def utilization(records: Sequence[StepRecord], floors: Sequence[Floor]) -> Utilization | None:
     """MBU, MFU and the mean floor of a pass; None where it has no steps.
 
     A step's time is all of it, scheduling included: what the host adds is part of the gap to the floor.
     """
-    steps: Sequence[StepRecord] = list(records)
-    seconds = sum(record.end_time - record.start_time for record in steps)
-    if not steps or seconds <= 0:
+    seconds = sum(record.end_time - record.start_time for record in records)
+    if not records or seconds <= 0:
         return None
-    floors = [floor(cost(spec, dtype, record), ceilings) for record in steps]
     return Utilization(
         mbu=sum(f.memory_s for f in floors) / seconds,
         mfu=sum(f.compute_s for f in floors) / seconds,

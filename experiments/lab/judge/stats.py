@@ -1,32 +1,42 @@
 """Statistics of repeated measurements: medians, 95 % intervals, paired ratios, order of variants, percentiles.
 
-docs/metrics.md has the measured coverage of the intervals.
+A result is made of processes, and of repeats in each. `absolute`, `factors`, `ratio` and `apart` take values by
+(process, repeat) and know both levels; docs/metrics.md says how, and has the measured coverage of the intervals.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
+
+from experiments.lab.store.rows import Turn
 
 T = TypeVar("T")
 
 Z = 1.959963984540054  # 97.5 % quantile of the normal distribution: both sides together leave out 5 %
 SAMPLES_BEYOND = 10  # a percentile is shown where at least this many samples lie beyond it: P99 takes 1,000
 MEDIAN_SAMPLES = 10  # a median of requests or gaps takes this many
+DIFFER_Z = 0.6744897501960817  # 75 % quantile of the normal distribution: see `processes_differ`
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median and its 95 % interval. One value has no interval: `low` and `high` are None then."""
+    """A median and its 95 % interval. One value has no interval: `low` and `high` are None then.
+
+    Attributes:
+        n: values, of all processes.
+        processes: that the values come from.
+    """
 
     median: float
     low: float | None
     high: float | None
     n: int
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -82,13 +92,75 @@ def t_quantile(freedom: int) -> float:
     )
 
 
-def paired_ratio(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
-    """The ratio values / baseline, taken repeat by repeat: what slows a whole repeat down cancels out."""
-    if len(values) != len(baseline):
-        raise ValueError(f"a paired ratio needs as many values as baselines, got {len(values)} and {len(baseline)}")
-    if any(b <= 0 for b in baseline):
-        raise ValueError("a ratio needs baselines above 0")
-    return estimate([v / b for v, b in zip(values, baseline, strict=True)])
+def absolute(values: Mapping[Turn, float]) -> Estimate:
+    """The median of the processes' medians, with the interval of what varies between processes. Where there is one
+    process, of what varies between its repeats."""
+    found = estimate(independent(values))
+    return replace(found, n=len(values), processes=len(_by_process(values)))
+
+
+def factors(values: Mapping[Turn, float]) -> Estimate:
+    """The median of paired quantities, such as ratios within a repeat, with the interval of all of them together; where
+    they differ between processes, of what varies between processes."""
+    groups = _by_process(values)
+    pooled = estimate(list(values.values()))
+    if processes_differ(groups):
+        between = estimate([_centre(group) for group in groups])
+        assert between.low is not None
+        assert between.high is not None
+        pooled = replace(pooled, low=min(between.low, pooled.median), high=max(between.high, pooled.median))
+    return replace(pooled, n=len(values), processes=len(groups))
+
+
+def ratio(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estimate | None:
+    """values / baseline, paired by process and repeat, over those that both have: what slows a whole repeat down
+    cancels out. None where no pair has a baseline above 0."""
+    pairs = {turn: value / baseline[turn] for turn, value in values.items() if baseline.get(turn, 0) > 0}
+    return factors(pairs) if pairs else None
+
+
+def apart(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estimate:
+    """The ratio of two results that were measured apart, by what varies between the processes of each (between the
+    repeats, where both have one process)."""
+    found = unpaired_ratio(independent(values), independent(baseline))
+    return replace(found, processes=min(len(_by_process(values)), len(_by_process(baseline))))
+
+
+def independent(values: Mapping[Turn, float]) -> list[float]:
+    """The values that count as drawn apart from each other: each process's median; of one process its repeats."""
+    groups = _by_process(values)
+    return [median(group) for group in groups] if len(groups) > 1 else list(values.values())
+
+
+def processes_differ(groups: Sequence[Sequence[float]]) -> bool:
+    """Whether values differ between processes by more than they do within them: an F test at the 25 % level, which
+    Bancroft (1964) recommends before pooling, by Paulson's approximation (1942)."""
+    if len(groups) < 2 or max(len(group) for group in groups) < 2:
+        return False
+    every = [value for group in groups for value in group]
+    logs = [np.log(group) if min(every) > 0 else np.asarray(group, dtype=np.float64) for group in groups]
+    a, b = len(groups) - 1, len(every) - len(groups)
+    middle = float(np.mean(np.concatenate(logs)))
+    between = sum(len(group) * (float(group.mean()) - middle) ** 2 for group in logs) / a
+    within = sum(float(((group - group.mean()) ** 2).sum()) for group in logs) / b
+    if within == 0:
+        return between > 0
+    root = (between / within) ** (1 / 3)
+    z = ((1 - 2 / (9 * b)) * root - (1 - 2 / (9 * a))) / math.sqrt(2 / (9 * b) * root**2 + 2 / (9 * a))
+    return z > DIFFER_Z
+
+
+def _by_process(values: Mapping[Turn, float]) -> list[list[float]]:
+    groups: dict[int, list[float]] = {}
+    for (process, _), value in values.items():
+        groups.setdefault(process, []).append(value)
+    return list(groups.values())
+
+
+def _centre(values: Sequence[float]) -> float:
+    """The geometric mean where all values are above 0, else the mean: what `estimate` takes the interval of."""
+    x = np.asarray(values, dtype=np.float64)
+    return float(np.exp(np.log(x).mean()) if x.min() > 0 else x.mean())
 
 
 def unpaired_ratio(values: Sequence[float], baseline: Sequence[float]) -> Estimate:

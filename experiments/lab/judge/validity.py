@@ -3,10 +3,11 @@ with nothing. A row that a rule speaks against is kept and marked, and counts in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.judge import timing
+from experiments.lab.judge.evidence import Evidence
+from experiments.lab.measure.traces import Served
 
 MAX_DRIFT = 0.05  # of the clocks, during a pass
 LAG_S = 0.005  # a request may be sent so much late,
@@ -15,27 +16,6 @@ LATE_SHARE = 0.01  # and this share of the requests may be later
 STUCK_TOKENS = 16  # so many alike, of several requests, are no text of any model
 MAX_BUSY = 0.8  # of the time, a process of the load client
 FAR_BELOW = 0.5  # of the intended prefix hits
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """
-    Attributes:
-        vocab_size: ids from 0 to it are tokens.
-        drift: relative change of the clocks during the pass.
-        made_up_prompts: random tokens, for which there are real drafts: their acceptance is no setting.
-        first_tokens: of the same variant in its first repeat, where greedy tokens must be the same in all of them.
-    """
-
-    served: Served
-    vocab_size: int
-    drift: float = 0.0
-    first_tokens: Sequence[Sequence[int]] | None = None
-    made_up_prompts: bool = False
-
-    @property
-    def requests(self) -> Sequence[RequestTrace]:
-        return self.served.requests
 
 
 def failures(e: Evidence) -> str:
@@ -130,9 +110,9 @@ def client_was_busy(e: Evidence) -> str:
 
 
 def clocks_drifted(e: Evidence) -> str:
-    if e.drift <= MAX_DRIFT:
+    if e.drift.worst <= MAX_DRIFT:
         return ""
-    return f"the machine's speed changed by {100 * e.drift:.3g} % during the pass ({100 * MAX_DRIFT:.0f} % are allowed)"
+    return f"{e.drift} during the pass ({100 * MAX_DRIFT:.0f} % are allowed)"
 
 
 def memory_grew(e: Evidence) -> str:
@@ -152,6 +132,13 @@ RULES: tuple[Callable[[Evidence], str], ...] = (
     client_was_busy,
     clocks_drifted,
     memory_grew,
+    timing.timed_from_outside,
+    timing.edges,
+    timing.tokens_between_steps,
+    timing.latencies_of_nobody,
+    timing.faster_than_possible,
+    timing.no_warm_up,
+    timing.warmed_up_on_itself,
 )
 
 

@@ -32,12 +32,14 @@ class Outcome:
         end: when the last request had ended.
         cpu_s: that this process took from the start to the end.
         tells_cached: whether the server said of every request how much of it was in a prefix cache.
+        in_flight_s: see Served.
     """
 
     traces: tuple[RequestTrace, ...]
     end: float
     cpu_s: float
     tells_cached: bool
+    in_flight_s: float
 
 
 class Drive:
@@ -87,7 +89,7 @@ class Drive:
                 connection.close()
         cached: list[bool] = []
         traces = tuple(self._trace(index, cached) for index in range(len(self._items)))
-        return Outcome(traces, end, cpu_s, all(cached))
+        return Outcome(traces, end, cpu_s, all(cached), self._schedule.in_flight_s)
 
     def _pump(self) -> None:
         """Sends what is due, and comes back when something else is."""
@@ -150,6 +152,7 @@ class Drive:
     def _finish(self, index: int, exchange: Exchange) -> None:
         self._unfinished -= 1
         now = time.perf_counter()
+        self._schedule.tick(now)
         if index not in self._followed:
             self._schedule.ended(index, now)
         else:
@@ -220,7 +223,9 @@ class Client:
 
     def go(self, start: float) -> dict[str, Any]:
         outcome = self._loop.run_until_complete(self._drive.run(start, self._places))
-        served = wire.pack_served(Served(outcome.traces, start, outcome.end))
+        served = wire.pack_served(
+            Served(outcome.traces, start, outcome.end, in_flight_s=outcome.in_flight_s, outside_s=outcome.end - start)
+        )
         return {"served": served, "cpu_s": outcome.cpu_s, "tells_cached": outcome.tells_cached}
 
 

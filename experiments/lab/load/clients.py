@@ -12,6 +12,7 @@ from typing import Any
 
 from experiments.lab.load.target import Target
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
+from experiments.lab.measure.witness import lead_s
 from experiments.lab.peers import wire
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ClientSettings
@@ -60,7 +61,7 @@ class Clients:
         replies = self._together(
             [lambda process=process: process.call("serve", "go", start=start) for process in processes]  # type: ignore[misc]
         )
-        return _joined(shares, replies, start)
+        return _joined(shares, replies, start, items)
 
     def close(self) -> None:
         while self._processes:
@@ -114,7 +115,7 @@ def split(items: Sequence[Item], concurrency: int, processes: int) -> list[Share
     return [share for share in shares if share.items]
 
 
-def _joined(shares: Sequence[Share], replies: Sequence[dict[str, Any]], start: float) -> Served:
+def _joined(shares: Sequence[Share], replies: Sequence[dict[str, Any]], start: float, items: Sequence[Item]) -> Served:
     traces: dict[int, RequestTrace] = {}
     parts = [wire.unpack_served(reply["served"]) for reply in replies]
     for share, part in zip(shares, parts, strict=True):
@@ -127,6 +128,8 @@ def _joined(shares: Sequence[Share], replies: Sequence[dict[str, Any]], start: f
         tuple(traces[index] for index in sorted(traces)),
         min((trace.arrival for trace in traces.values()), default=start),
         max(part.end for part in parts),
+        in_flight_s=sum(part.in_flight_s or 0.0 for part in parts),
+        outside_s=max(part.outside_s or 0.0 for part in parts) - lead_s(items),
         host=HostUse(
             client_s=sum(cpu),
             client_busy=max(used / part.seconds for used, part in zip(cpu, parts, strict=True)),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from experiments.lab.judge import metrics, roofline, validity
+from experiments.lab.judge.evidence import Evidence
 from experiments.lab.judge.metrics import Context, Missing
-from experiments.lab.judge.validity import Evidence
-from experiments.lab.measure.clocks import Watch
+from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.lending import Lending
 from experiments.lab.measure.subjects import Kind
 from experiments.lab.measure.traces import Served
 from experiments.lab.points import Point
 from experiments.lab.store.rows import ABSENT, Row
-from experiments.lab.workloads import Inputs, Workload
+from experiments.lab.workloads import Inputs, Item, Workload
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.speculation_config import SpeculationMethod
 from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
@@ -26,13 +26,18 @@ OF_WORDS = ("text",)  # workloads whose prompts mean something
 
 @dataclass(frozen=True)
 class Cell:
-    """Everything that is needed to measure a variant at a point."""
+    """Everything that is needed to measure a variant at a point.
+
+    Attributes:
+        engine_of: the variant whose engine serves it, where engines are kept: of the A/A arm the baseline.
+    """
 
     variant: str
     point: Point
     kind: Kind
     engine: EngineConfig
     workload: Workload
+    engine_of: str
 
     @property
     def where(self) -> str:
@@ -44,28 +49,30 @@ class Pass:
     """
     Attributes:
         drift: of the clocks, while it ran.
+        before: what the subject had served, and not forgotten, when the pass began.
     """
 
     served: Served
-    drift: float
+    drift: Drift
+    items: Sequence[Item]
+    before: Sequence[Item]
 
 
 def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
     """An engine that has been warmed up on other prompts at the measured concurrency, priming of the prefix cache where
     the workload wants it, and the timed pass."""
-    with lending.lend(cell.variant, cell.kind, cell.engine) as lent:
-        subject = lent.subject
-        if lent.used:
-            subject.forget()
-        if cell.point.name not in lent.warm_at:
-            subject.serve(inputs.warmup, cell.workload.in_flight)
-            lent.warm_at.add(cell.point.name)
+    with lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
+        lent.forget()
+        if inputs.warmup:
+            lent.serve(inputs.warmup, cell.workload.in_flight)
         if inputs.prime:
-            subject.serve(inputs.prime, 1)
+            lent.serve(inputs.prime, 1)
+        before = tuple(lent.served)
         gc.collect()
-        before = watch.before()
-        served = subject.serve(inputs.measured, cell.workload.in_flight)
-        return Pass(served, watch.drift_since(before))
+        speed = watch.before()
+        served = lent.serve(inputs.measured, cell.workload.in_flight)
+        watched = watch.after(speed)
+        return Pass(replace(served, joules=watched.joules), watched.drift, inputs.measured, before)
 
 
 def context(cell: Cell, slo: metrics.SLO, ceilings: Ceilings | None, problem: str) -> Context:
@@ -76,7 +83,7 @@ def context(cell: Cell, slo: metrics.SLO, ceilings: Ceilings | None, problem: st
         return Context(slo, None, problem)
     spec = load_spec(cell.engine.model)
     dtype = resolve_dtype(cell.engine.model, spec, resolve_device(cell.engine.model))
-    return Context(slo, lambda records: roofline.utilization(spec, dtype, records, ceilings))
+    return Context(slo, lambda records: roofline.floors(spec, dtype, records, ceilings))
 
 
 def drafts_on_made_up_prompts(cell: Cell) -> bool:

@@ -8,9 +8,13 @@ is repeated for a while until it is not.
 from __future__ import annotations
 
 import hashlib
+import statistics
 import time
 from dataclasses import dataclass
 from itertools import pairwise
+
+from experiments.lab.measure import nvml
+from experiments.lab.measure.nvml import GpuState
 
 PIECES = 10
 HASHES = 40  # of a block: a millisecond or two
@@ -23,6 +27,32 @@ GPU_S = 0.1  # of products: an idle GPU lowers its clock, and takes tens of mill
 
 
 @dataclass(frozen=True)
+class Drift:
+    """Relative changes during a pass: 0.05 where the fixed work took 5 % longer, or 5 % less."""
+
+    host: float = 0.0
+    gpu: float = 0.0
+
+    @property
+    def worst(self) -> float:
+        return max(self.host, self.gpu)
+
+    def __str__(self) -> str:
+        return f"the {'GPU' if self.gpu > self.host else 'host'}'s speed changed by {100 * self.worst:.3g} %"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """
+    Attributes:
+        joules: that the GPU used during the pass, by its own counter; None where it has none.
+    """
+
+    drift: Drift
+    joules: float | None = None
+
+
+@dataclass(frozen=True)
 class Speed:
     """Seconds of the fixed work on the host, and on the GPU where one is measured."""
 
@@ -31,18 +61,40 @@ class Speed:
 
 
 class Watch:
-    """Clocks of `device` (cpu or cuda) around passes. Each should start at the best speed seen so far."""
+    """Clocks of `device` (cpu or cuda) around passes. Each should start at the best speed seen so far.
+
+    Attributes:
+        states: what the GPU said of itself at the end of each pass.
+    """
 
     def __init__(self, device: str) -> None:
+        self.states: list[GpuState] = []
         self._device = device
+        self._gpu = nvml.find(device)
         self._best: Speed | None = None
+        self._joules: float | None = None
 
     def before(self) -> Speed:
-        return self._note(take(self._device, self._best))
+        speed = self._note(take(self._device, self._best))
+        state = self._read()
+        self._joules = None if state is None else state.joules
+        return speed
 
-    def drift_since(self, before: Speed) -> float:
-        """The relative change; see `drift`."""
-        return drift(before, self._note(take(self._device, before)))
+    def after(self, before: Speed) -> Watched:
+        state, joules = self._read(), None
+        if state is not None:
+            self.states.append(state)
+            if state.joules is not None and self._joules is not None:
+                joules = state.joules - self._joules
+        return Watched(drift(before, self._note(take(self._device, before))), joules)
+
+    def _read(self) -> GpuState | None:
+        return None if self._gpu is None else self._gpu.read()
+
+    def medians(self) -> dict[str, float]:
+        """Of `states`, by the names that ProcessInfo has for them."""
+        names = ("clock_mhz", "power_w", "temperature_c") if self.states else ()
+        return {name: statistics.median(getattr(state, name) for state in self.states) for name in names}
 
     def _note(self, found: Speed) -> Speed:
         if self._best is None or found.host_s < self._best.host_s:
@@ -59,12 +111,9 @@ def take(device: str, wanted: Speed | None = None) -> Speed:
     return Speed(host_s, _gpu_work() if device == "cuda" else None)
 
 
-def drift(before: Speed, after: Speed) -> float:
-    """The larger relative change, of host or GPU: 0.05 where one took 5 % longer, or 5 % less."""
-    changes = [abs(after.host_s / before.host_s - 1)]
-    if before.gpu_s and after.gpu_s:
-        changes.append(abs(after.gpu_s / before.gpu_s - 1))
-    return max(changes)
+def drift(before: Speed, after: Speed) -> Drift:
+    gpu = abs(after.gpu_s / before.gpu_s - 1) if before.gpu_s and after.gpu_s else 0.0
+    return Drift(abs(after.host_s / before.host_s - 1), gpu)
 
 
 def _host_work() -> float:

@@ -29,10 +29,9 @@ Sleep = Callable[[float], None]
 class Drive:
     """One pass. Prompts and parameters are made before the clock starts."""
 
-    def __init__(self, engine: LLMEngine, items: Sequence[Item], salt: str, sleep: Sleep) -> None:
+    def __init__(self, engine: LLMEngine, items: Sequence[Item], sleep: Sleep) -> None:
         self._engine = engine
         self._items = items
-        self._salt = salt
         self._sleep = sleep
         self._prompts = [list(item.prompt) for item in items]
         self._params = [SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True) for item in items]
@@ -51,12 +50,14 @@ class Drive:
         engine.observers.append(observe)
         try:
             start = engine.clock()
-            self._loop(Schedule(self._items, start, concurrency), start)
+            schedule = Schedule(self._items, start, concurrency)
+            self._loop(schedule, start)
             end = engine.clock()
         finally:
             engine.observers.remove(observe)
         traces = tuple(self._traces[index] for index in range(len(self._items)))
-        return Served(traces, min((trace.arrival for trace in traces), default=start), end, tuple(records))
+        first = min((trace.arrival for trace in traces), default=start)
+        return Served(traces, first, end, tuple(records), in_flight_s=schedule.in_flight_s)
 
     def _loop(self, schedule: Schedule, returned: float) -> None:
         """`returned` is when the engine last gave control back; what is due later than that waits for the client."""
@@ -76,6 +77,7 @@ class Drive:
                         raise
                     outputs, self._last_error = [], f"{type(error).__name__}: {error}"
                 returned = clock()
+                schedule.tick(returned)
                 for output in outputs:
                     if output.finished:
                         self._end(schedule, output)
@@ -97,7 +99,6 @@ class Drive:
                 request_id=self._name(index),
                 priority=item.priority,
                 arrival_time=arrival,
-                cache_salt=self._salt,
                 stream=False,
             )
         except RequestError as error:
@@ -174,13 +175,11 @@ def drive(
     items: Sequence[Item],
     concurrency: int,
     *,
-    salt: str = "",
     sleep: Sleep = time.sleep,
 ) -> Served:
     """Serves `items` greedily, each with exactly its output length.
 
     Args:
         concurrency: places of the closed loop; open-loop requests take none.
-        salt: passes with different salts share no cached prefixes.
     """
-    return Drive(engine, items, salt, sleep).run(concurrency)
+    return Drive(engine, items, sleep).run(concurrency)

@@ -1,7 +1,8 @@
-"""The systems that can be measured."""
+"""The systems that can be measured, and what each of them can do."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -15,14 +16,47 @@ class Kind(str, Enum):
 
     @property
     def label(self) -> str:
-        return LABELS[self]
+        return SYSTEMS[self].label
+
+    @property
+    def can(self) -> System:
+        return SYSTEMS[self]
 
 
-LABELS = {
-    Kind.engine: "mini-infer",
-    Kind.hf: "transformers.generate",
-    Kind.hf_continuous: "transformers continuous batching",
-    Kind.vllm: "vLLM",
-    Kind.served: "mini-infer over HTTP",
-    Kind.http: "an OpenAI server",
+@dataclass(frozen=True)
+class System:
+    """
+    Attributes:
+        module: with its `open_peer`, of those that can run in a process of their own; "" of others.
+        over_http: the load client talks to it.
+        steps: it tells StepRecords, and its steps can be profiled.
+        own_weights: of random weights it makes its own; else it has the engine's.
+        caches: it has the engine's switch for a prefix cache.
+        open_loop: it takes requests at their times.
+        chains: it takes requests that follow others, and priorities.
+        always_apart: it cannot run in this process.
+        needs_gpu: it is measured on a CUDA device alone.
+    """
+
+    label: str
+    module: str = ""
+    over_http: bool = False
+    steps: bool = False
+    own_weights: bool = False
+    caches: bool = False
+    open_loop: bool = True
+    chains: bool = True
+    always_apart: bool = False
+    needs_gpu: bool = False
+
+
+SYSTEMS = {
+    Kind.engine: System("mini-infer", steps=True, caches=True),
+    Kind.hf: System("transformers.generate", "experiments.lab.peers.hf", open_loop=False, chains=False),
+    Kind.hf_continuous: System("transformers continuous batching", "experiments.lab.peers.hf_continuous", chains=False),
+    Kind.vllm: System(
+        "vLLM", "experiments.lab.peers.vllm", own_weights=True, caches=True, always_apart=True, needs_gpu=True
+    ),
+    Kind.served: System("mini-infer over HTTP", over_http=True, caches=True, always_apart=True),
+    Kind.http: System("an OpenAI server", over_http=True, own_weights=True, always_apart=True),
 }

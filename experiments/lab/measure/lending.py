@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,21 +12,35 @@ from typing import Any
 import torch
 
 from experiments.lab.measure.subjects import EngineSubject, Kind, Subject, open_subject
+from experiments.lab.measure.traces import Served
+from experiments.lab.measure.witness import from_outside
 from experiments.lab.peers.pool import Lease, Peers
+from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
+
+clock = time.perf_counter  # of who watches from outside
 
 
 @dataclass
 class Lent:
     """
     Attributes:
-        used: it has served a pass.
-        warm_at: names of the points whose warm-up it has served.
+        served: what it was asked for since it was opened, or has forgotten what it knew.
     """
 
     subject: Subject
-    used: bool = False
-    warm_at: set[str] = field(default_factory=set)
+    served: list[Item] = field(default_factory=list)
+
+    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
+        served = from_outside(self.subject.serve, items, concurrency, clock)
+        self.served += items
+        return served
+
+    def forget(self) -> None:
+        """What it has learned from passes before."""
+        if self.served:
+            self.subject.forget()
+            self.served.clear()
 
 
 class Lending:
@@ -56,13 +71,12 @@ class Lending:
             lent.subject.reserve_memory()
         about = self.about.setdefault(variant, [])
         told = lent.subject.about
-        if told and told not in about and not (about and kind is Kind.engine):  # which takes another time to start
+        if told and told not in about and not (about and kind.can.steps):  # which takes another time to start
             about.append(dict(told))
         if self._keep:
             self._kept[variant] = lent
         try:
             yield lent
-            lent.used = True
         finally:
             if not self._keep:
                 lent.subject.close()

@@ -1,4 +1,4 @@
-"""Which request is due when: closed loops, arrival times, and requests that follow others."""
+"""Which request is due when: closed loops, arrival times, requests that follow others; and how many are in flight."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from experiments.lab.workloads import Item
 
 
 class Schedule:
+    """
+    Attributes:
+        in_flight_s: the requests in flight, integrated over time as the client sees it: what the sum of their latencies
+            must be (Little 1961).
+    """
+
     def __init__(self, items: Sequence[Item], start: float, concurrency: int) -> None:
         self._items = items
         self._start = start
         self._places = concurrency  # free ones, of the closed loop
+        self.in_flight_s = 0.0
+        self._in_flight, self._now = 0, start
         self._timed: list[tuple[float, int]] = []  # a heap of (due, index)
         self._ready: list[int] = []  # a heap: of closed-loop requests that could arrive, the first of the list does
         self._followers: dict[int, list[int]] = {}
@@ -27,6 +35,7 @@ class Schedule:
 
     def due(self, now: float) -> list[tuple[int, float]]:
         """(index, arrival) of the requests that arrive by `now`; they count as in flight from here on."""
+        self.tick(now)
         arrived = []
         while self._timed and self._timed[0][0] <= now:
             due, index = heapq.heappop(self._timed)
@@ -37,7 +46,14 @@ class Schedule:
         while self._ready and self._places:
             self._places -= 1
             arrived.append((heapq.heappop(self._ready), now))
+        self._in_flight += len(arrived)
+        self.in_flight_s += sum(now - arrival for _, arrival in arrived)
         return arrived
+
+    def tick(self, now: float) -> None:
+        """To be called when answers are there, before they are told of."""
+        self.in_flight_s += self._in_flight * (now - self._now)
+        self._now = now
 
     def next_due(self) -> float | None:
         """When the next timed request is due; None where none is before another one ends."""
@@ -45,6 +61,7 @@ class Schedule:
 
     def ended(self, index: int, at: float) -> list[int]:
         """Frees the request's place, and lets those that follow it arrive in time. Returns them."""
+        self._in_flight -= 1
         if self.is_closed(index):
             self._places += 1
         followers = self._followers.pop(index, [])
@@ -58,6 +75,7 @@ class Schedule:
 
     def lose(self, index: int) -> list[int]:
         """Frees the place of a request without an answer, and drops all that would have followed it. Returns them."""
+        self._in_flight -= 1
         if self.is_closed(index):
             self._places += 1
         lost = deque(self._followers.pop(index, []))

@@ -13,7 +13,7 @@ from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.lending import Lending
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
-from experiments.lab.measure.subjects import EngineSubject, Kind
+from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.peers.pool import Peers
 from experiments.lab.peers.settings import PeerSettings
@@ -35,6 +35,7 @@ class Session:
         steps: Steps,
         spec: AblationSpec,
         peers: PeerSettings,
+        aa: str | None = None,
     ) -> None:
         self.ledger = Ledger(terms)
         self.profiles: list[StepProfile] = []
@@ -44,6 +45,7 @@ class Session:
         self._labels = terms.labels
         self._cells = measured
         self._repeats = repeats
+        self._aa = aa
         self._steps = steps
         self._idle_wanted = "gpu_idle_share" in spec.metrics
         self._peers = Peers(peers)
@@ -56,7 +58,7 @@ class Session:
         """All variants at one point, once. The rows of a peer that is not there, or has failed in this round or one
         before it, say why."""
         passes = []
-        for cell in self._at(point, repeat):
+        for cell in (self._cells[variant, point.name] for variant in self.order(repeat, again=True)):
             try:
                 self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
                 passes.append((cell, self._steady(cell, inputs)))
@@ -74,12 +76,12 @@ class Session:
 
     def profile(self, repeat: int, point: Point, inputs: Inputs) -> None:
         """Of the first repeat the kernels are kept, of all of them how long the GPU waited."""
-        for cell in self._at(point, repeat):
+        for cell in (self._cells[variant, point.name] for variant in self.order(repeat)):
             self._next(cell, f"profile {repeat + 1}")
-            if cell.kind is not Kind.engine:
+            if not cell.kind.can.steps:
                 continue
             try:
-                with self._lending.lend(cell.variant, cell.kind, cell.engine) as lent:
+                with self._lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
                     assert isinstance(lent.subject, EngineSubject)
                     items = inputs.measured[: cell.workload.in_flight]
                     found, kernels = profile_pass.profile_decode(lent.subject.engine, items, cell.variant, point.name)
@@ -94,9 +96,10 @@ class Session:
                     Row(cell.variant, point.name, repeat, "gpu_idle_share", found.idle_share, "")
                 )  # fmt: skip
 
-    def order(self, repeat: int) -> list[str]:
-        """The variants that are there, in the order of this repeat."""
-        return [v for v in stats.abba(list(self._labels), repeat) if v not in self._absent]
+    def order(self, repeat: int, again: bool = False) -> list[str]:
+        """The variants that are there, in the order of this repeat; the baseline's second arm where it is asked for."""
+        left_out = set(self._absent) if again else {*self._absent, self._aa}
+        return [v for v in stats.abba(list(self._labels), repeat) if v not in left_out]
 
     def alone(self, cell: Cell, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:
         """One variant at one point, once; returns its rows, those of repeated attempts first. `again` says why it is
@@ -119,8 +122,9 @@ class Session:
         finally:
             self._peers.close()
 
-    def _at(self, point: Point, repeat: int) -> list[Cell]:
-        return [self._cells[variant, point.name] for variant in self.order(repeat)]
+    @property
+    def gpu(self) -> dict[str, float]:
+        return self._watch.medians()
 
     def _next(self, cell: Cell, what: str) -> None:
         self._steps.next(f"{self._labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
@@ -128,7 +132,7 @@ class Session:
     def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
         """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
         passes = [cells.serve(cell, inputs, self._watch, self._lending)]
-        while passes[-1].drift > validity.MAX_DRIFT and len(passes) < ATTEMPTS:
-            self._steps.again(f"the machine's speed changed by {100 * passes[-1].drift:.3g} %")
+        while passes[-1].drift.worst > validity.MAX_DRIFT and len(passes) < ATTEMPTS:
+            self._steps.again(str(passes[-1].drift))
             passes.append(cells.serve(cell, inputs, self._watch, self._lending))
         return passes

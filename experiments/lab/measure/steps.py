@@ -1,4 +1,4 @@
-"""Step by step: one pass of every engine variant, kept for the timeline and the trace."""
+"""Step by step, one pass of every engine variant, for the timeline and the trace; and the requests of every pass."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ class StepRow:
 
 @dataclass(frozen=True)
 class RequestRow:
-    """One request. Times in seconds from the pass's start; None for what never happened."""
+    """One request. Times in seconds from the pass's start; None for what never happened.
+
+    Its latency is made of spans, one after the other: in the queue, until it was first scheduled; prefill, until its
+    first token; transfer, of its KV between engines; decode, until its last token. None: there was no such span, or
+    nobody tells where it began.
+    """
 
     variant: str
     point: str
@@ -49,6 +54,12 @@ class RequestRow:
     output_tokens: int
     cached_tokens: int
     preemptions: int
+    process: int = 0
+    repeat: int = 0
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    transfer_s: float | None = None
+    decode_s: float | None = None
 
 
 def step_rows(variant: str, point: str, served: Served) -> list[StepRow]:
@@ -79,7 +90,7 @@ def step_rows(variant: str, point: str, served: Served) -> list[StepRow]:
     ]
 
 
-def request_rows(variant: str, point: str, served: Served) -> list[RequestRow]:
+def request_rows(variant: str, point: str, repeat: int, served: Served) -> list[RequestRow]:
     return [
         RequestRow(
             variant=variant,
@@ -94,6 +105,14 @@ def request_rows(variant: str, point: str, served: Served) -> list[RequestRow]:
             output_tokens=len(trace.token_ids),
             cached_tokens=trace.cached_tokens,
             preemptions=trace.preemptions,
+            repeat=repeat,
+            queue_s=_between(trace.arrival, trace.first_scheduled),
+            prefill_s=_between(trace.first_scheduled, next(iter(trace.token_times), None)),
+            decode_s=trace.token_times[-1] - trace.token_times[0] if trace.token_times else None,
         )
         for trace in served.requests
     ]
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

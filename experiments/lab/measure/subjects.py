@@ -32,7 +32,7 @@ class Subject(Protocol):
         ...
 
     def forget(self) -> None:
-        """What comes finds nothing in a prefix cache of what came before."""
+        """What comes finds nothing of what came before: no cached prefix, and no text to draft from."""
         ...
 
     def close(self) -> None: ...
@@ -46,12 +46,10 @@ class EngineSubject:
         self._step_costs = _measured_costs(self.engine)
         self.about = _facts(self.engine.startup)
         self._memory = MemoryWatch(config)
-        self._salt = ""
-        self._forgot = 0  # times
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         self._memory.start()
-        served = drive(self.engine, items, concurrency, salt=self._salt)
+        served = drive(self.engine, items, concurrency)
         return replace(
             served,
             peak_memory=self._memory.peak(served.records),
@@ -60,9 +58,8 @@ class EngineSubject:
         )
 
     def forget(self) -> None:
-        """The blocks stay until they are needed, as in a server that has run for a while; nobody can hit them."""
-        self._forgot += 1
-        self._salt = f"after {self._forgot}"
+        """An empty block pool, and nothing of what was drafted and accepted: as it was when it had started."""
+        self.engine.core.reset()
 
     def reserve_memory(self) -> None:
         self.engine.executor.reserve_memory()
@@ -131,16 +128,13 @@ def open_subject(kind: Kind, config: EngineConfig) -> Subject:
 
 def require_servable(kind: Kind, items: Sequence[Item], variant: str) -> None:
     """Raises ConfigError where a peer cannot do what the workload asks."""
-    if kind in (Kind.engine, Kind.vllm, Kind.served, Kind.http):
-        return
     asks = {
-        "requests that follow others": any(item.follows is not None for item in items),
-        "priorities": any(item.priority for item in items),
+        "requests that follow others": (kind.can.chains, any(item.follows is not None for item in items)),
+        "priorities": (kind.can.chains, any(item.priority for item in items)),
+        "arrival times (an open loop)": (kind.can.open_loop, any(item.arrival_s is not None for item in items)),
     }
-    if kind is Kind.hf:
-        asks["arrival times (an open loop)"] = any(item.arrival_s is not None for item in items)
-    for what, asked in asks.items():
-        if asked:
+    for what, (can, asked) in asks.items():
+        if asked and not can:
             raise ConfigError(
                 f"experiment.variants.{variant}: the kind {kind.value} cannot serve {what}, which the workload has. "
                 "Choose another workload, or leave this variant out"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from mini_infer.core.plan import StepRecord
 from mini_infer.speculative.policy.costs import StepCosts
+
+RAMP = 0.1  # of the time in which an open loop's requests arrive, at either end
+STEADY = 50  # requests, from which on an open loop is taken to have a steady state
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,10 @@ class Served:
         peak_memory: bytes; see docs/metrics.md for what it holds on a CPU and on a GPU. None where nobody knows.
         memory_growth: bytes of device memory that the pass itself reserved anew.
         host: of a pass over HTTP.
+        in_flight_s: requests in flight, integrated over the pass by the client; None where nobody counts them.
+        outside_s: what the whole call of `serve` took, less the time before its first arrival was due.
+        window: the times between which requests and tokens count; None: all do. See `steady`.
+        joules: that the GPU used meanwhile, by its own counter; None where it has none.
         step_costs: what the engine measured of its steps when it started; None where it drafts nothing.
     """
 
@@ -105,11 +112,34 @@ class Served:
     memory_growth: int = 0
     host: HostUse | None = None
     step_costs: StepCosts | None = None
+    in_flight_s: float | None = None
+    outside_s: float | None = None
+    joules: float | None = None
+    window: tuple[float, float] | None = None
 
     @property
     def seconds(self) -> float:
-        return self.end - self.start
+        first, last = self.window or (self.start, self.end)
+        return last - first
+
+    @property
+    def counted(self) -> tuple[RequestTrace, ...]:
+        """The requests whose latencies count."""
+        if self.window is None:
+            return self.requests
+        first, last = self.window
+        return tuple(request for request in self.requests if first <= request.arrival <= last)
 
     def in_window(self, times: Sequence[float]) -> int:
-        """How many of these moments lie inside the pass: a token counts where it appeared."""
-        return sum(1 for time in times if self.start <= time <= self.end)
+        """How many of these moments count: a token does where it appeared."""
+        first, last = self.window or (self.start, self.end)
+        return sum(1 for time in times if first <= time <= last)
+
+    def steady(self) -> Served:
+        """An open loop without its ramps, the first and the last RAMP of the time in which requests arrive, if it is
+        long enough to have a steady state; every other pass as it is."""
+        arrivals = [request.arrival for request in self.requests if request.sent is not None]
+        if len(arrivals) < max(STEADY, len(self.requests)) or min(arrivals) == max(arrivals):
+            return self
+        ramp = RAMP * (max(arrivals) - min(arrivals))
+        return replace(self, window=(min(arrivals) + ramp, max(arrivals) - ramp))

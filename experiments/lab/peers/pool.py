@@ -33,11 +33,6 @@ from mini_infer.core.config import EngineConfig, LoadFormat, replace
 from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.loader import load_spec, outline, resolve_device, resolve_dtype
 
-MODULES = {
-    Kind.hf: "experiments.lab.peers.hf",
-    Kind.hf_continuous: "experiments.lab.peers.hf_continuous",
-    Kind.vllm: "experiments.lab.peers.vllm",
-}
 CUDA = "cuda"
 RELEASE_S = 10.0  # the driver needs a second or two
 RELEASED = 0.9  # of what a process took: others may have taken some meanwhile
@@ -93,8 +88,8 @@ class Peers:
         if not self._has_own_process(kind, device):
             self._make_room(config, device)
             return None
-        if kind is Kind.vllm and device != CUDA:
-            raise PeerAbsent("vLLM is measured on a CUDA device, and this run is on the CPU")
+        if kind.can.needs_gpu and device != CUDA:
+            raise PeerAbsent(f"{kind.label} is measured on a CUDA device, and this run is on the CPU")
         if kind in self._absent:
             raise PeerAbsent(self._absent[kind])
         config = settled(config)
@@ -112,17 +107,17 @@ class Peers:
         return Lease(process, partial(self._leased.discard, key))
 
     def _has_own_process(self, kind: Kind, device: str) -> bool:
-        if kind in (Kind.hf, Kind.hf_continuous):
-            wanted = self._settings.hf.own_process
-            return device == CUDA if wanted is None else wanted
-        return kind in (Kind.vllm, Kind.served, Kind.http)
+        if kind.can.always_apart or not kind.can.module:
+            return kind.can.always_apart
+        wanted = self._settings.hf.own_process
+        return device == CUDA if wanted is None else wanted
 
     def _start(self, kind: Kind, config: EngineConfig) -> LivingPeer:
         settings: ProcessSettings = self._settings.vllm if kind is Kind.vllm else self._settings.hf
         try:
-            if kind in (Kind.served, Kind.http):
+            if kind.can.over_http:
                 return over_http.open_subject(kind, config, self._settings, torch.get_num_threads())
-            return PeerProcess(kind.label, MODULES[kind], config, settings, threads=torch.get_num_threads())
+            return PeerProcess(kind.label, kind.can.module, config, settings, threads=torch.get_num_threads())
         except PeerAbsent as error:
             self._absent[kind] = str(error)
             raise

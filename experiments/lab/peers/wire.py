@@ -25,12 +25,14 @@ def pack_served(served: Served) -> dict[str, Any]:
         "start": served.start,
         "end": served.end,
         "peak_memory": served.peak_memory,
+        "in_flight_s": served.in_flight_s,
+        "outside_s": served.outside_s,
     }
 
 
 def unpack_served(packed: Mapping[str, Any]) -> Served:
     requests = tuple(RequestTrace(**_tuples(values)) for values in packed["requests"])
-    return Served(requests, packed["start"], packed["end"], peak_memory=packed["peak_memory"])
+    return Served(requests, **{key: value for key, value in packed.items() if key != "requests"})
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:

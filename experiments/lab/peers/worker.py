@@ -27,6 +27,7 @@ import threading
 import traceback
 from typing import Any, BinaryIO
 
+from experiments.lab.measure.witness import from_outside
 from experiments.lab.peers import wire
 from experiments.lab.peers.base import Peer, PeerAbsent
 from mini_infer.core.config import EngineConfig
@@ -64,7 +65,7 @@ class Worker:
             return {"result": getattr(self._peer, request["method"])(**request["arguments"])}
         items = wire.unpack_items(request["items"])
         gc.collect()
-        return {"served": wire.pack_served(self._peer.serve(items, request["concurrency"]))}
+        return {"served": wire.pack_served(from_outside(self._peer.serve, items, request["concurrency"]))}
 
 
 def main() -> None:

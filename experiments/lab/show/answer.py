@@ -65,7 +65,7 @@ def verdicts(result: Result) -> str:
 
 
 def invalid(result: Result) -> int:
-    return sum(1 for row in result.rows if not row.valid and not row.is_absent)
+    return sum(1 for row in result.rows if row.is_fault)
 
 
 def flags(result: Result) -> list[str]:

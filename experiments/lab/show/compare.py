@@ -13,7 +13,7 @@ from experiments.lab.show import wording
 from experiments.lab.show.grids import INVALID, MISSING, SCREEN, Grid, metric_title
 from experiments.lab.store import result as store
 from experiments.lab.store.result import COMPLETE, Result, StoreError
-from experiments.lab.store.rows import Table
+from experiments.lab.store.rows import Table, Turn
 
 SPEED = ("s", "ms", "us", "ns")  # units, and any rate a second: faster or slower; of others: better or worse
 NONE_SHOWN = "no difference shown"
@@ -81,7 +81,7 @@ def _grids(a: Result, b: Result, metric: str, verdicts: Counter[str]) -> list[Gr
 
 def _cells(a: Result, b: Result, variant: str, point: str, metric: str) -> tuple[str, str, str, str] | None:
     """Median of A, of B, their ratio, and the verdict; None where neither has a row."""
-    values = [list(Table(r.rows).values(variant, point, metric).values()) for r in (a, b)]
+    values = [Table(r.rows).values(variant, point, metric) for r in (a, b)]
     shown = [_value(r, own, variant, point, metric) for r, own in zip((a, b), values, strict=True)]
     if MISSING in shown:
         return None
@@ -89,18 +89,18 @@ def _cells(a: Result, b: Result, variant: str, point: str, metric: str) -> tuple
     failed = [name for name, r in (("A", a), ("B", b)) if r.info.fails(variant, point)]
     if problem or failed:
         return shown[0], shown[1], MISSING, problem or f"gate FAILED in {failed[0]}"
-    ours, theirs = values[1], values[0]
+    theirs, ours = (list(own.values()) for own in values)
     if set(ours) == set(theirs) and len(set(ours)) == 1:
         return shown[0], shown[1], "1" if ours[0] else MISSING, "the same"
     if min(*ours, *theirs) <= 0:
         return shown[0], shown[1], MISSING, "no ratio to 0"
-    found = stats.unpaired_ratio(ours, theirs)
+    found = stats.apart(values[1], values[0])
     return shown[0], shown[1], wording.interval(found, "x"), _verdict(found, a.info.metrics[metric])
 
 
-def _value(result: Result, values: list[float], variant: str, point: str, metric: str) -> str:
+def _value(result: Result, values: Mapping[Turn, float], variant: str, point: str, metric: str) -> str:
     if values:
-        return wording.interval(stats.estimate(values))
+        return wording.interval(stats.absolute(values))
     tried = any((row.variant, row.point, row.metric) == (variant, point, metric) for row in result.rows)
     return INVALID if tried else MISSING
 

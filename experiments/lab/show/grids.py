@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from experiments.lab.judge import stats
-from experiments.lab.judge.claims import ratio
 from experiments.lab.judge.draft_formulas import PLACES
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.show import wording
@@ -169,14 +168,14 @@ class Sheet:
             if (variant, point, metric) in self._absent:
                 return ABSENT
             return INVALID if (variant, point, metric) in self._tried else MISSING
-        text = wording.interval(stats.estimate(list(values.values())))
+        text = wording.interval(stats.absolute(values))
         return text if len(values) == self.repeats else f"{text} (n={len(values)})"
 
     def ratio(self, variant: str, point: str, metric: str) -> str:
         if variant == self.info.baseline:
             return "1" if self._table.values(variant, point, metric) else MISSING
         baseline = self._table.values(str(self.info.baseline), point, metric)
-        found = ratio(self._table.values(variant, point, metric), baseline)
+        found = stats.ratio(self._table.values(variant, point, metric), baseline)
         return MISSING if found is None else wording.interval(found, "x")
 
     @property

@@ -22,6 +22,7 @@ class Steps:
         self._started = time.monotonic()
         self._total = 0
         self._done = 0
+        self._process, self._processes = 0, 1
 
     def __enter__(self) -> Steps:
         if self._console.is_terminal:
@@ -40,14 +41,20 @@ class Steps:
             count = f"{self._done} of {self._total}" if self._done < self._total else f"{self._total}"
             print(f"{self._title}: {count} measurements in {seconds:.0f} s", file=sys.stderr)
 
+    def begin_process(self, index: int, count: int) -> None:
+        """What is planned from here on is planned in each of the processes that are left."""
+        self._process, self._processes = index, count
+
     def plan(self, total: int) -> None:
-        self._total = total
+        self._total = self._done + total * (self._processes - self._process)
         if self._bar is not None:
-            self._bar.update(self._task, total=total)
+            self._bar.update(self._task, total=self._total)
 
     def next(self, what: str) -> None:
         """A step begins; the one before it is done."""
         keep_interrupts()
+        if self._processes > 1:
+            what = f"process {self._process + 1} of {self._processes}, {what}"
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, description=f"{self._title}: {what}", refresh=True)
         else:

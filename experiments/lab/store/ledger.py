@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from experiments.lab.judge import validity
+from experiments.lab.judge import timing, validity
+from experiments.lab.judge.evidence import Evidence
 from experiments.lab.judge.gate import Comparison, Gate, compare, gate
 from experiments.lab.judge.metrics import Context
-from experiments.lab.judge.validity import Evidence
 from experiments.lab.measure import cells
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.steps import RequestRow, StepRow, request_rows, step_rows
-from experiments.lab.measure.subjects import Kind
+from experiments.lab.measure.traces import RAMP
 from experiments.lab.store.rows import Row
 from mini_infer.core.config import LoadFormat
 
 Key = tuple[str, str]  # variant, point
 Tokens = Sequence[Sequence[int]]  # of each request
+RAMPS = f"the first and the last {100 * RAMP:.0f} % of the time in which requests arrive, with what falls into them"
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,9 @@ class Ledger:
         for cell, attempts in passes:
             for measured in attempts:
                 self._judge(found, repeat, cell, measured)
+            found.requests.extend(request_rows(cell.variant, cell.point.name, repeat, attempts[-1].served))
+            if repeat == 0 and cell.kind.can.steps and cell.point.name == self._terms.timeline:
+                found.steps.extend(step_rows(cell.variant, cell.point.name, attempts[-1].served))
             requests = attempts[-1].served.requests
             if not all(request.tells_tokens for request in requests):
                 label = self._terms.labels[cell.variant]
@@ -86,9 +90,6 @@ class Ledger:
                     f"{self._terms.labels[cell.variant]}: its tokens are not compared with the baseline's, because the "
                     "random weights of the two differ."
                 )
-            if repeat == 0 and cell.kind is Kind.engine and cell.point.name == self._terms.timeline:
-                found.steps.extend(step_rows(cell.variant, cell.point.name, attempts[-1].served))
-                found.requests.extend(request_rows(cell.variant, cell.point.name, attempts[-1].served))
         for cell, why in absent:
             found.rows.extend(cells.absent_rows(cell, repeat, self._terms.metrics, why))
         self.rounds.append(found)
@@ -112,14 +113,25 @@ class Ledger:
         key = (cell.variant, cell.point.name)
         against, label = terms.contexts[key], terms.labels[cell.variant]
         first = self.tokens(key) if terms.exact else None
-        evidence = Evidence(served, terms.vocab_size, measured.drift, first, cells.drafts_on_made_up_prompts(cell))
+        evidence = Evidence(
+            served,
+            terms.vocab_size,
+            measured.drift,
+            first,
+            made_up_prompts=cells.drafts_on_made_up_prompts(cell),
+            items=measured.items,
+            before=measured.before,
+            floors_s=[floor.seconds for floor in against.floors(served.records)] if against.floors else (),
+        )
         found.rows.extend(cells.rows(cell, repeat, terms.metrics, against, evidence))
         found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
-        caches = cell.kind in (Kind.engine, Kind.vllm, Kind.served) and cell.engine.cache.prefix_caching
-        few = validity.few_hits(served, caches)
-        if few:
-            at = f" at {cell.point.name}" if cell.point.name else ""
-            found.notes.append(f"{label}{at}, repeat {repeat + 1}: {few}.")
+        caches = cell.kind.can.caches and cell.engine.cache.prefix_caching
+        at = f" at {cell.point.name}" if cell.point.name else ""
+        for remark in (validity.few_hits(served, caches), timing.shared_times(evidence)):
+            if remark:
+                found.notes.append(f"{label}{at}, repeat {repeat + 1}: {remark}.")
+        if served.steady().window is not None:
+            found.notes.append(f"Ramps of the open loop are left out{at}: {RAMPS}.")
 
     def _compare(self, found: Round, cell: Cell, measured: Pass, expected: Pass) -> None:
         key = (cell.variant, cell.point.name)
@@ -130,5 +142,5 @@ class Ledger:
 def _weights(cell: Cell) -> str:
     """Whose weights it has: of random ones vLLM makes its own, and transformers gets the engine's. A server elsewhere
     is asked for the same model, but who knows what random weights it has."""
-    own = cell.kind in (Kind.vllm, Kind.http) and cell.engine.model.load_format is LoadFormat.dummy
+    own = cell.kind.can.own_weights and cell.engine.model.load_format is LoadFormat.dummy
     return "its own" if own else "the engine's"

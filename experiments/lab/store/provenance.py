@@ -5,12 +5,33 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import mini_infer
 
 PACKAGES = ("torch", "transformers", "numpy")
 WRITTEN = ("results", "reports", "conf/hardware")  # by runs
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """One of the processes that a result is made of. What the GPU says of itself is the median over the timed passes,
+    and None where nobody says it.
+
+    Attributes:
+        seed: what prompts, lengths, sampling and random weights of this process are drawn from.
+        started: ISO 8601, UTC.
+        clock_mhz: of the GPU's multiprocessors.
+    """
+
+    index: int
+    seed: int
+    started: str
+    seconds: float
+    clock_mhz: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
 
 
 def commit(root: Path) -> str | None:

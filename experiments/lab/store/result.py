@@ -1,7 +1,7 @@
 """The result store: `<run>.csv` with the numbers and `<run>.json` with all that is needed to understand them.
 
     results/<experiment>/<scale>.<via>/<hardware>/
-        <run>.csv            one row per (variant, point, repeat, metric)
+        <run>.csv            one row per (variant, point, repeat, process, metric)
         <run>.json           config, command, commit, versions, device, gates, claims, ...
         <run>.steps.csv      one row per engine step, and
         <run>.requests.csv   one per request, of one point: where the experiment asks for it
@@ -35,6 +35,7 @@ from experiments.lab.measure.steps import RequestRow, StepRow
 from experiments.lab.points import short_names
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store import tables
+from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import MiniInferError
 
@@ -114,6 +115,7 @@ class RunInfo:
     via: str = IN_PROCESS  # of conf/via/: how requests reach the engine
     default_scale: str = OWN  # the one that the experiment takes where none is chosen
     changed: dict[str, str] = field(default_factory=dict)  # key -> value, of what was typed and is not in the above
+    processes: tuple[ProcessInfo, ...] = ()  # empty in results older than they are, which were made by one
     aa: str | None = None  # the variant that is the baseline a second time, in `variants`; None: it was measured once
 
     @property

@@ -6,7 +6,7 @@ import csv
 import io
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 R = TypeVar("R")
@@ -26,13 +26,16 @@ def to_csv(cls: type, rows: Sequence[Any]) -> str:
 
 
 def from_csv(cls: type[R], text: str) -> tuple[R, ...]:
-    """Raises ValueError where the columns, or a cell, are not those of `cls`."""
+    """Columns that have a default may be missing, as in files that are older than they are. Raises ValueError where
+    the columns, or a cell, are not those of `cls`."""
     hints = typing.get_type_hints(cls)
-    parsers = [_parser(hint) for hint in hints.values()]
+    needed = {f.name for f in fields(typing.cast(Any, cls)) if f.default is MISSING}
     reader = csv.reader(io.StringIO(text))
-    if next(reader, None) != list(hints):
+    columns = next(reader, [])
+    if columns != [name for name in hints if name in columns] or not needed <= set(columns):
         raise ValueError(f"the columns must be {','.join(hints)}")
-    return tuple(cls(*(parse(cell) for parse, cell in zip(parsers, row, strict=True))) for row in reader)
+    parsers = [(name, _parser(hints[name])) for name in columns]
+    return tuple(cls(**{name: parse(cell) for (name, parse), cell in zip(parsers, row, strict=True)}) for row in reader)
 
 
 def rounded(value: float) -> float:

@@ -150,9 +150,9 @@ def _point_series(result: Result, variant: str) -> list[tuple[str, str, list[Val
         others = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != x)
         row: dict[str, float] = {x: settings[x]}
         for metric in result.info.metrics:
-            values = list(table.values(variant, point, metric).values())
+            values = table.values(variant, point, metric)
             if values:
-                estimate = stats.estimate(values)
+                estimate = stats.absolute(values)
                 row[metric] = estimate.median
                 if estimate.low is not None and estimate.high is not None:
                     row |= {f"{metric} low": estimate.low, f"{metric} high": estimate.high}
@@ -171,8 +171,8 @@ def _median_table(result: Result) -> tuple[list[str], list[list[Any]]]:
                 values = table.values(variant, point, metric)
                 if not values:
                     continue
-                e = stats.estimate(list(values.values()))
-                ratio = claims.ratio(values, reference)
+                e = stats.absolute(values)
+                ratio = stats.ratio(values, reference)
                 gated = any(gate.covers(variant, point) for gate in info.every_gate)
                 rows.append([metric, point, label, e.median, e.low, e.high, e.n, about.unit,
                              None if ratio is None else ratio.median,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.plan import StepPlan, StepResult
 
@@ -14,25 +15,32 @@ if TYPE_CHECKING:  # the loop needs no torch
     from mini_infer.speculative.policy.costs import StepCosts
 
 
-class Executor(Protocol):
-    """Steps are launched and collected in one order. Up to two are in flight."""
+class Executor:
+    """Steps are launched and collected in one order. Up to two are in flight.
+
+    Attributes:
+        overlap: a step may be launched before the tokens of the step before it are collected.
+        runner: what computes, where that is in this process.
+        step_costs: what steps cost by rows and drafts, measured when first asked for. It overwrites KV: nobody may
+            hold any.
+    """
 
     tokenizer: Tokenizer
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     limits: Limits
-    overlap: bool  # a step may be launched before the tokens of the step before it are collected
+    overlap: bool
     startup: StartupReport
-    runner: Runner  # for probes: what works in this process
+    runner: Runner
+    step_costs: Callable[[], StepCosts]
 
     def launch(self, plan: StepPlan) -> Any:
         """Starts a plan that is not empty, and returns without waiting where the device works by itself."""
+        return self.runner.launch(plan)
 
     def collect(self, handle: Any) -> StepResult:
         """Waits for what `launch` started."""
-
-    def step_costs(self) -> StepCosts:
-        """What steps cost by rows and drafts, measured when first asked for. It overwrites KV: nobody may hold any."""
+        return self.runner.collect(handle)
 
     def reserve_memory(self) -> None:
         """Takes what the largest step needs from the device, where something else may have taken it since the start."""

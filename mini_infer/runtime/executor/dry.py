@@ -8,13 +8,13 @@ from functools import cache
 import torch
 
 from mini_infer.core.config import EngineConfig, When
-from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.kernels.ops import TorchKernels
+from mini_infer.runtime.executor.base import Executor
 from mini_infer.runtime.executor.dry_model import DryModel
 from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import ByteTokenizer, Tokenizer
 from mini_infer.runtime.worker.limits import settle_limits
-from mini_infer.runtime.worker.model_runner import LaunchedStep, Runner
+from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.speculative.step_costs import measure_costs
@@ -22,7 +22,7 @@ from mini_infer.speculative.step_costs import measure_costs
 _NO_GRAPHS = CaptureReport(limits=("the dry model runs on the CPU",))
 
 
-class DryExecutor:
+class DryExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         started = time.perf_counter()
         dry, cpu = config.model.dry, torch.device("cpu")
@@ -50,12 +50,3 @@ class DryExecutor:
             prefill_graphs=_NO_GRAPHS,
             speculation=config.speculation.describe(),
         )
-
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        return self.runner.launch(plan)
-
-    def collect(self, handle: LaunchedStep) -> StepResult:
-        return self.runner.collect(handle)
-
-    def reserve_memory(self) -> None:
-        pass

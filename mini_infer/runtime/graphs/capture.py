@@ -24,12 +24,8 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-class Replayable(Protocol):
-    def replay(self) -> None: ...
-
-
 Size = TypeVar("Size")
-Captured = TypeVar("Captured", bound=Replayable)
+Captured = TypeVar("Captured")
 
 
 class GraphMemory:
@@ -103,7 +99,7 @@ def capture_sizes(
     that finds no memory is left out, and the report says so.
 
     Args:
-        capture: captures one size, on the current stream.
+        capture: captures one size, on the current stream: something that can `replay`.
         unit: of a size, for the report.
         static_bytes: of tensors that the graphs read and write, for the report: they have been taken already.
         units: how many of them a size is.
@@ -150,16 +146,12 @@ def _progress_bar(items: Sequence[Size], title: str) -> Iterable[Size]:
 def _try(capture: Callable[[Size], Captured], size: Size, device: torch.device) -> Captured | None:
     """None where it finds no memory."""
     try:
-        graphs = capture(size)
-        graphs.replay()  # of padding: the first launch of a graph takes memory
+        captured: Any = capture(size)
+        captured.replay()  # of padding: the first launch of a graph takes memory
         torch.cuda.synchronize(device)
     except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
-    return graphs
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Of torch's allocator, or of the driver, which takes memory for a graph by itself and has no error of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+        # The driver takes memory for a graph by itself, and has no error of its own.
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            return None
+        raise
+    return captured

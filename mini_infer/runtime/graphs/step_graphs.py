@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +29,7 @@ from mini_infer.runtime.worker.startup import CaptureReport
 MAX_DRAFT_TOKENS = 1024  # of a captured step with drafts: the memory of their logits is kept
 
 
-@dataclass(frozen=True, order=True)
-class BatchDescriptor:
+class BatchDescriptor(NamedTuple):
     """What a graph is captured for."""
 
     num_rows: int
@@ -73,7 +73,7 @@ class StepGraphs:
     ) -> None:
         self._states, self._chain, self._run, self._new_graph = states, chain, run, new_graph
         self._captured: dict[BatchDescriptor, _Captured] = {}
-        self._fits: dict[tuple[int, int], BatchDescriptor | None] = {}
+        self._fits: dict[BatchDescriptor, BatchDescriptor | None] = {}
 
     @property
     def with_drafts(self) -> tuple[BatchDescriptor, ...]:
@@ -135,7 +135,7 @@ class StepGraphs:
     def fit(self, num_rows: int, query_len: int) -> BatchDescriptor | None:
         """The smallest that was captured and takes so many rows of so many tokens at most. Rows without drafts take
         none that verifies some."""
-        size = num_rows, query_len
+        size = BatchDescriptor(num_rows, query_len)
         if size not in self._fits:
             fitting = (
                 d

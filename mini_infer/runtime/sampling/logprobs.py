@@ -3,6 +3,7 @@ computes some of it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mini_infer.core.plan import StepPlan
 from mini_infer.core.request import TokenLogprob
+from mini_infer.runtime.sampling.adjust import padded
 
 LOGITS_AT_A_TIME = 2**23  # whose float32 copies take 100 MB at most, however long the prompt is
 
@@ -46,12 +48,21 @@ class Logprobs:
 
 
 def report(logits: Tensor, token_ids: Tensor, wanted: Wanted) -> Logprobs:
-    """Log-probabilities (natural) under the model's own distribution, of the tokens and of the likeliest ones."""
+    """Log-probabilities (natural) under the model's own distribution, of the tokens and of the likeliest ones, of which
+    the first where they are equally likely. A row's do not depend on the other rows."""
     rows = slice(None) if wanted.rows is None else wanted.rows
-    logprobs, tokens = logits[rows].float().log_softmax(dim=1), token_ids[rows, None]
+    vocab_size = logits.shape[1]
+    # Where a row of memory begins decides in which order torch adds it up, so all are padded to begin alike.
+    scores = logits.new_full((len(wanted.row_numbers), padded(vocab_size)), -math.inf, dtype=torch.float32)
+    scores[:, :vocab_size] = logits[rows]
+    logprobs, tokens = scores.log_softmax(dim=1)[:, :vocab_size], token_ids[rows, None]
     own = logprobs.gather(1, tokens)
     ranks = (logprobs > own).sum(dim=1, keepdim=True) + 1
-    values, ids = logprobs.topk(max(wanted.num_top), dim=1)
+    # Of numbers below 0 the bits grow as they sink.
+    order = (0.0 - logprobs).view(torch.int32).long().bitwise_left_shift_(32)
+    order |= torch.arange(vocab_size, device=logits.device)
+    ids = order.topk(max(wanted.num_top), dim=1, largest=False).values & (2**32 - 1)
+    values = logprobs.gather(1, ids)
     numbers, values = torch.cat([tokens, ranks, ids], dim=1), torch.cat([own, values], dim=1)
     # From a GPU, into page-locked memory, which needs no waiting.
     return Logprobs(wanted, numbers.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True))

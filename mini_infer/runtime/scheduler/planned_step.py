@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from operator import attrgetter
 
 from mini_infer.core.plan import Admission, Growth, PromptLogprobs, StepPlan, Transfer
 from mini_infer.core.request import Request
 
-_PLAN_FIELDS = tuple(column.name for column in fields(StepPlan))
+_plan_fields = attrgetter(*StepPlan._fields)
 
 
 class PlannedStep:
@@ -105,4 +105,4 @@ class PlannedStep:
         self.following = [place[row] for row in self.following]
 
     def plan(self) -> StepPlan:
-        return StepPlan(**{name: getattr(self, name) for name in _PLAN_FIELDS})
+        return StepPlan(*_plan_fields(self))

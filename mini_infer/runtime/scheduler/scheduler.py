@@ -32,6 +32,7 @@ model and a simulator.
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import NamedTuple
 
 from mini_infer.cache.kv_manager import KVManager, PrefixMatch
 from mini_infer.core.config import Batching, Policy, Preemption, SchedulerConfig
@@ -43,6 +44,17 @@ from mini_infer.runtime.scheduler.planned_step import PlannedStep
 from mini_infer.runtime.scheduler.waiting_line import Rank, WaitingLine
 from mini_infer.speculative.draft_plan import DraftPlanner
 from mini_infer.speculative.speculator import NoSpeculation
+
+
+class Newcomer(NamedTuple):
+    """The next in line, for which there is room."""
+
+    request: Request
+    match: PrefixMatch
+
+    @property
+    def missing_tokens(self) -> int:
+        return self.request.num_tokens - self.match.num_tokens
 
 
 class Scheduler:
@@ -59,18 +71,18 @@ class Scheduler:
         config: SchedulerConfig,
         kv: KVManager,
         watermark: float = 0.01,
-        proposer: NoSpeculation | None = None,
+        speculator: NoSpeculation | None = None,
         follows: bool = False,
     ) -> None:
         self.config = config
         self.kv = kv
-        self._watermark_blocks = int(watermark * kv.num_blocks) if kv.requests_grow else 0
-        self._drafts = DraftPlanner(config, kv, proposer or NoSpeculation(), follows, self._watermark_blocks)
+        self._watermark_blocks = int(watermark * kv.num_blocks) if kv.least_blocks == 1 else 0  # where requests grow
+        self._drafts = DraftPlanner(config, kv, speculator or NoSpeculation(), follows, self._watermark_blocks)
         self._by_priority = config.policy is Policy.priority
         self._static = config.batching is Batching.static
         self._requests: dict[Request, None] = {}  # all unfinished ones
         # A static batch computes siblings side by side.
-        self._line = WaitingLine(self._rank, self._may_come, siblings_wait=not self._static)
+        self._line = WaitingLine(self._rank, siblings_wait=not self._static)
         self._batch = Batch(config.max_num_seqs, self._rank)
         self._planned: dict[int, PlannedStep] = {}  # planned, and not booked yet
         self._num_added = 0
@@ -90,11 +102,11 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request, wherever it is and at any moment, and gives back all it holds."""
         if not request.finished:  # else its last token also completed a stop string
-            self._take_out(request)
+            (self._batch.leave if request in self._batch else self._line.discard)(request)
             request.status = RequestStatus.finished
             self.kv.free(request)
             del self._requests[request]
-            self._drafts.proposer.forget(request)
+            self._drafts.speculator.forget(request)
             self._line.release_siblings(request)
         request.finish_reason, request.stop_reason = reason, stop_reason
 
@@ -126,20 +138,22 @@ class Scheduler:
         self._step += 1
         step = PlannedStep(self._step, now, self.config.max_num_batched_tokens)
         following = any(in_flight.num_drafts for in_flight in self._planned.values())
-        if self._planned and (self._drafts.proposer.waits or (following and not self._can_follow())):
+        if self._planned and (self._drafts.speculator.waits or (following and not self._can_follow())):
             return step.plan()
         admits = not (self._static and len(self._batch))
         if self._by_priority and admits and not following:
             for victim in self._victims():
                 self._preempt(victim, step)
         self._schedule_running(step, most=self._most_decodes(admits))
-        admits = admits and not step.short_of_blocks  # whoever was just thrown out must not come straight back
-        prompts = bool(self._batch.prefilling) or (admits and self._newcomer() is not None)
+        # Whoever was just thrown out must not come straight back.
+        newcomer = self._newcomer() if admits and not step.short_of_blocks else None
+        prompts = newcomer is not None or bool(self._batch.prefilling)
         self._drafts.add_drafts(step, prompts=prompts)
         if following:
             step.following = [row for row, request in enumerate(step.rows) if request.num_in_flight > 2]
         elif prompts:
-            self._schedule_prompts(step, admits)
+            # Drafts may have taken the blocks that were there for the newcomer.
+            self._schedule_prompts(step, self._newcomer() if newcomer and step.num_drafts else newcomer)
         idle = not (step.rows or step.transfers or self._planned)
         step.awaits_transfers = idle and bool(self._requests and self.kv.transfers)
         plan = step.plan()
@@ -163,12 +177,12 @@ class Scheduler:
         if self.config.chunked_prefill:
             return num_running
         prefilling = self._batch.prefilling
-        request = prefilling[0] if prefilling else self._newcomer() if admits else None
-        if request is None or self._decodes_sat_out:
+        newcomer = self._newcomer() if admits and not prefilling else None
+        if self._decodes_sat_out or not (prefilling or newcomer):
             self._decodes_sat_out = False
             return num_running
-        num_there = request.num_computed_tokens if request.block_table else self.kv.match_prefix(request).num_tokens
-        room = self.config.max_num_batched_tokens - (request.num_tokens - num_there)
+        missing = newcomer.missing_tokens if newcomer else prefilling[0].num_tokens - prefilling[0].num_computed_tokens
+        room = self.config.max_num_batched_tokens - missing
         self._decodes_sat_out = room < num_running
         return min(room, num_running)
 
@@ -215,33 +229,43 @@ class Scheduler:
             request.grow_after = min(capacity, request.max_total_tokens - 1)
         return True
 
-    def _schedule_prompts(self, step: PlannedStep, admits: bool) -> None:
-        """Prompts in progress and, with `admits`, newcomers: in rank order, as far as the budget goes."""
-        place = 0
-        prefilling = self._batch.prefilling
+    def _schedule_prompts(self, step: PlannedStep, newcomer: Newcomer | None) -> None:
+        """Prompts in progress and newcomers: in rank order, as far as the budget goes."""
+        in_progress = iter(self._batch.prefilling.copy())
+        current = next(in_progress, None)
         while step.budget > 0 or self._static:  # a static batch is admitted now, and computed bit by bit
-            current = prefilling[place] if place < len(prefilling) else None
-            head = self._line.head() if admits else None
-            if head is not None and (current is None or self._rank(head) < self._rank(current)):
-                admits = self._admit(head, step)  # who comes behind one that finds no room waits too
-                continue
-            if current is None:
-                return
-            needed = current.num_tokens - current.num_computed_tokens
-            count = min(needed, step.budget)
-            if count == needed or (count > 0 and self.config.chunked_prefill):
-                step.add_prompt_row(current, count)
-            if count == needed:
-                self._batch.move(current, RequestStatus.running)
+            if newcomer and (current is None or self._rank(newcomer.request) < self._rank(current)):
+                admitted = self._admit(newcomer, step)  # who comes behind one that finds no room waits too
+                newcomer = self._newcomer() if admitted and (step.budget > 0 or self._static) else None
+            elif current is not None:
+                self._compute(current, step)
+                current = next(in_progress, None)
             else:
-                place += 1
+                return
+
+    def _compute(self, request: Request, step: PlannedStep) -> None:
+        """Some of a prompt, as far as the budget goes."""
+        needed = request.num_tokens - request.num_computed_tokens
+        count = min(needed, step.budget)
+        if count == needed or (count > 0 and self.config.chunked_prefill):
+            step.add_prompt_row(request, count)
+        if count == needed:
+            self._batch.move(request, RequestStatus.running)
 
     # --- admission ------------------------------------------------------------------------------------------------
 
-    def _newcomer(self) -> Request | None:
-        """The next in line, if there is room for it now."""
+    def _head(self) -> Request | None:
+        """Whose turn it is to be admitted. None also where it cannot come yet, since those behind it wait, too: one
+        that was preempted while a step of its own was in flight comes back when that step's token is known, and one
+        that is on its way to the host when it is there."""
         head = self._line.head()
-        return head if head is not None and self.room_for(head) is not None else None
+        return None if head is None or head.num_in_flight or self.kv.is_under_way(head) else head
+
+    def _newcomer(self) -> Newcomer | None:
+        """The next in line, if there is room for it now."""
+        head = self._head()
+        match = None if head is None else self.room_for(head)
+        return None if head is None or match is None else Newcomer(head, match)
 
     def room_for(self, request: Request, without: list[Request] | None = None) -> PrefixMatch | None:
         """Whether a request that waits could be admitted: the prefix that it would share, or None. Whoever asks what a
@@ -257,11 +281,12 @@ class Scheduler:
         watermark = self._watermark_blocks if len(self._batch) else 0
         return self.kv.room_for(request, watermark + num_ahead * self.kv.least_blocks, without)
 
-    def _admit(self, request: Request, step: PlannedStep) -> bool:
-        """Gives the next in line its place in the batch, if there is room for it."""
-        match = self.room_for(request)
+    def _admit(self, newcomer: Newcomer, step: PlannedStep) -> bool:
+        """Gives the next in line its place in the batch, and computes what the budget allows. False where it has to be
+        computed whole, which the budget does not allow."""
+        request, match = newcomer
         whole = not (self.config.chunked_prefill or self._static)
-        if match is None or (whole and request.num_tokens - match.num_tokens > step.budget):
+        if whole and newcomer.missing_tokens > step.budget:
             return False
         self._line.admit_head(request)
         if request.status is RequestStatus.swapped:
@@ -278,19 +303,16 @@ class Scheduler:
                 step.prefix_hit_tokens += match.num_tokens
         if request.first_scheduled_time is None:
             request.first_scheduled_time = step.now
+        if request.status is RequestStatus.prefilling:
+            self._compute(request, step)
         return True
-
-    def _may_come(self, request: Request) -> bool:
-        """One that was preempted while a step of its own was in flight comes back when that step's token is known, and
-        one that is on its way to the host when it is there."""
-        return not (request.num_in_flight or self.kv.is_under_way(request))
 
     # --- giving way -----------------------------------------------------------------------------------------------
 
     def _victims(self) -> list[Request]:
         """Requests of lower priority that have to give way, and are enough, for the head of the line to find room."""
-        head = self._line.head() if self._by_priority else None
-        if head is None or self._newcomer() is not None:
+        head = self._head() if self._by_priority else None
+        if head is None or self.room_for(head) is not None:
             return []
         lower = [r for r in self._batch.requests() if r.priority > head.priority]
         lower.sort(key=self._rank, reverse=True)
@@ -319,12 +341,6 @@ class Scheduler:
         request.num_computed_tokens = 0
         self._line.push(request, RequestStatus.waiting)
 
-    def _take_out(self, request: Request) -> None:
-        if request in self._batch:
-            self._batch.leave(request)
-        else:
-            self._line.discard(request)
-
     def _rank(self, request: Request) -> Rank:
         """Who goes first: by priority if so configured, then by arrival. Unique."""
         return (request.priority if self._by_priority else 0, request.order)
@@ -340,7 +356,7 @@ class Scheduler:
             if moved is not None and moved.status is RequestStatus.swapping_in:
                 self._batch.move(moved, RequestStatus.prefilling)
         seconds = None if self._last_update is None else now - self._last_update
-        self._drafts.proposer.book(step.rows, plan, result, seconds)
+        self._drafts.speculator.book(step.rows, plan, result, seconds)
         book_prompt_logprobs(step, result)
         updates, endings = book_tokens(step, plan, result, now, self.kv)
         for ending in endings:
@@ -360,7 +376,8 @@ class Scheduler:
         for request in ended:
             self.finish(request, FinishReason.error)
         for moved in self.kv.moved_by(step.transfers):
-            self._take_out(moved)
+            if moved in self._batch:
+                self._batch.leave(moved)
             self._recompute(moved)
         return ended
 

@@ -10,70 +10,28 @@ from mini_infer.core.request import Request, RequestStatus
 Rank = tuple[int, int]
 
 
-class RequestQueue:
-    """Smallest rank first: O(1) to look at the head, O(log n) to add or take one.
-
-    A request that leaves from the middle (an abort) changes its status. It is dropped when it reaches the head, or
-    when the dead outnumber the living.
-    """
-
-    def __init__(self, status: RequestStatus) -> None:
-        self._status = status  # of a request that is still in this queue
-        self._heap: list[tuple[Rank, Request]] = []
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def push(self, rank: Rank, request: Request) -> None:
-        request.status = self._status
-        self._length += 1
-        if len(self._heap) > 2 * self._length + 64:
-            self._heap = [entry for entry in self._heap if entry[1].status is self._status]
-            heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (rank, request))  # ranks are unique, so requests are never compared
-
-    def peek(self) -> Request | None:
-        while self._heap and self._heap[0][1].status is not self._status:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
-
-    def pop(self) -> Request:
-        """Takes the head, which `peek` has just returned."""
-        self._length -= 1
-        return heapq.heappop(self._heap)[1]
-
-    def discard(self, request: Request) -> None:
-        """Takes a request out of the middle; the caller gives it another status."""
-        assert request.status is self._status
-        self._length -= 1
-
-
 class WaitingLine:
-    """New requests and preempted ones, in rank order; and beside them siblings (n > 1), each until the prompt of its
-    leader is computed and its blocks can be shared.
+    """New requests and preempted ones, smallest rank first; and beside them siblings (n > 1), each until the prompt of
+    its leader is computed and its blocks can be shared.
+
+    O(1) to look at the head, O(log n) to add or take one. A request that ends in the middle is dropped when it reaches
+    the head, or when the dead outnumber the living.
 
     Args:
-        may_come: whether a request that is there could be admitted, as far as that is its own affair.
         siblings_wait: False where all are to be computed side by side.
     """
 
-    def __init__(
-        self, rank: Callable[[Request], Rank], may_come: Callable[[Request], bool], siblings_wait: bool
-    ) -> None:
+    def __init__(self, rank: Callable[[Request], Rank], siblings_wait: bool) -> None:
         self._rank = rank
-        self._may_come = may_come
         self._siblings_wait = siblings_wait
-        self._queues = {s: RequestQueue(s) for s in (RequestStatus.waiting, RequestStatus.swapped)}
+        self._heap: list[tuple[Rank, Request]] = []  # ranks are unique, so requests are never compared
+        self._num_in_heap = 0  # of them those that have not ended
         self._siblings: dict[Request, list[Request]] = {}  # by leader
         self._leaders: dict[Request, None] = {}  # those of them that have been admitted
+        self.num_swapped = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values())) + sum(map(len, self._siblings.values()))
-
-    @property
-    def num_swapped(self) -> int:
-        return len(self._queues[RequestStatus.swapped])
+        return self._num_in_heap + sum(map(len, self._siblings.values()))
 
     def add(self, request: Request) -> None:
         """A new request. One with `fork_of` waits beside the line as long as its leader's prompt is not computed."""
@@ -84,26 +42,43 @@ class WaitingLine:
             self.push(request, RequestStatus.waiting)
 
     def push(self, request: Request, status: RequestStatus) -> None:
-        self._queues[status].push(self._rank(request), request)
+        """A request that comes, as `waiting` or `swapped`; or one that is there, and whose swapped blocks are lost."""
+        if request.status is RequestStatus.swapped:
+            self.num_swapped -= 1
+            request.status = status
+            return
+        request.status = status
+        self._num_in_heap += 1
+        self.num_swapped += status is RequestStatus.swapped
+        if len(self._heap) > 2 * self._num_in_heap + 64:
+            self._heap = [entry for entry in self._heap if not entry[1].finished]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (self._rank(request), request))
 
     def discard(self, request: Request) -> None:
-        """Takes out a request; the caller gives it another status."""
+        """Takes out a request that has ended; the caller gives it that status."""
         beside = self._siblings.get(request.fork_of, []) if request.fork_of is not None else []
         if request in beside:
             beside.remove(request)
         else:
-            self._queues[request.status].discard(request)
+            self._leave(request)
 
     def head(self) -> Request | None:
-        """The request whose turn it is; None also where it cannot come yet, since those behind it wait, too."""
-        heads = [head for head in (queue.peek() for queue in self._queues.values()) if head is not None]
-        head = min(heads, key=self._rank, default=None)
-        return head if head is not None and self._may_come(head) else None
+        """The request whose turn it is."""
+        while self._heap and self._heap[0][1].finished:
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
 
     def admit_head(self, head: Request) -> None:
-        self._queues[head.status].pop()
+        """Takes out what `head` has just returned; the caller gives it another status."""
+        heapq.heappop(self._heap)
+        self._leave(head)
         if head in self._siblings:
             self._leaders[head] = None
+
+    def _leave(self, request: Request) -> None:
+        self._num_in_heap -= 1
+        self.num_swapped -= request.status is RequestStatus.swapped
 
     def release_siblings(self, leader: Request) -> None:
         """The leader's prompt is computed, or never will be: either way its siblings need not wait any longer."""
@@ -113,5 +88,5 @@ class WaitingLine:
 
     def num_siblings_before(self, request: Request) -> int:
         """Siblings beside the line that rank before it: nobody may take their places while they wait."""
-        rank = self._rank(request)
-        return sum(self._rank(sibling) < rank for leader in self._leaders for sibling in self._siblings[leader])
+        beside = [sibling for leader in self._leaders for sibling in self._siblings[leader]]
+        return sum(self._rank(sibling) < self._rank(request) for sibling in beside)

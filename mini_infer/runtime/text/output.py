@@ -69,12 +69,19 @@ class _Completion:
             request.token_ids[first_token:num_tokens],
             reason,
             request.stop_reason,
-            None if reason is None else _metrics(request),
+            None if reason is None else self._metrics(),
             texts,
             num_texts,
             request.token_ids,
             (request.prompt_len, num_tokens),
             self.logprobs,
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        request = self.request
+        cached, times = request.num_cached_tokens or 0, tuple(request.token_times)
+        return RequestMetrics(
+            request.arrival_time, request.first_scheduled_time, times, cached, request.num_preemptions
         )
 
 
@@ -179,13 +186,3 @@ class OutputProcessor:
         for request in requests:
             if request.finish_reason is not FinishReason.error:
                 self._of_request[request][1].detokenize()
-
-
-def _metrics(request: Request) -> RequestMetrics:
-    return RequestMetrics(
-        arrival_time=request.arrival_time,
-        first_scheduled_time=request.first_scheduled_time,
-        token_times=tuple(request.token_times),
-        num_cached_tokens=request.num_cached_tokens or 0,
-        num_preemptions=request.num_preemptions,
-    )

@@ -59,6 +59,15 @@ def require_fit(num_tokens: int, max_model_len: int, why: str = "") -> None:
         )
 
 
+def require_known_tokens(params: SamplingParams, vocab_size: int) -> None:
+    """Raises RequestError where a stop token or a biased one is none of the vocabulary."""
+    named = [("stop token", token, "stop_token_ids") for token in params.stop_token_ids]
+    named += [("biased token", token, "logit_bias") for token, _ in params.biases]
+    for name, token, param in named:
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"{name} id {token} is out of range: 0 to {vocab_size - 1} are allowed", param)
+
+
 def _checked(token_ids: list[int], vocab_size: int) -> list[int]:
     if not token_ids:
         raise RequestError("the prompt is empty: at least one token is needed", "prompt")

@@ -13,56 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mini_infer.core.plan import NO_DRAFT, StepPlan, StepResult, Transfer
+from mini_infer.core.plan import NO_DRAFT, StepPlan, StepResult
 from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs
 from mini_infer.runtime.sampling.logprobs import Logprobs, RowLogprobs, prompt_logprobs
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.worker.request_states import RequestStates, small_growths
 from mini_infer.runtime.worker.row_step import RowStep, real_tokens
-from mini_infer.runtime.worker.step_input import IntArray, Samples, StepInput
+from mini_infer.runtime.worker.step_input import IntArray, Samples
 from mini_infer.speculative.draft_model import Drafter, Stopwatch
 
-
-class StepModel(Protocol):
-    """A model together with its KV memory."""
-
-    def forward(self, step: StepInput) -> Tensor:
-        """Computes the step's tokens and returns a hidden state for each, [T, ...]."""
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[N, ...] -> [N, vocab_size]"""
+if TYPE_CHECKING:  # it is handed them
+    from mini_infer.cache.transfer import KVTransfer
+    from mini_infer.runtime.executor.dry_model import DryModel
+    from mini_infer.runtime.worker.torch_model import TorchModel
 
 
-class Transfers(Protocol):
-    """Who copies blocks between the device and the host: cache/transfer.py's KVTransfer, or the dry model."""
-
-    def start(self, transfer: Transfer) -> None:
-        """Queues the copies behind what the device was given so far."""
-
-    def poll(self, wait: bool = False) -> tuple[int, ...]:
-        """Ids of transfers that have ended since the last call; where it is to wait, of all that were started."""
-
-
-class NoTransfers:
-    """There is no host memory to copy to."""
-
-    def start(self, transfer: Transfer) -> None:
-        raise AssertionError(f"{transfer} without host memory")
-
-    def poll(self, wait: bool = False) -> tuple[int, ...]:
-        return ()
-
-
-@dataclass(frozen=True, eq=False)
-class LaunchedStep:
+class LaunchedStep(NamedTuple):
     """A step in flight. Its tokens and log-probabilities are on their way to the host, and are there when `done` has
     happened."""
 
@@ -80,6 +53,9 @@ class LaunchedStep:
 class Runner:
     """
     Args:
+        model: with its KV memory: `forward(StepInput)` gives a hidden state [T, ...] for each of the step's tokens, and
+            `compute_logits` takes [N, ...] of them to [N, vocab_size].
+        transfers: copies blocks to the host and back, as cache/transfer.py does; None: there is no host memory.
         drafter: makes drafts on the device.
         rate: at which drafts are accepted, whatever the target says (RowStep).
         follows: a step may be launched before the drafts of the one before it are read, whose rows must therefore go
@@ -92,17 +68,17 @@ class Runner:
 
     def __init__(
         self,
-        model: StepModel,
+        model: TorchModel | DryModel,
         states: RequestStates,
         sampler: Sampler,
-        transfers: Transfers | None = None,
+        transfers: KVTransfer | DryModel | None = None,
         drafter: Drafter | None = None,
         rate: float | None = None,
         follows: bool = False,
         threads: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._model, self._states, self._sampler = model, states, sampler
-        self._transfers = transfers or NoTransfers()
+        self._transfers = transfers
         self._drafter = drafter or Drafter()
         self._follows = follows
         self._threads = threads
@@ -117,6 +93,7 @@ class Runner:
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         for transfer in plan.transfers:
+            assert self._transfers is not None, f"{transfer} without host memory"
             self._transfers.start(transfer)
         self._drafter.plan(plan)
         params = [self._sampler.admit(a.req_index, a.params, a.seed, a.prompt_len, a.stop_ids) for a in plan.admissions]
@@ -145,7 +122,7 @@ class Runner:
         done = self.graphs.run(descriptor, drafted.logits)
         sampled = Samples.of(plan)
         real = real_tokens(plan.counts, descriptor.query_len) if descriptor.query_len > 1 else None
-        logprobs = self._rows.resample(done, sampled, real, sampled.index(plan.masks), drafted.logits)
+        logprobs = self._rows.resample(done, sampled, real, sampled.by_place(plan.masks), drafted.logits)
         if done.tokens_and_drafts is not None:
             return self._launched(
                 plan, done.tokens_and_drafts, sampled=sampled, real=real, logprobs=logprobs, drafting=drafted.time
@@ -167,11 +144,13 @@ class Runner:
         step = self._states.build(plan, sampled, sources)
         hidden = self._model.forward(step)
         history, compute_logits = self._states.history, self._model.compute_logits
-        of_prompts = prompt_logprobs(plan, hidden, history, self._sampler.vocab_size, compute_logits)
+        of_prompts: Sequence[RowLogprobs] = ()
+        if plan.prompt_logprobs:
+            of_prompts = prompt_logprobs(plan, hidden, history, self._sampler.vocab_size, compute_logits)
         if not len(sampled.rows):
             return self._launched(plan, prompt_logprobs=of_prompts, drafting=drafted.time)
         logits = compute_logits(step.sampled(hidden))
-        masks = sampled.index(plan.masks)
+        masks = sampled.by_place(plan.masks)
         token_ids, logprobs = self._sampler.sample(
             logits, step, sampled.req_indices, sampled.positions, history, masks, drafted.logits
         )
@@ -234,12 +213,12 @@ class Runner:
                 own.append(entry)
         of_prompts = {part.row: part.finish() for part in launched.prompt_logprobs}
         draft_s = 0.0 if launched.drafting is None else launched.drafting.read()
-        return StepResult(tokens, logprobs, of_prompts, draft_s, self._transfers.poll(wait=not tokens))
+        ended = () if self._transfers is None else self._transfers.poll(wait=not tokens)
+        return StepResult(tokens, logprobs, of_prompts, draft_s, ended)
 
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
         """Puts another token where the next step reads it."""
-        token = torch.tensor([token_id], device=self._states.device)
-        self._states.overwrite(np.array([req_index]), np.array([position]), token)
+        self._states.history[req_index, position] = token_id
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:

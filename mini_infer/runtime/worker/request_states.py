@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mini_infer.attention.context import AttentionBatch
 from mini_infer.core.plan import NO_DRAFT, Growth, StepPlan
 from mini_infer.kernels import rows as definition
 from mini_infer.kernels.rows import PACKED, GatheredRows
-from mini_infer.runtime.worker.host_to_device import HostToDevice
 from mini_infer.runtime.worker.step_input import Drafts, IntArray, Samples, StepInput, leading_alike
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ class RequestStates:
         self.history = self.rows[:, : self._table]
         self._flat = self.rows.view(-1)
         self._fill_up = lookahead > 0  # tokens of padding find the padding block where a request has none
-        self.h2d = HostToDevice(device)
         self._next_starts = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._ends: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._packed = torch.zeros(PACKED * max_num_seqs, dtype=torch.int32, device=device)
@@ -87,6 +86,18 @@ class RequestStates:
             padding_block=limits.num_blocks,
             lookahead=config.speculation.most,
         )
+
+    def send(self, *arrays: IntArray | NDArray[np.bool_]) -> list[Tensor]:
+        """The arrays as int32 tensors on the device, in one copy, which nobody waits for."""
+        joined = torch.from_numpy(np.concatenate(arrays).astype(np.int32, copy=False))
+        if self.device.type == "cuda":
+            joined = self._copy(joined, torch.empty(len(joined), dtype=torch.int32, device=self.device))
+        return list(joined.split([len(array) for array in arrays]))
+
+    def _copy(self, numbers: Tensor, target: Tensor) -> Tensor:
+        if target.is_cuda:  # torch keeps page-locked memory for its next user until this copy is done
+            numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers)
+        return target.copy_(numbers, non_blocking=True)
 
     # --- what changed ---------------------------------------------------------------------------------------------
 
@@ -119,7 +130,7 @@ class RequestStates:
         for req_index, first, blocks in growths:
             write(req_index, self._table + first, blocks)
         if places:
-            where, what = self.h2d.send(np.concatenate(places), np.concatenate(values))
+            where, what = self.send(np.concatenate(places), np.concatenate(values))
             self._flat.index_copy_(0, where.long(), what)
 
     # --- a step of any rows ---------------------------------------------------------------------------------------
@@ -130,10 +141,12 @@ class RequestStates:
         sampled = sampled or Samples.of(plan)
         req_indices, starts, counts = np.array(plan.req_indices), np.array(plan.starts), np.array(plan.counts)
         seq_lens, query_starts = starts + counts, np.concatenate(([0], np.cumsum(counts)))
-        row = np.repeat(np.arange(len(req_indices)), counts)  # [T]: the row each token belongs to
-        positions = np.arange(len(row)) - query_starts[row] + starts[row]
-        tokens_before = query_starts[sampled.rows] + sampled.positions - 1 - starts[sampled.rows]
-        numbers = [req_indices, seq_lens, query_starts, req_indices[row], positions]
+        shifts = (
+            starts - query_starts[:-1]
+        )  # [R]: of each row, from a token's place in the step to that in its sequence
+        positions = np.arange(query_starts[-1]) + np.repeat(shifts, counts)
+        tokens_before = sampled.positions - 1 - shifts[sampled.rows]
+        numbers = [req_indices, seq_lens, query_starts, np.repeat(req_indices, counts), positions]
         numbers += [tokens_before, sampled.req_indices, sampled.positions]
         most_samples = 1
         if plan.num_drafts:
@@ -142,7 +155,7 @@ class RequestStates:
             most_samples = int(np.diff(ends).max(initial=1))
             sources = np.full(len(sampled.rows), NO_DRAFT) if sources is None else sources
             numbers += [sampled.req_indices[firsts], ends, sampled.have_drafts(), sources]
-        rows32, lens32, starts32, *sent = self.h2d.send(*numbers)
+        rows32, lens32, starts32, *sent = self.send(*numbers)
         token_owners, places, tokens, sampled_indices, sampled_places = (part.long() for part in sent[:5])
         sampled_flat = sampled_indices * self.width + sampled_places
         sampling, sample_starts, drafts = None, None, None
@@ -200,7 +213,7 @@ class RequestStates:
             row_of[packed[0, :n]] = np.arange(n)
             rows = row_of[list(req_indices)]
             packed[3, rows], packed[4, rows] = columns, [taken[0] for taken in blocks]
-        self.h2d.send_into(self._packed_rows(num_rows), torch.from_numpy(packed))
+        self._copy(torch.from_numpy(packed), self._packed_rows(num_rows))
 
     def _packed_rows(self, num_rows: int) -> Tensor:
         """[PACKED, num_rows] int32, always at the same place. Views are kept: to make one takes the host a while."""
@@ -277,11 +290,6 @@ class RequestStates:
         """Writes tokens [S] behind their rows' tokens."""
         self._flat.index_copy_(0, step.places, token_ids.int())
 
-    def overwrite(self, req_indices: IntArray, positions: IntArray, token_ids: Tensor) -> None:
-        """Puts other tokens [S], on the state's device, behind the first positions [S] tokens of the requests [S]."""
-        places = self.h2d.send(req_indices * self.width + positions)[0].long()
-        self._flat.index_copy_(0, places, token_ids.int())
-
     @cached_property
     def _kernels(self) -> ModuleType:
         if self.device.type != "cuda":
@@ -291,7 +299,7 @@ class RequestStates:
         return row_kernels
 
 
-def small_growths(plan: StepPlan) -> list[Growth]:
+def small_growths(plan: StepPlan) -> Sequence[Growth]:
     """The plan's growths where each is a request's only one, and by one block; else none. They fit into packed rows."""
     growths = plan.growths
     small = all(len(blocks) == 1 for _, _, blocks in growths) and len({g.req_index for g in growths}) == len(growths)

@@ -41,7 +41,7 @@ class DoneRows:
 class RowStep:
     """
     Args:
-        model: a StepModel (runtime/worker/model_runner.py); captured, it needs `forward_eagerly` as well.
+        model: as the Runner's; captured, it needs `forward_eagerly` as well.
         rate: drafts are accepted at this rate, by a hash of (seed, position), whatever the target says: what comes out
             means nothing, what it costs does. None: as verified.
     """
@@ -96,7 +96,7 @@ class RowStep:
             return None
         self._states.restore_drafts(done.step)  # penalties count them, and settling wrote over them
         step = done.step
-        at = slice(len(sampled.rows)) if real is None else self._states.h2d.send(real)[0].long()
+        at = slice(len(sampled.rows)) if real is None else self._states.send(real)[0].long()
         token_ids = done.token_ids[at]
         drafts = None if step.drafts is None else step.drafts.at(at)
         history = self._states.history

@@ -10,7 +10,7 @@ import torch
 
 from mini_infer.attention.backend import Requirements
 from mini_infer.cache.layout import KVLayout
-from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig, When
+from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig, Numerics, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.ops import Kernels
 from mini_infer.modeling.checkpoint import resolve_folder
@@ -49,7 +49,20 @@ class ServedModel:
         spec = load_spec(model)
         dtype = resolve_dtype(model, spec, device)
         kv_layout = spec.kv_layout(dtype)
-        needs = Requirements(kv_layout, config.cache.block_size, dtype, device, sliding_window=any(spec.windows))
+        invariant = config.numerics is Numerics.batch_invariant
+        if invariant and spec.through_transformers:
+            raise ConfigError(
+                f"numerics=batch_invariant: {model.path} runs through transformers' code, which sums in orders of its "
+                "own. Set numerics=fast"
+            )
+        needs = Requirements(
+            kv_layout,
+            config.cache.block_size,
+            dtype,
+            device,
+            sliding_window=any(spec.windows),
+            batch_invariant=invariant,
+        )
         backends, no_graphs = _select_attention(config, needs, uncapturable)
         block_bytes = kv_layout.bytes_per_block(config.cache.block_size)
         return cls(model, spec, dtype, device, kv_layout, block_bytes, backends, no_graphs)

@@ -37,6 +37,7 @@ class StartupReport:
     implementation: str = "ours"  # or transformers or dry
     attention_prefill: str = "none"
     attention_decode: str = "none"
+    numerics: str = "none"
     kernels: str = "none"
     speculation: str = "none"
     threads: str = "none"  # that torch computes a step with on the CPU

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -18,8 +17,7 @@ IntArray = NDArray[np.integer]
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, eq=False)
-class Samples:
+class Samples(NamedTuple):
     """The S tokens that a step samples: one a row that samples at all, and one more for each draft that it verifies."""
 
     rows: IntArray  # [S] of the plan, ascending
@@ -41,7 +39,7 @@ class Samples:
         until_last = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(rows))
         return cls(rows, np.array(plan.req_indices)[rows], ends[rows] - until_last)
 
-    def index(self, by_row: Mapping[int, Value]) -> dict[int, Value]:
+    def by_place(self, by_row: Mapping[int, Value]) -> dict[int, Value]:
         """The same by place among the sampled tokens, of rows that sample one."""
         return {int(np.searchsorted(self.rows, row)): value for row, value in by_row.items()}
 
@@ -65,8 +63,7 @@ class Drafts(NamedTuple):
         return Drafts(self.token_ids[places], self.sources[places])
 
 
-@dataclass(frozen=True, eq=False)
-class StepInput:
+class StepInput(NamedTuple):
     """One step's batch on the device: R rows with T tokens in all, S tokens to sample. Complete when constructed."""
 
     batch: AttentionBatch

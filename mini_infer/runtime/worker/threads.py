@@ -17,8 +17,8 @@ Six layers of 1,024 on the idle machine, asleep: 1.05, 0.87, 0.62. In between li
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -36,20 +36,25 @@ class StepThreads:
         self._most = asked or torch.get_num_threads()
         self._many_tokens = 0 if asked or num_parameters is None else -(-_WORTH_SHARING // num_parameters)
 
-    @contextlib.contextmanager
-    def __call__(self, num_tokens: int) -> Iterator[None]:
+    def __call__(self, num_tokens: int) -> AbstractContextManager[None]:
         """The number is the whole process's, and is put back."""
-        before, own = torch.get_num_threads(), self._most if num_tokens >= self._many_tokens else 1
-        if own == before:
-            yield
-            return
-        torch.set_num_threads(own)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+        own = self._most if num_tokens >= self._many_tokens else 1
+        return _UNCHANGED if own == torch.get_num_threads() else _with_threads(own)
 
     def __str__(self) -> str:
         if self._most == 1 or self._many_tokens <= 1:
             return str(self._most)
         return f"{self._most}, and 1 for steps of less than {self._many_tokens} tokens"
+
+
+_UNCHANGED = nullcontext()
+
+
+@contextmanager
+def _with_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -60,7 +60,7 @@ class Worker:
         self.device = resolve_device(config.model)
         self._phase = Phases(partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else None)
         with self._phase("choose kernels"):
-            self._kernels = select_kernels(config.model.kernels, self.device)
+            self._kernels = select_kernels(config.model.kernels, self.device, config.numerics)
         uncapturable = None if self._kernels.name == "triton" else "torch"  # the sampler that goes with the kernels
         with self._phase("choose attention"):
             self.target = ServedModel.plan(config, config.model, self.device, uncapturable)
@@ -74,7 +74,14 @@ class Worker:
         self._sampler = make_sampler(config.scheduler.max_num_seqs, spec.vocab_size, self.device, self._kernels)
         parameters = self.target.weight_bytes // self.target.dtype.itemsize
         self._threads = StepThreads(config.model.threads, parameters if self.device.type == "cpu" else None)
-        overlap = config.scheduler.overlap
+        # On a GPU, what is to be captured: rows with drafts, and numbers of tokens whose steps are captured in pieces.
+        scheduler, graphs = config.scheduler, config.graphs
+        self._most_rows = min(graphs.max_batch or scheduler.max_num_seqs, scheduler.max_num_seqs)
+        self._draft_grid = draft_grid(self._most_rows, config.speculation.most)
+        self._prefill_sizes = token_ladder(graphs.max_prefill_tokens, scheduler.max_num_batched_tokens)
+        if graphs.capture is When.never:
+            self._prefill_sizes = []
+        overlap = scheduler.overlap
         # On a CPU the model computes in the caller's thread: a step launched early would only make its tokens late.
         self.overlap = overlap is When.always or (overlap is When.auto and self.device.type == "cuda")
 
@@ -136,9 +143,9 @@ class Worker:
     def _bytes_of_graphs(self) -> int:
         """What graphs of prompts will take of a GPU's memory, and those of rows with drafts where they are captured."""
         models = self._served if self._captures_rows else self._served[:1]
-        taken = sum(graph_bytes(model.spec, model.dtype, self._prefill_sizes()) for model in models)
+        taken = sum(graph_bytes(model.spec, model.dtype, self._prefill_sizes) for model in models)
         if self._captures_rows:
-            for model, tokens in zip(models, _logits_rows(self._draft_grid()), strict=False):
+            for model, tokens in zip(models, _logits_rows(self._draft_grid), strict=False):
                 taken += tokens * model.spec.vocab_size * model.dtype.itemsize
         return taken
 
@@ -167,7 +174,7 @@ class Worker:
 
     def capture(self) -> None:
         memory = GraphMemory(self.device) if self.device.type == "cuda" else None
-        config, sizes = self._config.graphs, self._prefill_sizes()
+        config, sizes = self._config.graphs, self._prefill_sizes
         self._captured = [CaptureReport(), CaptureReport(), CaptureReport()]
         with self._phase("capture decode"):
             if memory is None or self.target.no_graphs is not None:
@@ -184,8 +191,8 @@ class Worker:
             with self._phase("capture rows"):
                 for draft in self._models[1:] if sizes else ():
                     draft.capture_pieces(sizes, memory)
-                if self._draft_grid():
-                    self._captured[2] = self._capture_rows(self._draft_grid(), memory, "tokens of drafts")
+                if self._draft_grid:
+                    self._captured[2] = self._capture_rows(self._draft_grid, memory, "tokens of drafts")
         with self._phase("reserve memory"):
             self.reserve_memory()
 
@@ -196,21 +203,6 @@ class Worker:
     @property
     def _captures_rows(self) -> bool:
         return all(model.no_graphs is None for model in self._served)
-
-    @property
-    def _most_rows(self) -> int:
-        most = self._config.scheduler.max_num_seqs
-        return min(self._config.graphs.max_batch or most, most)
-
-    def _draft_grid(self) -> list[BatchDescriptor]:
-        """Steps of rows with drafts that are to be captured."""
-        return draft_grid(self._most_rows, self._config.speculation.most)
-
-    def _prefill_sizes(self) -> list[int]:
-        """Numbers of tokens whose steps are to be captured in pieces, on a GPU."""
-        if self._config.graphs.capture is When.never:
-            return []
-        return token_ladder(self._config.graphs.max_prefill_tokens, self._config.scheduler.max_num_batched_tokens)
 
     # --- serving --------------------------------------------------------------------------------------------------
 
@@ -235,6 +227,7 @@ class Worker:
             implementation="transformers" if target.spec.through_transformers else "ours",
             attention_prefill=str(target.backends.prefill),
             attention_decode=str(target.backends.decode),
+            numerics=self._config.numerics.value,
             kernels=f"{kernels.name} ({kernels.fallback})" if kernels.fallback else kernels.name,
             sampler=self._sampler.name,
             overlap=self.overlap,

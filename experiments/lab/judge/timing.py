@@ -1,0 +1,118 @@
+"""Rules about time. Each holds the times of a pass against a second witness that knows nothing of how they were made:
+
+the whole call of `serve`, timed from outside       must last as long as the pass says it did
+the first arrival and the last token                must be its start and its end
+ends of steps (StepRecords)                         must be when tokens appeared
+requests in flight, integrated by the client        must be the sum of latencies (Little 1961)
+what the hardware can do at most (the roofline)     must not be beaten by a step
+what was served before the clock started            must be a warm-up, and on other prompts
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from experiments.lab.judge.evidence import Evidence
+
+OUTSIDE_SHARE, OUTSIDE_S = 0.05, 0.1  # of the call, and seconds: what `serve` may do beside the pass
+EDGE_S = 0.1  # from the start to the first arrival, and from the last token to the end;
+EDGE_SHARE = 0.02  # or so much of the pass, if that is more
+GRAIN_S = 2e-6  # two readings of one clock
+LITTLE_SHARE, LITTLE_S = 0.05, 0.01  # of the integral, and seconds a request: an answer is read after its last token
+FLOOR_SHARE = 0.9  # ceilings are measured, too
+
+
+def timed_from_outside(e: Evidence) -> str:
+    outside, inside = e.served.outside_s, e.served.seconds
+    if outside is None or -GRAIN_S <= outside - inside <= OUTSIDE_SHARE * outside + OUTSIDE_S:
+        return ""
+    return f"the pass says that it took {inside:.4g} s, and from outside it took {outside:.4g} s"
+
+
+def edges(e: Evidence) -> str:
+    answered = [r for r in e.requests if r.token_times]
+    if not answered or any(r.error for r in e.requests):
+        return ""
+    allowed = max(EDGE_S, EDGE_SHARE * e.served.seconds)
+    late = min(r.arrival for r in e.requests) - e.served.start
+    if not -GRAIN_S <= late <= allowed:
+        return f"the pass starts {1e3 * abs(late):.3g} ms {'after' if late < 0 else 'before'} its first arrival"
+    left = e.served.end - max(r.token_times[-1] for r in answered)
+    if not -GRAIN_S <= left <= allowed:
+        return f"the pass ends {1e3 * abs(left):.3g} ms {'before' if left < 0 else 'after'} its last token"
+    return ""
+
+
+def tokens_between_steps(e: Evidence) -> str:
+    """A step's tokens are known between what it executed and the end of its bookkeeping."""
+    records = e.served.records
+    times = np.unique([time for r in e.requests for time in r.token_times])
+    if not records or not len(times):
+        return ""
+    ends = np.array([record.end_time for record in records]) + GRAIN_S
+    known = ends - [record.update_s + 2 * GRAIN_S for record in records]
+    step = np.searchsorted(ends, times)
+    inside = (step < len(ends)) & (times >= known[np.minimum(step, len(ends) - 1)])
+    wrong = int((~inside).sum())
+    return f"{wrong} of {len(times)} moments at which tokens appeared are the end of no step" if wrong else ""
+
+
+def latencies_of_nobody(e: Evidence) -> str:
+    counted = e.served.in_flight_s
+    if counted is None or any(r.error for r in e.requests):
+        return ""
+    told = sum(r.e2e or 0.0 for r in e.requests)
+    if abs(told - counted) <= LITTLE_SHARE * counted + LITTLE_S * len(e.requests):
+        return ""
+    return f"latencies add up to {told:.4g} s, and requests were in flight for {counted:.4g} s"
+
+
+def faster_than_possible(e: Evidence) -> str:
+    wrong = [step for step, neighbours in _too_fast(e) if not neighbours]
+    if not wrong:
+        return ""
+    worst = min(wrong, key=lambda step: _step_times(e)[step] / e.floors_s[step])
+    record = e.served.records[worst]
+    return (
+        f"{len(wrong)} of {len(e.floors_s)} steps took less than the hardware needs: step {worst} took "
+        f"{1e3 * _step_times(e)[worst]:.3g} ms for {record.prefill_tokens} prompt tokens and {record.decode_tokens} "
+        f"running requests, which take {1e3 * e.floors_s[worst]:.4g} ms"
+    )
+
+
+def shared_times(e: Evidence) -> str:
+    """A note, no fault: a step that is too fast alone, and possible together with a neighbour, which was booked with
+    its time."""
+    count = sum(1 for _, neighbours in _too_fast(e) if neighbours)
+    return f"{count} of {len(e.floors_s)} steps were booked with a part of their neighbour's time" if count else ""
+
+
+def _step_times(e: Evidence) -> np.ndarray:
+    """From the end of the step before it: with overlap the device works on it from there."""
+    ends = np.array([record.end_time - record.update_s for record in e.served.records])
+    return np.diff(ends, prepend=e.served.records[0].start_time)
+
+
+def _too_fast(e: Evidence) -> list[tuple[int, bool]]:
+    """Steps that took less than their floor, and whether one together with a neighbour did not."""
+    if not e.floors_s:
+        return []
+    times, floors = _step_times(e), FLOOR_SHARE * np.asarray(e.floors_s)
+    found = []
+    for step in np.flatnonzero(times < floors).tolist():
+        pairs = [slice(first, first + 2) for first in (step - 1, step) if 0 <= first < len(times) - 1]
+        found.append((step, any(times[pair].sum() >= floors[pair].sum() for pair in pairs)))
+    return found
+
+
+def no_warm_up(e: Evidence) -> str:
+    if e.before is None or e.before:
+        return ""
+    return "nothing was served before the clock started, so the pass pays for what is compiled and allocated once"
+
+
+def warmed_up_on_itself(e: Evidence) -> str:
+    """Drafts from finished outputs, and caches of any kind, would know the answers."""
+    known = {item.prompt for item in e.before or ()}
+    count = sum(1 for item in e.items if item.follows is None and item.prompt in known)
+    return f"{count} of {len(e.items)} measured prompts had been served before the clock started" if count else ""

@@ -1,0 +1,177 @@
+"""The processes that a result is made of: each is started clean, one after the other, and has seeds of its own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timezone
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.lab import schema
+from experiments.lab.experiment import Findings
+from experiments.lab.measure.merge import merged
+from experiments.lab.show.progress import Steps, keep_interrupts
+from experiments.lab.store.provenance import ProcessInfo
+from mini_infer.core.errors import MiniInferError
+
+SEEDS = ("engine.seed", "engine.model.seed", "engine.speculation.seed")  # of sampling, and of random weights
+
+
+def measure(config: DictConfig, steps: Steps) -> Findings:
+    """What all processes of `measure.processes` have found, put together; a single one is this process.
+
+    An error in a process costs what that process had not finished, and the others are measured all the same; Ctrl-C or
+    SIGTERM keeps what was finished. Raises what stopped the first process where it has finished nothing.
+    """
+    settings = schema.build(schema.Measure, config.measure, "measure")
+    notes = []
+    if settings.repeats > 1 and settings.repeats % 2:
+        OmegaConf.update(config, "measure.repeats", settings.repeats + 1)
+        notes.append(
+            f"measure.repeats={settings.repeats} was rounded up to {settings.repeats + 1}: variants take turns in ABBA "
+            "order, which an odd number does not balance."
+        )
+    found: list[Findings] = []
+    for index in range(settings.processes):
+        in_process = _in_child if settings.processes > 1 else _here
+        steps.begin_process(index, settings.processes)
+        started, clock = datetime.now(timezone.utc), time.monotonic()
+        try:
+            findings = in_process(seeded(config, index), steps)
+        except (Exception, KeyboardInterrupt) as error:
+            if not found:
+                raise
+            findings = Findings([], status=f"incomplete: {_words(error)}; nothing of it is kept", error=error)
+        about = ProcessInfo(
+            index=index,
+            seed=seed_of(settings.seed, 0, index),
+            started=started.isoformat(timespec="seconds"),
+            seconds=time.monotonic() - clock,
+            **findings.gpu,
+        )
+        found.append(replace(findings, processes=[about]))
+        if isinstance(findings.error, KeyboardInterrupt):
+            break
+    return merged(found, settings.processes, notes)
+
+
+def seed_of(base: int, seed: int, process: int) -> int:
+    """`base` itself in the first process of measure.seed=0, so that what a config states holds there."""
+    if seed == process == 0:
+        return base
+    return int(np.random.SeedSequence([base, seed, process]).generate_state(1)[0])
+
+
+def seeded(config: DictConfig, process: int) -> DictConfig:
+    """The config of one process: prompts, lengths and arrivals (measure.seed), sampling and random weights."""
+    own = config.copy()
+    seed = config.measure.seed
+    for key in SEEDS:
+        base = OmegaConf.select(config, key)
+        if base is not None:
+            OmegaConf.update(own, key, seed_of(base, seed, process))
+    OmegaConf.update(own, "measure.seed", seed_of(seed, 0, process))
+    return own
+
+
+def _here(config: DictConfig, steps: Steps) -> Findings:
+    threads = config.measure.threads
+    if threads is not None:
+        torch.set_num_threads(threads)
+    found: Findings = schema.experiment_class(config).from_config(config).measure(steps)
+    return found
+
+
+def _in_child(config: DictConfig, steps: Steps) -> Findings:
+    """The child has a session of its own, so that Ctrl-C reaches it once, from here."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_child, args=(theirs, *schema.packed(config)))
+    child.start()
+    theirs.close()
+    try:
+        return _follow(ours, steps)
+    except KeyboardInterrupt as interrupt:
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGINT)
+        try:
+            return _follow(ours, steps)
+        except EOFError:
+            raise interrupt from None
+    except EOFError:
+        child.join()
+        raise MiniInferError(f"the measuring process ended with code {child.exitcode}") from None
+    finally:
+        ours.close()
+        child.join(timeout=60)
+        child.kill()
+
+
+def _follow(connection: Connection, steps: Steps) -> Findings:
+    """Shows the child's progress until it hands its findings back. Raises its error, or EOFError where it is gone."""
+    while True:
+        what, values = connection.recv()
+        if what == "findings":
+            assert isinstance(values, Findings)
+            return values
+        if what == "error":
+            raise values
+        getattr(steps, what)(*values)
+
+
+class _Relay(Steps):
+    """Progress that is shown in the parent."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def plan(self, total: int) -> None:
+        self._connection.send(("plan", (total,)))
+
+    def next(self, what: str) -> None:
+        keep_interrupts()
+        self._connection.send(("next", (what,)))
+
+    def again(self, why: str) -> None:
+        self._connection.send(("again", (why,)))
+
+
+def _child(connection: Connection, *packed: Any) -> None:
+    if hasattr(os, "setsid"):
+        os.setsid()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    schema.register()
+    try:
+        found = _here(schema.unpacked(*packed), _Relay(connection))
+        if found.error is not None:
+            traceback.print_exception(found.error)
+        answer: tuple[str, Any] = ("findings", replace(found, error=found.error and _portable(found.error)))
+    except BaseException as error:
+        traceback.print_exception(error)
+        answer = ("error", _portable(error))
+    with suppress(BrokenPipeError):  # nobody is left to hear it
+        connection.send(answer)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error itself, where it survives the way to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return MiniInferError(_words(error))
+    return error
+
+
+def _words(error: BaseException) -> str:
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"

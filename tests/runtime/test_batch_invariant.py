@@ -1,0 +1,209 @@
+"""numerics=batch_invariant: a request's tokens and log-probabilities are those it gets alone, to the bit, under every
+mechanism. The CPU's runs are small, in Triton's interpreter; those on a GPU cross every tile, chunk and graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from gpu_shapes import SHAPES
+from integrity import check_scheduler
+
+from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+from mini_infer.runtime.sampling.sampler import Sampler
+from mini_infer.runtime.worker import worker
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
+
+SMALL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 101,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+PLAIN: dict[str, Any] = {
+    "numerics": "batch_invariant",
+    "cache": {"prefix_caching": False},
+    "scheduler": {"overlap": "never", "max_num_seqs": 16},
+    "graphs": {"capture": "never"},
+}
+
+
+class Request(NamedTuple):
+    prompt: list[int]
+    params: SamplingParams
+
+
+def dummy(shape: dict[str, Any], **model: Any) -> dict[str, Any]:
+    return {"path": "made up", "load_format": "dummy", "hf_config": shape, **model}
+
+
+def requests(vocab_size: int, lengths: list[int], shared: int, max_tokens: int) -> list[Request]:
+    """Greedy, random and truncated, some with penalties, all with log-probabilities; half of them begin alike."""
+    rng = np.random.default_rng(0)
+    beginning = rng.integers(vocab_size, size=shared).tolist()
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 3},
+        {"temperature": 0.7, "top_p": 0.9, "seed": 4},
+        {"temperature": 1.0, "top_k": 9, "min_p": 0.01, "seed": 5},
+        {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    ]
+    made = []
+    for i, length in enumerate(lengths):
+        own = rng.integers(vocab_size, size=length).tolist()
+        more: dict[str, Any] = {"logprobs": 3, "max_tokens": max_tokens + i % 3, "ignore_eos": True}
+        if i % 4 == 3:
+            more["prompt_logprobs"] = 2
+        made.append(Request(beginning + own if i % 2 else own, SamplingParams(**kinds[i % len(kinds)], **more)))
+    return made
+
+
+def make(model: dict[str, Any], changes: dict[str, Any]) -> LLMEngine:
+    sections = {name: {**PLAIN.get(name, {}), **values} for name, values in changes.items()}
+    return LLMEngine(EngineConfig.from_dict({**PLAIN, "model": model, **sections}))
+
+
+def answers(engine: LLMEngine, asked: list[Request], alone: bool = False) -> list[Any]:
+    """Tokens and all log-probabilities of each request."""
+    groups = [[request] for request in asked] if alone else [asked]
+    outputs = [o for group in groups for o in engine.generate([r.prompt for r in group], [r.params for r in group])]
+    check_scheduler(engine.scheduler)
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
+
+
+def check(model: dict[str, Any], asked: list[Request], expected: list[Any], changes: dict[str, Any]) -> None:
+    engine = make(model, changes)
+    try:
+        for _ in range(2):  # the second time prefixes hit
+            for index, (got, want) in enumerate(zip(answers(engine, asked), expected, strict=True)):
+                assert got == want, f"request {index}"
+    finally:
+        engine.close()
+
+
+# --- on a CPU -----------------------------------------------------------------------------------------------------
+
+MECHANISMS: dict[str, dict[str, Any]] = {
+    "chunks, prefix hits, short of memory, overlap": {
+        "cache": {"prefix_caching": True, "block_size": 8, "num_blocks": 8, "watermark": 0.0},
+        "scheduler": {"overlap": "always", "max_num_batched_tokens": 13, "max_num_seqs": 3},
+    },
+    "drafts, swap": {
+        "cache": {"block_size": 4, "num_blocks": 10, "watermark": 0.0},
+        "scheduler": {"preemption": "swap", "max_num_seqs": 3, "max_num_batched_tokens": 30},
+        "speculation": {"method": "suffix", "num_tokens": 3, "adaptive": False},
+    },
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plain_sampler_on_a_cpu() -> Iterator[None]:
+    """Most of the interpreter's time would be the sampler's kernels, which test_sample.py is about."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(worker, "make_sampler", lambda rows, vocab, device, kernels: Sampler(rows, vocab, device))
+        yield
+
+
+@pytest.fixture(scope="module")
+def small() -> list[Any]:
+    asked = requests(101, [5, 7, 1, 9], shared=16, max_tokens=3)
+    engine = make(dummy(SMALL, device="cpu", dtype="float32"), {"cache": {"memory_gib": 0.01}})
+    expected = answers(engine, asked, alone=True)
+    engine.close()
+    return [asked, expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_every_mechanism_gives_what_a_request_gets_alone(small: list[Any], mechanism: str) -> None:
+    check(dummy(SMALL, device="cpu", dtype="float32"), *small, MECHANISMS[mechanism])
+
+
+def test_what_cannot_be_had_says_so() -> None:
+    for changes, why in (
+        ({"attention": {"decode": "sdpa"}}, "sdpa: it is not batch-invariant"),
+        ({"model": dummy(SMALL, device="cpu", kernels="torch")}, "not model.kernels=torch"),
+        ({"model": dummy(SMALL, device="cpu", implementation="transformers")}, "runs through transformers' code"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            LLMEngine(EngineConfig.from_dict({**PLAIN, "model": dummy(SMALL, device="cpu"), **changes}))
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------------------
+
+DRAFT = {"method": "draft", "num_tokens": 3, "adaptive": False}
+ON_A_GPU: dict[str, dict[str, Any]] = {
+    "graphs, overlap, prefix hits": {
+        "cache": {"prefix_caching": True},
+        "scheduler": {"overlap": "always"},
+        "graphs": {"capture": "auto"},
+    },
+    "chunks of 100 tokens": {"scheduler": {"max_num_batched_tokens": 100}},
+    "chunks of 777 tokens, blocks of 32": {"scheduler": {"max_num_batched_tokens": 777}, "cache": {"block_size": 32}},
+    "whole prompts, static batches": {
+        "scheduler": {"chunked_prefill": False, "batching": "static", "max_num_batched_tokens": 4096}
+    },
+    "short of memory, recompute": {
+        "cache": {"num_blocks": 250, "prefix_caching": True, "watermark": 0.0},
+        "scheduler": {"overlap": "always"},
+        "graphs": {"capture": "auto"},
+    },
+    "short of memory, swap": {
+        "cache": {"num_blocks": 250, "prefix_caching": True, "watermark": 0.0},
+        "scheduler": {"overlap": "always", "preemption": "swap"},
+        "graphs": {"capture": "auto"},
+    },
+    "n-gram drafts": {"speculation": {"method": "ngram", "num_tokens": 4}, "graphs": {"capture": "auto"}},
+    "suffix drafts, short of memory": {
+        "cache": {"num_blocks": 250, "watermark": 0.0},
+        "speculation": {"method": "suffix", "num_tokens": 5, "adaptive": False},
+    },
+    "a draft model": {"speculation": DRAFT, "graphs": {"capture": "auto"}, "scheduler": {"overlap": "always"}},
+    "a draft model without graphs": {"speculation": DRAFT},
+}
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "shipped"])
+def on_a_gpu(
+    request: pytest.FixtureRequest,
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], list[Request], list[Any]]]:
+    """(target, draft, requests, what each gets alone, eagerly)"""
+    if request.param == "shipped":
+        model = {"path": "tiny-target", "device": "cuda", "dtype": "bfloat16"}
+        draft = {"path": "tiny-draft", "dtype": "bfloat16"}
+        lengths, vocab_size = [3, 170, 640, 61, 1200, 16, 350, 33, 90, 1] * 2, 2048
+    else:
+        model = dummy(SHAPES[request.param], device="cuda", dtype="bfloat16")
+        small = {**SHAPES[request.param], "num_hidden_layers": 1}
+        draft = {"path": "made up", "load_format": "dummy", "hf_config": small, "dtype": "bfloat16"}
+        lengths, vocab_size = [3, 170, 1040, 61, 2200, 16, 350, 33, 90, 1] * 2, 5003
+    asked = requests(vocab_size, lengths, shared=300, max_tokens=24)
+    engine = make(model, {"cache": {"memory_gib": 1.0}})
+    expected = answers(engine, asked, alone=True)
+    engine.close()
+    yield model, draft, asked, expected
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mechanism", ON_A_GPU)
+def test_every_mechanism_gives_what_a_request_gets_alone_on_a_gpu(on_a_gpu: Any, mechanism: str) -> None:
+    model, draft, asked, expected = on_a_gpu
+    changes = {name: dict(values) for name, values in ON_A_GPU[mechanism].items()}
+    if changes.get("speculation", {}).get("method") == "draft":
+        changes["speculation"]["draft"] = draft
+    if "num_blocks" not in changes.setdefault("cache", {}):
+        changes["cache"]["memory_gib"] = 1.0
+    check(model, asked, expected, changes)
