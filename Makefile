@@ -20,7 +20,8 @@ demo: $(RUN_STAMP)
 	$(BIN)/python run.py experiment=quickstart
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --cov
+	$(BIN)/python -m slipcover --json --out .coverage.json -m pytest --numprocesses $(WORKERS) --dist worksteal
+	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json --skip-covered --fail-under 90
 
 quick: $(DEV_STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"

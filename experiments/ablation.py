@@ -13,8 +13,9 @@ from omegaconf import DictConfig
 from experiments.lab import axes, points, schema
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.experiment import Experiment, Findings
-from experiments.lab.judge import claims, logit_gate, metrics
-from experiments.lab.judge.gate import ErrorGate
+from experiments.lab.judge import claims, exact_gate, logit_gate, metrics
+from experiments.lab.judge.exact_gate import ExactGate
+from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.measure import ceilings, cells, hardware, heap, rounds
 from experiments.lab.measure.ceilings import Found
 from experiments.lab.measure.cells import Cell
@@ -133,7 +134,7 @@ class Ablation(Experiment):
         vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
         searches = Searches(spec.search, self._cells, self.variants, partial(self._inputs, vocabulary=vocabulary))
-        error_gates = self._error_gates()
+        error_gates, exact_gates = self._error_gates(), self._exact_gates(device, inputs)
         terms = self._terms(vocabulary.size, known)
         with closing(Session(terms, self._cells, self._repeats, steps, spec, self._peers, self.aa)) as session:
             work = [
@@ -159,10 +160,10 @@ class Ablation(Experiment):
         not_visited = {point.name for point in spec.search.points} - searches.visited
         return Findings(
             rows=[*(row for found in ledger.rounds for row in found.rows), *searches.rows, *session.profile_rows],
-            gates=ledger.gates(
-                [(v, p.name) for p in self._grid for v in alone if v != spec.baseline],
-                spec.gate_share,
-            ),
+            gates=[
+                *exact_gates,
+                *ledger.gates([(v, p.name) for p in self._grid for v in alone if v != spec.baseline], spec.gate_share),
+            ],
             samples=self._samples(inputs, session, vocabulary),
             status=outcome.status,
             error=outcome.error,
@@ -205,6 +206,19 @@ class Ablation(Experiment):
         at = [self._cell(variant, self._grid[0]) for variant in self.variants if variant != self.aa]
         engines = {c.variant: c.engine for c in at if c.kind.can.steps and logit_gate.applies(c.engine)}
         return logit_gate.gates(engines, self.spec.gate_logit_error)
+
+    def _exact_gates(self, device: str, inputs: Mapping[str, Inputs]) -> list[Gate]:
+        """Of all engines, the baseline's too."""
+        exact, found = ExactGate(device), []
+        for variant in self.variants:
+            cells = [self._cell(variant, point) for point in self._grid]
+            if variant == self.aa or not cells[0].kind.can.steps or not exact_gate.applies(cells[0].engine):
+                continue
+            found.append(exact.of_probes(variant, cells[0].engine))
+            if device == "cuda":
+                asked = [(cell, inputs[cell.point.name]) for cell in cells]
+                found += [exact.of_own(variant, c.point.name, c.engine, i.prime, i.measured) for c, i in asked]
+        return found
 
     def _inputs(self, point: Point, vocabulary: ModelVocabulary) -> Inputs:
         """The same requests in every repeat, so that repeats differ by nothing but the machine's mood."""

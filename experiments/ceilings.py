@@ -6,12 +6,11 @@ and it is kept in conf/hardware/.
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -21,13 +20,15 @@ from torch import Tensor
 
 from experiments.lab import points, schema
 from experiments.lab.experiment import Findings
-from experiments.lab.judge import claims, stats
+from experiments.lab.judge import claims
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.measure import ceilings, hardware, heap
+from experiments.lab.measure import ceilings, hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
+from experiments.lab.measure.probe import Probe
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
+from experiments.lab.store.result import COMPLETE
 from experiments.lab.store.rows import Row, Table
 from mini_infer.core.config import Device, DType
 from mini_infer.core.errors import ConfigError
@@ -67,7 +68,7 @@ class CeilingsSpec(ExperimentSpec):
             raise ConfigError("experiment.dtypes must name dtypes: float32, bfloat16, float16")
 
 
-class CeilingsExperiment:
+class CeilingsExperiment(Probe):
     baseline = None
 
     def __init__(
@@ -90,6 +91,7 @@ class CeilingsExperiment:
         self._buffers = [points.point({"mib": n}) for n in sorted(spec.mib)]
         self._matrices = [points.point({"size": n}) for n in sorted(spec.matmul[device])]
         self.points = [*self._buffers, *self._matrices]
+        self.timed = [(variant, point) for variant in self.variants for point in self.points]
         self.claims = claims.resolve_all(
             spec.claims,
             variants=list(self.variants),
@@ -97,7 +99,7 @@ class CeilingsExperiment:
             metrics=list(self.metrics),
             points=self.points,
         )
-        self._repeats = repeats
+        self.repeats = repeats
         self._seed = seed
         self._target = target
 
@@ -114,31 +116,20 @@ class CeilingsExperiment:
             target = ROOT / folder / "hardware" / f"{hardware.key(device)}.yaml"
         return cls(spec, device, threads, measure.repeats, measure.seed, target)
 
+    def finish(self, findings: Findings) -> None:
+        if self._target is not None and findings.status == COMPLETE:
+            ceilings.save(self._target, self.found(findings.rows))
+            print(f"hardware {self._target}", file=sys.stderr)
+
     def measure(self, steps: Steps) -> Findings:
         torch.manual_seed(self._seed)
-        with heap.frozen(), torch.inference_mode():
-            rows = self._measure(steps)
-        found = self.found(rows)
-        if self._target is not None:
-            ceilings.save(self._target, found)
-            print(f"hardware {self._target}", file=sys.stderr)
-        return Findings(rows, ceilings=found.ceilings[-1])
+        with torch.inference_mode():
+            findings = super().measure(steps)
+        return replace(findings, ceilings=self.found(findings.rows).ceilings[-1])
 
-    def _measure(self, steps: Steps) -> list[Row]:
-        sweep = [(variant, point) for variant in self.variants for point in self.points]
-        steps.plan(self._repeats * len(sweep))
-        rows: list[Row] = []
-        for repeat in range(self._repeats):
-            for variant, point in stats.abba(sweep, repeat):
-                steps.next(f"{self.variants[variant]} {point.name}, repeat {repeat + 1} of {self._repeats}")
-                gc.collect()
-                with _threads(self._threads[variant]):
-                    found = self._transfers(point) if "mib" in point.values else self._matmul(point)
-                rows += [
-                    Row(variant, point.name, repeat, name, value, self.metrics[name].unit)
-                    for name, value in found.items()
-                ]
-        return rows
+    def values(self, variant: str, point: Point) -> dict[str, float]:
+        with _threads(self._threads[variant]):
+            return self._transfers(point) if "mib" in point.values else self._matmul(point)
 
     def _transfers(self, point: Point) -> dict[str, float]:
         count = point.values["mib"] * MIB // 4
@@ -178,7 +169,7 @@ class CeilingsExperiment:
             machine=hardware.name(self.device.value),
             measured=datetime.now(timezone.utc).date().isoformat(),
             how=f"torch {torch.__version__}: x.sum() and y.copy_(x) in float32 on {sizes} MiB, products of n x n "
-            f"matrices with n = {products}; the fastest pass of {self._repeats} repeats",
+            f"matrices with n = {products}; the fastest pass of {self.repeats} repeats",
             ceilings=tuple(self._of(variant, Table(rows)) for variant in self.variants),
         )
 

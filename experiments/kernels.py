@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from experiments.lab import points, schema
-from experiments.lab.experiment import Findings
+from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.explain import suggest
 from experiments.lab.judge import claims, stats
 from experiments.lab.judge.gate import ErrorGate
@@ -100,7 +100,7 @@ class KernelSpec(ExperimentSpec):
             raise ConfigError(f"experiment.allowed_error must be above 0, got {self.allowed_error}")
 
 
-class KernelSweep:
+class KernelSweep(Experiment):
     def __init__(self, spec: KernelSpec, config: DictConfig) -> None:
         self.spec = spec
         self.baseline: str | None = spec.baseline

@@ -5,22 +5,18 @@ It is no ablation: nothing is served, and what is timed is one call, not a reque
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from omegaconf import DictConfig
 
 from experiments.lab import points, schema
-from experiments.lab.experiment import Findings
 from experiments.lab.judge import claims, stats
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.measure import heap, rounds
+from experiments.lab.measure.probe import Probe
 from experiments.lab.points import Point
-from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.store.rows import Row
 from mini_infer import SamplingParams
@@ -39,7 +35,7 @@ METRICS = {
     "step_us": Metric("schedule + update, median step", "us", Better.lower),
     "step_p99_us": Metric("schedule + update, P99 step", "us", Better.lower),
     "us_per_request": Metric("schedule + update for one more request", "us", Better.lower),
-    "r_squared": Metric("linearity in running requests (R²)", "", Better.higher),
+    "r_squared": Metric("linearity in running requests (R²)", "", Better.higher, share=True),
     "waiting_step_us": Metric("schedule + update beside a queue, median step", "us", Better.lower),
     "match_us": Metric("prefix match, median prompt", "us", Better.lower),
 }
@@ -75,22 +71,23 @@ class OverheadSpec(ExperimentSpec):
             raise ConfigError(f"experiment.running needs three sizes or more to fit a line, got {list(self.running)}")
 
 
-class SchedulerOverhead:
+class SchedulerOverhead(Probe):
     device = Device.cpu
     baseline = None
-    variants = {VARIANT: "mini-infer"}  # noqa: RUF012
-    metrics = METRICS
+    variants: Mapping[str, str] = {VARIANT: "mini-infer"}
+    metrics: Mapping[str, Metric] = METRICS
 
     def __init__(self, spec: OverheadSpec, engine: EngineConfig, repeats: int, seed: int) -> None:
         self.spec = spec
         self._engine = engine
-        self._repeats = repeats
+        self.repeats = repeats
         self._rng = np.random.default_rng(seed)
         self._running = [points.point({"running": n}) for n in spec.running]
         self._matching = [points.point({"prompt_tokens": n}) for n in spec.prompt_tokens]
         self._waiting = [points.point({"waiting": n}) for n in spec.waiting]
         self._fit = Point(f"running={min(spec.running)}..{max(spec.running)}", {"fit": "running"})
         self.points = [*self._running, self._fit, *self._matching, *self._waiting]
+        self.timed = [(VARIANT, point) for point in self.points if point is not self._fit]
         self.claims = claims.resolve_all(
             spec.claims,
             variants=[VARIANT],
@@ -105,38 +102,16 @@ class SchedulerOverhead:
         measure = schema.build(schema.Measure, config.measure, "measure")
         return cls(spec, schema.engine_config(config.engine), measure.repeats, measure.seed)
 
-    def measure(self, steps: Steps) -> Findings:
-        with heap.frozen():
-            return self._measure(steps)
+    def values(self, variant: str, point: Point) -> dict[str, float | None]:
+        if "running" in point.values:
+            return self._steps_by_running(point)
+        return self._match(point) if "prompt_tokens" in point.values else self._steps_by_waiting(point)
 
-    def _measure(self, steps: Steps) -> Findings:
-        sweep: list[tuple[Point, Callable[[Point], dict[str, float | None]]]] = [
-            *((point, self._steps_by_running) for point in self._running),
-            *((point, self._match) for point in self._matching),
-            *((point, self._steps_by_waiting) for point in self._waiting),
-        ]
-        steps.plan(self._repeats * len(sweep))
-        rows: list[Row] = []
-
-        def measure_all(repeat: int) -> None:
-            found_rows: list[Row] = []
-            by_running: dict[int, float] = {}
-            for point, measure in stats.abba(sweep, repeat):
-                steps.next(f"{point.name}, repeat {repeat + 1} of {self._repeats}")
-                gc.collect()
-                found = measure(point)
-                found_rows += _rows(point, repeat, found)
-                if "running" in point.values:
-                    by_running[point.values["running"]] = float(found["step_us"] or 0.0)
-            sizes = sorted(by_running)
-            line = stats.fit_line(sizes, [by_running[size] for size in sizes])
-            fit = _rows(self._fit, repeat, {"us_per_request": line.slope, "r_squared": line.r_squared})
-            rows.extend([*found_rows, *fit])
-
-        outcome = rounds.run(
-            [(f"repeat {n + 1} of {self._repeats}", partial(measure_all, n)) for n in range(self._repeats)]
-        )
-        return Findings(rows, status=outcome.status, error=outcome.error)
+    def derived(self, found: Sequence[Row]) -> list[tuple[str, Point, dict[str, float | None]]]:
+        running = {point.name: point.values["running"] for point in self._running}
+        by_running = {running[row.point]: row.value for row in found if row.metric == "step_us"}
+        line = stats.fit_line(list(by_running), list(by_running.values()))
+        return [(VARIANT, self._fit, {"us_per_request": line.slope, "r_squared": line.r_squared})]
 
     def _steps_by_running(self, point: Point) -> dict[str, float | None]:
         times = _timed_steps(self._busy_scheduler(point.values["running"]), self.spec.steps)
@@ -223,11 +198,3 @@ def _timed_steps(scheduler: Scheduler, count: int) -> list[float]:
         if plan.num_rows != running:
             raise RuntimeError(f"a step had {plan.num_rows} rows where {running} requests were running")
     return times
-
-
-def _rows(point: Point, repeat: int, found: dict[str, float | None]) -> list[Row]:
-    return [
-        Row(VARIANT, point.name, repeat, name, value, METRICS[name].unit)
-        for name, value in found.items()
-        if value is not None
-    ]

@@ -8,7 +8,6 @@ from typing import Any
 
 from mini_infer.core.errors import ConfigError
 
-
 VARIANT_KEYS = ("kind", "label")  # of a variant, beside the engine's sections
 RATE = "workload.rate_per_s"  # what a search varies
 

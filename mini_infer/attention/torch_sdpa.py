@@ -7,17 +7,19 @@ memory: decode folds the group into the query axis, prefill expands the heads wi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_infer.attention.backend import AttentionBackend, Capabilities
+from mini_infer.attention.backend import AttentionBackend, AttentionStep, Capabilities
 from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.kernels.limits import AttentionLimits
+
+Attend = Callable[[int, Tensor], Tensor]  # layer, q -> as AttentionStep, of some of the rows
 
 _LIMITS = AttentionLimits(dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}))
 
@@ -34,7 +36,7 @@ class SdpaBackend(AttentionBackend):
     def __init__(self) -> None:
         self._scratch = _Scratch()
 
-    def decode(self, batch: AttentionBatch, attention: ModelAttention) -> _Step:
+    def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
         """Rows of like lengths together."""
         n, device = batch.decode_query_len, batch.positions.device
         # Where only the device knows how long rows are, this waits for it: a reason why it is not graph-safe.
@@ -44,15 +46,23 @@ class SdpaBackend(AttentionBackend):
         tables = batch.block_tables[: batch.num_decode_rows]
         groups = _alike(seq_lens)
         if len(groups) == 1:  # as they are
-            return _Step([_DecodeRows(positions, tables, seq_lens, attention, self._scratch)])
+            return _in_order([(len(positions) * n, self._decode_rows(positions, tables, seq_lens, attention))])
         parts = []
         for rows in groups:
             index = torch.from_numpy(rows).to(device)
-            parts.append(_DecodeRows(positions[index], tables[index], seq_lens[rows], attention, self._scratch))
-        order = np.concatenate([(rows[:, None] * n + np.arange(n)).ravel() for rows in groups])
-        return _Step(parts, torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device))
+            attend = self._decode_rows(positions[index], tables[index], seq_lens[rows], attention)
+            parts.append((len(rows) * n, attend))
+        in_order = _in_order(parts)
+        places = np.concatenate([(rows[:, None] * n + np.arange(n)).ravel() for rows in groups])
+        order, inverse = torch.from_numpy(places).to(device), torch.from_numpy(np.argsort(places)).to(device)
 
-    def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> _Step:
+        def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+            result = in_order(layer, q[order])[inverse]
+            return result if out is None else out.copy_(result)
+
+        return step
+
+    def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
         """Row by row."""
         starts, seq_lens = batch.host_query_starts, batch.host_seq_lens
         assert starts is not None, "it is not graph-safe"
@@ -60,8 +70,74 @@ class SdpaBackend(AttentionBackend):
         parts = []
         for row in range(batch.num_decode_rows, batch.num_rows):
             num_tokens, table = int(starts[row + 1] - starts[row]), batch.block_tables[row : row + 1]
-            parts.append(_Prompt(num_tokens, int(seq_lens[row]), table, attention, self._scratch))
-        return _Step(parts)
+            parts.append((num_tokens, self._prompt(num_tokens, int(seq_lens[row]), table, attention)))
+        return _in_order(parts)
+
+    def _decode_rows(
+        self, positions: Tensor, block_tables: Tensor, seq_lens: np.ndarray, attention: ModelAttention
+    ) -> Attend:
+        """Decode rows in one call, padded to the longest. positions [R, n], block_tables [R, W], seq_lens [R].
+
+        q [R * n, num_heads, head_dim] is seen as [R, num_kv_heads, n * group, head_dim], so each KV head serves its
+        group of query heads as if they were further query tokens.
+        """
+        (rows, n), length = positions.shape, int(seq_lens.max())
+        gather = _Gather(attention.store, block_tables, length, self._scratch)
+        k, v = gather.k.transpose(1, 2), gather.v.transpose(1, 2)
+        windows, kv_heads = attention.windows_within(length), k.shape[1]
+        same_length = bool((seq_lens == length).all())
+        keys = torch.arange(length, device=positions.device)
+        masks: dict[int | None, Tensor | None] = {}  # [R, 1, n, length]
+        for window in set(windows):
+            needed = window is not None or n > 1 or not same_length
+            masks[window] = _mask(positions, keys, window, k.dtype)[:, None] if needed else None
+
+        def attend(layer: int, q: Tensor) -> Tensor:
+            gather(layer)
+            mask, shape, group = masks[windows[layer]], q.shape, q.shape[1] // kv_heads
+            if n == 1:
+                q = q.view(rows, kv_heads, group, -1)
+            else:
+                q = q.view(rows, n, kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
+                mask = None if mask is None else mask.repeat_interleave(group, dim=2)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attention.scale)
+            if n > 1:
+                out = out.unflatten(2, (n, group)).transpose(1, 2)
+            return out.reshape(shape)
+
+        return attend
+
+    def _prompt(self, num_tokens: int, length: int, block_table: Tensor, attention: ModelAttention) -> Attend:
+        """One prompt, or a chunk of one. block_table [1, W].
+
+        q [n, num_heads, head_dim] is seen as [num_kv_heads, group, n, head_dim], with K and V expanded over the group
+        at stride 0.
+        """
+        gather = _Gather(attention.store, block_table, length, self._scratch)
+        windows, kv_heads = attention.windows_within(length), gather.k.shape[2]
+        # By window: the first key that a query may see, and the mask [n, keys from there on], None where it is causal.
+        views: dict[int | None, tuple[int, Tensor | None]] = {}
+        start, device = length - num_tokens, block_table.device
+        for window in set(windows):
+            if window is None and start == 0:
+                views[window] = 0, None
+                continue
+            first = 0 if window is None else max(0, start - window + 1)
+            queries, keys = torch.arange(start, length, device=device), torch.arange(first, length, device=device)
+            views[window] = first, _mask(queries, keys, window, gather.k.dtype)
+
+        def attend(layer: int, q: Tensor) -> Tensor:
+            gather(layer)
+            first, mask = views[windows[layer]]
+            group = q.shape[1] // kv_heads
+            q = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+            k = gather.k[0, first:].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+            v = gather.v[0, first:].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+            scale, causal = attention.scale, mask is None
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+            return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+        return attend
 
 
 class _Scratch:
@@ -99,29 +175,22 @@ class _Gather:
         torch.index_select(self._store.blocks(layer), 0, self._index, out=self._out)
 
 
-class _Step:
-    """One part of the tokens after the other.
+def _in_order(parts: Sequence[tuple[int, Attend]]) -> AttentionStep:
+    """One part of the tokens after the other: how many, and who attends."""
+    if len(parts) == 1:
+        ((_, attend),) = parts
 
-    order, inverse: where the tokens of the parts stand in q, and where each token of q stands in the parts; None where
-    the parts follow each other as in q.
-    """
-
-    def __init__(
-        self, parts: Sequence[_DecodeRows | _Prompt], order: Tensor | None = None, inverse: Tensor | None = None
-    ) -> None:
-        self._parts, self._order, self._inverse = parts, order, inverse
-        self._num_tokens = [part.num_tokens for part in parts]
-
-    def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-        if len(self._parts) == 1:
-            result = self._parts[0](layer, q)
+        def alone(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+            result = attend(layer, q)
             return result if out is None else out.copy_(result)
-        q = q if self._order is None else q[self._order]
-        results = [part(layer, own) for part, own in zip(self._parts, q.split(self._num_tokens), strict=True)]
-        if self._inverse is None:
-            return torch.cat(results, out=out)
-        result = torch.cat(results)[self._inverse]
-        return result if out is None else out.copy_(result)
+
+        return alone
+    counts, attends = [count for count, _ in parts], [attend for _, attend in parts]
+
+    def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.cat([attend(layer, own) for attend, own in zip(attends, q.split(counts), strict=True)], out=out)
+
+    return step
 
 
 # Padding that a further call must save to be worth its overhead, in tokens of K and V gathered for nothing.
@@ -138,86 +207,6 @@ def _alike(lens: np.ndarray) -> list[np.ndarray]:
             return [*groups, order]
         groups.append(order[: shorter[0]])
         order = order[shorter[0] :]
-
-
-class _DecodeRows:
-    """Decode rows in one call, padded to the longest.
-
-    q [R * n, num_heads, head_dim] is seen as [R, num_kv_heads, n * group, head_dim], so each KV head serves its group
-    of query heads as if they were further query tokens.
-    """
-
-    def __init__(
-        self,
-        positions: Tensor,  # [R, n]
-        block_tables: Tensor,  # [R, W]
-        seq_lens: np.ndarray,  # [R]
-        attention: ModelAttention,
-        scratch: _Scratch,
-    ) -> None:
-        self.num_tokens = positions.numel()
-        self._rows, self._n = positions.shape
-        self._scale, length = attention.scale, int(seq_lens.max())
-        self._gather = _Gather(attention.store, block_tables, length, scratch)
-        self._k, self._v = self._gather.k.transpose(1, 2), self._gather.v.transpose(1, 2)
-        self._windows = attention.windows_within(length)
-        same_length = bool((seq_lens == length).all())
-        keys = torch.arange(length, device=positions.device)
-        self._masks: dict[int | None, Tensor | None] = {}  # [R, 1, n, length]
-        for window in set(self._windows):
-            needed = window is not None or self._n > 1 or not same_length
-            self._masks[window] = _mask(positions, keys, window, self._k.dtype)[:, None] if needed else None
-
-    def __call__(self, layer: int, q: Tensor) -> Tensor:
-        self._gather(layer)
-        mask = self._masks[self._windows[layer]]
-        shape, n, kv_heads = q.shape, self._n, self._k.shape[1]
-        group = shape[1] // kv_heads
-        if n == 1:
-            q = q.view(self._rows, kv_heads, group, -1)
-        else:
-            q = q.view(self._rows, n, kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
-            mask = None if mask is None else mask.repeat_interleave(group, dim=2)
-        out = F.scaled_dot_product_attention(q, self._k, self._v, attn_mask=mask, scale=self._scale)
-        if n > 1:
-            out = out.unflatten(2, (n, group)).transpose(1, 2)
-        return out.reshape(shape)
-
-
-class _Prompt:
-    """One prompt, or a chunk of one.
-
-    q [n, num_heads, head_dim] is seen as [num_kv_heads, group, n, head_dim], with K and V expanded over the group at
-    stride 0.
-    """
-
-    def __init__(
-        self, num_tokens: int, length: int, block_table: Tensor, attention: ModelAttention, scratch: _Scratch
-    ) -> None:
-        self.num_tokens, self._scale = num_tokens, attention.scale
-        self._gather = _Gather(attention.store, block_table, length, scratch)
-        self._windows = attention.windows_within(length)
-        # By window: the first key that a query may see, and the mask [n, keys from there on], None where it is causal.
-        self._views: dict[int | None, tuple[int, Tensor | None]] = {}
-        start, device = length - num_tokens, block_table.device
-        for window in set(self._windows):
-            if window is None and start == 0:
-                self._views[window] = 0, None
-                continue
-            first = 0 if window is None else max(0, start - window + 1)
-            queries, keys = torch.arange(start, length, device=device), torch.arange(first, length, device=device)
-            self._views[window] = first, _mask(queries, keys, window, self._gather.k.dtype)
-
-    def __call__(self, layer: int, q: Tensor) -> Tensor:
-        self._gather(layer)
-        first, mask = self._views[self._windows[layer]]
-        kv_heads = self._gather.k.shape[2]
-        group = q.shape[1] // kv_heads
-        q = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
-        k = self._gather.k[0, first:].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
-        v = self._gather.v[0, first:].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale)
-        return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -64,7 +64,7 @@ class KVManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching and layout is Layout.paged
-        # Blocks that are always taken together: one, or with the contiguous layout a whole request's, which never grows.
+        # Blocks that are always taken together: one, or with the contiguous layout all that a request will ever have.
         self.least_blocks = 1 if layout is Layout.paged else -(-max_model_len // block_size)
         self._pool = BlockPool(num_blocks // self.least_blocks)
         self._host_free = list(range(num_host_blocks - 1, -1, -1))

@@ -82,13 +82,10 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         coerce(self)
-        at_least(self, "block_size", 1)
-        if self.num_blocks is not None:
-            at_least(self, "num_blocks", 1)
-        if self.num_host_blocks is not None:
-            at_least(self, "num_host_blocks", 0)
-            if self.host_memory_gib is not None:
-                raise ConfigError("cache.num_host_blocks and cache.host_memory_gib say the same: set one of them")
+        at_least(self, 1, "block_size", "num_blocks")
+        at_least(self, 0, "num_host_blocks")
+        if self.num_host_blocks is not None and self.host_memory_gib is not None:
+            raise ConfigError("cache.num_host_blocks and cache.host_memory_gib say the same: set one of them")
         for name in ("memory_gib", "host_memory_gib"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -116,8 +113,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         coerce(self)
-        at_least(self, "max_num_seqs", 1)
-        at_least(self, "max_num_batched_tokens", 1)
+        at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
         if self.chunked_prefill and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"scheduler.max_num_batched_tokens={self.max_num_batched_tokens} is less than "
@@ -151,9 +147,8 @@ class GraphsConfig:
 
     def __post_init__(self) -> None:
         coerce(self)
-        if self.max_batch is not None:
-            at_least(self, "max_batch", 1)
-        at_least(self, "max_prefill_tokens", 0)
+        at_least(self, 1, "max_batch")
+        at_least(self, 0, "max_prefill_tokens")
         below, rest = divmod(self.max_prefill_tokens, PREFILL_GRAPH_STEP)
         if rest:
             near = (below * PREFILL_GRAPH_STEP, (below + 1) * PREFILL_GRAPH_STEP)

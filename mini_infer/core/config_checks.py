@@ -41,7 +41,9 @@ def setting_key(config: Any, name: str) -> str:
     return name if section == "engine" else f"{section}.{name}"
 
 
-def at_least(config: Any, name: str, minimum: float) -> None:
-    value = getattr(config, name)
-    if value < minimum:
-        raise ConfigError(f"{setting_key(config, name)} must be at least {minimum}, got {value}")
+def at_least(config: Any, minimum: float, *names: str) -> None:
+    """Of settings that are given."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < minimum:
+            raise ConfigError(f"{setting_key(config, name)} must be at least {minimum}, got {value}")

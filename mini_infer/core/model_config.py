@@ -53,10 +53,9 @@ class DryConfig:
 
     def __post_init__(self) -> None:
         coerce(self)
-        at_least(self, "vocab_size", 261)  # 256 bytes and the special tokens of the byte tokenizer
-        at_least(self, "max_model_len", 2)
-        for name in ("step_ms", "prefill_token_us", "decode_token_us"):
-            at_least(self, name, 0)
+        at_least(self, 261, "vocab_size")  # 256 bytes and the special tokens of the byte tokenizer
+        at_least(self, 2, "max_model_len")
+        at_least(self, 0, "step_ms", "prefill_token_us", "decode_token_us")
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,5 @@ class ModelConfig:
                 f"model.hf_config goes with model.load_format=dummy, not {self.load_format.value}: "
                 "a folder brings its own config.json"
             )
-        if self.max_model_len is not None:
-            at_least(self, "max_model_len", 2)
-        if self.threads is not None:
-            at_least(self, "threads", 1)
+        at_least(self, 2, "max_model_len")
+        at_least(self, 1, "threads")

@@ -81,7 +81,7 @@ class SpeculationConfig:
                 f"speculation.num_tokens must be from 1 to {MAX_DRAFT_TOKENS}, got {self.num_tokens}. To draft "
                 "nothing, set speculation.method=none"
             )
-        at_least(self, "ngram_min", 1)
+        at_least(self, 1, "ngram_min")
         if self.ngram_max < self.ngram_min:
             raise ConfigError(
                 f"speculation.ngram_max={self.ngram_max} is less than speculation.ngram_min={self.ngram_min}: raise "

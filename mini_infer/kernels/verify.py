@@ -113,11 +113,11 @@ def _judge(
         source, draft_logits, draft_stride, draft_maxima, draft_cuts, draft_masses, draft_scale, DRAFT_VOCAB
     )
     draft = tl.load(drafts + row)
-    luck = uniform(own_params, tl.load(positions + row).to(tl.int64) + _ACCEPT)
-    stands = luck * _probabilities(q, draft, rule, DRAFT_VOCAB) < _probabilities(p, draft, rule, VOCAB)
+    accepting = uniform(own_params, tl.load(positions + row).to(tl.int64) + _ACCEPT)
+    is_accepted = accepting * _probabilities(q, draft, rule, DRAFT_VOCAB) < _probabilities(p, draft, rule, VOCAB)
     if tl.program_id(1) == 0:
-        tl.store(accepted + row, stands.to(tl.int32))
-    if stands:
+        tl.store(accepted + row, is_accepted.to(tl.int32))
+    if is_accepted:
         return
     for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
         residual = _residual(p, q, tile, rule, VOCAB, DRAFT_VOCAB)

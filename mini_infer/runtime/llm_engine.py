@@ -13,11 +13,9 @@ from typing import TypeAlias
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import RequestError
-from mini_infer.core.plan import StepResult
 from mini_infer.core.request import Request, RequestOutput, SamplingParams
-from mini_infer.runtime.engine_core import Ending, EngineCore
+from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.executor import make_executor
-from mini_infer.runtime.scheduler.booking import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.text.detokenizer import Detokenizer
 from mini_infer.runtime.text.grammar import CompiledGrammar, GrammarCompiler
@@ -70,13 +68,11 @@ class LLMEngine:
         self.startup = executor.startup
         self.vocab_size = executor.vocab_size
         self.clock = clock
-        self.core = EngineCore(self._make_scheduler, executor, clock, self, records_kept)
+        self._grammars = GrammarCompiler(executor.tokenizer, executor.vocab_size, executor.eos_token_ids)
+        self._outputs = OutputProcessor(self._grammars)
+        self.core = EngineCore(self._make_scheduler, executor, clock, self._outputs, records_kept)
         self.records = self.core.records  # the latest StepRecords, oldest first
         self.observers = self.core.observers  # each is called with every StepRecord
-        self._outputs = OutputProcessor()
-        self._grammars = GrammarCompiler(executor.tokenizer, executor.vocab_size, executor.eos_token_ids)
-        self._inboxes: dict[str, deque[RequestOutput]] = {}  # of unfinished requests of `generate` and `stream`, by id
-        self._outbox: list[RequestOutput] = []  # of all others, for the next `step` to hand out
         self._num_requests = 0
         self._seed = secrets.randbits(62) if self.config.seed is None else self.config.seed
 
@@ -150,7 +146,7 @@ class LLMEngine:
                     yield output
         finally:
             for request_id in request_ids:
-                if request_id in self._inboxes:
+                if request_id in self._outputs.inboxes:
                     self.abort(request_id)
 
     # --- step by step ---------------------------------------------------------------------------------------------
@@ -203,7 +199,7 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Runs one step, and returns what it brought for requests of `add_request`."""
         self.core.step()
-        outputs, self._outbox = self._outbox, []
+        outputs, self._outputs.outbox = self._outputs.outbox, []
         return outputs
 
     def abort(self, request_id: str) -> None:
@@ -216,7 +212,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute, or to hand over."""
-        return self.scheduler.num_unfinished > 0 or bool(self._outbox)
+        return self.scheduler.num_unfinished > 0 or bool(self._outputs.outbox)
 
     def close(self) -> None:
         """Aborts what is left."""
@@ -278,24 +274,5 @@ class LLMEngine:
             self.scheduler.add(request)
         self._outputs.add(request_id, text, sequences, stream)
         if inbox is not None:
-            self._inboxes[request_id] = inbox
+            self._outputs.inboxes[request_id] = inbox
         return request_id
-
-    # --- a request's way out (engine_core.Outputs) -------------------------------------------------------------------
-
-    def process(self, updates: Sequence[TokenUpdate], result: StepResult) -> list[Ending]:
-        self._grammars.update_masks()
-        return self._outputs.process(updates, result)
-
-    def post(self, requests: Sequence[Request]) -> None:
-        outputs = self._outputs.collect(requests)
-        if not self._inboxes:
-            self._outbox += outputs
-            return
-        for output in outputs:
-            self._inboxes.get(output.request_id, self._outbox).append(output)
-            if output.finished:
-                self._inboxes.pop(output.request_id, None)
-
-    def unfinished(self) -> list[Request]:
-        return self._outputs.unfinished()

@@ -7,13 +7,17 @@ import gc
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.lab import schema
-from experiments.lab.measure import clocks
+from experiments.lab.measure import clocks, lending, subjects
+from mini_infer import LLMEngine
+from mini_infer.runtime.executor import dry_model as dry
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST_CONF = Path(__file__).resolve().parent / "conf"  # experiment=probe
@@ -71,3 +75,39 @@ def frozen_heap(monkeypatch: pytest.MonkeyPatch) -> None:
 def steady_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine that runs the tests is busy, and its clocks are nothing that they are about."""
     monkeypatch.setattr(clocks, "take", lambda device, wanted=None: clocks.Speed(1.0))
+
+
+class VirtualTime:
+    """A clock that moves as the dry model sleeps, with noise: a machine of its own, whatever else this one does."""
+
+    def __init__(self, seed):
+        self.now = 0.0
+        self._rng = np.random.default_rng(seed)
+        self.new_pass()
+
+    def new_pass(self):
+        """Each pass meets the machine in another mood."""
+        self._mood = float(np.exp(self._rng.normal(0, 0.02)))
+
+    def __call__(self):
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds * self._mood * float(np.exp(self._rng.normal(0, 0.05)))
+
+
+@pytest.fixture
+def virtual_time(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
+    """What engines of the lab, and those who watch them, read instead of the machine's clock."""
+    clock = VirtualTime(seed=0)
+
+    def engine(config):
+        clock.new_pass()
+        return LLMEngine(config, clock=clock)
+
+    monkeypatch.setattr(subjects, "LLMEngine", engine)
+    monkeypatch.setattr(lending, "clock", clock)
+    # The dry model's sleep alone: a thread that another test left behind must not move this clock.
+    monkeypatch.setattr(dry, "time", SimpleNamespace(sleep=clock.sleep))
+    return clock

@@ -1,15 +1,15 @@
 """Whole runs: a slowdown that is planted is found, and one that is not there is not."""
 
+import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
 from experiments import ablation
 from experiments.lab.judge import stats
 from experiments.lab.judge.claims import Verdict, judge
-from experiments.lab.measure import clocks, lending, subjects
+from experiments.lab.measure import subjects
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Table
 from mini_infer import LLMEngine
@@ -45,41 +45,18 @@ def findings(compose_config, variants, claims, *overrides, seed=0):
         return experiment, experiment.measure(steps)
 
 
-class VirtualTime:
-    """A clock that moves as the dry model sleeps, with noise: a machine of its own, whatever else this one does."""
-
-    def __init__(self, seed):
-        self.now = 0.0
-        self._rng = np.random.default_rng(seed)
-        self.new_pass()
-
-    def new_pass(self):
-        """Each pass meets the machine in another mood."""
-        self._mood = float(np.exp(self._rng.normal(0, 0.02)))
-
-    def __call__(self):
-        self.now += 1e-6
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds * self._mood * float(np.exp(self._rng.normal(0, 0.05)))
-
-
 @pytest.fixture
-def virtual_time(monkeypatch):
-    clock = VirtualTime(seed=0)
+def cpu_time(monkeypatch):
+    """The clock of this thread, which stands still while another process has the core: the engine is timed by it, and
+    the dry model computes where it would sleep."""
 
-    def engine(config):
-        clock.new_pass()
-        return LLMEngine(config, clock=clock)
+    def compute(seconds):
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
 
-    monkeypatch.setattr(subjects, "LLMEngine", engine)
-    monkeypatch.setattr(lending, "clock", clock)
-    # The dry model's sleep alone: a thread that another test left behind must not move this clock.
-    monkeypatch.setattr(dry, "time", SimpleNamespace(sleep=clock.sleep))
-    monkeypatch.setattr(
-        clocks, "drift", lambda *_: clocks.Drift()
-    )  # of the real machine, which is not the one that is measured
+    monkeypatch.setattr(subjects, "LLMEngine", lambda config: LLMEngine(config, clock=time.thread_time))
+    monkeypatch.setattr(dry, "time", SimpleNamespace(sleep=compute))
 
 
 CLAIMS = [
@@ -107,10 +84,9 @@ def test_a_slowdown_of_ten_percent_refutes_claims_and_none_refutes_nothing(compo
 
 
 @pytest.mark.slow
-def test_so_it_does_in_real_time(compose_config):
-    """Steps that take twice as long: a busy machine hides less than that."""
-    attempts = (verdicts(compose_config, 4.0, "measure.repeats=7")["slower"] for _ in range(8))
-    # It may change its speed meanwhile.
+def test_so_it_does_in_real_time(compose_config, cpu_time):
+    attempts = (verdicts(compose_config, 2.2, "measure.repeats=7")["slower"] for _ in range(3))
+    # A neighbour that takes caches and frequency away may come and go meanwhile.
     assert any(found == [Verdict.refuted] * 2 for found in attempts)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from made_up import result as demo
 from omegaconf import OmegaConf
 
 from experiments.ablation import Ablation
@@ -17,7 +18,6 @@ from experiments.lab.store import history, runs
 from experiments.lab.store import result as store
 from experiments.lab.store.result import StoreError, page_name, run_path
 from mini_infer.core.errors import ConfigError
-from made_up import result as demo
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"

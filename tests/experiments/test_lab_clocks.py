@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.lab.measure import clocks
+from experiments.lab.measure import clocks, nvml
 
 REAL_TAKE = clocks.take
 
@@ -20,3 +20,43 @@ def test_a_busy_neighbour_is_waited_for(monkeypatch):
     monkeypatch.setattr(clocks, "_host_work", lambda: next(times))
     assert REAL_TAKE("cpu", clocks.Speed(1.0)) == clocks.Speed(1.01)
     assert next(times) == pytest.approx(9.9)
+
+
+class Library:
+    """NVML of a GPU at 700 W that uses 70 J from reading to reading."""
+
+    def __init__(self, failed=0):
+        self.failed, self.energy = failed, 1_000_000
+
+    def nvmlDeviceGetClockInfo(self, handle, kind, value):
+        value._obj.value = 1980
+        return self.failed
+
+    def nvmlDeviceGetPowerUsage(self, handle, value):
+        value._obj.value = 700_000
+        return 0
+
+    def nvmlDeviceGetTemperature(self, handle, sensor, value):
+        value._obj.value = 61
+        return 0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle, value):
+        self.energy += 70_000
+        value._obj.value = self.energy
+        return 0
+
+
+def test_a_gpu_tells_clock_power_temperature_and_energy(monkeypatch):
+    gpu = nvml.Gpu(Library(), None)
+    assert gpu.read() == nvml.GpuState(1980.0, 700.0, 61.0, 1070.0)
+    monkeypatch.setattr(nvml, "find", lambda device: gpu)
+    watch = clocks.Watch("cuda")
+    assert watch.after(watch.before()).joules == 70.0
+    assert watch.medians() == {"clock_mhz": 1980.0, "power_w": 700.0, "temperature_c": 61.0}
+    assert nvml.Gpu(Library(failed=3), None).read() is None
+
+
+def test_where_nobody_knows_the_gpu_nothing_depends_on_it():
+    assert nvml.find("cpu") is None
+    watch = clocks.Watch("cpu")
+    assert (watch.after(watch.before()).joules, watch.medians()) == (None, {})

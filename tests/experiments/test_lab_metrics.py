@@ -73,6 +73,48 @@ def test_times_are_means_and_percentiles_take_a_sample():
     assert isinstance(value("ttft_p90_ms", ten), Missing)
 
 
+def streams(count, pauses, tokens=100, apart=0.0):
+    """Streams of a batch, one token every 10 ms, with so many pauses of 100 ms that stop all of them."""
+    times, now = [], 0.0
+    for token in range(tokens):
+        now += 0.1 if token in range(5, 5 + 7 * pauses, 7) else 0.01
+        times.append(now)
+    return Served(tuple(trace(0.0, [t + apart * i for t in times]) for i in range(count)), 0.0, now + apart * count)
+
+
+def test_copies_of_a_pause_are_one_sample():
+    twelve, few = streams(64, pauses=12), streams(64, pauses=4)
+    assert value("itl_p90_ms", twelve) == pytest.approx(100)
+    assert value("itl_p99_ms", few) == Missing(
+        "not shown: 4 moments lie beyond the P99, which takes 10: gaps of several requests that end together are one"
+    )
+    assert value("itl_p99_ms", streams(64, pauses=4, apart=0.005)) == pytest.approx(100)  # they are not in step
+    assert value("itl_p50_ms", few) == pytest.approx(10)
+
+
+def test_a_long_open_loop_is_measured_without_its_ramps():
+    def arrived(at, took):
+        return trace(at, [at + took], sent=at)
+
+    requests = tuple(arrived(float(i), 9.0 if i < 10 or i > 90 else 0.5) for i in range(101))
+    served = Served(requests, 0.0, 109.0)
+    assert served.steady().window == (10.0, 90.0)
+    assert value("ttft_ms", served) == 500
+    assert value("output_tokens_per_s", served) == pytest.approx(89 / 80)  # nine of them began before it
+    assert value("requests_per_s", served) == pytest.approx(89 / 80)
+    assert value("goodput_rps", served, Context(SLO(ttft_ms=600))) == pytest.approx(81 / 80)
+    assert value("slo_share", served, Context(SLO(ttft_ms=600))) == 1
+    assert Served(requests[:40], 0.0, 50.0).steady().window is None  # too short for a steady state
+    closed = tuple(replace(request, sent=None) for request in requests)
+    assert Served(closed, 0.0, 109.0).steady().window is None
+
+
+def test_energy_is_the_gpus_own():
+    served = Served((trace(0.0, [1.0, 2.0]), trace(0.0, [1.0, 2.0])), 0.0, 2.0, joules=100.0)
+    assert value("joules_per_token", served) == 25.0
+    assert not value("joules_per_token", replace(served, joules=None)).applies
+
+
 def test_rates_credit_a_token_to_the_window_in_which_it_appeared():
     late = trace(0.0, [1.0, 2.0, 9.0])  # its last token came after the window
     served = Served((trace(0.0, [1.0, 2.0]), late), 0.0, 5.0)

@@ -70,12 +70,14 @@ def test_rates_rise_by_one_factor():
     assert RateSearch().rates == RateSearch().points == []
 
 
-def test_where_all_is_kept_the_search_ends_at_the_end_of_its_range(build):
+def test_where_all_is_kept_the_knee_is_not_shown(build):
     experiment = build()
     findings = measure(experiment)
-    assert found(findings) == [(1600.0, "")] * 2
+    above = "not shown: the knee lies above the range: even 1600/s met the SLO (100 % of the requests did)"
+    assert found(findings) == [(0.0, above)] * 2
+    assert not any(row.is_fault for row in findings.rows)
     assert "engine, search 1: 100 % of the requests kept the SLO at 1600/s, the end of the range." in findings.notes
-    assert [point.name for point in experiment.points] == ["", "search at 400/s", "search at 1600/s", "search"]
+    assert [point.name for point in findings.points] == ["", "search at 400/s", "search at 1600/s", "search"]
     assert {row.point for row in findings.rows if row.metric == "slo_share"} == {
         "", "search at 400/s", "search at 1600/s"
     }  # fmt: skip
@@ -83,7 +85,8 @@ def test_where_all_is_kept_the_search_ends_at_the_end_of_its_range(build):
 
 def test_where_nothing_is_kept_there_is_no_rate(build):
     findings = measure(build(slo={"ttft_ms": 1e-6}))
-    assert found(findings) == [(0.0, "not even 100/s met the SLO (0 % of the requests did)")] * 2
+    below = "not shown: the knee lies below the range: not even 100/s met the SLO (0 % of the requests did)"
+    assert found(findings) == [(0.0, below)] * 2
 
 
 def test_two_rates_enclose_the_answer(build, monkeypatch):

@@ -113,6 +113,13 @@ def test_an_absolute_value_is_the_median_of_its_processes():
     assert stats.absolute(by_turn([1.0, 2.0, 3.0])) == stats.estimate([1.0, 2.0, 3.0])  # one process: its repeats
 
 
+def test_the_interval_of_a_share_is_made_of_shares():
+    near_all = by_turn([0.97, 0.99], [0.999, 1.0], [0.93, 0.95])
+    assert stats.absolute(near_all).high > 1
+    assert stats.absolute(near_all, share=True).high == 1
+    assert stats.absolute(by_turn([0.0], [0.001], [0.0]), share=True).low == 0
+
+
 @pytest.mark.parametrize("kind", ["normal", "drifting"])
 def test_a_slowdown_of_ten_percent_is_found_in_three_processes_of_two_repeats(kind):
     rng = np.random.default_rng(0)

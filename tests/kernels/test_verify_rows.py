@@ -75,10 +75,12 @@ def nearly(
     p, draw = verify._probabilities(logits, columns, places)
     q = verify._probabilities(draft_logits[source][None], columns, places)[0]
     q = torch.nn.functional.pad(q, (0, p.shape[1] - q.shape[1]))
-    luck = torch.from_numpy(uniforms(columns["key"], places + ACCEPT)[:, None])
+    accepting = torch.from_numpy(uniforms(columns["key"], places + ACCEPT)[:, None])
     near = (-1e-5, 1e-5)
     return {
-        int(verify._judge(p, q, drafts, luck + a, (draw.uniforms + b).clamp(0, 1 - 1e-9))) for a in near for b in near
+        int(verify._judge(p, q, drafts, accepting + a, (draw.uniforms + b).clamp(0, 1 - 1e-9)))
+        for a in near
+        for b in near
     }
 
 

@@ -26,7 +26,7 @@ def assert_idle(engine: LLMEngine) -> None:
     check_scheduler(engine.scheduler)
     assert not engine.has_unfinished_requests()
     assert engine.scheduler.usage().used_blocks == 0
-    assert not engine._inboxes
+    assert not engine._outputs.inboxes
     assert not engine._outputs.unfinished()
 
 

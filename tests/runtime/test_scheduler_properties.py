@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +126,28 @@ class Inexact(DryModel):
         logits = super().compute_logits(hidden)
         wrong = hidden % 100 >= 100 * self._right
         return torch.where(wrong[:, None], logits.roll(1, dims=1), logits)
+
+
+class LateTransfers:
+    """Copies as late as may be, so that blocks which were given away too early show: a transfer is made, and has ended,
+    so many polls after its start."""
+
+    def __init__(self, transfers: Any, polls: int) -> None:
+        self._transfers, self._polls, self._num_polls = transfers, polls, 0
+        self._waiting: deque[tuple[Transfer, int]] = deque()  # with the poll that ends each, oldest first
+
+    def start(self, transfer: Transfer) -> None:
+        self._waiting.append((transfer, self._num_polls + self._polls))
+        self._make_due(wait=False)
+
+    def poll(self, wait: bool = False) -> tuple[int, ...]:
+        self._num_polls += 1
+        self._make_due(wait)
+        return self._transfers.poll(wait)
+
+    def _make_due(self, wait: bool) -> None:
+        while self._waiting and (wait or self._waiting[0][1] <= self._num_polls):
+            self._transfers.start(self._waiting.popleft()[0])
 
 
 class BothModels:
@@ -336,9 +360,10 @@ def test_traffic_changes_no_token_and_loses_no_block(
     }
     oracle = Oracle(traffic, **machine["drafts"])
     engine = make_engine(memory, scheduler, oracle.most)
-    engine.executor.runner._model._transfer_polls = machine["transfer_polls"]
     if oracle.most and machine["drafts"]["model"]:
         with_draft_model(engine, machine["drafts"]["right"])
+    runner = engine.executor.runner
+    runner._transfers = LateTransfers(runner._transfers, machine["transfer_polls"])  # type: ignore[assignment]
     make_scheduler = engine._make_scheduler
 
     def make_speculating_scheduler() -> Scheduler:

@@ -1,4 +1,4 @@
-"""An engine process that the tests of a module share, and the certainty that none is left."""
+"""A server and engine processes that tests share, and the certainty that none is left."""
 
 from __future__ import annotations
 
@@ -7,17 +7,31 @@ from pathlib import Path
 
 import psutil
 import pytest
+from http_server import Server, running
 from served import HandDrivenServer, dry_config
 
 from mini_infer import EngineConfig
 from mini_infer.serving.processes.launch import EngineProcess
 
+_shared: list[psutil.Process] = []
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[Server]:
+    """With the dry model and no settings of its own. Each process of the test run has one."""
+    with running() as server:
+        process = psutil.Process(server.process.pid)
+        _shared.extend([process, *process.children(recursive=True)])
+        yield server
+
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_left() -> Iterator[None]:
+    """But for the shared server."""
     before = set(psutil.Process().children(recursive=True))
     yield
-    _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=5)
+    new = set(psutil.Process().children(recursive=True)) - before - set(_shared)
+    _, left = psutil.wait_procs(new, timeout=5)
     assert not left
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from http_server import ROOT, running
+from http_server import ROOT, Server
 from prometheus_client.parser import text_string_to_metric_families
 
 from mini_infer.cli.serve import parse
@@ -37,10 +38,9 @@ def source_of(service: str, inside: str) -> Path:
 # --- Grafana and Prometheus ---------------------------------------------------------------------------------------
 
 
-def test_every_metric_of_the_dashboard_is_one_of_the_servers() -> None:
-    with running() as server:
-        server.complete(max_tokens=2)
-        families = list(text_string_to_metric_families(server.http.get("/metrics").text))
+def test_every_metric_of_the_dashboard_is_one_of_the_servers(shared_server: Server) -> None:
+    shared_server.complete(max_tokens=2)
+    families = list(text_string_to_metric_families(shared_server.http.get("/metrics").text))
     labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     asked = [*expressions(), *(variable["query"] for variable in DASHBOARD["templating"]["list"])]
     for expression in asked:
@@ -119,15 +119,17 @@ def test_an_image_starts_a_server_that_can_be_reached_and_is_not_root(name: str)
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_the_health_check_sees_a_server_and_its_absence(name: str) -> None:
+def test_the_health_check_sees_a_server_and_its_absence(
+    name: str, shared_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (check,) = re.findall(r"CMD (\[.+\])$", (ROOT / name).read_text(), re.MULTILINE)
     _, _, code = json.loads(check)
-    with pytest.MonkeyPatch.context() as patch:
-        with running() as server:
-            patch.setenv("MINI_INFER_PORT", str(server.port))
-            exec(code, {})
-        with pytest.raises(OSError, match="refused"):
-            exec(code, {})
+    monkeypatch.setenv("MINI_INFER_PORT", str(shared_server.port))
+    exec(code, {})
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("MINI_INFER_PORT", str(free.getsockname()[1]))
+    with pytest.raises(OSError, match="refused"):
+        exec(code, {})
 
 
 def test_compose_starts_a_server_with_settings_that_exist() -> None:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 
 import pytest
-from http_server import Server, running
+from http_server import Server
 
 from mini_infer.cli.chat import main
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running() as server:
-        yield server
 
 
 def talk(monkeypatch: pytest.MonkeyPatch, said: str, *flags: str) -> int:
@@ -23,24 +16,24 @@ def talk(monkeypatch: pytest.MonkeyPatch, said: str, *flags: str) -> int:
 
 
 def test_a_conversation_is_kept_until_reset(
-    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shared_server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = server.metrics()["request_prompt_tokens_sum"]
-    assert talk(monkeypatch, "hello\nhello\n\n/reset\nhello\n/quit\nnever\n", "--url", server.url) == 0
+    before = shared_server.metrics()["request_prompt_tokens_sum"]
+    assert talk(monkeypatch, "hello\nhello\n\n/reset\nhello\n/quit\nnever\n", "--url", shared_server.url) == 0
     shown = capsys.readouterr()
     first, second, third = [text for text in shown.out.split("> ") if text.strip()]
     assert first == third
     assert first != second
     assert "dry at" in shown.err
-    server.wait_until_idle()
-    turns = server.metrics()["request_prompt_tokens_sum"] - before
+    shared_server.wait_until_idle()
+    turns = shared_server.metrics()["request_prompt_tokens_sum"] - before
     assert turns > 3 * 24  # the second turn carried the first one and its answer
 
 
 def test_a_refusal_does_not_end_the_conversation(
-    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shared_server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert talk(monkeypatch, f"{'x' * 9000}\nhello\n", "--url", server.url, "--system", "be brief") == 0
+    assert talk(monkeypatch, f"{'x' * 9000}\nhello\n", "--url", shared_server.url, "--system", "be brief") == 0
     shown = capsys.readouterr()
     assert "tokens" in shown.err
     assert len(shown.out) > 12

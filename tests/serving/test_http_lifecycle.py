@@ -79,19 +79,20 @@ def test_a_client_that_leaves_the_queue(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_client_gets_fewer_and_larger_events() -> None:
+def test_a_slow_client_gets_fewer_and_larger_events(shared_server: Server) -> None:
     ask = {**LONG, "n": 64, "max_tokens": 600, "stream": True, "temperature": 0}
     body = json.dumps(ask).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    with running() as server, socket.socket() as sock:
+    before = shared_server.metrics()["request_success_total"]
+    with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect(("127.0.0.1", server.port))
+        sock.connect(("127.0.0.1", shared_server.port))
         sock.sendall(head.encode() + body)
-        wait_for(lambda: server.metrics()["request_success_total"] == 64, timeout=60)
+        wait_for(lambda: shared_server.metrics()["request_success_total"] == before + 64, timeout=60)
         received = b""
         while b"[DONE]" not in received[-100:]:
             received += sock.recv(2**20)
-        whole = server.complete(**{**ask, "n": 1, "stream": False})["choices"][0]["text"]
+    whole = shared_server.complete(**{**ask, "n": 1, "stream": False})["choices"][0]["text"]
     chunks = [json.loads(line[6:]) for line in received.splitlines() if line.startswith(b"data: {")]
     choices = [chunk["choices"][0] for chunk in chunks]
     assert len(choices) < 64 * 600 * 0.9
@@ -145,11 +146,6 @@ def test_a_deadline(server: Server) -> None:
     assert last["error"]["code"] == "deadline_exceeded"
 
 
-def test_the_servers_own_limit_cannot_be_exceeded() -> None:
-    with running("--model.dry.step_ms", "10", "--request-timeout", "0.2") as server:
-        assert server.post(TEXT, **LONG, timeout=60).status_code == 504
-
-
 # --- signals ------------------------------------------------------------------------------------------------------
 
 
@@ -167,22 +163,17 @@ def test_sigterm_lets_a_request_finish() -> None:
         assert server.wait() == 0
 
 
-def test_sigterm_ends_what_takes_too_long() -> None:
-    with running("--model.dry.step_ms", "10", "--shutdown-timeout", "0.3") as server:
+def test_sigterm_ends_what_takes_too_long_and_what_never_arrives() -> None:
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    flags = ["--model.dry.step_ms", "10", "--shutdown-timeout", "0.3"]
+    with running(*flags) as server, socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(head.encode() + b'{"prompt"')
+        server.http.get("/readyz")  # it has been read
         with stream(server) as lines:
             next(lines)
             server.process.send_signal(signal.SIGTERM)
             last = events(lines)[-1]
         assert last["error"]["code"] == "shutting_down"
-        assert server.wait() == 0
-
-
-def test_sigterm_ends_what_never_arrives() -> None:
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
-    with running("--shutdown-timeout", "0.3") as server, socket.create_connection(("127.0.0.1", server.port)) as sock:
-        sock.sendall(head.encode() + b'{"prompt"')
-        server.http.get("/readyz")  # it has been read
-        server.process.send_signal(signal.SIGTERM)
         sock.settimeout(10)
         answer = b"".join(iter(lambda: sock.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 503")
@@ -256,11 +247,12 @@ def test_a_server_that_is_killed_leaves_no_engine() -> None:
         wait_for(lambda: not os.path.exists(f"/proc/{pid}"))
 
 
-# --- the key ------------------------------------------------------------------------------------------------------
+# --- the key, and a limit -----------------------------------------------------------------------------------------
 
 
-def test_the_api_key() -> None:
-    with running(environ={"MINI_INFER_API_KEY": "secret"}) as server:
+def test_the_api_key_and_the_servers_own_limit_which_cannot_be_exceeded() -> None:
+    flags = ["--model.dry.step_ms", "10", "--request-timeout", "0.2"]
+    with running(*flags, environ={"MINI_INFER_API_KEY": "secret"}) as server:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
             response = server.http.post(TEXT, json=LONG, headers=headers)
             assert response.status_code == 401
@@ -273,6 +265,8 @@ def test_the_api_key() -> None:
             response = server.http.get(path)
             assert response.status_code == 200
             assert "secret" not in response.text
+        assert server.post(TEXT, **LONG, timeout=60).status_code == 401
+        assert server.http.post(TEXT, json={**LONG, "timeout": 60}, headers=key).status_code == 504
 
 
 # --- other ways to start it ---------------------------------------------------------------------------------------

@@ -17,12 +17,6 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Server]:
-    with running() as server:
-        yield server
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -32,13 +26,13 @@ def plain() -> Iterator[Server]:
         {"temperature": 0, "max_tokens": 20, "logit_bias": {"32": 12.0}},  # blanks, which come again
     ],
 )
-def test_clients_get_the_same(server: Server, plain: Server, body: dict) -> None:
-    assert server.complete(PROMPT, **body)["choices"] == plain.complete(PROMPT, **body)["choices"]
+def test_clients_get_the_same(server: Server, shared_server: Server, body: dict) -> None:
+    assert server.complete(PROMPT, **body)["choices"] == shared_server.complete(PROMPT, **body)["choices"]
 
 
-def test_a_stream_brings_every_token_once(server: Server, plain: Server) -> None:
+def test_a_stream_brings_every_token_once(server: Server, shared_server: Server) -> None:
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 40, "ignore_eos": True, "logit_bias": {"32": 12.0}}
-    whole = plain.complete(**body)
+    whole = shared_server.complete(**body)
     with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         lines = [line for line in response.iter_lines() if line.startswith("data: {")]
 

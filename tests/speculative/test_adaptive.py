@@ -472,10 +472,3 @@ def test_what_could_never_pay_is_not_tried() -> None:
     for _ in range(100):
         policy._overall.book(4, 0)
     assert policy.choose([object()], [4]) == [0]
-
-
-def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="most must be at least 1"):
-        AdaptiveDraftLength(costs(0.1), most=0)
-    with pytest.raises(ValueError, match="exploration"):
-        AdaptiveDraftLength(costs(0.1), most=1, exploration=1.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,9 +49,3 @@ def test_memory_is_what_was_entered() -> None:
     """Each token enters one n-gram of each size, when something follows it."""
     index = NgramIndex(range(1_000), 2, 4)
     assert sum(map(len, index._places.values())) == 998 + 997 + 996
-
-
-@pytest.mark.parametrize(("min_n", "max_n"), [(0, 3), (4, 3), (-1, 2)])
-def test_impossible_sizes_are_refused(min_n: int, max_n: int) -> None:
-    with pytest.raises(ValueError, match=f"min_n={min_n} and max_n={max_n}"):
-        NgramIndex([], min_n, max_n)

@@ -220,10 +220,3 @@ def test_time_and_states_are_linear() -> None:
         automaton.extend(text)
         assert len(automaton.lengths) <= 2 * len(text)
         assert sum(map(len, automaton.transitions)) <= 3 * len(text)
-
-
-def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_match must be at least 1"):
-        SuffixAutomaton(0)
-    with pytest.raises(ValueError, match="max_tokens=7"):
-        FinishedOutputs(7)

@@ -87,43 +87,43 @@ Judge = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 judge: Judge = verify._judge
 
 
-def stands(p: Tensor, q: Tensor, drafts: Tensor, luck: Tensor) -> Tensor:
-    return (luck * q.gather(1, drafts[:, None]) < p.gather(1, drafts[:, None])).squeeze(1)
+def stands(p: Tensor, q: Tensor, drafts: Tensor, accepting: Tensor) -> Tensor:
+    return (accepting * q.gather(1, drafts[:, None]) < p.gather(1, drafts[:, None])).squeeze(1)
 
 
-def without_residual(p: Tensor, q: Tensor, drafts: Tensor, luck: Tensor, u: Tensor) -> Tensor:
-    return torch.where(stands(p, q, drafts, luck), drafts, invert(p.long(), u))
+def without_residual(p: Tensor, q: Tensor, drafts: Tensor, accepting: Tensor, u: Tensor) -> Tensor:
+    return torch.where(stands(p, q, drafts, accepting), drafts, invert(p.long(), u))
 
 
-def residual_not_renormalised(p: Tensor, q: Tensor, drafts: Tensor, luck: Tensor, u: Tensor) -> Tensor:
+def residual_not_renormalised(p: Tensor, q: Tensor, drafts: Tensor, accepting: Tensor, u: Tensor) -> Tensor:
     cdf = (p - q).clamp(min=0).cumsum(1)
     token = torch.searchsorted(cdf, u * p.sum(1, keepdim=True), right=True).squeeze(1).clamp(max=p.shape[1] - 1)
-    return torch.where(stands(p, q, drafts, luck), drafts, token)
+    return torch.where(stands(p, q, drafts, accepting), drafts, token)
 
 
-def residual_of_absolute_differences(p: Tensor, q: Tensor, drafts: Tensor, luck: Tensor, u: Tensor) -> Tensor:
-    return torch.where(stands(p, q, drafts, luck), drafts, invert((p - q).abs().long(), u))
+def residual_of_absolute_differences(p: Tensor, q: Tensor, drafts: Tensor, accepting: Tensor, u: Tensor) -> Tensor:
+    return torch.where(stands(p, q, drafts, accepting), drafts, invert((p - q).abs().long(), u))
 
 
-def q_of_the_next_position(p: Tensor, q: Tensor, drafts: Tensor, luck: Tensor, u: Tensor) -> Tensor:
-    return judge(p, q.roll(-1, 0), drafts, luck, u)
+def q_of_the_next_position(p: Tensor, q: Tensor, drafts: Tensor, accepting: Tensor, u: Tensor) -> Tensor:
+    return judge(p, q.roll(-1, 0), drafts, accepting, u)
 
 
-def p_of_the_position_before(p: Tensor, q: Tensor, drafts: Tensor, luck: Tensor, u: Tensor) -> Tensor:
-    accepted = stands(p.roll(1, 0), q, drafts, luck)
+def p_of_the_position_before(p: Tensor, q: Tensor, drafts: Tensor, accepting: Tensor, u: Tensor) -> Tensor:
+    accepted = stands(p.roll(1, 0), q, drafts, accepting)
     return torch.where(accepted, drafts, invert((p - q).clamp(min=0).long(), u))
 
 
-def one_uniform_for_both(p: Tensor, q: Tensor, drafts: Tensor, luck: Tensor, u: Tensor) -> Tensor:
-    return judge(p, q, drafts, luck, luck)
+def one_uniform_for_both(p: Tensor, q: Tensor, drafts: Tensor, accepting: Tensor, u: Tensor) -> Tensor:
+    return judge(p, q, drafts, accepting, accepting)
 
 
-def everything_accepted(p: Tensor, q: Tensor, drafts: Tensor, luck: Tensor, u: Tensor) -> Tensor:
+def everything_accepted(p: Tensor, q: Tensor, drafts: Tensor, accepting: Tensor, u: Tensor) -> Tensor:
     return drafts
 
 
-def a_little_generous(p: Tensor, q: Tensor, drafts: Tensor, luck: Tensor, u: Tensor) -> Tensor:
-    return judge(p, q, drafts, luck * 0.9, u)
+def a_little_generous(p: Tensor, q: Tensor, drafts: Tensor, accepting: Tensor, u: Tensor) -> Tensor:
+    return judge(p, q, drafts, accepting * 0.9, u)
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_chi_square_notices_a_wrong_sampler(wrong: Judge, monkeypatch: pytest.Mo
 def test_pairs_notice_what_the_next_token_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sampler that is right at every first draft and wrong at every second."""
 
-    def later_wrong(p: Tensor, q: Tensor, drafts: Tensor, luck: Tensor, u: Tensor) -> Tensor:
-        return torch.where(torch.arange(len(drafts)) % 2 == 1, drafts, judge(p, q, drafts, luck, u))
+    def later_wrong(p: Tensor, q: Tensor, drafts: Tensor, accepting: Tensor, u: Tensor) -> Tensor:
+        return torch.where(torch.arange(len(drafts)) % 2 == 1, drafts, judge(p, q, drafts, accepting, u))
 
     monkeypatch.setattr(verify, "_judge", later_wrong)
     tokens = speculate(TARGET, PLAIN, verify_tokens, draft=DRAFTER).tokens

@@ -133,7 +133,8 @@ def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
     return bound, value, None
 
 
-def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate | ErrorGate]) -> Judgement:
+def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate | ErrorGate], share: bool = False) -> Judgement:
+    """`share`: the metric lies between 0 and 1."""
     table = Table(rows)
     values = table.values(claim.variant, claim.point, claim.metric)
     for gate in gates:
@@ -147,7 +148,7 @@ def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate | ErrorGate]) 
         reference = table.values(claim.reference_variant, claim.reference_point, claim.metric)
         found = stats.ratio(values, reference)
     else:
-        found = stats.absolute(values) if values else None
+        found = stats.absolute(values, share) if values else None
     if found is None:
         return _inconclusive(claim, None, _why_none(claim, rows))
     if found.low is None or found.high is None:

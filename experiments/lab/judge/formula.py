@@ -25,6 +25,7 @@ class Metric:
     label: str
     unit: str
     better: Better
+    share: bool = False  # it lies between 0 and 1, and so does its interval
 
 
 @dataclass(frozen=True)

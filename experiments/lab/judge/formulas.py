@@ -12,6 +12,7 @@ arrival      first token            last token
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.draft_formulas import DRAFTS
@@ -65,7 +66,7 @@ def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula
             value = stats.percentile(found, q)
             if value is None:
                 return too_few(f"{len(found)} samples do not show a P{q}, which takes {stats.samples_needed(q)}")
-            beyond = {moment for moment, sample in at(served) if 1e3 * sample >= value}
+            beyond = {moment for moment, sample in at(served) if 1e3 * sample >= value * (1 - 1e-9)}
             if q > 50 and len(beyond) < stats.SAMPLES_BEYOND:
                 return too_few(
                     f"{len(beyond)} moments lie beyond the P{q}, which takes {stats.SAMPLES_BEYOND}: gaps of several "
@@ -265,6 +266,12 @@ SERVING: dict[str, Formula] = {
         "share of a decode step that the GPU waits for the next", "", _LOW, lambda s, c: NOT_PROFILED
     ),
 }
+
+SHARES = (
+    *("slo_share", "prefix_hit_rate", "kv_utilization", "kv_used_share", "client_busy", "gpu_idle_share"),
+    *("accepted_of_drafted", "draft_time_share", *(name for name in DRAFTS if name.startswith("acceptance"))),
+)
+SERVING |= {name: replace(SERVING[name], metric=replace(SERVING[name].metric, share=True)) for name in SHARES}
 
 OF_SEARCHES = ("slo_rate_rps",)  # of several passes: see rate_search.py
 OF_PROFILES = ("gpu_idle_share",)  # and of no timed pass: see profile.py

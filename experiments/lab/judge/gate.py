@@ -40,6 +40,7 @@ class Gate:
     total_tokens: int
     needed_share: float
     first_difference: Difference | None
+    against: str = ""  # what it was compared with, where that was not the baseline
 
     @property
     def share(self) -> float:
@@ -51,7 +52,7 @@ class Gate:
         return exact if self.needed_share >= 1 else self.share >= self.needed_share
 
     def covers(self, variant: str, point: str) -> bool:
-        return (self.variant, self.point) == (variant, point)
+        return self.variant == variant and self.point in ("", point)  # a gate without a point holds for all
 
     def joined(self, other: Gate) -> Gate:
         """With what another process found of the same."""

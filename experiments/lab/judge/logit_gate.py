@@ -83,7 +83,7 @@ def shrunk(config: EngineConfig) -> EngineConfig:
     """The same shape and settings with few layers, random weights, memory for few sequences, and a length that does not
     depend on what the run needs."""
     model = config.model
-    shape = dict(model.hf_config or _published(model.path))
+    shape = dict(model.hf_config or published(model.path))
     shape["num_hidden_layers"] = LAYERS
     if shape.get("layer_types"):
         shape["layer_types"] = shape["layer_types"][:LAYERS]
@@ -153,6 +153,6 @@ def _largest(errors: list[float]) -> float:
     return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
 
-def _published(path: str) -> dict[str, Any]:
+def published(path: str) -> dict[str, Any]:
     config: dict[str, Any] = read_json(resolve_folder(path, weights=False) / "config.json")
     return config

@@ -92,10 +92,12 @@ def t_quantile(freedom: int) -> float:
     )
 
 
-def absolute(values: Mapping[Turn, float]) -> Estimate:
+def absolute(values: Mapping[Turn, float], share: bool = False) -> Estimate:
     """The median of the processes' medians, with the interval of what varies between processes. Where there is one
-    process, of what varies between its repeats."""
+    process, of what varies between its repeats. The interval of a share stays between 0 and 1."""
     found = estimate(independent(values))
+    if share and found.low is not None and found.high is not None:
+        found = replace(found, low=max(found.low, 0.0), high=min(found.high, max(1.0, found.median)))
     return replace(found, n=len(values), processes=len(_by_process(values)))
 
 

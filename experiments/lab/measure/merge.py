@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -56,21 +57,19 @@ def _status(found: Sequence[Findings], planned: int) -> tuple[str, BaseException
 
 
 def _gates(found: Sequence[Findings]) -> list[Gate]:
-    gates: dict[tuple[str, str], Gate] = {}
+    gates: dict[tuple[str, str, str], Gate] = {}
     for gate in (gate for f in found for gate in f.gates):
-        key = (gate.variant, gate.point)
+        key = (gate.variant, gate.point, gate.against)
         gates[key] = gates[key].joined(gate) if key in gates else gate
     return list(gates.values())
 
 
 def _error_gates(found: Sequence[Findings]) -> list[ErrorGate]:
     """The worst of each; an error that is no number is worse than any."""
-    gates: dict[tuple[str, str | None], ErrorGate] = {}
+    gates: dict[tuple[str, str | None], list[ErrorGate]] = {}
     for gate in (gate for f in found for gate in f.error_gates):
-        worst = gates.setdefault((gate.variant, gate.point), gate)
-        if not gate.error <= worst.error:
-            gates[gate.variant, gate.point] = gate
-    return list(gates.values())
+        gates.setdefault((gate.variant, gate.point), []).append(gate)
+    return [max(own, key=lambda gate: (math.isnan(gate.error), gate.error)) for own in gates.values()]
 
 
 def _notes(found: Sequence[Findings]) -> list[str]:

@@ -25,7 +25,7 @@ from experiments.lab.show.progress import Steps, keep_interrupts
 from experiments.lab.store.provenance import ProcessInfo
 from mini_infer.core.errors import MiniInferError
 
-SEEDS = ("engine.seed", "engine.model.seed", "engine.speculation.seed")  # of sampling, and of random weights
+SEEDS = ("engine.seed", "engine.model.seed", "engine.speculation.draft.seed")  # of sampling, and of random weights
 
 
 def measure(config: DictConfig, steps: Steps) -> Findings:
@@ -151,7 +151,11 @@ def _child(connection: Connection, *packed: Any) -> None:
     if hasattr(os, "setsid"):
         os.setsid()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    schema.register()
+    _answer(connection, *packed)
+
+
+def _answer(connection: Connection, *packed: Any) -> None:
+    """Measures, and sends the findings or what stopped it."""
     try:
         found = _here(schema.unpacked(*packed), _Relay(connection))
         if found.error is not None:

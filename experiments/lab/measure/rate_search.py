@@ -10,7 +10,7 @@ from experiments.lab.judge import metrics
 from experiments.lab.measure.cells import Cell
 from experiments.lab.points import Point
 from experiments.lab.spec import RATE
-from experiments.lab.store.rows import Row
+from experiments.lab.store.rows import NOT_SHOWN, Row
 from experiments.lab.workloads import Inputs
 from mini_infer.core.errors import ConfigError
 
@@ -141,10 +141,13 @@ class Searches:
         except Undecided as why:
             reason = str(why)
         else:
-            if found >= 0:
-                value = settings.rates[found]
+            kept = f"the SLO ({100 * shares[max(found, 0)]:.0f} % of the requests did)"
+            if found < 0:
+                reason = f"{NOT_SHOWN}the knee lies below the range: not even {settings.rates[0]:g}/s met {kept}"
+            elif found == len(settings.rates) - 1:
+                reason = f"{NOT_SHOWN}the knee lies above the range: even {settings.rates[found]:g}/s met {kept}"
             else:
-                reason = f"not even {settings.rates[0]:g}/s met the SLO ({100 * shares[0]:.0f} % of the requests did)"
+                value = settings.rates[found]
             self.notes.append(f"{self._labels[variant]}, search {repeat + 1}: {self._bracket(found, shares)}.")
         unit = metrics.describe(FOUND).unit
         (at,) = settings.result

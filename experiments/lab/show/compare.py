@@ -100,7 +100,7 @@ def _cells(a: Result, b: Result, variant: str, point: str, metric: str) -> tuple
 
 def _value(result: Result, values: Mapping[Turn, float], variant: str, point: str, metric: str) -> str:
     if values:
-        return wording.interval(stats.absolute(values))
+        return wording.interval(stats.absolute(values, result.info.metrics[metric].share))
     tried = any((row.variant, row.point, row.metric) == (variant, point, metric) for row in result.rows)
     return INVALID if tried else MISSING
 

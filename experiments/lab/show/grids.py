@@ -168,7 +168,7 @@ class Sheet:
             if (variant, point, metric) in self._absent:
                 return ABSENT
             return INVALID if (variant, point, metric) in self._tried else MISSING
-        text = wording.interval(stats.absolute(values))
+        text = wording.interval(stats.absolute(values, self.info.metrics[metric].share))
         return text if len(values) == self.repeats else f"{text} (n={len(values)})"
 
     def ratio(self, variant: str, point: str, metric: str) -> str:

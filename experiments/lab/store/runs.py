@@ -12,7 +12,7 @@ LEVELS = ("experiment", "scale.via", "hardware")
 
 
 def find(results: Path, name: str) -> Path:
-    """The JSON of a run. `name` is a result file (.json, or one of its .csv), or experiment[/scale.via[/hardware[/run]]]:
+    """The JSON of a run. `name` is a result file (.json, one of its .csv) or experiment[/scale.via[/hardware[/run]]]:
     `prefix_cache/7b`. Of what is left out there must be one alone; of runs the default one is meant."""
     path = Path(name)
     for ending in sorted((".json", *store.ROW_TYPES), key=len, reverse=True):

@@ -152,7 +152,7 @@ def _point_series(result: Result, variant: str) -> list[tuple[str, str, list[Val
         for metric in result.info.metrics:
             values = table.values(variant, point, metric)
             if values:
-                estimate = stats.absolute(values)
+                estimate = stats.absolute(values, result.info.metrics[metric].share)
                 row[metric] = estimate.median
                 if estimate.low is not None and estimate.high is not None:
                     row |= {f"{metric} low": estimate.low, f"{metric} high": estimate.high}
@@ -171,7 +171,7 @@ def _median_table(result: Result) -> tuple[list[str], list[list[Any]]]:
                 values = table.values(variant, point, metric)
                 if not values:
                     continue
-                e = stats.absolute(values)
+                e = stats.absolute(values, about.share)
                 ratio = stats.ratio(values, reference)
                 gated = any(gate.covers(variant, point) for gate in info.every_gate)
                 rows.append([metric, point, label, e.median, e.low, e.high, e.n, about.unit,
@@ -184,7 +184,7 @@ def _median_table(result: Result) -> tuple[list[str], list[list[Any]]]:
 def _claim_table(result: Result) -> tuple[list[str], list[list[Any]]]:
     rows = []
     for claim in result.info.claims:
-        judged = claims.judge(claim, result.rows, result.info.every_gate)
+        judged = claims.judge(claim, result.rows, result.info.every_gate, result.info.metrics[claim.metric].share)
         rows.append(
             [
                 wording.claim(claim, result.info),

@@ -11,7 +11,6 @@ state, so a single wrong block, missing token, stale slot or lost swap changes e
 from __future__ import annotations
 
 import time
-from collections import deque
 
 import numpy as np
 import torch
@@ -35,19 +34,13 @@ class DryModel:
 
     Args:
         num_blocks, block_size, num_host_blocks: as in the KVManager.
-        transfer_polls: a transfer ends with so many polls after its start. 0: at once.
     """
 
-    def __init__(
-        self, config: DryConfig, num_blocks: int, block_size: int, num_host_blocks: int = 0, transfer_polls: int = 0
-    ) -> None:
+    def __init__(self, config: DryConfig, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.config = config
         self._eos = ByteTokenizer(config.vocab_size).eos_token_ids[0]
         self._states = np.zeros((num_blocks + 1, block_size), dtype=np.uint64)  # the last one for padding
         self._host_states = np.zeros((num_host_blocks, block_size), dtype=np.uint64)
-        self._transfer_polls = transfer_polls
-        self._num_polls = 0
-        self._transfers: deque[tuple[Transfer, int]] = deque()  # with the poll that ends each, oldest first
         self._transfers_done: list[int] = []
 
     def forward(self, step: StepInput) -> torch.Tensor:
@@ -75,24 +68,16 @@ class DryModel:
         return torch.from_numpy(new.view(np.int64))
 
     def start(self, transfer: Transfer) -> None:
-        self._transfers.append((transfer, self._num_polls + self._transfer_polls))
-        self._copy_due(wait=False)
+        """Copies at once."""
+        stores = self._states, self._host_states
+        source, destination = stores if transfer.to_host else stores[::-1]
+        for place, other in transfer.pairs:
+            destination[other] = source[place]
+        self._transfers_done.append(transfer.transfer_id)
 
     def poll(self, wait: bool = False) -> tuple[int, ...]:
-        self._num_polls += 1
-        self._copy_due(wait)
         done, self._transfers_done = self._transfers_done, []
         return tuple(done)
-
-    def _copy_due(self, wait: bool) -> None:
-        """Copies as late as may be: blocks that were given away too early show."""
-        while self._transfers and (wait or self._transfers[0][1] <= self._num_polls):
-            transfer, _ = self._transfers.popleft()
-            stores = self._states, self._host_states
-            source, destination = stores if transfer.to_host else stores[::-1]
-            for place, other in transfer.pairs:
-                destination[other] = source[place]
-            self._transfers_done.append(transfer.transfer_id)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """States [N] -> float32 [N, vocab_size]: noise in [0, 4) over the vocabulary and a peak at the greedy token, a

@@ -82,9 +82,10 @@ class WaitingLine:
 
     def release_siblings(self, leader: Request) -> None:
         """The leader's prompt is computed, or never will be: either way its siblings need not wait any longer."""
-        self._leaders.pop(leader, None)
-        for sibling in self._siblings.pop(leader, ()):
-            self.push(sibling, RequestStatus.waiting)
+        if leader in self._siblings:
+            self._leaders.pop(leader, None)
+            for sibling in self._siblings.pop(leader):
+                self.push(sibling, RequestStatus.waiting)
 
     def num_siblings_before(self, request: Request) -> int:
         """Siblings beside the line that rank before it: nobody may take their places while they wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from mini_infer.core.plan import StepResult
@@ -17,6 +18,7 @@ from mini_infer.core.request import (
 from mini_infer.runtime.engine_core import Ending
 from mini_infer.runtime.scheduler.booking import TokenUpdate
 from mini_infer.runtime.text.detokenizer import Detokenizer
+from mini_infer.runtime.text.grammar import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +113,12 @@ class _Group:
 
 
 class OutputProcessor:
-    """Keeps the text state of every unfinished request."""
+    """Keeps the text state of every unfinished request, and where its outputs go."""
 
-    def __init__(self) -> None:
+    def __init__(self, grammars: GrammarCompiler) -> None:
+        self._grammars = grammars
+        self.inboxes: dict[str, deque[RequestOutput]] = {}  # of unfinished requests whose caller follows them, by id
+        self.outbox: list[RequestOutput] = []  # of all others, for the next `step` of the engine to hand out
         self._groups: dict[str, _Group] = {}
         self._of_request: dict[Request, tuple[_Group, _Completion]] = {}
 
@@ -138,7 +143,8 @@ class OutputProcessor:
 
     def process(self, updates: Sequence[TokenUpdate], result: StepResult) -> list[Ending]:
         """Takes in a step's tokens. Returns the requests that their text ends: by a stop string, or because it
-        cannot be made. The caller ends them before it collects the outputs."""
+        cannot be made. The caller ends them before it posts the outputs."""
+        self._grammars.update_masks()
         endings = []
         of_request = self._of_request
         for request, token_ids, row in updates:
@@ -160,8 +166,18 @@ class OutputProcessor:
                     endings.append(Ending(request, FinishReason.stop, stop, dropped))
         return endings
 
-    def collect(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """The outputs that the caller gets after `requests` have changed."""
+    def post(self, requests: Iterable[Request]) -> None:
+        """Puts the outputs that callers get after `requests` have changed where they look for them."""
+        outputs = self._outputs_of(requests)
+        if not self.inboxes:
+            self.outbox += outputs
+            return
+        for output in outputs:
+            self.inboxes.get(output.request_id, self.outbox).append(output)
+            if output.finished:
+                self.inboxes.pop(output.request_id, None)
+
+    def _outputs_of(self, requests: Iterable[Request]) -> list[RequestOutput]:
         outputs = []
         several: dict[_Group, list[_Completion]] = {}  # what has changed of requests with n > 1
         of_request = self._of_request

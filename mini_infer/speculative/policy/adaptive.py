@@ -26,15 +26,11 @@ _REASK = 250  # steps after which the estimates are asked again if nothing was l
 class AdaptiveDraftLength(DraftLengthPolicy):
     """
     Args:
-        most: drafts a row.
-        exploration: share of the steps that drafts may lose where they are not worth it.
+        most: drafts a row, at least 1.
+        exploration: share, below 1, of the steps that drafts may lose where they are not worth it.
     """
 
     def __init__(self, costs: StepCosts, most: int, exploration: float = 0.005) -> None:
-        if most < 1:
-            raise ValueError(f"most must be at least 1 draft, got {most}")
-        if not 0 <= exploration < 1:
-            raise ValueError(f"exploration must be from 0 to below 1 of the steps, got {exploration}")
         self.costs, self.most, self._exploration = costs, most, exploration
         self.budget = INITIAL_BUDGET  # drafts are made while it is above zero
         self._deferred = 0.0  # loss that the budget is charged bit by bit

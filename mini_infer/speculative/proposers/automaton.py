@@ -25,8 +25,6 @@ class SuffixAutomaton:
     """
 
     def __init__(self, max_match: int = 32) -> None:
-        if max_match < 1:
-            raise ValueError(f"max_match must be at least 1 token, got {max_match}")
         self.max_match = max_match
         # By state, in flat lists: objects would be work for the garbage collector, and refer to each other in circles.
         self.lengths: list[int] = [0]  # of the longest substring that it stands for

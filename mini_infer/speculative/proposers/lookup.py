@@ -24,8 +24,6 @@ class NgramIndex:
     """
 
     def __init__(self, token_ids: Sequence[int], min_n: int, max_n: int) -> None:
-        if not 1 <= min_n <= max_n:
-            raise ValueError(f"n-grams must have 1 <= min_n <= max_n tokens, got min_n={min_n} and max_n={max_n}")
         self._tokens: list[int] = []
         # By size, the longest first: n-gram -> the place behind its latest occurrence that something follows.
         self._places: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in range(max_n, min_n - 1, -1)}

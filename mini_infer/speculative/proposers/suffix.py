@@ -27,8 +27,6 @@ class FinishedOutputs:
     """
 
     def __init__(self, max_tokens: int, max_match: int = 32) -> None:
-        if max_tokens < 2 * _NUM_PARTS:
-            raise ValueError(f"outputs need room for at least {2 * _NUM_PARTS} tokens, got max_tokens={max_tokens}")
         self.max_match = max_match
         self._max_tokens, self._part_tokens = max_tokens, max_tokens // _NUM_PARTS
         self._parts: dict[str, deque[SuffixAutomaton]] = {}  # in the order in which they were added to

@@ -1,0 +1,246 @@
+"""The gate of tokens: what a variant answers under load, with memory short, is what each request gets alone.
+
+    the variant's settings   serve all requests at once, through the real scheduler       tokens, log-probabilities
+    a plain engine           serves them one by one: no prefix cache, no chunks,           equal to the last one
+                             no overlap, no graphs, no drafts
+
+Half of the requests are greedy, half are drawn at random by their own seeds and truncated. On a GPU both engines
+compute in batch-invariant numerics, where equal means equal to the bit; on a CPU in fp32, whose sums come out alike
+often enough for every token to be equal.
+
+Two kinds of requests are asked:
+    the workload's own, at each point, of a model of the true shape with random weights and few layers (on a GPU: on a
+    CPU the timed passes themselves are compared);
+    `probes`, of the shipped model, whose weights are trained: what mechanisms are known to get wrong (equal blocks
+    behind different beginnings, prompts that end near a chunk's or a block's end), in small chunks, with hardly any
+    memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from experiments.lab.judge import logit_gate
+from experiments.lab.judge.gate import Gate, compare, gate
+from experiments.lab.workloads import Item
+from mini_infer import LLMEngine, SamplingParams
+from mini_infer.core.config import (
+    Batching,
+    CacheConfig,
+    EngineConfig,
+    GraphsConfig,
+    Layout,
+    LoadFormat,
+    ModelConfig,
+    Numerics,
+    SchedulerConfig,
+    When,
+)
+from mini_infer.core.speculation_config import DraftConfig, SpeculationConfig, SpeculationMethod
+
+MOST_REQUESTS = 24  # of a point's own
+MOST_TOKENS = 32  # of an answer
+CHUNK = 256  # tokens of a step, where probes are computed in chunks
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 1.0, "top_k": 20, "logprobs": 0},
+)
+
+OTHER_LOGPROBS = -1  # stands for the right token with log-probabilities that are not
+
+Question = tuple[list[int], SamplingParams]
+Answers = list[
+    list[tuple[int, Any]]
+]  # of each request: tokens, each with its log-probabilities where they are asked for
+
+
+class ExactGate:
+    """
+    Args:
+        device: "cuda" or "cpu", that the variants are measured on.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._on_gpu = device == "cuda"
+        self._alone: list[tuple[EngineConfig, list[Question], Answers]] = []
+
+    def of_own(
+        self, variant: str, point: str, config: EngineConfig, prime: Sequence[Item], items: Sequence[Item]
+    ) -> Gate:
+        """Of a variant's requests at a point, those of a closed loop and of an open one alike all at once."""
+        every = max(1, -(-len(items) // MOST_REQUESTS))
+        questions = _questions(
+            [list(item.prompt) for item in items[::every]], [item.output_tokens for item in items[::every]]
+        )
+        first = [list(item.prompt) for item in prime]
+        small = self._in_numerics(_shrunk(config))
+        return self._gate(
+            variant, point, small, questions, first, f"alone ({logit_gate.LAYERS} layers, random weights)"
+        )
+
+    def of_probes(self, variant: str, config: EngineConfig) -> Gate:
+        """With the shipped model, in place of the variant's."""
+        questions = probes(whole=not config.scheduler.chunked_prefill)
+        return self._gate(
+            variant, "", self._in_numerics(_stressed(config)), questions, [], "alone (shipped model, trained)"
+        )
+
+    def _in_numerics(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, numerics=Numerics.batch_invariant if self._on_gpu else Numerics.fast)
+
+    def _gate(
+        self,
+        variant: str,
+        point: str,
+        config: EngineConfig,
+        questions: list[Question],
+        prime: list[list[int]],
+        against: str,
+    ) -> Gate:
+        engine = LLMEngine(config)
+        try:
+            for prompt in prime:
+                engine.generate([prompt], SamplingParams(temperature=0, max_tokens=1))
+            # The second time prefixes are there, and what drafts are proposed from.
+            found = [_answers(engine, questions) for _ in range(2)]
+        finally:
+            engine.close()
+        expected = self._expected(plain(config), questions)
+        right = _told(expected, expected)
+        # In fp32 on a CPU log-probabilities are not compared: their last bits depend on the company.
+        comparisons = [compare(right, _told(answers, expected if self._on_gpu else answers)) for answers in found]
+        return replace(gate(variant, point, comparisons), against=against)
+
+    def _expected(self, config: EngineConfig, questions: list[Question]) -> Answers:
+        for known, asked, answers in self._alone:
+            if (known, asked) == (config, questions):
+                return answers
+        engine = LLMEngine(config)
+        try:
+            answers = [answer for question in questions for answer in _answers(engine, [question])]
+        finally:
+            engine.close()
+        self._alone.append((config, questions, answers))
+        return answers
+
+
+def plain(config: EngineConfig) -> EngineConfig:
+    """The same model and numbers with every mechanism off."""
+    longest = config.model.max_model_len or logit_gate.LENGTH
+    return replace(
+        config,
+        cache=CacheConfig(block_size=16, num_blocks=-(-longest // 16) + 1, prefix_caching=False),
+        scheduler=SchedulerConfig(
+            max_num_seqs=1, max_num_batched_tokens=longest, chunked_prefill=False, overlap=When.never
+        ),
+        graphs=GraphsConfig(capture=When.never),
+        speculation=SpeculationConfig(),
+    )
+
+
+def probes(whole: bool = False) -> list[Question]:
+    """
+    Args:
+        whole: prompts that fit into a step, since they are not cut into chunks.
+    """
+    rng = np.random.default_rng(15)
+    size = 1000  # tokens of the shipped vocabulary that are drawn from
+
+    def draw(count: int) -> list[int]:
+        return rng.integers(4, size, count).tolist()
+
+    one, other, middle = draw(32), draw(32), draw(32)
+    ends = [CHUNK - 1, CHUNK] if whole else [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1]
+    prompts = [one + middle + draw(5), other + middle + draw(5), middle + draw(9)]  # equal blocks, different beginnings
+    prompts += [one + middle, one + middle + draw(1), one, one + draw(15), one * 3]
+    prompts += [draw(end) for end in ends]
+    return _questions(prompts, [12 + 3 * (index % 4) for index in range(len(prompts))])
+
+
+def _questions(prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Question]:
+    return [
+        (
+            prompt,
+            SamplingParams(
+                max_tokens=min(length, MOST_TOKENS), ignore_eos=True, seed=index, **KINDS[index % len(KINDS)]
+            ),
+        )
+        for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+
+
+def _shrunk(config: EngineConfig) -> EngineConfig:
+    """Few layers of the shape; memory for KV shrinks with them, so that it is as short as it was."""
+    small = logit_gate.shrunk(config)
+    cache = config.cache
+    if cache.num_blocks is None:
+        cache = replace(cache, memory_gib=(cache.memory_gib or 16) * logit_gate.LAYERS / layers_of(config))
+    model = replace(small.model, max_model_len=config.model.max_model_len)
+    return replace(config, model=model, cache=cache, speculation=_real(config.speculation))
+
+
+def _stressed(config: EngineConfig) -> EngineConfig:
+    """The variant's mechanisms around the shipped model, with chunks of CHUNK tokens and memory for two or three of the
+    longest requests."""
+    model = ModelConfig(path="tiny-target", dtype=config.model.dtype, device=config.model.device, max_model_len=640)
+    speculation = _real(config.speculation)
+    if speculation.has_draft_model:
+        speculation = replace(speculation, draft=DraftConfig(path="tiny-draft"))
+    scheduler, cache = config.scheduler, config.cache
+    blocks = 3 * (-(-640 // cache.block_size))
+    if cache.layout is Layout.paged and scheduler.batching is Batching.continuous:
+        blocks //= 2
+    return replace(
+        config,
+        model=model,
+        cache=replace(
+            cache, num_blocks=blocks, memory_gib=None, num_host_blocks=None, host_memory_gib=None, watermark=0.0
+        ),
+        scheduler=replace(
+            scheduler, max_num_seqs=6, max_num_batched_tokens=CHUNK if scheduler.chunked_prefill else 640
+        ),
+        speculation=speculation,
+    )
+
+
+def _real(speculation: SpeculationConfig) -> SpeculationConfig:
+    """Synthetic acceptance makes up tokens: its drafts are verified like any here."""
+    if speculation.method is not SpeculationMethod.synthetic:
+        return speculation
+    method = SpeculationMethod.draft if speculation.draft.given else SpeculationMethod.suffix
+    return replace(speculation, method=method, acceptance=None)
+
+
+def layers_of(config: EngineConfig) -> int:
+    shape: Mapping[str, Any] = config.model.hf_config or logit_gate.published(config.model.path)
+    return int(shape["num_hidden_layers"])
+
+
+def applies(config: EngineConfig) -> bool:
+    return config.model.load_format is not LoadFormat.dry
+
+
+def _answers(engine: LLMEngine, questions: Sequence[Question]) -> Answers:
+    outputs = engine.generate([prompt for prompt, _ in questions], [params for _, params in questions])
+    answers: Answers = []
+    for done in (output.outputs[0] for output in outputs):
+        logprobs: Sequence[Any] = done.logprobs or [None] * len(done.token_ids)
+        answers.append(list(zip(done.token_ids, logprobs, strict=True)))
+    return answers
+
+
+def _told(answers: Answers, expected: Answers) -> list[list[int]]:
+    """The tokens of each answer, OTHER_LOGPROBS for a right one with other log-probabilities."""
+    return [
+        [
+            OTHER_LOGPROBS if own[at : at + 1] and own[at][0] == token and own[at][1] != logprobs else token
+            for at, (token, logprobs) in enumerate(answer)
+        ]
+        for answer, own in zip(answers, expected, strict=True)
+    ]

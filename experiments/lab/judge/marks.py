@@ -1,0 +1,91 @@
+"""What a reader should know of a whole run before any of its numbers: whether it tells the baseline from itself, and
+whether repeats of one variant agree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from experiments.lab.judge import stats
+from experiments.lab.judge.stats import Estimate
+from experiments.lab.store.result import Result
+from experiments.lab.store.rows import Table, Turn
+
+SEVERALFOLD = 2.0  # between the smallest and the largest repeat of a process
+OF_TIME = ("s", "ms", "us", "µs", "GB/s", "TFLOP/s", "tokens/s", "requests/s")  # units of what should repeat
+TAILS = ("_p90_", "_p95_", "_p99_", "_max_")  # which a single pause sets
+
+
+@dataclass(frozen=True)
+class Again:
+    """The baseline's second arm over its first, by the metric that the run is about: in each repeat the geometric mean
+    over all points."""
+
+    metric: str
+    ratio: Estimate
+
+    @property
+    def alarms(self) -> bool:
+        """Whether the run tells the baseline from itself, which 5 % of sound runs do."""
+        low, high = self.ratio.low, self.ratio.high
+        return low is not None and high is not None and not low <= 1 <= high
+
+
+def again(result: Result) -> Again | None:
+    """None where the baseline was measured once, or the two share no valid repeat."""
+    info, table = result.info, Table(result.rows)
+    metric = _main_metric(result)
+    if info.aa is None or metric is None:
+        return None
+    logs: dict[Turn, list[float]] = {}
+    for point in info.points:
+        base = table.values(str(info.baseline), point, metric)
+        for turn, value in table.values(info.aa, point, metric).items():
+            if value > 0 and base.get(turn, 0) > 0:
+                logs.setdefault(turn, []).append(math.log(value / base[turn]))
+    whole = max((len(own) for own in logs.values()), default=0)  # a turn that lacks a point is no equal of the others
+    pairs = {turn: math.exp(sum(own) / whole) for turn, own in logs.items() if len(own) == whole}
+    return Again(metric, stats.factors(pairs)) if pairs else None
+
+
+def _main_metric(result: Result) -> str | None:
+    """That of the first claim of a ratio; else the first of a time or rate."""
+    claimed = [claim.metric for claim in result.info.claims if claim.bound.is_ratio]
+    timed = [name for name, metric in result.info.metrics.items() if metric.unit in OF_TIME]
+    return next(iter((*claimed, *timed)), None)
+
+
+def severalfold(result: Result) -> list[str]:
+    """Of each variant the worst disagreement between the repeats of a process, in words."""
+    info, table = result.info, Table(result.rows)
+    worst: dict[str, tuple[float, str]] = {}
+    names = [n for n, m in info.metrics.items() if m.unit in OF_TIME and not any(tail in n for tail in TAILS)]
+    for variant, label in info.variants.items():
+        for point in info.points:
+            for name in names:
+                groups: dict[int, list[float]] = {}
+                for (process, _), value in table.values(variant, point, name).items():
+                    groups.setdefault(process, []).append(value)
+                for values in groups.values():
+                    low, high = min(values), max(values)
+                    if low > 0 and high / low > max(SEVERALFOLD, worst.get(variant, (0.0, ""))[0]):
+                        metric, at = info.metrics[name], f" at {point}" if point else ""
+                        text = f"{label}{at}: {metric.label} from {low:.4g} to {high:.4g} {metric.unit} in one process"
+                        worst[variant] = high / low, text
+    return [text for _, text in worst.values()]
+
+
+def of(result: Result) -> list[str]:
+    """Everything that marks the run, a sentence each; empty where nothing does."""
+    found, told = again(result), []
+    if found is not None and found.alarms:
+        ratio = found.ratio
+        told.append(
+            f"The baseline differs from itself: measured a second time it had {ratio.median:.4g} "
+            f"[{ratio.low:.4g}, {ratio.high:.4g}] times its {result.info.metrics[found.metric].label}, so effects of "
+            "that size are not to be believed here."
+        )
+    return [
+        *told,
+        *(f"Repeats differ severalfold, as beside a busy neighbour. {text}." for text in severalfold(result)),
+    ]

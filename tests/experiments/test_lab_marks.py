@@ -1,0 +1,53 @@
+"""What marks a whole run: a baseline that differs from itself, and repeats that differ severalfold."""
+
+import math
+import random
+from dataclasses import replace
+
+from made_up import METRICS, result
+
+from experiments.lab.judge import marks
+from experiments.lab.store.rows import Row
+
+VARIANTS = {"base": "whole prompts", "new": "chunked", "base again": "whole prompts again"}
+
+
+def run(seed=0, bias=1.0, aa="base again", processes=3, repeats=2, slow=()):
+    """Three arms at two points; the second arm of the baseline takes `bias` times its time."""
+    rng = random.Random(seed)
+    rows = []
+    for process in range(processes):
+        mood = math.exp(rng.gauss(0, 0.05))  # of all arms of the process
+        for repeat in range(repeats):
+            for point in ("concurrency=1", "concurrency=8"):
+                for variant in VARIANTS:
+                    value = 100 * mood * math.exp(rng.gauss(0, 0.02)) * (bias if variant == aa else 1)
+                    value *= 19 if (variant, process, repeat) in slow else 1
+                    for name, metric in METRICS.items():
+                        rows.append(Row(variant, point, repeat, name, value, metric.unit, process=process))
+    return result(variants=VARIANTS, rows=rows, gates=[], aa=aa)
+
+
+def test_sound_runs_alarm_in_one_of_twenty():
+    alarms = sum(marks.again(run(seed)).alarms for seed in range(300))
+    assert 0.03 <= alarms / 300 <= 0.07
+
+
+def test_a_second_arm_that_is_slower_is_found_and_said():
+    found = sum(marks.again(run(seed, bias=1.1)).alarms for seed in range(100))
+    assert found >= 90
+    (told,) = marks.of(run(bias=1.1))
+    assert told.startswith("The baseline differs from itself: measured a second time it had 1.1")
+    assert "times its output tokens per second, so effects of that size" in told
+
+
+def test_a_run_without_a_second_arm_has_no_verdict():
+    assert marks.again(replace(run(), info=replace(run().info, aa=None))) is None
+    assert marks.of(run()) == []
+
+
+def test_repeats_that_differ_severalfold_mark_the_run():
+    (told,) = marks.of(run(slow=[("new", 1, 1)]))
+    assert told.startswith("Repeats differ severalfold, as beside a busy neighbour. chunked at concurrency=")
+    assert "in one process." in told
+    assert marks.severalfold(run(slow=[("new", 1, 0), ("new", 1, 1)])) == []  # a process may have other prompts

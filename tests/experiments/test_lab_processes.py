@@ -1,0 +1,180 @@
+"""A result is made of processes: their seeds, what they find together, and what is kept where one fails."""
+
+from multiprocessing import Pipe
+
+import pytest
+from omegaconf import OmegaConf
+
+from experiments.ablation import Ablation
+from experiments.lab import schema
+from experiments.lab.experiment import Findings
+from experiments.lab.judge.gate import ErrorGate, Gate
+from experiments.lab.measure import processes
+from experiments.lab.show.progress import Steps
+from experiments.lab.store.rows import Row
+from mini_infer.core.errors import ConfigError, MiniInferError
+
+SETTINGS = [
+    *("experiment=probe", "model=dry", "experiment.samples=0", "experiment.plots=[]", "experiment.claims=[]"),
+    *("engine.cache.num_blocks=64", "workload=fixed", "workload.count=3", "workload.prompt_tokens=20"),
+    *("workload.output_tokens=5", "measure.processes=3", "measure.repeats=2"),
+]
+
+
+@pytest.fixture
+def config(compose_config):
+    def make(*overrides):
+        made = compose_config(*SETTINGS, *overrides)
+        OmegaConf.set_struct(made, False)
+        made.experiment.variants = {"transformers": {}, "engine": {"scheduler": {"max_num_seqs": 1}}}
+        made.experiment.points = {"workload.concurrency": [1, 3]}
+        OmegaConf.set_struct(made, True)
+        return made
+
+    return make
+
+
+def measure(config):
+    with Steps("test") as steps:
+        return processes.measure(config, steps)
+
+
+def found_by(monkeypatch, *outcomes):
+    """What each process finds, or is stopped by, instead of being started. Returns the configs that they get."""
+    given = []
+
+    def in_child(config, steps):
+        given.append(config)
+        outcome = outcomes[len(given) - 1]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(processes, "_in_child", in_child)
+    return given
+
+
+def findings(value, **more):
+    return Findings([Row("engine", "", 0, "ttft_ms", value, "ms")], **more)
+
+
+# --- seeds ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_process_has_seeds_of_its_own(config):
+    keys = ("measure.seed", "engine.seed", "engine.model.seed", "engine.speculation.draft.seed")
+    stated = config()
+    own = [[OmegaConf.select(processes.seeded(stated, index), key) for key in keys] for index in range(3)]
+    assert own[0] == [OmegaConf.select(stated, key) for key in keys]  # the first one's are the config's
+    assert all(len(set(seeds)) == 3 for seeds in zip(*own, strict=True))
+    assert own == [[OmegaConf.select(processes.seeded(stated, index), key) for key in keys] for index in range(3)]
+    other = config("measure.seed=1")
+    assert all(processes.seeded(other, index).engine.model.seed not in [s[2] for s in own] for index in range(3))
+
+
+def test_a_config_reaches_another_process_whole(config):
+    made = config("workload.arrivals=poisson", "workload.rate_per_s=5", "measure.threads=1")
+    made.experiment.points = {"workload.count": [1, 2]}
+    again = schema.unpacked(*schema.packed(made))
+    assert schema.plain(again) == schema.plain(made)
+    assert schema.workload(again) == schema.workload(made)
+    assert Ablation.from_config(again).points == Ablation.from_config(made).points
+
+
+# --- together ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_processes_measure_and_hand_back_what_they_found(config):
+    found = measure(config("measure.processes=2", "measure.aa=always"))
+    assert found.status == "complete"
+    assert {(row.process, row.repeat) for row in found.rows} == {(p, r) for p in (0, 1) for r in (0, 1)}
+    assert {row.variant for row in found.rows} == {"transformers", "engine", "transformers again"}
+    # The machine that runs the tests is busy; whatever else it is, the passes are sound.
+    assert not [row for row in found.rows if row.reason and "speed changed by" not in row.reason]
+    assert [about.index for about in found.processes] == [0, 1]
+    assert found.processes[0].seed != found.processes[1].seed
+    assert len(found.requests) == 2 * 2 * 2 * 3 * 3  # processes, repeats, points, variants, requests
+    assert {(gate.variant, gate.total_tokens) for gate in found.gates} == {("engine", 2 * 2 * 15)}
+    assert all(gate.passed for gate in found.gates)
+
+
+def test_numbers_and_gates_are_put_together(config, monkeypatch):
+    gate, worse = Gate("engine", "", 10, 10, 1.0, None), Gate("engine", "", 3, 10, 1.0, object())
+    errors = [ErrorGate("engine", None, error, 0.02, "fp32") for error in (0.01, float("nan"), 0.5)]
+    given = found_by(
+        monkeypatch,
+        findings(1.0, gates=[gate], error_gates=errors[:1], notes=["all", "one"], gpu={"power_w": 600.0}),
+        findings(2.0, gates=[worse], error_gates=errors[1:2], notes=["all"]),
+        findings(3.0, gates=[gate], error_gates=errors[2:], notes=["all", "other"]),
+    )
+    found = measure(config())
+    assert [(row.process, row.value) for row in found.rows] == [(0, 1.0), (1, 2.0), (2, 3.0)]
+    (joined,) = found.gates
+    assert (joined.equal_tokens, joined.total_tokens, joined.passed) == (23, 30, False)
+    assert found.error_gates == errors[1:2]  # no number is worse than any
+    assert found.notes == ["all", "Process 1: one", "Process 3: other"]
+    assert [about.power_w for about in found.processes] == [600.0, None, None]
+    assert [schema.workload(own) for own in given] == [schema.workload(config())] * 3
+
+
+def test_an_odd_number_of_repeats_is_rounded_up_and_said(config, monkeypatch):
+    given = found_by(monkeypatch, *[findings(1.0)] * 3)
+    made = config("measure.repeats=5")
+    found = measure(made)
+    assert {own.measure.repeats for own in given} == {made.measure.repeats} == {6}
+    assert found.notes[0].startswith("measure.repeats=5 was rounded up to 6: variants take turns in ABBA order")
+
+
+# --- stopped -------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_in_one_process_keeps_the_others(config, monkeypatch):
+    found_by(monkeypatch, findings(1.0), MiniInferError("planted"), findings(3.0))
+    found = measure(config())
+    assert [(row.process, row.value) for row in found.rows] == [(0, 1.0), (2, 3.0)]
+    assert found.status == (
+        "incomplete: process 2 of 3: MiniInferError: planted; nothing of it is kept; 2 of 3 processes are complete"
+    )
+    assert str(found.error) == "planted"
+
+
+def test_an_interrupt_ends_the_run_and_keeps_what_was_finished(config, monkeypatch):
+    stopped = findings(2.0, status="incomplete: interrupted in repeat 2 of 2", error=KeyboardInterrupt())
+    given = found_by(monkeypatch, findings(1.0), stopped, findings(3.0))
+    found = measure(config())
+    assert len(given) == 2
+    assert [row.value for row in found.rows] == [1.0, 2.0]
+    assert found.status == ("incomplete: process 2 of 3: interrupted in repeat 2 of 2; 1 of 3 processes are complete")
+    assert isinstance(found.error, KeyboardInterrupt)
+
+
+def test_with_nothing_finished_the_first_error_is_raised(config, monkeypatch):
+    found_by(monkeypatch, MiniInferError("planted"))
+    with pytest.raises(MiniInferError, match="planted"):
+        measure(config())
+
+
+class Stubborn(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(ConfigError("planted"), ConfigError("planted")), (Stubborn("a", "b"), MiniInferError("Stubborn: a b"))],
+)
+def test_what_a_process_raises_is_raised_here_even_if_it_cannot_travel(config, monkeypatch, error, raised):
+    def fails(self, steps):
+        steps.plan(7)
+        raise error
+
+    monkeypatch.setattr(Ablation, "measure", fails)
+    ours, theirs = Pipe()
+    processes._answer(theirs, *schema.packed(config()))
+    theirs.close()
+    with Steps("test") as steps, pytest.raises(type(raised), match=str(raised)):
+        processes._follow(ours, steps)
+    assert steps._total == 7
+    with pytest.raises(EOFError):  # as where it has been killed
+        processes._follow(ours, steps)

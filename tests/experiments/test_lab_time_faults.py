@@ -1,0 +1,142 @@
+"""Faults of time, planted into whole runs: each makes numbers better, and each is found by a rule about time."""
+
+from dataclasses import replace
+
+import pytest
+from omegaconf import OmegaConf
+
+from experiments import ablation
+from experiments.lab.judge import validity
+from experiments.lab.measure import driver
+from experiments.lab.show.progress import Steps
+from experiments.lab.workloads import Fixed, Text
+
+SETTINGS = [
+    *("experiment=probe", "model=dry", "experiment.samples=0", "experiment.plots=[]", "experiment.claims=[]"),
+    *("measure.repeats=1", "engine.cache.num_blocks=512", "engine.scheduler.max_num_seqs=2"),
+]
+FIXED = [
+    *("workload=fixed", "workload.count=6", "workload.prompt_tokens=20", "workload.output_tokens=12"),
+    "workload.concurrency=6",
+]
+SUFFIX = [
+    *("workload=text", "workload.count=3", "workload.concurrency=3"),
+    *("engine.cache.prefix_caching=false", "engine/speculation=suffix"),
+]
+
+
+@pytest.fixture
+def reasons(compose_config, virtual_time):
+    """Why the passes of an engine with steps of 20 ms do not count."""
+
+    def measure(*overrides, load=FIXED):
+        config = compose_config(*SETTINGS, *load, *overrides)
+        OmegaConf.set_struct(config, False)
+        config.experiment.variants = {"transformers": {"model": {"dry": {"step_ms": 20.0}}}}
+        config.experiment.points = {}
+        OmegaConf.set_struct(config, True)
+        with Steps("test") as steps:
+            found = ablation.Ablation.from_config(config).measure(steps)
+        return "; ".join(sorted({row.reason for row in found.rows}))
+
+    return measure
+
+
+def plant(monkeypatch, change):
+    """`change` is done to the trace of every request that has ended."""
+    real = driver.Drive._end
+
+    def end(self, schedule, output):
+        real(self, schedule, output)
+        index = self._index_of[output.request_id]
+        self._traces[index] = change(self._traces[index])
+
+    monkeypatch.setattr(driver.Drive, "_end", end)
+
+
+def closer(trace, share):
+    """Gaps between its tokens times `share`."""
+    first = trace.token_times[0]
+    return replace(trace, token_times=tuple(first + share * (time - first) for time in trace.token_times))
+
+
+def without(monkeypatch, *names):
+    """The run as it is judged without these rules."""
+    monkeypatch.setattr(validity, "RULES", tuple(r for r in validity.RULES if r.__name__ not in names))
+
+
+def test_a_sound_run_breaks_no_rule(reasons):
+    assert reasons() == ""
+
+
+def test_a_timer_that_starts_when_a_request_is_scheduled_is_found(reasons, monkeypatch):
+    plant(monkeypatch, lambda trace: replace(trace, arrival=trace.first_scheduled))
+    assert "latencies add up to" in reasons()
+    without(monkeypatch, "latencies_of_nobody")
+    assert reasons() == ""
+
+
+def test_gaps_that_are_scaled_are_found(reasons, monkeypatch):
+    plant(monkeypatch, lambda trace: closer(trace, 0.6))
+    found = reasons()
+    assert "moments at which tokens appeared are the end of no step" in found
+    assert "latencies add up to" in found
+    assert "before its last token" not in found
+    without(monkeypatch, "tokens_between_steps", "latencies_of_nobody")
+    assert reasons() == ""
+
+
+def test_latencies_that_are_halved_are_found(reasons, monkeypatch):
+    def halved(trace):
+        return replace(trace, token_times=tuple(trace.arrival + (t - trace.arrival) / 2 for t in trace.token_times))
+
+    plant(monkeypatch, halved)
+    found = reasons()
+    assert "latencies add up to" in found
+    assert "after its last token" in found
+    assert "are the end of no step" in found
+    without(monkeypatch, "edges", "latencies_of_nobody", "tokens_between_steps")
+    assert reasons() == ""
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_pass_that_starts_at_its_first_token_is_found(reasons, monkeypatch, moved):
+    """Whether or not requests are said to have arrived then, too."""
+    real = driver.Drive.run
+
+    def run(self, concurrency):
+        served = real(self, concurrency)
+        first = min(r.token_times[0] for r in served.requests)
+        requests = served.requests
+        if moved:
+            requests = tuple(replace(r, arrival=max(first, r.arrival)) for r in requests)
+        return replace(served, start=first, requests=requests)
+
+    monkeypatch.setattr(driver.Drive, "run", run)
+    long = ("workload.prompt_tokens=1000", "engine.scheduler.max_num_batched_tokens=128", "workload.count=2")
+    found = reasons(*long, "workload.concurrency=2")
+    assert "from outside it took" in found
+    assert ("after its first arrival" in found) is not moved
+
+
+def test_no_warm_up_is_found(reasons, monkeypatch):
+    real = Fixed.make
+    monkeypatch.setattr(Fixed, "make", lambda self, *given: replace(real(self, *given), warmup=()))
+    assert reasons().startswith("nothing was served before the clock started")
+    without(monkeypatch, "no_warm_up")
+    assert reasons() == ""
+
+
+def test_a_warm_up_on_the_measured_prompts_is_found(reasons, monkeypatch):
+    """With suffix drafts the engine then knows the answers, though no prefix is cached."""
+    real = Text.make
+
+    def make(self, *given):
+        inputs = real(self, *given)
+        return replace(inputs, warmup=inputs.measured)
+
+    monkeypatch.setattr(Text, "make", make)
+    monkeypatch.setattr(validity, "drafts_of_nothing", lambda e: "")
+    assert reasons(load=SUFFIX).startswith("3 of 3 measured prompts had been served before the clock started")
+    without(monkeypatch, "warmed_up_on_itself")
+    assert reasons(load=SUFFIX) == ""
