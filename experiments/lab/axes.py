@@ -1,4 +1,4 @@
-"""Axes of an experiment: at which scale it is measured (model, dtype, device), and by which way requests reach the engine.
+"""Axes of an experiment: the scale it is measured at (model, dtype, device), and the way requests reach the engine.
 
 An experiment is one file; under `scales:` it says what differs at each scale, and under `via:` at each way beside
 in_process. Of these `register` makes config nodes, one for each (experiment, scale, way), which the last line of the
@@ -48,7 +48,7 @@ def register(folder: Path) -> None:
 
 
 def nodes(experiment: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(scale, way, what the experiment's file says for both). What clients of our server see, those of any server do."""
+    """(scale, way, what the experiment's file says for both). Of any server it says what it says of ours."""
     scales, ways = _plain(experiment.get("scales")), _plain(experiment.get("via"))
     for scale, own in scales.items():
         yield scale, IN_PROCESS, own or {}

@@ -97,7 +97,6 @@ class Paths:
     reports: str = "trial/reports"
     run: str | None = None  # the run's name; default: what was changed
 
-
     @property
     def recorded(self) -> bool:
         return self.results == RECORDED["paths.results"]
@@ -147,8 +146,8 @@ class RunConfig:
 
 
 def register(conf: Path = CONF) -> None:
-    """Makes known to Hydra: `schema` for the root, `schema/workload: <kind>` for a workload file, and what the experiments
-    of the folder `conf` say of their scales."""
+    """Makes known to Hydra: `schema` for the root, `schema/workload: <kind>` for a workload file, and what the
+    experiments of the folder `conf` say of their scales."""
     store = ConfigStore.instance()
     store.store(name="schema", node=twin(RunConfig))
     for name, cls in WORKLOADS.items():

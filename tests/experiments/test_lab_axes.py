@@ -45,7 +45,11 @@ SHADOWED = [
     ("quickstart", ["via=http"], r"nothing of scale=tiny via=http. It is measured at scale=tiny via=in_process\|url"),
     ("prefix_cache", ["scale=7b", "experiment.points.load=[half]"], r"points.load has no 'half'. Known: 90 % shared"),
     ("prefix_cache", ["experiment.points.loda=[half]"], r"experiment.points has no 'loda'"),
-    ("prefix_cache", ["scale=7b", "hardware=h200", "engine.cache.memory_gib=150"], r"more than the 139.8 GiB of NVIDIA"),
+    (
+        "prefix_cache",
+        ["scale=7b", "hardware=h200", "engine.cache.memory_gib=150"],
+        r"more than the 139.8 GiB of NVIDIA",
+    ),
 ]
 
 

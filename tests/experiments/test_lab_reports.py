@@ -363,9 +363,7 @@ def test_the_index_is_a_matrix_of_mechanisms_and_settings(tmp_path):
     several = [result(hardware="h200x2", **PLAIN), result(hardware="h200", scale="small", via="http", **PLAIN)]
     for each in (given, mixed, *several, result(run="a=1", **PLAIN), result("other", claims=(), **PLAIN)):
         store.write(tmp_path / "results", each)
-    report.rebuild(
-        tmp_path / "results", tmp_path / "reports", since=lambda info: 3 if info.hardware == "h200" else 0
-    )
+    report.rebuild(tmp_path / "results", tmp_path / "reports", since=lambda info: 3 if info.hardware == "h200" else 0)
     lines = (tmp_path / "reports/README.md").read_text().splitlines()
     header = next(index for index, line in enumerate(lines) if line.startswith("| mechanism"))
     assert lines[header] == "| mechanism | CPU | small | 7B | served | GPUs |"
@@ -460,10 +458,16 @@ def test_a_damaged_result_is_named_and_costs_no_other_report(tmp_path):
     before = (reports / "demo.md").read_bytes()
     for name in ("demo/cpu", "other/h200"):
         (tmp_path / f"results/{name}/default.csv").write_text("cut")
-    with pytest.raises(StoreError, match=r"(?s)without these results:.*demo/own.in_process/cpu/default\.csv.*other/own.in_process/h200/default\.csv"):
+    with pytest.raises(
+        StoreError,
+        match=r"(?s)without these results:.*demo/own.*/cpu/default\.csv.*other/own.*/h200/default\.csv",
+    ):
         report.rebuild(tmp_path / "results", reports)
     assert (reports / "demo.md").read_bytes() == before  # what it said is all that is left of it
-    assert "> **NOT IN THIS REPORT**: `results/other/own.in_process/h200/default.json`" in (reports / "other.md").read_text()
+    assert (
+        "> **NOT IN THIS REPORT**: `results/other/own.in_process/h200/default.json`"
+        in (reports / "other.md").read_text()
+    )
     assert "> **CANNOT BE READ**: `results/demo/own.in_process/cpu/default.json`" in (reports / "README.md").read_text()
 
 

@@ -31,7 +31,9 @@ def test_the_ten_line_experiment(tmp_path: Path) -> None:
     (result,) = (tmp_path / "results" / "block_size").glob("dry.in_process/cpu/*.csv")
     measured = {(row["variant"], row["metric"]) for row in csv.DictReader(result.open())}
     assert measured == {(v, m) for v in ("b16", "b4", "b64") for m in ("output_tokens_per_s", "kv_utilization")}
-    assert "Do smaller KV blocks waste less memory" in (tmp_path / "reports" / "block_size.dry.in_process.md").read_text()
+    assert (
+        "Do smaller KV blocks waste less memory" in (tmp_path / "reports" / "block_size.dry.in_process.md").read_text()
+    )
 
 
 def test_python_examples_use_names_that_exist() -> None:
