@@ -92,7 +92,7 @@ def help_text(conf: Path) -> str:
             "measure.threads, peers.vllm.*, peers.hf.*, peers.http.url, tracker.project, paths.run;",
             "--cfg job shows all of them with their values.",
             "",
-            "A run is a trial, and writes to trial/. With --record it writes results/ and reports/, which are committed.",
+            "A run is a trial, and writes to trial/; with --record to results/ and reports/, which are committed.",
             "",
             "Commands",
             _table([(f"python run.py {name} {command.usage}", command.help) for name, command in COMMANDS.items()]),
