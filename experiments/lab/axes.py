@@ -57,7 +57,7 @@ def nodes(experiment: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
             of_scale = said.pop("scales", {})
             if scale in of_scale or via == URL:
                 both = of_scale.get(scale) if isinstance(of_scale, Mapping) else None
-                yield scale, via, cast("dict[str, Any]", _plain(OmegaConf.merge(own or {}, said, both or {})))
+                yield scale, via, _plain(OmegaConf.merge(own or {}, said, both or {}))
 
 
 def check(config: DictConfig, experiment: str) -> str:

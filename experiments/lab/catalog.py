@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -58,7 +59,7 @@ def experiment_list(conf: Path) -> str:
     """Name, scales and question of each."""
     rows = []
     for name, question in experiments(conf).items():
-        node = OmegaConf.load(conf / "experiment" / f"{name}.yaml")
+        node: Any = OmegaConf.load(conf / "experiment" / f"{name}.yaml")
         scales = [scale for scale in node.get("scales") or {} if scale != NO_SCALE]
         ways = list(node.get("via") or {})
         rows.append((name, " ".join([*scales, *(f"+{way}" for way in ways)]), question))
