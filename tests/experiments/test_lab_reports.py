@@ -343,7 +343,7 @@ def test_steps_are_drawn_and_who_was_preempted_is_named(tmp_path):
     assert "What each engine variant did in its first repeat" in text
     assert "](figures/demo-cpu-steps-concurrency=8.png)" in text
     assert "- Preempted by whole prompts: base-" in text
-    assert "`python run.py trace demo --hardware cpu`" in text
+    assert "`python run.py trace demo/own.in_process/cpu`" in text
     assert "[steps](../results/demo/own.in_process/cpu/default.steps.csv)" in text
     given = result(steps=steps, plots=(PlotSpec("speed", "Speed", (PanelSpec("ttft_p50_ms"),)),))
     paths = report.figure_paths(tmp_path / "reports", given)
@@ -456,7 +456,7 @@ def test_making_one_report_leaves_the_others_alone(tmp_path):
 def test_a_damaged_result_is_named_and_costs_no_other_report(tmp_path):
     reports = built(tmp_path, result(**PLAIN), result("other", **PLAIN), result("other", hardware="h200", **PLAIN))
     before = (reports / "demo.md").read_bytes()
-    for name in ("demo/cpu", "other/h200"):
+    for name in ("demo/own.in_process/cpu", "other/own.in_process/h200"):
         (tmp_path / f"results/{name}/default.csv").write_text("cut")
     with pytest.raises(
         StoreError,
