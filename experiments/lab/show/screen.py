@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from experiments.lab.judge import marks
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import effects, wording
@@ -46,7 +47,7 @@ def _strip(result: Result, since: Since) -> str:
         "measured": f"{info.provenance.started[:10]}, {info.hardware}",
         "processes x repeats": f"{len(info.processes) or 1} x {repeats}",
         "seeds": ", ".join(map(str, seeds)),
-        "A/A": wording.interval(again, "x") if again else "not measured",
+        "A/A": wording.interval(again.ratio, "x") if again else "not measured",
         "INVALID": f"**{invalid(result):,} of {len(result.rows):,}**" if invalid(result) else "none",
         "claims": verdicts(result) or "none",
         "gates": gates if info.every_gate else "none",
