@@ -164,6 +164,8 @@ def test_rows_that_no_claim_names_fill_the_picture_of_effects():
         ("output_tokens_per_s", "concurrency=2"),
     ]
     assert len(effects.shown(result(sizes=tuple(range(1, 12))), 5)) == 5
+    peer = {"experiment": {"variants": {"base": {}, "new": {"kind": "vllm"}}}}
+    assert [e.cell[0] for e in effects.shown(result(claims=(), config=peer), 5)] == []  # a peer is no effect of ours
     failed = [different("new", "concurrency=1"), equal("new", "concurrency=2")]
     assert "concurrency=1" not in [e.cell[1] for e in effects.shown(result(sizes=(1, 2, 8), gates=failed), 5)]
 

@@ -9,11 +9,13 @@ from experiments.lab.judge import stats
 from experiments.lab.judge.claims import Claim, Judgement, judge
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
-from experiments.lab.store.result import Result
+from experiments.lab.store.result import Result, RunInfo
 from experiments.lab.store.rows import Table
 
 AIM, TARGET = "aim", "target"  # begin the source of a claim
 CHECKS = ("client_busy", "preemptions")  # claims on these say that the measurement is sound, not what was found
+PEER_KINDS = ("vllm", "hf", "hf_continuous")  # of variants; of implementations of a kernel, what others wrote
+PEER_KERNELS = ("fa4", "flash_attn", "sdpa", "torch", "compile")
 Cell = tuple[str, str]  # variant, point
 
 
@@ -97,7 +99,7 @@ def shown(result: Result, most: int) -> list[Effect]:
         known = {(effect.metric, effect.cell) for effect in found}
         for point in info.points:
             for variant in info.variants:
-                if variant not in (info.baseline, info.aa) and (metric, (variant, point)) not in known:
+                if variant not in (info.baseline, info.aa, *peers(info)) and (metric, (variant, point)) not in known:
                     more = _of(result, metric, (variant, point), (info.baseline, point))
                     found += [more] if more.gain is not None and not info.fails(variant, point) else []
     return found[:most]
@@ -106,6 +108,18 @@ def shown(result: Result, most: int) -> list[Effect]:
 def value(result: Result, metric: str, cell: Cell) -> Estimate | None:
     values = Table(result.rows).values(*cell, metric)
     return stats.absolute(values) if values else None
+
+
+def peers(info: RunInfo) -> list[str]:
+    """The variants that somebody else wrote."""
+    kinds = variant_kinds(info)
+    return [name for name in info.variants if kinds.get(name) in (*PEER_KINDS, *PEER_KERNELS)]
+
+
+def variant_kinds(info: RunInfo) -> dict[str, str]:
+    """What measures each variant; of an implementation of a kernel its name."""
+    variants = info.config.get("experiment", {}).get("variants", {})
+    return {name: v.get("kind", "") if isinstance(v, dict) else name for name, v in variants.items()}
 
 
 def _of(result: Result, metric: str, cell: Cell, reference: Cell | None, reason: str = "") -> Effect:

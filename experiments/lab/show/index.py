@@ -12,9 +12,9 @@ from experiments.lab.judge.claims import Verdict
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import figures, flags, sentence
-from experiments.lab.show.effects import judgements
+from experiments.lab.show.effects import judgements, variant_kinds
 from experiments.lab.show.pages import MARK, overrides
-from experiments.lab.show.screen import moved, variant_kinds
+from experiments.lab.show.screen import moved
 from experiments.lab.store.history import Since
 from experiments.lab.store.result import Result, RunInfo, page_name
 

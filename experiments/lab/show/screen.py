@@ -10,14 +10,11 @@ from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import figures, invalid, sentence, verdicts
-from experiments.lab.show.effects import Effect
+from experiments.lab.show.effects import Effect, peers
 from experiments.lab.show.figures import gallery
 from experiments.lab.show.figures.gallery import Picture
 from experiments.lab.store.history import Since
 from experiments.lab.store.result import Result, RunInfo
-
-PEER_KINDS = ("vllm", "hf", "hf_continuous")  # of variants; of implementations of a kernel, what others wrote
-PEER_KERNELS = ("fa4", "flash_attn", "sdpa", "torch", "compile")
 
 
 def screen(result: Result, since: Since, picture: Callable[[Picture], str]) -> str:
@@ -37,18 +34,6 @@ def moved(info: RunInfo, since: Since) -> str:
     if count is None:
         return "not known"
     return f"{count} commit{'s' if count != 1 else ''} since" if count else ""
-
-
-def peers(info: RunInfo) -> list[str]:
-    """The variants that somebody else wrote."""
-    kinds = variant_kinds(info)
-    return [name for name in info.variants if kinds.get(name) in (*PEER_KINDS, *PEER_KERNELS)]
-
-
-def variant_kinds(info: RunInfo) -> dict[str, str]:
-    """What measures each variant; of an implementation of a kernel its name."""
-    variants = info.config.get("experiment", {}).get("variants", {})
-    return {name: v.get("kind", "") if isinstance(v, dict) else name for name, v in variants.items()}
 
 
 def _strip(result: Result, since: Since) -> str:

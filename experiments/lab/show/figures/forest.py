@@ -41,7 +41,7 @@ def draw(result: Result) -> Figure:
         ax.set_xlim(min(left, 0.8), max(right, 1.25) * (right / left) ** 0.42)  # the figures stand on the right
         _ticks(ax)
         ax.set_xlabel(_axis(found, result.info), fontsize=9)
-        frame.legend(figure, [ax])
+        frame.legend(figure, [ax], least=1)
         return figure
 
 

@@ -120,14 +120,15 @@ def made_for(path: Path) -> str | None:
     return description.removeprefix(MADE_FOR) if description.startswith(MADE_FOR) else None
 
 
-def legend(figure: Figure, axes: Iterable[Axes]) -> None:
-    """One legend below all panels, in as many columns as have room for the longest label."""
+def legend(figure: Figure, axes: Iterable[Axes], least: int = 2) -> None:
+    """One legend below all panels, in as many columns as have room for the longest label; none of fewer than `least`
+    labels."""
     found: dict[str, dict[str, Any]] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             kind = "bar" if isinstance(handle, (BarContainer, Patch)) else "line"
             found.setdefault(label, {}).setdefault(kind, handle)
-    if len(found) > 1:
+    if len(found) >= least:
         columns = max(1, LEGEND_CHARACTERS // (max(len(label) for label in found) + 10))
         handles: list[Any] = [tuple(kinds.values()) for kinds in found.values()]
         figure.legend(handles, found.keys(), loc="outside lower center", ncols=min(columns, len(found)), fontsize=9,
