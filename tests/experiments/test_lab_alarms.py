@@ -1,6 +1,5 @@
 """Whole runs: a slowdown that is planted is found, and one that is not there is not."""
 
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -8,11 +7,8 @@ from omegaconf import OmegaConf
 from experiments import ablation
 from experiments.lab.judge import stats
 from experiments.lab.judge.claims import Verdict, judge
-from experiments.lab.measure import subjects
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Table
-from mini_infer import LLMEngine
-from mini_infer.runtime.executor import dry_model as dry
 
 pytestmark = pytest.mark.slow  # together they take half a minute
 
