@@ -1,4 +1,4 @@
-"""Axes of an experiment: at which scale it is measured (model, dtype, device), and by which way requests reach the engine.
+"""Axes of an experiment: the scale it is measured at (model, dtype, device), and the way requests reach the engine.
 
 An experiment is one file; under `scales:` it says what differs at each scale, and under `via:` at each way beside
 in_process. Of these `register` makes config nodes, one for each (experiment, scale, way), which the last line of the
@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mini_infer.core.errors import ConfigError
 
+CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUP = "at"
 IN_PROCESS, HTTP, URL = "in_process", "http", "url"  # of conf/via/
 OWN = "own"  # the scale of an experiment that names none, and says itself what it measures
@@ -47,7 +48,7 @@ def register(folder: Path) -> None:
 
 
 def nodes(experiment: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(scale, way, what the experiment's file says for both). What clients of our server see, those of any server do."""
+    """(scale, way, what the experiment's file says for both). Of any server it says what it says of ours."""
     scales, ways = _plain(experiment.get("scales")), _plain(experiment.get("via"))
     for scale, own in scales.items():
         yield scale, IN_PROCESS, own or {}
@@ -56,7 +57,7 @@ def nodes(experiment: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
             of_scale = said.pop("scales", {})
             if scale in of_scale or via == URL:
                 both = of_scale.get(scale) if isinstance(of_scale, Mapping) else None
-                yield scale, via, cast("dict[str, Any]", _plain(OmegaConf.merge(own or {}, said, both or {})))
+                yield scale, via, _plain(OmegaConf.merge(own or {}, said, both or {}))
 
 
 def check(config: DictConfig, experiment: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -58,9 +59,9 @@ def experiment_list(conf: Path) -> str:
     """Name, scales and question of each."""
     rows = []
     for name, question in experiments(conf).items():
-        node = OmegaConf.load(conf / "experiment" / f"{name}.yaml")
+        node: Any = OmegaConf.load(conf / "experiment" / f"{name}.yaml")
         scales = [scale for scale in node.get("scales") or {} if scale != NO_SCALE]
-        ways = [way for way in node.get("via") or {}]
+        ways = list(node.get("via") or {})
         rows.append((name, " ".join([*scales, *(f"+{way}" for way in ways)]), question))
     wide = max((len(scales) for _, scales, _ in rows), default=0)
     return _table([(name, f"{scales:<{wide}}  {question}") for name, scales, question in rows])
@@ -92,7 +93,7 @@ def help_text(conf: Path) -> str:
             "measure.threads, peers.vllm.*, peers.hf.*, peers.http.url, tracker.project, paths.run;",
             "--cfg job shows all of them with their values.",
             "",
-            "A run is a trial: it writes to trial/. With --record it writes results/ and reports/, which are committed.",
+            "A run is a trial, and writes to trial/; with --record to results/ and reports/, which are committed.",
             "",
             "Commands",
             _table([(f"python run.py {name} {command.usage}", command.help) for name, command in COMMANDS.items()]),
@@ -107,7 +108,7 @@ def help_text(conf: Path) -> str:
 
 def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
     """What is shorter to type than what Hydra reads: `model=<folder or hub name>` for a model that is no file in
-    conf/model, `experiment.points.<axis>=[...]` where the axis has dots in its name, and `--record`."""
+    conf/model, `experiment.points.<axis>=[...]`, and `--record`."""
     changed = []
     for argument in arguments:
         key, _, value = argument.partition("=")

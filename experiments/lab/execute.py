@@ -118,12 +118,12 @@ def _result(
         profiles=tuple(findings.profiles),
         procedure=findings.procedure,
         peers=dict(findings.peers),
-        processes=tuple(findings.processes),
-        aa=experiment.aa,
         scale=axes.scale,
         via=axes.via,
         default_scale=settled.default_scale,
         changed=dict(settled.changed),
+        processes=tuple(findings.processes),
+        aa=experiment.aa,
     )
     return Result(info, tuple(findings.rows), tuple(findings.steps), tuple(findings.requests), tuple(findings.kernels))
 

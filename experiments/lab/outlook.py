@@ -25,7 +25,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     with initialize_config_dir(str(conf), version_base="1.3"):
         settled = typed.settle(compose("config", overrides=given), experiment, given)
     spec = schema.plain(settled.config.experiment)
-    axes = settled.axes
+    axes, measure = settled.axes, settled.config.measure
     measured = {f"scale={scale} via={via}": None for scale, via, _ in nodes(settled.config)}
     lines = [
         f"{spec['title']}",
@@ -39,10 +39,15 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
         lines.append(f"variants  {', '.join(spec['variants'])} (baseline {spec.get('baseline')})")
     grid = points.grid(spec.get("points") or {})
     lines.append(f"points    {len(grid)}" + (f": {'; '.join(point.name for point in grid)}" if grid[0].name else ""))
-    lines += [f"metrics   {', '.join(spec.get('metrics') or [])}", f"repeats   {settled.config.measure.repeats}"]
+    lines += [
+        f"metrics   {', '.join(spec.get('metrics') or [])}",
+        f"repeats   {measure.repeats} in each of {measure.processes} processes",
+    ]
     lines += [f"claims    {len(spec.get('claims') or [])}", f"code      {', '.join(spec.get('code') or [])}"]
     lines += [f"note      {note}" for note in settled.notes]
     for path in sorted((root / "results" / experiment / f"{axes.scale}.{axes.via}").glob("*/default.json")):
         info = store.read(path).info
-        lines.append(f"last run  {info.provenance.seconds / 60:.0f} minutes on {info.hardware}, {info.provenance.started}")
+        lines.append(
+            f"last run  {info.provenance.seconds / 60:.0f} minutes on {info.hardware}, {info.provenance.started}"
+        )
     return "\n".join(lines)

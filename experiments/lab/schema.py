@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.lab import axes
-from experiments.lab.axes import Axes
+from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import describe, suggest
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.kinds import Kind
@@ -97,7 +97,6 @@ class Paths:
     reports: str = "trial/reports"
     run: str | None = None  # the run's name; default: what was changed
 
-
     @property
     def recorded(self) -> bool:
         return self.results == RECORDED["paths.results"]
@@ -146,9 +145,9 @@ class RunConfig:
     via: Any = None
 
 
-def register(conf: Path) -> None:
-    """Makes known to Hydra: `schema` for the root, `schema/workload: <kind>` for a workload file, and what the experiments
-    of the folder `conf` say of their scales."""
+def register(conf: Path = CONF) -> None:
+    """Makes known to Hydra: `schema` for the root, `schema/workload: <kind>` for a workload file, and what the
+    experiments of the folder `conf` say of their scales."""
     store = ConfigStore.instance()
     store.store(name="schema", node=twin(RunConfig))
     for name, cls in WORKLOADS.items():

@@ -13,12 +13,11 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.lab import axes, points, schema
-from experiments.lab.axes import Axes
+from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import suggest
 from experiments.lab.spec import RATE, VARIANT_KEYS
 from mini_infer.core.errors import ConfigError
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 # What a page's name says already, or where things are, and not what is measured.
 NOT_CHANGES = (
     *("experiment", "scale", "via", "hardware", "model", "engine.model.path"),
@@ -156,7 +155,7 @@ def _varied(spec: Mapping[str, Any]) -> dict[str, str]:
     for axis, values in (spec.get("points") or {}).items():
         bundles = values.values() if isinstance(values, Mapping) else [{axis: values}]
         names = f"[{next(iter(values))}]" if isinstance(values, Mapping) else f"[{points.shown(values)}]"
-        for key in {key for bundle in bundles for key in bundle}:
+        for key in set.intersection(*(set(bundle) for bundle in bundles)):  # where only some set it, it holds at others
             found[key] = f"its points: experiment.points.{axis}={names} chooses what is measured"
     search = spec.get("search") or {}
     if search.get("low_per_s") is not None:
@@ -195,7 +194,7 @@ def _rename(config: DictConfig, typed: Sequence[Override]) -> list[str]:
         return []
     name = Path(str(config.engine.model.path)).name
     changed = [one.key_or_group for one in typed if one.key_or_group.startswith(MODEL)]
-    inside = any(key.startswith("engine.model.hf_config.") for key in changed)
+    inside = any(key.startswith("engine.model.hf_config") for key in changed)
     if not changed or (name == config.axes.model and not inside):
         return []
     was = config.axes.model or f"scale={config.axes.scale}"

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from made_up import METRICS
 from made_up import result as demo
 from omegaconf import OmegaConf
 
@@ -13,6 +14,7 @@ from experiments.lab import axes, catalog, typed
 from experiments.lab.execute import execute
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.show import report, sweeps
+from experiments.lab.show.answer import answer
 from experiments.lab.show.compare import OTHER_MACHINE, compare
 from experiments.lab.store import history, runs
 from experiments.lab.store import result as store
@@ -35,7 +37,7 @@ SHADOWED = [
     ("prefix_cache", ["engine.cache.prefix_caching=false"], r"by its variants: experiment.variants.off.cache"),
     ("prefix_cache", ["engine/prefix_cache=disabled"], r"prefix_cache sets engine.cache.prefix_caching itself"),
     ("chunked_prefill", ["engine/prefill=whole"], r"sets engine.scheduler.chunked_prefill itself"),
-    ("serving", ["workload.rate_per_s=3"], r"sets workload.rate_per_s itself, by its points"),
+    ("serving", ["workload.rate_per_s=3"], r"sets workload.rate_per_s itself, by its search"),
     ("quickstart", ["+foo=1"], r"unknown setting 'foo'"),
     ("quickstart", ["+experimnt.samples=1"], r"unknown setting 'experimnt.samples'; did you mean 'experiment'"),
     ("flash_decode", ["workload.count=3"], r"flash_decode runs no model and serves no workload"),
@@ -45,7 +47,11 @@ SHADOWED = [
     ("quickstart", ["via=http"], r"nothing of scale=tiny via=http. It is measured at scale=tiny via=in_process\|url"),
     ("prefix_cache", ["scale=7b", "experiment.points.load=[half]"], r"points.load has no 'half'. Known: 90 % shared"),
     ("prefix_cache", ["experiment.points.loda=[half]"], r"experiment.points has no 'loda'"),
-    ("prefix_cache", ["scale=7b", "hardware=h200", "engine.cache.memory_gib=150"], r"more than the 139.8 GiB of NVIDIA"),
+    (
+        "prefix_cache",
+        ["scale=7b", "hardware=h200", "engine.cache.memory_gib=150"],
+        r"more than the 139.8 GiB of NVIDIA",
+    ),
 ]
 
 
@@ -271,3 +277,22 @@ def test_a_page_of_a_sweep_has_a_table_and_a_figure_and_no_stack_of_runs(tmp_pat
     assert "![Over count](figures/demo-cpu-sweep-count-over-count.png)" in text
     assert (tmp_path / "reports/figures/demo-cpu-sweep-count-over-count.png").is_file()
     assert "[count=4](../results/demo/own.in_process/cpu/count=4.csv)" in text
+
+
+# experiment=measure
+
+
+def test_without_claims_the_answer_names_the_best_setting():
+    quiet = demo(claims=(), noise=0.001)
+    assert "Best: chunked prefill, 512 tokens a step, 1.50x [" in answer(quiet)
+    same = demo(claims=(), variants={"base": "a", "new": "b"}, metrics={"itl_p99_ms": METRICS["itl_p99_ms"]})
+    assert answer(same).count("cannot be told apart.") == 1
+
+
+def test_measure_takes_ones_own_model_and_workload(compose_config, checkpoint):
+    settled = settle(compose_config, "measure", f"model={checkpoint}", "workload=uniform", "workload.count=8")
+    experiment = Ablation.from_config(settled.config)
+    assert settled.axes.scale == "random-qwen2"
+    assert settled.changed == {"workload": "uniform", "workload.count": "8"}
+    assert experiment.spec.search.rates
+    assert len(experiment.variants) == 3

@@ -49,7 +49,7 @@ def test_it_runs_reports_and_keeps_what_it_found(compose_config, tmp_path):
 
 
 def test_the_repositorys_file_is_written_for_the_repositorys_results_only(compose_config, tmp_path):
-    own = CeilingsExperiment.from_config(compose_config(*SMALL))
+    own = CeilingsExperiment.from_config(compose_config(*SMALL, "paths.results=results"))  # --record
     assert own._target == experiment.ROOT / "conf" / "hardware" / "cpu.yaml"
     elsewhere = CeilingsExperiment.from_config(compose_config(*SMALL, f"paths.results={tmp_path}"))
     assert elsewhere._target == tmp_path / "hardware" / "cpu.yaml"

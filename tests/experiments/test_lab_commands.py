@@ -271,9 +271,9 @@ def test_the_commands_run_from_the_command_line(monkeypatch, capsys, tmp_path):
     ("arguments", "message"),
     [
         (["report", "--results", "/nowhere"], "error: /nowhere holds no results yet: run an experiment first"),
-        (["compare", "demo"], "the following arguments are required: B"),
-        (["compare", "demo", "x", "--results", "/nowhere"], "error: /nowhere holds no results of 'demo'"),
-        (["trace", "demo", "--results", "/nowhere"], "error: /nowhere holds no results of 'demo'"),
+        (["compare", "demo"], "error: name two runs, or one and --rev REVISION"),
+        (["compare", "demo", "x", "--results", "/nowhere"], "error: /nowhere holds no experiment 'demo'"),
+        (["trace", "demo", "--results", "/nowhere"], "error: /nowhere holds no experiment 'demo'"),
         (["report", "everything"], "unrecognized arguments: everything"),
     ],
 )

@@ -162,7 +162,7 @@ def test_the_program_ends_with_code_2_and_no_traceback(monkeypatch, capsys, argu
     shown = capsys.readouterr().err
     assert "Traceback" not in shown
     if not arguments:
-        assert all(name in shown for name in EXPERIMENTS)
+        assert all(name in shown for name in catalog.experiments(CONF))
 
 
 def test_help_lists_experiments_with_their_questions_and_all_groups(monkeypatch, capsys):

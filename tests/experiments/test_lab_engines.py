@@ -102,11 +102,6 @@ def test_claims_stay_where_all_that_they_name_does():
     assert spec.served_by(Kind.engine).variants == {"ours": {}}
 
 
-def test_an_experiment_without_a_workload_has_no_engine_to_choose(compose_config):
-    with pytest.raises(ConfigError, match=r"system=vllm serves a workload, and .*CeilingsExperiment has none"):
-        schema.experiment_class(compose_config("experiment=ceilings", "system=vllm"))
-
-
 def test_settings_of_peers_are_typed(compose_config):
     config = compose_config("peers.vllm.pythonpath=/site", "+peers.vllm.args.async_scheduling=false")
     found = schema.build(schema.PeerSettings, config.peers, "peers")

@@ -337,7 +337,7 @@ def test_the_triton_variants_run_in_the_interpreter(tmp_path):
             *(["~experiment.variants.compile"] if name == "fused_kernels" else []),
         ]  # fmt: skip
         code = (
-            "import runpy, sys; from experiments.lab import kernel_timer as k; k.PASS_US = 0; k.SAMPLES = 1; "
+            "import runpy, sys; from experiments.lab.kernels import timer as k; k.PASS_US = 0; k.SAMPLES = 1; "
             "k.MAX_COPIES = 1; sys.argv[0] = 'run.py'; runpy.run_path('run.py', run_name='__main__')"
         )
         environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -97,8 +97,8 @@ def test_a_trace_without_steps_is_said_so(made):
         ("_dot_kernel", "_dot_kernel", "linear"),
         ("_split_rows_kernel", "_split_rows_kernel", "attention"),
         *((name, name, "sample") for name in ("_maxima", "guess", "gather", "find_cut", "_weigh", "_pick")),
-        ("_gather", "_gather", "other"),  # of a step's input
-        ("void at::native::vectorized_gather_kernel<16, long>(x)", "vectorized_gather_kernel", "other"),
+        ("_gather", "_gather", "rows"),  # of a step's input
+        ("void at::native::vectorized_gather_kernel<16, long>(x)", "vectorized_gather_kernel", "rows"),
         ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)", "copy"),
     ],
 )

@@ -142,7 +142,7 @@ def test_what_cannot_be_searched_is_refused(build, experiment, message):
 
 
 def test_a_server_elsewhere_needs_its_url(build):
-    with pytest.raises(ConfigError, match=r"the variant kind `http` needs peers\.http\.url"):
+    with pytest.raises(ConfigError, match=r"via=url needs the server's address: peers\.http\.url"):
         build(variants={"engine": {"kind": Kind.http.value}})
 
 

@@ -112,16 +112,15 @@ def test_an_answer_without_valid_rows_says_so():
 def test_a_claim_on_an_absolute_figure_or_on_another_point():
     absolute = Claim("ttft_p50_ms", "base", "concurrency=1", Bound.at_most, 90)
     growth = Claim("ttft_p50_ms", "base", "concurrency=8", Bound.ratio_at_most, 4, "base", "concurrency=1")
-    assert re.match(
-        r"Whole prompts: concurrency 1: time to first token 8\d\.\d ms\. ", answer(result(claims=(absolute,)))
-    )
+    text = answer(result(claims=(absolute,)))
+    assert re.match(r"Whole prompts: concurrency 1: time to first token 8\d\.\d ms\. ", text)
     text = answer(result(claims=(growth,)))
     assert re.match(r"Whole prompts: concurrency 8: 3\.\d+x the time to first token of concurrency 1\.", text)
 
 
 def test_the_baseline_beside_itself_stands_on_top_where_it_differs():
     variants = {"base": "off", "base again": "off again", "new": "on"}
-    rows = [row for row in result(variants={"base": "off", "new": "on"}).rows]
+    rows = result(variants={"base": "off", "new": "on"}).rows
     again = [replace(row, variant="base again") for row in rows if row.variant == "base"]
     given = result(variants=variants, rows=[*rows, *again], aa="base again")
     assert flags(given) == []
@@ -271,7 +270,7 @@ def test_a_report_says_what_was_found(tmp_path):
         "# A demo: chunks",
         "Does `chunked` prefill help?",
         "**There is no answer: its tokens differ from the baseline's",
-        "| 2026-01-01, cpu | 1 x 5 | 0 | not measured | none | 2 inconclusive | **1 of 2 FAILED** | no git history here |",
+        "| 2026-01-01, cpu | 1 x 5 | 0 | not measured | none | 2 inconclusive | **1 of 2 FAILED** | no git",
         "> **tokens differ from the baseline's**, on cpu",
         "- **Peers**: none ran beside it; the original project +20 %.\n- **To reach**: 1.2x.",
         "<details><summary>Claims and gates</summary>",
@@ -344,10 +343,10 @@ def test_steps_are_drawn_and_who_was_preempted_is_named(tmp_path):
     assert "What each engine variant did in its first repeat" in text
     assert "](figures/demo-cpu-steps-concurrency=8.png)" in text
     assert "- Preempted by whole prompts: base-" in text
-    assert "`python run.py trace demo --hardware cpu`" in text
+    assert "`python run.py trace demo/own.in_process/cpu`" in text
     assert "[steps](../results/demo/own.in_process/cpu/default.steps.csv)" in text
     given = result(steps=steps, plots=(PlotSpec("speed", "Speed", (PanelSpec("ttft_p50_ms"),)),))
-    paths = report.figure_paths(tmp_path / "reports", given)
+    paths = report.figure_paths(built(tmp_path, given), given)
     assert [path.name for path in paths] == [
         f"demo-cpu-{name}.png" for name in ("effects", "steps-concurrency=8", "speed", "waits")
     ]
@@ -359,14 +358,12 @@ def test_steps_are_drawn_and_who_was_preempted_is_named(tmp_path):
 def test_the_index_is_a_matrix_of_mechanisms_and_settings(tmp_path):
     refuted = Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 1.0, source="needed")
     given = result(**PLAIN)
-    large = {"config": {"engine": {"model": {"path": "Qwen/Qwen2.5-7B"}}}}
+    large = {"scale": "7b", "default_scale": "7b"}
     mixed = result(hardware="h200", claims=(given.info.claims[0], refuted), **large, **PLAIN)
-    several = [result(hardware="h200x2", **PLAIN), result(hardware="h100", scale="small", via="http", **PLAIN)]
+    several = [result(hardware="h200x2", **PLAIN), result(hardware="h200", scale="small", via="http", **PLAIN)]
     for each in (given, mixed, *several, result(run="a=1", **PLAIN), result("other", claims=(), **PLAIN)):
         store.write(tmp_path / "results", each)
-    report.rebuild(
-        tmp_path / "results", tmp_path / "reports", since=lambda info: 3 if info.hardware in ("h100", "h200") else 0
-    )
+    report.rebuild(tmp_path / "results", tmp_path / "reports", since=lambda info: 3 if info.hardware == "h200" else 0)
     lines = (tmp_path / "reports/README.md").read_text().splitlines()
     header = next(index for index, line in enumerate(lines) if line.startswith("| mechanism"))
     assert lines[header] == "| mechanism | CPU | small | 7B | served | GPUs |"
@@ -395,6 +392,7 @@ def test_rebuilding_changes_no_byte(tmp_path):
     first = contents(reports)
     assert set(first) == {
         "README.md",
+        "index.html",
         "demo.md",
         "other.md",
         *(f"figures/demo-cpu-{name}.png" for name in ("effects", "speed", "steps-concurrency=8", "waits")),
@@ -441,7 +439,7 @@ def test_reports_whose_results_are_gone_go_too_and_nothing_else_does(tmp_path):
 def test_a_figure_that_its_report_no_longer_shows_goes(tmp_path):
     reports = built(tmp_path, result())
     built(tmp_path, result(**PLAIN))
-    assert set(contents(reports)) == {"README.md", "demo.md", "figures/demo-cpu-effects.png"}
+    assert set(contents(reports)) == {"README.md", "index.html", "demo.md", "figures/demo-cpu-effects.png"}
 
 
 def test_making_one_report_leaves_the_others_alone(tmp_path):
@@ -456,12 +454,16 @@ def test_making_one_report_leaves_the_others_alone(tmp_path):
 def test_a_damaged_result_is_named_and_costs_no_other_report(tmp_path):
     reports = built(tmp_path, result(**PLAIN), result("other", **PLAIN), result("other", hardware="h200", **PLAIN))
     before = (reports / "demo.md").read_bytes()
-    for name in ("demo/cpu", "other/h200"):
+    for name in ("demo/own.in_process/cpu", "other/own.in_process/h200"):
         (tmp_path / f"results/{name}/default.csv").write_text("cut")
-    with pytest.raises(StoreError, match=r"(?s)without these results:.*demo/own.in_process/cpu/default\.csv.*other/own.in_process/h200/default\.csv"):
+    both = r"(?s)without these results:.*demo/own\.in_process/cpu/default\.csv.*other/own\.in_process/h200/default\.csv"
+    with pytest.raises(StoreError, match=both):
         report.rebuild(tmp_path / "results", reports)
     assert (reports / "demo.md").read_bytes() == before  # what it said is all that is left of it
-    assert "> **NOT IN THIS REPORT**: `results/other/own.in_process/h200/default.json`" in (reports / "other.md").read_text()
+    assert (
+        "> **NOT IN THIS REPORT**: `results/other/own.in_process/h200/default.json`"
+        in (reports / "other.md").read_text()
+    )
     assert "> **CANNOT BE READ**: `results/demo/own.in_process/cpu/default.json`" in (reports / "README.md").read_text()
 
 

@@ -190,7 +190,12 @@ def test_a_time_limit_keeps_what_was_measured(tmp_path):
     """`timeout` and batch systems send SIGTERM."""
     places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
     slow = ["model=dry", "engine.model.dry.step_ms=30", "engine.model.dry.max_model_len=2048", "measure.repeats=50"]
-    few = ["engine.model.device=cpu", "experiment.points.workload.count=[2]", "workload.prompt_tokens=8", "workload.output_tokens=9"]
+    few = [
+        "engine.model.device=cpu",
+        "experiment.points.workload.count=[2]",
+        "workload.prompt_tokens=8",
+        "workload.output_tokens=9",
+    ]
     command = [
         sys.executable,
         "run.py",

@@ -74,7 +74,10 @@ def test_what_is_written_comes_back_and_rewriting_changes_no_byte(tmp_path):
     assert read.info.config == result().info.config
     store.write(tmp_path, read)
     assert contents(tmp_path) == first
-    assert set(first) == {"demo/own.in_process/cpu/default.csv", "demo/own.in_process/cpu/default.json"}  # no temporary file stays
+    assert set(first) == {
+        "demo/own.in_process/cpu/default.csv",
+        "demo/own.in_process/cpu/default.json",
+    }  # no temporary file stays
 
 
 def test_the_csv_is_tidy(tmp_path):
@@ -158,7 +161,9 @@ def with_steps():
 
 def test_steps_and_requests_come_back(tmp_path):
     path = store.write(tmp_path, with_steps())
-    assert set(contents(tmp_path)) == {f"demo/own.in_process/cpu/default{e}" for e in (".csv", ".json", ".steps.csv", ".requests.csv")}
+    assert set(contents(tmp_path)) == {
+        f"demo/own.in_process/cpu/default{e}" for e in (".csv", ".json", ".steps.csv", ".requests.csv")
+    }
     first = contents(tmp_path)
     read = store.read(path)
     assert read.steps == tuple(replace(step, start_s=0.123457) for step in with_steps().steps)

@@ -50,7 +50,8 @@ class Pair:
 
 def mechanisms(result: Result) -> list[str]:
     """The variants that stand for one mechanism alone."""
-    return [name for name in result.info.variants if name != result.info.baseline and JOINED not in name]
+    without = (result.info.baseline, result.info.aa)
+    return [name for name in result.info.variants if name not in without and JOINED not in name]
 
 
 def gain(result: Result, variant: str, metric: str) -> Estimate | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from experiments.lab.judge import pairs
+from experiments.lab.judge import marks, pairs, stats
 from experiments.lab.judge.claims import Verdict
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import effects, wording
 from experiments.lab.show.effects import Effect, judgements
 from experiments.lab.store.result import COMPLETE, Result, RunInfo
+from experiments.lab.store.rows import Table
 
 PARTS = 3  # of a sentence: two that matter, and what it costs
 OFF = ("without", "off", "none of them", "eager", "kernel by kernel")  # labels of a baseline without the mechanism
@@ -65,7 +66,7 @@ def verdicts(result: Result) -> str:
 
 
 def invalid(result: Result) -> int:
-    return sum(1 for row in result.rows if not row.valid and not row.is_absent)
+    return sum(1 for row in result.rows if row.is_fault)
 
 
 def flags(result: Result) -> list[str]:
@@ -77,10 +78,7 @@ def flags(result: Result) -> list[str]:
         found.append("tokens differ from the baseline's")
     if any(not gate.passed for gate in result.info.error_gates):
         found.append("numbers are too far from the reference's")
-    again = effects.against_itself(result)
-    if again is not None and again.low is not None and again.high is not None and not again.low <= 1 <= again.high:
-        found.append(f"the baseline differs from itself: A/A ratio {wording.interval(again)}")
-    return found
+    return [*found, *marks.of(result)]
 
 
 def figures(effect: Effect, info: RunInfo, against: bool = False) -> str:
@@ -155,13 +153,27 @@ def _is_off(effect: Effect, info: RunInfo) -> bool:
 
 
 def _without_claims(result: Result) -> str:
-    """The first metric at the last point that has it."""
+    """The first metric at the last point that has it, and which variant is best there."""
     info = result.info
     for name in info.metrics:
         for at in reversed(info.points):
-            found = {v: effects.value(result, name, (v, at)) for v in info.variants}
+            found = {v: effects.value(result, name, (v, at)) for v in info.variants if v != info.aa}
             shown = [f"{info.variants[v]} {wording.interval(e)}" for v, e in found.items() if e is not None]
             if shown:
-                text = f"{wording.short(name, info)} {', '.join(shown)}."
+                text = f"{wording.short(name, info)} {', '.join(shown)}.{_best(result, name, at)}"
                 return ": ".join(part for part in (wording.point(at), text) if part)
     return "There is no answer: no valid measurement."
+
+
+def _best(result: Result, metric: str, point: str) -> str:
+    """The variant with the best median, where the paired ratio to the next one shows a difference."""
+    info, table = result.info, Table(result.rows)
+    values = {v: table.values(v, point, metric) for v in info.variants if v != info.aa}
+    higher = info.metrics[metric].better is Better.higher
+    ranked = sorted((v for v in values if values[v]), key=lambda v: stats.absolute(values[v]).median, reverse=higher)
+    found = stats.ratio(values[ranked[0]], values[ranked[1]]) if len(ranked) > 1 else None
+    if found is None or found.low is None or found.high is None:
+        return ""
+    if found.low <= 1 <= found.high:
+        return f" {info.variants[ranked[0]]} and {info.variants[ranked[1]]} cannot be told apart."
+    return f" Best: {info.variants[ranked[0]]}, {wording.interval(found, 'x')} of {info.variants[ranked[1]]}."

@@ -15,6 +15,7 @@ from experiments.lab.show.gate_words import gate_lines
 from experiments.lab.show.grids import Sheet
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result, RunInfo
+from experiments.lab.store.rows import Row
 
 NAMES_SHOWN = 12  # of preempted requests
 FRESH = "every measurement starts from a fresh engine that is warmed up on other prompts"
@@ -35,7 +36,7 @@ def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
     info, sheet = result.info, Sheet(result)
     grids = [*pairs.grids(result), *sheet.grids(list(info.metrics))]
     shown = [*(picture(each) for each in gallery.of(result).others), *_steps(result)]
-    dropped = sum(not row.valid and not row.is_absent for row in result.rows)
+    dropped = len(_dropped(result))
     return [
         fold("Remarks", result.remarks),
         fold("Notes", "\n".join(f"- {note}" for note in info.notes)),
@@ -97,7 +98,7 @@ def _verdicts(result: Result) -> str:
 
 def _invalid(result: Result) -> str:
     """Values by reason, so that a pass that does not count is one line and not one a metric."""
-    dropped = [row for row in result.rows if not row.valid and not row.is_absent]  # the notes say who is absent
+    dropped = _dropped(result)
     if not dropped:
         return ""
     info, lines = result.info, []
@@ -108,10 +109,16 @@ def _invalid(result: Result) -> str:
             own = [row for row in rows if (row.variant, row.point) == (variant, point)]
             names = list(dict.fromkeys(row.metric for row in own))
             metrics = "all metrics" if len(names) == len(info.metrics) else ", ".join(f"`{name}`" for name in names)
-            repeats = ", ".join(str(r + 1) for r in sorted({row.repeat for row in own}))
+            turns = sorted({(row.process, row.repeat) for row in own})
+            repeats = ", ".join(f"{p + 1}.{r + 1}" if len(info.processes) > 1 else str(r + 1) for p, r in turns)
             plural = "s" if "," in repeats else ""
             lines.append(f"  - {f'{info.variants[variant]} {point}'.strip()}, repeat{plural} {repeats}: {metrics}")
     return "\n".join(lines)
+
+
+def _dropped(result: Result) -> list[Row]:
+    """The notes say who is absent."""
+    return [row for row in result.rows if row.is_fault]
 
 
 def _steps(result: Result) -> list[str]:

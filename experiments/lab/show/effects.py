@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from experiments.lab.judge import stats
-from experiments.lab.judge.claims import Claim, Judgement, judge, ratio
+from experiments.lab.judge.claims import Claim, Judgement, judge
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.store.result import Result
@@ -103,19 +103,9 @@ def shown(result: Result, most: int) -> list[Effect]:
     return found[:most]
 
 
-def against_itself(result: Result) -> Estimate | None:
-    """The ratio of the baseline's second arm to its first, of the first claim's metric where it has the most values."""
-    info, table = result.info, Table(result.rows)
-    if info.aa is None:
-        return None
-    metric = info.claims[0].metric if info.claims else next(iter(info.metrics))
-    point = max(info.points, key=lambda p: len(table.values(info.aa or "", p, metric)), default="")
-    return ratio(table.values(info.aa, point, metric), table.values(str(info.baseline), point, metric))
-
-
 def value(result: Result, metric: str, cell: Cell) -> Estimate | None:
     values = Table(result.rows).values(*cell, metric)
-    return stats.estimate(list(values.values())) if values else None
+    return stats.absolute(values) if values else None
 
 
 def _of(result: Result, metric: str, cell: Cell, reference: Cell | None, reason: str = "") -> Effect:
@@ -123,7 +113,7 @@ def _of(result: Result, metric: str, cell: Cell, reference: Cell | None, reason:
     own, base = value(result, metric, cell), value(result, metric, reference) if reference else None
     if result.info.fails(*cell) or (reference and result.info.fails(*reference)):
         return Effect(metric, cell, reference, better, None, None, None, reason=reason)
-    paired = ratio(table.values(*cell, metric), table.values(*reference, metric)) if reference else None
+    paired = stats.ratio(table.values(*cell, metric), table.values(*reference, metric)) if reference else None
     if paired is not None and paired.median <= 0:
         paired = None  # nothing of it was left, and a ratio says nothing
     return Effect(metric, cell, reference, better, own, base, paired, reason=reason)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from experiments.lab.axes import IN_PROCESS, OWN
 from experiments.lab.judge import pairs
 from experiments.lab.judge.claims import Verdict
 from experiments.lab.judge.metrics import Better
@@ -13,9 +14,9 @@ from experiments.lab.show import effects, wording
 from experiments.lab.show.answer import figures, flags, sentence
 from experiments.lab.show.effects import judgements
 from experiments.lab.show.pages import MARK, overrides
-from experiments.lab.show.screen import moved
+from experiments.lab.show.screen import moved, variant_kinds
 from experiments.lab.store.history import Since
-from experiments.lab.store.result import IN_PROCESS, Result, RunInfo, page_name
+from experiments.lab.store.result import Result, RunInfo, page_name
 
 CPU, SMALL, LARGE, SERVED, GPUS = "CPU", "small", "7B", "served", "GPUs"
 COLUMNS = (CPU, SMALL, LARGE, SERVED, GPUS)
@@ -32,7 +33,7 @@ def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since)
     cells: dict[str, dict[str, list[str]]] = {}
     for result in results:
         if result.info.run == "default":
-            row = cells.setdefault(mechanism(result.info), {})
+            row = cells.setdefault(result.info.experiment, {})
             row.setdefault(column(result.info), []).append(_cell(result, since))
     lines = [(name, *("<br><br>".join(row.get(c, [])) for c in COLUMNS)) for name, row in cells.items()]
     parts = [
@@ -56,10 +57,6 @@ def readme_with(text: str, results: Sequence[Result]) -> str:
     return f"{before}{BEGIN}\n{_readme_table(results)}\n{END}{rest.split(END, 1)[1]}"
 
 
-def mechanism(info: RunInfo) -> str:
-    return info.experiment
-
-
 def column(info: RunInfo) -> str:
     if info.hardware.startswith("cpu"):
         return CPU
@@ -67,14 +64,11 @@ def column(info: RunInfo) -> str:
         return GPUS
     if _is_served(info):
         return SERVED
-    model = info.config.get("engine", {}).get("model", {})
-    name = f"{model.get('path')} {info.scale}".lower()
-    is_kernel = "kernels" in str(info.config.get("experiment", {}).get("_target_", ""))
-    return LARGE if "7b" in name or is_kernel else SMALL
+    return LARGE if info.scale in (OWN, "7b") else SMALL
 
 
 def _is_served(info: RunInfo) -> bool:
-    return info.via != IN_PROCESS or "serv" in info.experiment
+    return info.via != IN_PROCESS or "served" in variant_kinds(info).values()
 
 
 def _readme_table(results: Sequence[Result]) -> str:
@@ -84,9 +78,9 @@ def _readme_table(results: Sequence[Result]) -> str:
     for result in results:
         place = column(result.info)
         if place in order and result.info.run == "default":
-            known = best.get(mechanism(result.info))
+            known = best.get(result.info.experiment)
             if known is None or order.index(place) < order.index(column(known.info)):
-                best[mechanism(result.info)] = result
+                best[result.info.experiment] = result
     lines = [(f"[{r.info.title}](reports/{page_name(r.info)}.md)", sentence(r)) for r in best.values()]
     return wording.table(("", f"measured on {', '.join(dict.fromkeys(r.info.hardware for r in best.values()))}"), lines)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.measure.steps import RequestRow, StepRow
+from experiments.lab.show.figures.timeline import first_pass, phases
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result, StoreError
 
@@ -56,7 +57,7 @@ def events(result: Result) -> list[Event]:
         title = f"{result.info.variants[variant]} {point}".strip()
         names += [_name("process_name", pid, title), _name("thread_name", pid, "engine steps")]
         steps = [s for s in result.steps if (s.variant, s.point) == (variant, point)]
-        requests = [r for r in result.requests if (r.variant, r.point) == (variant, point)]
+        requests = first_pass(result, variant, point)
         for step in steps:
             timed += _step(step, pid)
         for number, request in enumerate(requests):
@@ -94,9 +95,7 @@ def _request(request: RequestRow, pid: int, identity: str) -> Iterator[Event]:
     told = ("name", "prompt_tokens", "output_tokens", "cached_tokens", "preemptions")
     args = {name: getattr(request, name) for name in told}
     yield {"ph": "b", "name": request.request, "ts": _us(known[0]), **here, "args": args}
-    for phase, start, end in zip(("queued", "prefill", "decode"), moments, moments[1:], strict=False):
-        if start is None or end is None:
-            break
+    for phase, start, end in phases(request):
         yield {"ph": "b", "name": phase, "ts": _us(start), **here, "args": {}}
         yield {"ph": "e", "name": phase, "ts": _us(end), **here, "args": {}}
     yield {"ph": "e", "name": request.request, "ts": _us(known[-1]), **here, "args": {}}

@@ -15,6 +15,7 @@ from experiments.lab.show.effects import judgements
 from experiments.lab.show.figures import frame, gallery
 from experiments.lab.show.gate_words import gate_lines
 from experiments.lab.show.grids import SCREEN, Sheet
+from experiments.lab.show.html import document
 from experiments.lab.show.index import index_page, readme_with
 from experiments.lab.show.pages import FIGURES, MARK, figure_name, report_page
 from experiments.lab.store import result as store
@@ -22,12 +23,14 @@ from experiments.lab.store.history import Since, commits_since
 from experiments.lab.store.result import Result, StoreError, page_name
 
 INDEX = "README.md"
+HTML = "index.html"  # a build output, ignored by git: some megabytes, new ones with every run
 SCREEN_ROWS = 24  # of tables on a terminal
 
 
 def rebuild(results: Path, reports: Path, only: str | None = None, since: Since = commits_since) -> list[Path]:
-    """Writes every page with results (or of `only` one), the table in the README beside `reports`,
-    and the index, which comes last; removes reports and figures that it made earlier and whose results are gone.
+    """Writes the report of every page with results (or of `only` one), the table in the README beside `reports`,
+    and the index, which comes last; where all are made, also removes reports and figures that it made earlier and whose
+    results are gone, and writes all pages as one HTML file.
 
     Raises StoreError where a result file (of `only`, if given) is damaged, after all that can be made is made."""
     found, damaged = _read(results)
@@ -35,15 +38,19 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
         raise StoreError(f"{results} holds no results yet: run an experiment first")
     found = [r for _, group in groupby(found, key=lambda r: page_name(r.info)) for r in sweeps.joined(list(group))]
     written = []
+    svgs: dict[str, str] | None = None if only else {}
     for page, group in groupby(found, key=lambda r: page_name(r.info)):
         if only in (None, page):
-            own = list(group)
-            missing = [path for path in damaged if path.parts[:2] == store.run_path(own[0].info).parts[:2]]
-            written.append(_write(reports, page, own, missing, since))
-    if only is None:
-        _remove_stale(reports, {page_name(r.info) for r in found} | _pages_of(damaged))
+            results_of = list(group)
+            axes = store.run_path(results_of[0].info).parts[:2]
+            missing = [path for path in damaged if path.parts[:2] == axes]
+            written.append(_write(reports, page, results_of, missing, since, svgs))
     reports.mkdir(parents=True, exist_ok=True)
     store.write_atomic(reports / INDEX, index_page(found, damaged, since))
+    if svgs is not None:
+        _remove_stale(reports, {page_name(r.info) for r in found} | _pages_of(damaged))
+        pages = {path.stem: path.read_text(encoding="utf-8") for path in (reports / INDEX, *written)}
+        store.write_atomic(reports / HTML, document(pages, svgs))
     _update_readme(reports.parent / INDEX, found)
     errors = [str(error) for path, error in damaged.items() if only is None or only in _pages_of([path])]
     if errors:
@@ -87,15 +94,24 @@ def _read(results: Path) -> tuple[list[Result], dict[Path, StoreError]]:
     return store.in_order(found), damaged
 
 
-def _write(reports: Path, page: str, results: Sequence[Result], damaged: Sequence[Path], since: Since) -> Path:
+def _write(
+    reports: Path,
+    page: str,
+    results: Sequence[Result],
+    damaged: Sequence[Path],
+    since: Since,
+    svgs: dict[str, str] | None,
+) -> Path:
+    """`svgs`, where it is wanted, gets the figures by the names of their files."""
     (reports / FIGURES).mkdir(parents=True, exist_ok=True)
-    drawn = {
-        figure_name(result.info, picture.name): frame.png(picture.draw(), page)
-        for result in results
-        for picture in gallery.of(result).every
-    }
-    for name, picture in drawn.items():
-        store.write_atomic(reports / FIGURES / name, picture)
+    drawn = set()
+    for result in results:
+        for picture in gallery.of(result).every:
+            name, figure = figure_name(result.info, picture.name), picture.draw()
+            store.write_atomic(reports / FIGURES / name, frame.png(figure, page))
+            drawn.add(name)
+            if svgs is not None:
+                svgs[name] = frame.svg(figure)
     path = reports / f"{page}.md"
     store.write_atomic(path, _linked(report_page(results, damaged, since), reports))
     if not damaged:

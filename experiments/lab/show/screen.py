@@ -4,8 +4,8 @@ what it is to be measured by."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from experiments.lab.judge import marks
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import effects, wording
@@ -41,24 +41,28 @@ def moved(info: RunInfo, since: Since) -> str:
 
 def peers(info: RunInfo) -> list[str]:
     """The variants that somebody else wrote."""
-    variants = info.config.get("experiment", {}).get("variants", {})
-    kinds = {name: v.get("kind", "") if isinstance(v, dict) else name for name, v in variants.items()}
+    kinds = variant_kinds(info)
     return [name for name in info.variants if kinds.get(name) in (*PEER_KINDS, *PEER_KERNELS)]
+
+
+def variant_kinds(info: RunInfo) -> dict[str, str]:
+    """What measures each variant; of an implementation of a kernel its name."""
+    variants = info.config.get("experiment", {}).get("variants", {})
+    return {name: v.get("kind", "") if isinstance(v, dict) else name for name, v in variants.items()}
 
 
 def _strip(result: Result, since: Since) -> str:
     info = result.info
     repeats = max((row.repeat + 1 for row in result.rows), default=0)
-    processes: tuple[Any, ...] = getattr(info, "processes", ())
-    seeds = list(dict.fromkeys(p.seed for p in processes)) or [info.config.get("measure", {}).get("seed", 0)]
-    again = effects.against_itself(result)
+    seeds = [p.seed for p in info.processes] or [info.config.get("measure", {}).get("seed", 0)]
+    again = marks.again(result)
     failed = sum(not gate.passed for gate in info.every_gate)
     gates = f"{len(info.every_gate)} passed" if not failed else f"**{failed} of {len(info.every_gate)} FAILED**"
     facts = {
         "measured": f"{info.provenance.started[:10]}, {info.hardware}",
-        "processes x repeats": f"{len(processes) or 1} x {repeats}",
+        "processes x repeats": f"{len(info.processes) or 1} x {repeats}",
         "seeds": ", ".join(map(str, seeds)),
-        "A/A": wording.interval(again, "x") if again else "not measured",
+        "A/A": wording.interval(again.ratio, "x") if again else "not measured",
         "INVALID": f"**{invalid(result):,} of {len(result.rows):,}**" if invalid(result) else "none",
         "claims": verdicts(result) or "none",
         "gates": gates if info.every_gate else "none",

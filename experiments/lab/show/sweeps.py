@@ -66,28 +66,29 @@ def _value(key: str, info: RunInfo) -> Any:
 def _join(key: str, runs: Sequence[Result]) -> Result:
     """Each run's points, with the key's value in their names and settings. What belongs to one run alone, such as its
     steps, stays on the disk."""
-    values = {id(run): _value(key, run.info) for run in runs}
-    if all(isinstance(value, (int, float)) for value in values.values()):
-        runs = sorted(runs, key=lambda run: float(values[id(run)]))
-    rest = _without(key, runs[-1].info)
-    first, short = runs[0].info, key.rpartition(".")[2].rpartition("/")[2]
-    names = {id(run): (lambda point, value=values[id(run)]: f"{short}={value} {point}".strip()) for run in runs}
-    metrics = [name for name in first.metrics if all(name in run.info.metrics for run in runs)]
+    pairs = [(_value(key, run.info), run) for run in runs]
+    if all(isinstance(value, (int, float)) for value, _ in pairs):
+        pairs.sort(key=lambda pair: float(pair[0]))
+    first, rest = pairs[0][1].info, _without(key, pairs[-1][1].info)
+    short = key.rpartition(".")[2].rpartition("/")[2]
+
+    def named(value: Any, point: str) -> str:
+        return f"{short}={value} {point}".strip()
+
+    metrics = [name for name in first.metrics if all(name in run.info.metrics for _, run in pairs)]
     drawn = list(dict.fromkeys([*(claim.metric for claim in first.claims if claim.metric in metrics), *metrics]))
     panels = tuple(PanelSpec(metric, PanelKind.lines, x=key, x_label=short) for metric in drawn[:PANELS])
     info = replace(
         first,
         run=",".join([f"sweep-{slug(short)}", *([run_name(rest)] if rest else [])]),
-        points={names[id(r)](p): {**settings, key: values[id(r)]} for r in runs for p, settings in r.info.points.items()},
+        points={named(v, point): {**at, key: v} for v, run in pairs for point, at in run.info.points.items()},
         metrics={name: first.metrics[name] for name in metrics},
         claims=(),
-        gates=tuple(replace(gate, point=names[id(r)](gate.point)) for r in runs for gate in r.info.gates),
+        gates=tuple(replace(gate, point=named(v, gate.point)) for v, run in pairs for gate in run.info.gates),
         samples=(),
         plots=(PlotSpec(f"over-{slug(short)}", f"Over {short}", panels),),
         profiles=(),
-        notes=tuple(dict.fromkeys(note for run in runs for note in run.info.notes)),
+        notes=tuple(dict.fromkeys(note for _, run in pairs for note in run.info.notes)),
     )
-    rows = tuple(
-        replace(row, point=names[id(run)](row.point)) for run in runs for row in run.rows if row.metric in metrics
-    )
-    return Result(info, rows, runs=tuple(run.info for run in runs))
+    rows = [replace(r, point=named(v, r.point)) for v, run in pairs for r in run.rows if r.metric in metrics]
+    return Result(info, tuple(rows), runs=tuple(run.info for _, run in pairs))

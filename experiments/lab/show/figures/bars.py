@@ -4,7 +4,7 @@ because a group has too many or one dwarfs the others, and where one point has l
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from experiments.lab.show.figures.intervals import ARROW, Intervals, intervals, 
 from experiments.lab.show.figures.style import COLOURS, HATCHES, INK, line_style
 from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.result import Result
-from experiments.lab.store.rows import Table
+from experiments.lab.store.rows import Table, Turn
 
 DENSE = 0.34  # inches a bar: below, its number is turned upright
 MANY = 4  # bars in a group that can still be told apart
@@ -37,7 +37,7 @@ class Rows:
     """
 
     names: list[str]
-    series: dict[str, list[list[float]]]
+    series: dict[str, list[dict[Turn, float]]]
     tried: list[bool]
     log: bool
     by_point: bool
@@ -49,7 +49,7 @@ def rows_of(panel: PanelSpec, result: Result) -> Rows | None:
         return None
     table, variants = Table(result.rows), result.info.variants
     at = _points(panel, result, table)
-    found = {(v, p): list(table.values(v, p, panel.metric).values()) for v in variants for p in at}
+    found = {(v, p): table.values(v, p, panel.metric) for v in variants for p in at}
     every = medians(values for values in found.values() if values)
     log = bool(every) and min(every) > 0 and max(every) > DWARFED * min(every)
     if len(variants) == 1 or not (log or len(at) == 1 or (len(at) > 1 and len(variants) > MANY)):
@@ -88,7 +88,7 @@ def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
         mark_cut(ax, places, drawn, "x")
         for one, (place, (_, values)) in enumerate(zip(places, kept, strict=True)):
             end, away = _end(values, drawn, one)
-            _dots(ax, values, [place] * len(values))
+            _dots(ax, list(values.values()), [place] * len(values))
             if count == 1:
                 ax.annotate(wording.number(drawn.medians[one]), (end, place), (1 + away, 0), va="center", fontsize=8,
                             textcoords="offset points")  # fmt: skip
@@ -119,7 +119,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result, width: float) -> dict[str, 
             place = group + (column - (len(variants) - 1) / 2) * step
             if found:
                 places.append(place)
-                values.append(list(found.values()))
+                values.append(found)
                 tips.append(tip(label, wording.point(point), values[-1]))
             elif (variant, point) in tried:
                 ax.annotate("INVALID", (place, 0), (0, 3), textcoords="offset points", ha="center", va="bottom",
@@ -133,15 +133,15 @@ def draw(ax: Axes, panel: PanelSpec, result: Result, width: float) -> dict[str, 
             top, away = _end(repeats, drawn, index)
             ax.annotate(wording.number(drawn.medians[index]), (place, top), (0, away), textcoords="offset points",
                         ha="center", va="bottom", fontsize=7.5, rotation=90 if dense else 0)  # fmt: skip
-            _dots(ax, [place] * len(repeats), repeats)
+            _dots(ax, [place] * len(repeats), list(repeats.values()))
     ax.margins(y=0.24 if dense else 0.1)
     points.name_axis(ax, panel, result, at, width)
     return {point: float(index) for index, point in enumerate(at)}
 
 
-def tip(name: str, where: str, repeats: Sequence[float]) -> str:
+def tip(name: str, where: str, repeats: Mapping[Turn, float]) -> str:
     """What a point says to the pointer."""
-    estimate = wording.interval(stats.estimate(repeats))
+    estimate = wording.interval(stats.absolute(repeats))
     return f"{', '.join(part for part in (name, where) if part)}: {estimate}, {len(repeats)} repeats"
 
 
@@ -156,9 +156,9 @@ def _unmeasured(ax: Axes, rows: Rows) -> None:
                         textcoords="offset points", va="center", fontsize=8)  # fmt: skip
 
 
-def _end(repeats: Sequence[float], bars: Intervals, index: int) -> tuple[float, float]:
+def _end(repeats: Mapping[Turn, float], bars: Intervals, index: int) -> tuple[float, float]:
     """Of all that is drawn at a bar, and points to leave free behind it."""
-    top = float(np.nanmax([*repeats, bars.medians[index] + bars.errors[1][index]]))
+    top = float(np.nanmax([*repeats.values(), bars.medians[index] + bars.errors[1][index]]))
     return top, 3 + ARROW * bars.cut[1][index]
 
 

@@ -12,12 +12,13 @@ from statistics import median
 import numpy as np
 from matplotlib.axes import Axes
 
+from experiments.lab.judge import stats
 from experiments.lab.judge.draft_formulas import leviathan_speedup
 from experiments.lab.show.figures.intervals import intervals, mark_cut, medians, reach
 from experiments.lab.show.figures.style import BOUND, INK, line_style, plain, spread
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
-from experiments.lab.store.rows import Table
+from experiments.lab.store.rows import Table, Turn
 
 FORMULA = "formula_tokens_per_s"
 COSTS = ("draft_cost", "verify_cost", "drafts_per_decode")
@@ -28,7 +29,7 @@ class _Series:
     label: str
     colour: int  # a variant's is the same in all panels
     x: list[float]
-    speedups: list[list[float]]  # of each place on the x axis, one a repeat
+    speedups: list[dict[Turn, float]]  # of each place on the x axis
     line: tuple[Sequence[float], Sequence[float]]  # by the formula
 
 
@@ -44,7 +45,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     within = reach([1.0, *drawn])
     for one in found:
         style = line_style(one.colour, 0)
-        points = intervals(one.speedups, within)
+        points = intervals(one.speedups, within, stats.factors)
         ax.errorbar(one.x, points.medians, yerr=points.errors, label=one.label, **{**style, "linestyle": "none"})
         mark_cut(ax, one.x, points, colour=style["color"])
         ax.plot(*one.line, color=style["color"], linewidth=1.1)
@@ -74,7 +75,7 @@ def _over_setting(panel: PanelSpec, result: Result) -> list[_Series]:
             for metric in (panel.metric, FORMULA)
         )
         if measured:
-            line = ([x for x, _ in told], [median(ratios) for _, ratios in told])
+            line = ([x for x, _ in told], [median(ratios.values()) for _, ratios in told])
             found.append(_Series(label, row, [x for x, _ in measured], [ratios for _, ratios in measured], line))
     return found
 
@@ -109,11 +110,11 @@ def _curve(result: Result, point: str, low: float, high: float) -> tuple[list[fl
     return rates, [leviathan_speedup(a, round(drafts), draft_cost, verify_cost) for a in rates]
 
 
-def _ratios(metric: str, panel: PanelSpec, result: Result, variant: str, point: str) -> list[float]:
+def _ratios(metric: str, panel: PanelSpec, result: Result, variant: str, point: str) -> dict[Turn, float]:
     """Over the panel's metric of the baseline, repeat by repeat."""
     if variant == result.info.baseline:
-        return []
+        return {}
     table = Table(result.rows)
     own = table.values(variant, point, metric)
     base = table.values(str(result.info.baseline), point, panel.metric)
-    return [value / base[repeat] for repeat, value in own.items() if base.get(repeat, 0) > 0]
+    return {turn: value / base[turn] for turn, value in own.items() if base.get(turn, 0) > 0}

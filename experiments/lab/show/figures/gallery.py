@@ -80,14 +80,17 @@ def _load(result: Result) -> list[Picture]:
 
 
 def _waits(result: Result) -> list[Picture]:
-    """Distributions over the requests and the tokens of one point."""
-    for point in timeline.points(result)[:1]:
+    """Distributions over the requests of all passes, and over the tokens of one, at the first claim's point if that is
+    stored."""
+    stored = {step.point for step in result.steps} | {request.point for request in result.requests}
+    wanted = [effect.cell[1] for effect in effects.of_claims(result)]
+    for point in [point for point in (*wanted, *result.info.points) if point in stored][:1]:
         own = replace(
             result,
             requests=tuple(r for r in result.requests if r.point == point),
             steps=tuple(s for s in result.steps if s.point == point),
         )
-        metrics = ("ttft_ms", "itl_ms") if own.requests else ("itl_ms",)
+        metrics = [*(["ttft_ms"] if own.requests else []), *(["itl_ms"] if own.steps else [])]
         title = f"How long requests and tokens waited {wording.point(point)}".strip()
         plot = PlotSpec("waits", title, tuple(PanelSpec(metric, PanelKind.distribution) for metric in metrics))
         return [Picture("waits", title, partial(panels.draw, plot, own))]

@@ -4,7 +4,7 @@ seen to be: whole, it would press everything else flat."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.markers import CARETDOWNBASE, CARETLEFTBASE, CARETRIGHTBASE, CARETUPBASE
 
 from experiments.lab.judge import stats
+from experiments.lab.judge.stats import Estimate
 from experiments.lab.show.figures.style import INK
+from experiments.lab.store.rows import Turn
 
+Of = Callable[[Mapping[Turn, float]], Estimate]
 SPARE = 1.0  # of what the medians take of an axis: on either side of them an interval may take as much
 NOTE = "arrow: the interval goes on beyond the axis"
 ARROW = 6.0  # points
@@ -55,16 +58,16 @@ def reach(estimates: Iterable[float], log: bool = False) -> Reach:
     return Reach(low / factor, high * factor)
 
 
-def medians(values: Iterable[Sequence[float]]) -> list[float]:
+def medians(values: Iterable[Mapping[Turn, float]]) -> list[float]:
     """Of each place's repeats."""
-    return [stats.median(repeats) for repeats in values]
+    return [stats.absolute(repeats).median for repeats in values]
 
 
-def intervals(values: Iterable[Sequence[float]], within: Reach) -> Intervals:
-    """Of each place's repeats, as far as they are drawn."""
+def intervals(values: Iterable[Mapping[Turn, float]], within: Reach, of: Of = stats.absolute) -> Intervals:
+    """Of each place's repeats, as far as they are drawn. What is a ratio already is estimated by `stats.factors`."""
     found = Intervals([], ([], []), ([], []))
     for repeats in values:
-        estimate = stats.estimate(repeats)
+        estimate = of(repeats)
         centre = estimate.median
         low = math.nan if estimate.low is None else estimate.low
         high = math.nan if estimate.high is None else estimate.high

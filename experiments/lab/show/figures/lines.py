@@ -30,7 +30,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
     rests = {name: "" if alone else _rest(at_x[name], panel.x) for name in measured}
     others = list(dict.fromkeys(rests.values()))
     every = [found for v in info.variants for name in measured if (found := table.values(v, name, panel.metric))]
-    within = reach(medians(list(found.values()) for found in every), has_log_y(panel, result))
+    within = reach(medians(every), has_log_y(panel, result))
     for row, (variant, label) in enumerate(info.variants.items()):
         for kind, rest in enumerate(others):
             places: list[float] = []
@@ -39,7 +39,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
                 found = table.values(variant, name, panel.metric)
                 if found and rests[name] == rest:
                     places.append(place_of[at_x[name][panel.x]])
-                    values.append(list(found.values()))
+                    values.append(found)
             if not places:
                 continue
             order = sorted(range(len(places)), key=places.__getitem__)
@@ -68,7 +68,7 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     table, info = Table(result.rows), result.info
     measured = {
         variant: [
-            (point, list(xs.values()), list(ys.values()))
+            (point, xs, ys)
             for point in info.points
             if (xs := table.values(variant, point, panel.x)) and (ys := table.values(variant, point, panel.metric))
         ]

@@ -21,6 +21,9 @@ ROW_HEIGHT = 0.5  # of a row of bars
 
 
 def draw(plot: PlotSpec, result: Result) -> Figure:
+    """The baseline's second arm stands in the tables alone."""
+    info = result.info
+    result = replace(result, info=replace(info, variants={v: n for v, n in info.variants.items() if v != info.aa}))
     with frame.default_style():
         columns = 2 if len(plot.panels) == 4 else min(len(plot.panels), PANELS_A_ROW)
         rows = -(-len(plot.panels) // columns)

@@ -49,8 +49,13 @@ def pairs(result: Result, point: str) -> list[tuple[str, ...]]:
     claimed = effects.of_claims(result)
     cells = [claimed[0].reference, claimed[0].cell] if claimed else []
     first = [cell[0] for cell in cells if cell is not None and cell[0] in stored]
-    ordered = list(dict.fromkeys([*first, *stored]))
+    ordered = [v for v in dict.fromkeys([*first, *stored]) if v != result.info.aa]
     return [tuple(ordered[i : i + 2]) for i in range(0, len(ordered), 2)]
+
+
+def first_pass(result: Result, variant: str, point: str) -> list[RequestRow]:
+    """The requests of the pass whose steps are stored; those of the others are, too."""
+    return [r for r in result.requests if (r.variant, r.point, r.process, r.repeat) == (variant, point, 0, 0)]
 
 
 def describe(result: Result) -> str:
@@ -73,7 +78,7 @@ def describe(result: Result) -> str:
 def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
     """One column a variant, on the same scales."""
     own = {v: [s for s in result.steps if (s.variant, s.point) == (v, point)] for v in variants}
-    asked = {v: [r for r in result.requests if (r.variant, r.point) == (v, point)] for v in variants}
+    asked = {v: first_pass(result, v, point) for v in variants}
     end = max(s.start_s + s.duration_s for steps in own.values() for s in steps)
     binned = max(map(len, own.values())) > MAX_STEPS
     with frame.default_style():
@@ -154,9 +159,9 @@ def _requests(ax: Axes, requests: Sequence[RequestRow]) -> None:
     for row, request in enumerate(sorted(requests, key=_order)):
         for phase, start, end in phases(request):
             spans[phase].append((row, start, end))
-            cached = f", {request.cached_tokens:,} of it cached" if request.cached_tokens else ""
-            names[phase].append(f"{request.request}: {phase} {end - start:.3g} s; prompt {request.prompt_tokens:,}"
-                                f"{cached}; answer {request.output_tokens:,}")  # fmt: skip
+            cached = f" ({request.cached_tokens:,} cached)" if request.cached_tokens else ""
+            tokens = f"{request.prompt_tokens:,}{cached} in, {request.output_tokens:,} out"
+            names[phase].append(f"{request.request}: {phase} {end - start:.3g} s; {tokens}")
     for phase, found in spans.items():
         if found:
             rows, starts, ends = (np.array(each) for each in zip(*found, strict=True))
