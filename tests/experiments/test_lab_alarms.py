@@ -1,6 +1,5 @@
 """Whole runs: a slowdown that is planted is found, and one that is not there is not."""
 
-
 import pytest
 from omegaconf import OmegaConf
 

@@ -413,8 +413,8 @@ def test_two_processes_make_the_same_bytes(tmp_path):
     first = contents(built(tmp_path, result(steps=steps, requests=requests())))
     command = [sys.executable, str(ROOT / "run.py"), "report"]
     command += ["--results", str(tmp_path / "results"), "--reports", str(tmp_path / "again")]
-    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.DEVNULL, timeout=120, check=True)
+    environment = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
+    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=120, check=True)
     assert contents(tmp_path / "again") == first
 
 
