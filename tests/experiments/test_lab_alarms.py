@@ -1,19 +1,13 @@
 """Whole runs: a slowdown that is planted is found, and one that is not there is not."""
 
-import time
-from types import SimpleNamespace
-
 import pytest
 from omegaconf import OmegaConf
 
 from experiments import ablation
 from experiments.lab.judge import stats
 from experiments.lab.judge.claims import Verdict, judge
-from experiments.lab.measure import subjects
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Table
-from mini_infer import LLMEngine
-from mini_infer.runtime.executor import dry_model as dry
 
 pytestmark = pytest.mark.slow  # together they take half a minute
 
@@ -45,20 +39,6 @@ def findings(compose_config, variants, claims, *overrides, seed=0):
         return experiment, experiment.measure(steps)
 
 
-@pytest.fixture
-def cpu_time(monkeypatch):
-    """The clock of this thread, which stands still while another process has the core: the engine is timed by it, and
-    the dry model computes where it would sleep."""
-
-    def compute(seconds):
-        end = time.thread_time() + seconds
-        while time.thread_time() < end:
-            pass
-
-    monkeypatch.setattr(subjects, "LLMEngine", lambda config: LLMEngine(config, clock=time.thread_time))
-    monkeypatch.setattr(dry, "time", SimpleNamespace(sleep=compute))
-
-
 CLAIMS = [
     {"metric": metric, "variant": variant, **bound}
     for variant in ("same", "slower")
@@ -84,9 +64,10 @@ def test_a_slowdown_of_ten_percent_refutes_claims_and_none_refutes_nothing(compo
 
 
 @pytest.mark.slow
-def test_so_it_does_in_real_time(compose_config, cpu_time):
-    attempts = (verdicts(compose_config, 2.2, "measure.repeats=9")["slower"] for _ in range(8))
-    # Seldom more than one, but a neighbour takes caches and frequency away as well.
+def test_so_it_does_in_real_time(compose_config):
+    """Steps that take twice as long: a busy machine hides less than that."""
+    attempts = (verdicts(compose_config, 4.0, "measure.repeats=7")["slower"] for _ in range(8))
+    # It may change its speed meanwhile.
     assert any(found == [Verdict.refuted] * 2 for found in attempts)
 
 
