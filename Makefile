@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 
+unexport PYTHONDONTWRITEBYTECODE  # modules are compiled once, and not in every process that a test starts
+
 .PHONY: demo test quick check setup clean
 
 setup: $(DEV_STAMP)

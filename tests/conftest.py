@@ -57,6 +57,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def interpreter_is_prepared_once() -> Iterator[None]:
     """Triton's interpreter puts its own functions into triton.language whenever a device function is called, which is
     half of its time. Here it does so once."""
+    if torch.cuda.is_available():  # kernels are compiled
+        yield
+        return
     from triton import language
     from triton.runtime import interpreter
 

@@ -9,81 +9,63 @@ text), the whole batch waits: it would fall into two halves that take turns.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.core.config import SchedulerConfig
-from mini_infer.core.plan import Growth
+from mini_infer.core.plan import Draft, Growth
 from mini_infer.core.request import Request
 from mini_infer.runtime.scheduler.planned_step import PlannedStep
 from mini_infer.speculative.speculator import NoSpeculation
 
 
-class DraftPlanner:
-    """
+def can_follow(
+    speculator: NoSpeculation, kv: KVManager, running: Sequence[Request], planned: Collection[PlannedStep]
+) -> bool:
+    """Whether a step of the running requests alone can be planned while drafts of theirs are in flight, and its rows so
+    begin at most where it says: no request's sampling may depend on where it is, and nobody may have to give way.
+
     Args:
-        follows: a step may be launched before drafts of the one before it are read: the device knows where rows stand.
-        watermark_blocks: that drafts leave free.
+        planned: steps that are not booked yet.
     """
+    blocks = len(running) * (2 + speculator.most // kv.block_size)  # more than they can grow by
+    return (
+        not speculator.needs_tokens
+        and kv.num_free >= blocks
+        and all(step.num_decode_rows == len(step.rows) for step in planned)
+        and not any(request.must_be_read for request in running)
+    )
 
-    def __init__(
-        self, config: SchedulerConfig, kv: KVManager, speculator: NoSpeculation, follows: bool, watermark_blocks: int
-    ) -> None:
-        self.speculator = speculator
-        self._config, self._kv, self._follows = config, kv, follows
-        self._watermark_blocks = watermark_blocks
 
-    def can_follow(self, running: Sequence[Request], planned: Collection[PlannedStep]) -> bool:
-        """Whether a step of the running requests alone can be planned while drafts of theirs are in flight, and its
-        rows so begin at most where it says: no request's sampling may depend on where it is, and nobody may have to
-        give way.
+def add_drafts(step: PlannedStep, drafts: Mapping[int, Draft], kv: KVManager, watermark_blocks: int) -> None:
+    """Puts drafts behind the tokens of a step's running requests, which are all of its rows so far, as far as there is
+    room: nobody gives way for drafts.
 
-        Args:
-            planned: steps that are not booked yet.
-        """
-        blocks = len(running) * (2 + self.speculator.most // self._kv.block_size)  # more than they can grow by
-        return (
-            self._follows
-            and not self.speculator.needs_tokens
-            and self._kv.num_free >= blocks
-            and all(step.num_decode_rows == len(step.rows) for step in planned)
-            and not any(request.must_be_read for request in running)
-        )
-
-    def add_drafts(self, step: PlannedStep, *, prompts: bool) -> None:
-        """Puts drafts behind the tokens of a step's running requests, which are all of its rows so far, as far as there
-        is room: nobody gives way for drafts.
-
-        Args:
-            prompts: there may be prompts in the step, too. One that cannot be cut may take all that is left of it.
-        """
-        drafts = self.speculator.plan(step.rows, prompts)
-        step.keeps_up = self.speculator.keeps_up
-        if not drafts or (prompts and not self._config.chunked_prefill):
-            return
-        kv, block_size = self._kv, self._kv.block_size
-        left = (self._config.max_num_batched_tokens - len(step.req_indices)) // 2  # prompts must get on, too
-        keep_free = max(self._watermark_blocks, len(step.rows))  # what running requests may need next
-        for row, draft in drafts.items():
-            request, known = step.rows[row], step.starts[row] + 1
-            # One token is sampled anyway: drafts that could only be accepted beyond the end are none.
-            count = min(draft.length, left, request.max_total_tokens - known - 1)
-            first = len(request.block_table)
-            if known + count > first * block_size and kv.num_free <= keep_free:
-                count = first * block_size - known
-            if count <= 0:
-                continue
-            blocks = kv.grow(request, known + count)
-            if blocks is None:
-                continue
-            if blocks:
-                step.growths.append(Growth(step.req_indices[row], first, blocks))
-            step.counts[row] += count
-            step.num_drafts += count
-            if draft.token_ids:
-                step.drafts[row] = draft.token_ids[:count]
-            request.num_computed_tokens += count
-            request.num_in_flight += count
-            left -= count
-        step.sort_decode_rows()
-        step.budget -= step.num_drafts
+    Args:
+        drafts: by row.
+        watermark_blocks: that they leave free.
+    """
+    left = step.budget // 2  # prompts must get on, too
+    keep_free = max(watermark_blocks, len(step.rows))  # what running requests may need next
+    for row, draft in drafts.items():
+        request, known = step.rows[row], step.starts[row] + 1
+        # One token is sampled anyway: drafts that could only be accepted beyond the end are none.
+        count = min(draft.length, left, request.max_total_tokens - known - 1)
+        first = len(request.block_table)
+        if known + count > first * kv.block_size and kv.num_free <= keep_free:
+            count = first * kv.block_size - known
+        if count <= 0:
+            continue
+        blocks = kv.grow(request, known + count)
+        if blocks is None:
+            continue
+        if blocks:
+            step.growths.append(Growth(step.req_indices[row], first, blocks))
+        step.counts[row] += count
+        step.num_drafts += count
+        if draft.token_ids:
+            step.drafts[row] = draft.token_ids[:count]
+        request.num_computed_tokens += count
+        request.num_in_flight += count
+        left -= count
+    step.sort_decode_rows()
+    step.budget -= step.num_drafts

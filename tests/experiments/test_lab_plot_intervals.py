@@ -32,6 +32,11 @@ def given(wide=WIDE, sizes=(1, 8)):
     return result(rows=rows, sizes=sizes, claims=())
 
 
+def turns(*repeats):
+    """Of one process."""
+    return [{(0, repeat): value for repeat, value in enumerate(values)} for values in repeats]
+
+
 def arrows(ax):
     return [
         (line.get_marker(), x, y)
@@ -49,7 +54,7 @@ def test_the_reach_is_as_much_again_as_the_estimates_take():
 
 
 def test_intervals_end_where_they_are_cut():
-    found = intervals([[9.0, 10.0, 11.0], WIDE, [3.0], [-1.0, 0.0, 5.0]], Reach(0.0, 20.0))
+    found = intervals(turns([9.0, 10.0, 11.0], WIDE, [3.0], [-1.0, 0.0, 5.0]), Reach(0.0, 20.0))
     assert found.medians == [10.0, 1.45, 3.0, 0.0]
     assert found.cut == ([False, False, False, True], [False, True, False, False])
     below, above = found.errors
@@ -60,13 +65,20 @@ def test_intervals_end_where_they_are_cut():
     assert below[3] == 0
 
 
+def test_an_interval_is_of_what_varies_between_processes():
+    apart = {(process, repeat): 10.0 + 5 * process for process in range(3) for repeat in range(4)}
+    (below,), (above,) = intervals([apart], Reach()).errors
+    alone = intervals(turns([10.0, 15.0, 20.0]), Reach()).errors
+    assert ([below], [above]) == alone
+
+
 def test_arrows_and_a_note_stand_only_where_something_is_cut():
     ax = Figure().subplots()
     ax.set_title("lower is better")
-    mark_cut(ax, [1, 2], intervals([[9.0, 10.0, 11.0]] * 2, Reach(0.0, 20.0)))
+    mark_cut(ax, [1, 2], intervals(turns([9.0, 10.0, 11.0]) * 2, Reach(0.0, 20.0)))
     assert (arrows(ax), ax.get_title()) == ([], "lower is better")
     for _ in range(2):
-        mark_cut(ax, [1, 2], intervals([[9.0, 10.0, 11.0], WIDE], Reach(0.0, 20.0)))
+        mark_cut(ax, [1, 2], intervals(turns([9.0, 10.0, 11.0], WIDE), Reach(0.0, 20.0)))
     assert arrows(ax) == [(CARETUPBASE, 2, 20.0)] * 2
     assert ax.get_title() == f"lower is better\n{NOTE}"
 

@@ -346,7 +346,7 @@ def test_steps_are_drawn_and_who_was_preempted_is_named(tmp_path):
     assert "`python run.py trace demo/own.in_process/cpu`" in text
     assert "[steps](../results/demo/own.in_process/cpu/default.steps.csv)" in text
     given = result(steps=steps, plots=(PlotSpec("speed", "Speed", (PanelSpec("ttft_p50_ms"),)),))
-    paths = report.figure_paths(tmp_path / "reports", given)
+    paths = report.figure_paths(built(tmp_path, given), given)
     assert [path.name for path in paths] == [
         f"demo-cpu-{name}.png" for name in ("effects", "steps-concurrency=8", "speed", "waits")
     ]
@@ -392,6 +392,7 @@ def test_rebuilding_changes_no_byte(tmp_path):
     first = contents(reports)
     assert set(first) == {
         "README.md",
+        "index.html",
         "demo.md",
         "other.md",
         *(f"figures/demo-cpu-{name}.png" for name in ("effects", "speed", "steps-concurrency=8", "waits")),
@@ -441,7 +442,7 @@ def test_reports_whose_results_are_gone_go_too_and_nothing_else_does(tmp_path):
 def test_a_figure_that_its_report_no_longer_shows_goes(tmp_path):
     reports = built(tmp_path, result())
     built(tmp_path, result(**PLAIN))
-    assert set(contents(reports)) == {"README.md", "demo.md", "figures/demo-cpu-effects.png"}
+    assert set(contents(reports)) == {"README.md", "index.html", "demo.md", "figures/demo-cpu-effects.png"}
 
 
 def test_making_one_report_leaves_the_others_alone(tmp_path):
@@ -458,10 +459,8 @@ def test_a_damaged_result_is_named_and_costs_no_other_report(tmp_path):
     before = (reports / "demo.md").read_bytes()
     for name in ("demo/own.in_process/cpu", "other/own.in_process/h200"):
         (tmp_path / f"results/{name}/default.csv").write_text("cut")
-    with pytest.raises(
-        StoreError,
-        match=r"(?s)without these results:.*demo/own.*/cpu/default\.csv.*other/own.*/h200/default\.csv",
-    ):
+    both = r"(?s)without these results:.*demo/own\.in_process/cpu/default\.csv.*other/own\.in_process/h200/default\.csv"
+    with pytest.raises(StoreError, match=both):
         report.rebuild(tmp_path / "results", reports)
     assert (reports / "demo.md").read_bytes() == before  # what it said is all that is left of it
     assert (

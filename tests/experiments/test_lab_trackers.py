@@ -132,7 +132,7 @@ def test_what_a_tracker_is_told(stored):
 
 def test_curves_go_over_the_setting_with_the_most_values():
     info = SimpleNamespace(
-        metrics={"m": None},
+        metrics={"m": SimpleNamespace(share=False)},
         points={
             f"{a} {b} {c}": {"w.size": a, "w.batch": b, "engine.mode": c}
             for a in (1, 2, 3)

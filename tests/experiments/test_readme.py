@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from experiments.lab.show.index import readme_with
+from experiments.lab.store import result as store
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -56,3 +59,12 @@ def test_experiments_named_in_commands_exist() -> None:
 def test_every_yaml_tells_its_question() -> None:
     for path in (ROOT / "conf" / "experiment").glob("[!_]*.yaml"):
         assert OmegaConf.select(OmegaConf.load(path), "experiment.question"), path.name
+
+
+def test_the_table_of_figures_is_the_one_that_the_results_give() -> None:
+    results = store.read_all(ROOT / "results")
+    assert readme_with(README, results) == README, "it is stale: run `python run.py report`"
+
+
+def test_a_readme_without_a_place_for_the_table_is_left_alone() -> None:
+    assert readme_with("# Another project\n", []) == "# Another project\n"

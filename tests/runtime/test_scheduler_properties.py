@@ -368,7 +368,7 @@ def test_traffic_changes_no_token_and_loses_no_block(
 
     def make_speculating_scheduler() -> Scheduler:
         made = make_scheduler()
-        made._drafts.speculator = oracle
+        made._speculator = oracle
         return made
 
     engine.core._make_scheduler = make_speculating_scheduler

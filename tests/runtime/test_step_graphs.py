@@ -25,9 +25,9 @@ from mini_infer.runtime.graphs.step_graphs import (
     draft_ladder,
     query_ladder,
 )
-from mini_infer.runtime.worker.request_states import RequestStates, small_growths
+from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.row_step import DoneRows, real_tokens
-from mini_infer.runtime.worker.step_input import Samples
+from mini_infer.runtime.worker.step_input import Samples, small_growths
 from mini_infer.runtime.worker.torch_model import AttentionBackends
 from mini_infer.speculative.draft_model import Drafter, DraftModel
 

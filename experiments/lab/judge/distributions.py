@@ -32,7 +32,7 @@ def of(metric: str, result: Result) -> Distribution:
         return Distribution("decoded tokens", "inter-token latency of a token (ms)", _gaps(result))
     label, _ = _OF_REQUEST[base]
     values: dict[str, tuple[list[float], list[float]]] = {}
-    for request in result.requests:
+    for request in result.traced:
         time = _time(base, request)
         if time is not None and name in ("", request.name):
             times, weights = values.setdefault(request.variant, ([], []))

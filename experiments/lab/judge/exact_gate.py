@@ -4,9 +4,9 @@
     a plain engine           serves them one by one: no prefix cache, no chunks,           equal to the last one
                              no overlap, no graphs, no drafts
 
-Half of the requests are greedy, half are drawn at random by their own seeds and truncated. On a GPU both engines
-compute in batch-invariant numerics, where equal means equal to the bit; on a CPU in fp32, whose sums come out alike
-often enough for every token to be equal.
+Half of the requests are greedy, half are drawn at random by their own seeds and truncated; no token may be one that the
+request's own parameters exclude. On a GPU both engines compute in batch-invariant numerics, where equal means equal to
+the bit; on a CPU in fp32, whose sums come out alike often enough for every token to be equal.
 
 Two kinds of requests are asked:
     the workload's own, at each point, of a model of the true shape with random weights and few layers (on a GPU: on a
@@ -18,6 +18,7 @@ Two kinds of requests are asked:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,24 +41,27 @@ from mini_infer.core.config import (
     SchedulerConfig,
     When,
 )
+from mini_infer.core.request import TokenLogprob
 from mini_infer.core.speculation_config import DraftConfig, SpeculationConfig, SpeculationMethod
 
 MOST_REQUESTS = 24  # of a point's own
 MOST_TOKENS = 32  # of an answer
 CHUNK = 256  # tokens of a step, where probes are computed in chunks
 KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 1.0, "top_p": 0.5, "logprobs": 20},
     {"temperature": 0},
     {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 0, "logprobs": 2},
-    {"temperature": 1.0, "top_k": 20, "logprobs": 0},
+    {"temperature": 1.0, "top_k": 3, "logprobs": 0},
 )
 
-OTHER_LOGPROBS = -1  # stands for the right token with log-probabilities that are not
+# What stands for a token in the comparison:
+OTHER_LOGPROBS = -1  # it is right, and its log-probabilities are not
+EXCLUDED = -2  # it is one that the request's parameters exclude
 
 Question = tuple[list[int], SamplingParams]
-Answers = list[
-    list[tuple[int, Any]]
-]  # of each request: tokens, each with its log-probabilities where they are asked for
+Answer = list[tuple[int, TokenLogprob | None]]  # tokens, with their log-probabilities where they are asked for
+Answers = list[Answer]
 
 
 class ExactGate:
@@ -67,6 +71,7 @@ class ExactGate:
     """
 
     def __init__(self, device: str) -> None:
+        self.device = device
         self._on_gpu = device == "cuda"
         self._alone: list[tuple[EngineConfig, list[Question], Answers]] = []
 
@@ -112,10 +117,24 @@ class ExactGate:
         finally:
             engine.close()
         expected = self._expected(plain(config), questions)
-        right = _told(expected, expected)
-        # In fp32 on a CPU log-probabilities are not compared: their last bits depend on the company.
-        comparisons = [compare(right, _told(answers, expected if self._on_gpu else answers)) for answers in found]
+        right = [[token for token, _ in answer] for answer in expected]
+        comparisons = [compare(right, self._told(questions, answers, expected)) for answers in found]
         return replace(gate(variant, point, comparisons), against=against)
+
+    def _told(self, questions: list[Question], answers: Answers, expected: Answers) -> list[list[int]]:
+        """The tokens of each answer, or what stands for them. On a CPU the last bits of log-probabilities depend on the
+        company: they are not compared there."""
+
+        def told(params: SamplingParams, at: int, token: int, logprobs: TokenLogprob | None, own: Answer) -> int:
+            if _excluded(params, logprobs):
+                return EXCLUDED
+            same = not self._on_gpu or at >= len(own) or own[at][0] != token or own[at][1] == logprobs
+            return token if same else OTHER_LOGPROBS
+
+        return [
+            [told(params, at, token, logprobs, own) for at, (token, logprobs) in enumerate(answer)]
+            for (_, params), answer, own in zip(questions, answers, expected, strict=True)
+        ]
 
     def _expected(self, config: EngineConfig, questions: list[Question]) -> Answers:
         for known, asked, answers in self._alone:
@@ -157,10 +176,11 @@ def probes(whole: bool = False) -> list[Question]:
 
     one, other, middle = draw(32), draw(32), draw(32)
     ends = [CHUNK - 1, CHUNK] if whole else [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1]
-    prompts = [one + middle + draw(5), other + middle + draw(5), middle + draw(9)]  # equal blocks, different beginnings
+    prompts = [draw(end) for end in ends[:2]]  # which leave so little memory that those behind them must give way
+    prompts += [one + middle + draw(5), other + middle + draw(5), middle + draw(9)]  # equal blocks, other beginnings
     prompts += [one + middle, one + middle + draw(1), one, one + draw(15), one * 3]
-    prompts += [draw(end) for end in ends]
-    return _questions(prompts, [12 + 3 * (index % 4) for index in range(len(prompts))])
+    prompts += [draw(end) for end in ends[2:]]
+    return _questions(prompts, [18 + 4 * (index % 4) for index in range(len(prompts))])
 
 
 def _questions(prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Question]:
@@ -195,7 +215,7 @@ def _stressed(config: EngineConfig) -> EngineConfig:
     scheduler, cache = config.scheduler, config.cache
     blocks = 3 * (-(-640 // cache.block_size))
     if cache.layout is Layout.paged and scheduler.batching is Batching.continuous:
-        blocks //= 2
+        blocks = 48  # of 40 that the longest may take: who grows makes others give way
     return replace(
         config,
         model=model,
@@ -203,7 +223,7 @@ def _stressed(config: EngineConfig) -> EngineConfig:
             cache, num_blocks=blocks, memory_gib=None, num_host_blocks=None, host_memory_gib=None, watermark=0.0
         ),
         scheduler=replace(
-            scheduler, max_num_seqs=6, max_num_batched_tokens=CHUNK if scheduler.chunked_prefill else 640
+            scheduler, max_num_seqs=8, max_num_batched_tokens=CHUNK if scheduler.chunked_prefill else 640
         ),
         speculation=speculation,
     )
@@ -230,17 +250,16 @@ def _answers(engine: LLMEngine, questions: Sequence[Question]) -> Answers:
     outputs = engine.generate([prompt for prompt, _ in questions], [params for _, params in questions])
     answers: Answers = []
     for done in (output.outputs[0] for output in outputs):
-        logprobs: Sequence[Any] = done.logprobs or [None] * len(done.token_ids)
+        logprobs: Sequence[TokenLogprob | None] = done.logprobs or [None] * len(done.token_ids)
         answers.append(list(zip(done.token_ids, logprobs, strict=True)))
     return answers
 
 
-def _told(answers: Answers, expected: Answers) -> list[list[int]]:
-    """The tokens of each answer, OTHER_LOGPROBS for a right one with other log-probabilities."""
-    return [
-        [
-            OTHER_LOGPROBS if own[at : at + 1] and own[at][0] == token and own[at][1] != logprobs else token
-            for at, (token, logprobs) in enumerate(answer)
-        ]
-        for answer, own in zip(answers, expected, strict=True)
-    ]
+def _excluded(params: SamplingParams, entry: TokenLogprob | None) -> bool:
+    """Whether the token that `entry` is about may not be drawn at temperature 1."""
+    if entry is None:
+        return False
+    if params.temperature == 0:
+        return entry.rank > 1
+    likelier = sum(math.exp(logprob) for _, logprob in entry.top[: entry.rank - 1])
+    return 0 < params.top_k < entry.rank or (params.top_p < 1 and likelier > params.top_p + 1e-3)

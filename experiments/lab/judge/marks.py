@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.stats import Estimate
+from experiments.lab.show import wording
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Table, Turn
 
@@ -56,7 +57,7 @@ def _main_metric(result: Result) -> str | None:
 
 
 def severalfold(result: Result) -> list[str]:
-    """Of each variant the worst disagreement between the repeats of a process, in words."""
+    """Of each variant the worst disagreement between the repeats of a process, in words; the worst of all first."""
     info, table = result.info, Table(result.rows)
     worst: dict[str, tuple[float, str]] = {}
     names = [n for n, m in info.metrics.items() if m.unit in OF_TIME and not any(tail in n for tail in TAILS)]
@@ -72,20 +73,17 @@ def severalfold(result: Result) -> list[str]:
                         metric, at = info.metrics[name], f" at {point}" if point else ""
                         text = f"{label}{at}: {metric.label} from {low:.4g} to {high:.4g} {metric.unit} in one process"
                         worst[variant] = high / low, text
-    return [text for _, text in worst.values()]
+    return [text for _, text in sorted(worst.values(), reverse=True)]
 
 
 def of(result: Result) -> list[str]:
-    """Everything that marks the run, a sentence each; empty where nothing does."""
-    found, told = again(result), []
-    if found is not None and found.alarms:
-        ratio = found.ratio
-        told.append(
-            f"The baseline differs from itself: measured a second time it had {ratio.median:.4g} "
-            f"[{ratio.low:.4g}, {ratio.high:.4g}] times its {result.info.metrics[found.metric].label}, so effects of "
-            "that size are not to be believed here."
-        )
-    return [
-        *told,
-        *(f"Repeats differ severalfold, as beside a busy neighbour. {text}." for text in severalfold(result)),
-    ]
+    """Everything that marks the run, in words; empty where nothing does."""
+    found = again(result)
+    told = (
+        []
+        if found is None or not found.alarms
+        else [f"the baseline differs from itself: A/A ratio {wording.interval(found.ratio)}"]
+    )
+    apart = severalfold(result)
+    others = f", and {len(apart) - 1} variants more" if len(apart) > 1 else ""
+    return [*told, *([f"repeats differ severalfold ({apart[0]}{others})"] if apart else [])]

@@ -88,7 +88,8 @@ class HFContinuous:
             traces[index] = _trace(items[index], output, arrival, None if schedule.is_closed(index) else sent)
             schedule.ended(index, traces[index].token_times[-1])
         end = clock()
-        return Served(tuple(traces[index] for index in range(len(items))), start, end)
+        first = min((trace.arrival for trace in traces.values()), default=start)
+        return Served(tuple(traces[index] for index in range(len(items))), first, end)
 
     def forget(self) -> None:
         """Its requests share no blocks."""

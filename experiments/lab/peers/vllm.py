@@ -116,11 +116,13 @@ class _Pass:
             elif due is None or self._has_output_by(due):
                 outputs = self._engine.step()
                 returned = time.perf_counter()
+                schedule.tick(returned)
                 for output in outputs:
                     self._note(schedule, output, returned)
         end = time.perf_counter()
         traces = tuple(self._traces[index] for index in range(len(self._items)))
-        return Served(traces, min((trace.arrival for trace in traces), default=start), end)
+        first = min((trace.arrival for trace in traces), default=start)
+        return Served(traces, first, end, in_flight_s=schedule.in_flight_s)
 
     def _has_output_by(self, due: float) -> bool:
         """Waits for an output of the engine's process until `due`. An engine in this process cannot be waited for: its

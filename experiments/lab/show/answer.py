@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from experiments.lab.judge import pairs, stats
+from experiments.lab.judge import marks, pairs, stats
 from experiments.lab.judge.claims import Verdict
 from experiments.lab.judge.metrics import Better
 from experiments.lab.show import effects, wording
@@ -78,10 +78,7 @@ def flags(result: Result) -> list[str]:
         found.append("tokens differ from the baseline's")
     if any(not gate.passed for gate in result.info.error_gates):
         found.append("numbers are too far from the reference's")
-    again = effects.against_itself(result)
-    if again is not None and again.low is not None and again.high is not None and not again.low <= 1 <= again.high:
-        found.append(f"the baseline differs from itself: A/A ratio {wording.interval(again)}")
-    return found
+    return [*found, *marks.of(result)]
 
 
 def figures(effect: Effect, info: RunInfo, against: bool = False) -> str:
@@ -160,7 +157,7 @@ def _without_claims(result: Result) -> str:
     info = result.info
     for name in info.metrics:
         for at in reversed(info.points):
-            found = {v: effects.value(result, name, (v, at)) for v in info.variants}
+            found = {v: effects.value(result, name, (v, at)) for v in info.variants if v != info.aa}
             shown = [f"{info.variants[v]} {wording.interval(e)}" for v, e in found.items() if e is not None]
             if shown:
                 text = f"{wording.short(name, info)} {', '.join(shown)}.{_best(result, name, at)}"

@@ -18,6 +18,7 @@ BY_PLACE = [f"acceptance_{place + 1}" for place in range(PLACES)]
 LONG_LABEL = 24
 MISSING = "-"
 INVALID = "INVALID"
+FEW = "not shown"  # the sample is too small
 ABSENT = "absent"
 
 
@@ -59,9 +60,11 @@ class Sheet:
     def __init__(self, result: Result) -> None:
         self.info = result.info
         self.repeats = max((row.repeat + 1 for row in result.rows), default=0)
+        self._turns = len({(row.process, row.repeat) for row in result.rows})
         self._table = Table(result.rows)
         self._tried = {(row.variant, row.point, row.metric) for row in result.rows}
         self._absent = {(row.variant, row.point, row.metric) for row in result.rows if row.is_absent}
+        self._faulty = {(row.variant, row.point, row.metric) for row in result.rows if row.is_fault}
         self._gates = {(gate.variant, gate.point): gate for gate in result.info.gates}
 
     def grids(self, names: Sequence[str]) -> list[Grid]:
@@ -167,9 +170,11 @@ class Sheet:
         if not values:
             if (variant, point, metric) in self._absent:
                 return ABSENT
-            return INVALID if (variant, point, metric) in self._tried else MISSING
+            if (variant, point, metric) in self._faulty:
+                return INVALID
+            return FEW if (variant, point, metric) in self._tried else MISSING
         text = wording.interval(stats.absolute(values, self.info.metrics[metric].share))
-        return text if len(values) == self.repeats else f"{text} (n={len(values)})"
+        return text if len(values) == self._turns else f"{text} (n={len(values)})"
 
     def ratio(self, variant: str, point: str, metric: str) -> str:
         if variant == self.info.baseline:

@@ -42,10 +42,10 @@ addEventListener('hashchange',show);document.documentElement.classList.add('js')
 """.replace("NEXT", NEXT)
 _INLINE = (  # of text whose <, > and & are escaped
     (re.compile(r"!\[([^]]*)]\(([^)]+)\)"), r'<img alt="\1" src="\2">'),
-    (re.compile(r"\[([^]]*)]\(([^)#]+/)?([\w.,=+-]+)\.md\)"), r'<a href="#\3">\1</a>'),
+    (re.compile(r"\[([^]]*)]\(([\w.,=+-]+)\.md\)"), r'<a href="#\2">\1</a>'),
     (re.compile(r"\[([^]]*)]\(([^)]+)\)"), r'<a href="\2">\1</a>'),
     (re.compile(r"\*\*(.+?)\*\*"), r"<b>\1</b>"),
-    (re.compile(r"(?<![\w*])\*([^*\n]+)\*(?![\w*])"), r"<i>\1</i>"),
+    (re.compile(r"(?<![\w*])\*(?=\S)([^*\n]+)(?<=\S)\*(?![\w*])"), r"<i>\1</i>"),
     (re.compile(r"&lt;br&gt;"), "<br>"),
 )
 _PICTURE = re.compile(r"!\[([^]]*)]\(figures/([^)]+)\)")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from experiments.lab import axes
+from experiments.lab.axes import IN_PROCESS, NO_SCALE
 from experiments.lab.judge import pairs
 from experiments.lab.judge.claims import Verdict
 from experiments.lab.judge.metrics import Better
@@ -16,7 +16,7 @@ from experiments.lab.show.effects import judgements
 from experiments.lab.show.pages import MARK, overrides
 from experiments.lab.show.screen import moved, variant_kinds
 from experiments.lab.store.history import Since
-from experiments.lab.store.result import IN_PROCESS, Result, RunInfo, page_name
+from experiments.lab.store.result import Result, RunInfo, page_name
 
 CPU, SMALL, LARGE, SERVED, GPUS = "CPU", "small", "7B", "served", "GPUs"
 COLUMNS = (CPU, SMALL, LARGE, SERVED, GPUS)
@@ -64,7 +64,7 @@ def column(info: RunInfo) -> str:
         return GPUS
     if _is_served(info):
         return SERVED
-    return LARGE if info.scale in (axes.NO_SCALE, "7b") else SMALL
+    return LARGE if info.scale in (NO_SCALE, "7b") else SMALL
 
 
 def _is_served(info: RunInfo) -> bool:

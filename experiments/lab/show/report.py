@@ -23,7 +23,7 @@ from experiments.lab.store.history import Since, commits_since
 from experiments.lab.store.result import Result, StoreError, page_name
 
 INDEX = "README.md"
-HTML = "index.html"  # a build output, ignored by git: some megabytes that change with every run
+HTML = "index.html"  # a build output, ignored by git: some megabytes, new ones with every run
 SCREEN_ROWS = 24  # of tables on a terminal
 
 

@@ -61,7 +61,7 @@ def _strip(result: Result, since: Since) -> str:
         "measured": f"{info.provenance.started[:10]}, {info.hardware}",
         "processes x repeats": f"{len(info.processes) or 1} x {repeats}",
         "seeds": ", ".join(map(str, seeds)),
-        "A/A": wording.interval(again, "x") if again else "not measured",
+        "A/A": wording.interval(again.ratio, "x") if again else "not measured",
         "INVALID": f"**{invalid(result):,} of {len(result.rows):,}**" if invalid(result) else "none",
         "claims": verdicts(result) or "none",
         "gates": gates if info.every_gate else "none",

@@ -3,8 +3,8 @@
     results/<experiment>/<scale>.<via>/<hardware>/
         <run>.csv            one row per (variant, point, repeat, process, metric)
         <run>.json           config, command, commit, versions, device, gates, claims, ...
-        <run>.steps.csv      one row per engine step, and
-        <run>.requests.csv   one per request, of one point: where the experiment asks for it
+        <run>.steps.csv      one row per engine step of one point: where the experiment asks for it
+        <run>.requests.csv   one per request of every pass
         <run>.profile.csv    one per kernel of a decode step: likewise
 
 The JSON names each table's row count and SHA-256, so a file that was cut short or edited is found out. All are written
@@ -136,6 +136,12 @@ class Result:
     kernels: tuple[KernelRow, ...] = ()  # of the profiled decode steps
     runs: tuple[RunInfo, ...] = ()  # that were put together, where it is not one run
     remarks: str = ""  # written by hand in <run>.remarks.md: what stands behind these rows, as markdown
+
+    @property
+    def traced(self) -> tuple[RequestRow, ...]:
+        """The requests of the passes whose steps are stored, and of peers beside them."""
+        points = {step.point for step in self.steps}
+        return tuple(r for r in self.requests if (r.process, r.repeat) == (0, 0) and (r.point in points or not points))
 
 
 def page_name(info: RunInfo) -> str:

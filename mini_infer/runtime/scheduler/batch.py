@@ -22,7 +22,7 @@ class Batch:
             RequestStatus.swapping_in: self.swapping_in,
         }
         self.free_indices = list(range(size - 1, -1, -1))
-        self._rank = rank
+        self.rank = rank
 
     def __len__(self) -> int:
         return len(self.running) + len(self.prefilling) + len(self.swapping_in)
@@ -35,17 +35,17 @@ class Batch:
 
     def last(self) -> Request:
         """Who ranks behind all others."""
-        return max((queue[-1] for queue in self._queues.values() if queue), key=self._rank)
+        return max((queue[-1] for queue in self._queues.values() if queue), key=self.rank)
 
     def join(self, request: Request, status: RequestStatus) -> None:
         request.req_index = self.free_indices.pop()
         request.status = status
-        insort(self._queues[status], request, key=self._rank)
+        insort(self._queues[status], request, key=self.rank)
 
     def move(self, request: Request, status: RequestStatus) -> None:
         self._queues[request.status].remove(request)
         request.status = status
-        insort(self._queues[status], request, key=self._rank)
+        insort(self._queues[status], request, key=self.rank)
 
     def leave(self, request: Request) -> None:
         """The caller gives it another status."""

@@ -1,13 +1,7 @@
 """The scheduler: which tokens of which requests are computed in the next step.
 
-It counts tokens, not phases. Every request has `num_computed_tokens` chasing `num_tokens`, under one token budget a
-step; prefill, chunked prefill, prefix hits, decode and recomputation are all this one chase:
-
-    prefix hit        the counter starts ahead
-    chunked prefill   the counter moves by what is left of the budget
-    decode            the counter is one behind, and moves by one
-    drafts            k of them behind the last token: it moves by 1 + k, and those rejected set it back
-    preemption        the counter goes back to zero (recompute), or the blocks move to the host (swap)
+It counts tokens, not phases: prefill, chunks of it, prefix hits, decode, drafts and recomputation are all ways in which
+a request's `num_computed_tokens` chases its `num_tokens`, under one token budget a step (docs/architecture.md).
 
     waiting --admit--> prefilling --last prompt token planned--> running --stop--> finished
        ^                |      ^                                    |
@@ -21,40 +15,24 @@ Steps may overlap: a request with a token in flight, whose place is known though
 planned behind it. What was computed for a request that has meanwhile ended is dropped. One with a grammar sits out the
 steps before the booking: what may come next depends on the token in flight.
 
-Running requests come first, so a decode never waits behind a prompt; then prompts in progress, swapped requests and new
-ones, in rank order. Whoever ranks last gives way when blocks run out, unless enough are about to be given back.
-
-waiting_line.py has who waits and whose turn it is, batch.py who is computed, planned_step.py a step's rows, booking.py
-what a step's tokens do to their requests, draft_plan.py drafts. No tensors: the same scheduler drives a GPU, the dry
-model and a simulator.
+waiting_line.py has who waits, batch.py who is computed, admission.py who is next and who gives way, planned_step.py a
+step's rows, booking.py what a step's tokens do to their requests, draft_plan.py drafts. No tensors: the same scheduler
+drives a GPU, the dry model and a simulator.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from typing import NamedTuple
-
-from mini_infer.cache.kv_manager import KVManager, PrefixMatch
+from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Batching, Policy, Preemption, SchedulerConfig
 from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus
+from mini_infer.runtime.scheduler.admission import AdmissionControl, Newcomer
 from mini_infer.runtime.scheduler.batch import Batch
 from mini_infer.runtime.scheduler.booking import TokenUpdate, book_prompt_logprobs, book_tokens
 from mini_infer.runtime.scheduler.planned_step import PlannedStep
 from mini_infer.runtime.scheduler.waiting_line import Rank, WaitingLine
-from mini_infer.speculative.draft_plan import DraftPlanner
+from mini_infer.speculative.draft_plan import add_drafts, can_follow
 from mini_infer.speculative.speculator import NoSpeculation
-
-
-class Newcomer(NamedTuple):
-    """The next in line, for which there is room."""
-
-    request: Request
-    match: PrefixMatch
-
-    @property
-    def missing_tokens(self) -> int:
-        return self.request.num_tokens - self.match.num_tokens
 
 
 class Scheduler:
@@ -62,8 +40,8 @@ class Scheduler:
     Args:
         watermark: share of the pool that admission leaves free, so that running requests can grow for a while
             before somebody has to be preempted.
-        proposer: of drafts for running requests.
-        follows: as of DraftPlanner.
+        speculator: proposes drafts for running requests.
+        follows: a step may be launched before drafts of the one before it are read: the device knows where rows stand.
     """
 
     def __init__(
@@ -77,13 +55,14 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self._watermark_blocks = int(watermark * kv.num_blocks) if kv.least_blocks == 1 else 0  # where requests grow
-        self._drafts = DraftPlanner(config, kv, speculator or NoSpeculation(), follows, self._watermark_blocks)
+        self._speculator, self._follows = speculator or NoSpeculation(), follows
         self._by_priority = config.policy is Policy.priority
         self._static = config.batching is Batching.static
         self._requests: dict[Request, None] = {}  # all unfinished ones
         # A static batch computes siblings side by side.
         self._line = WaitingLine(self._rank, siblings_wait=not self._static)
         self._batch = Batch(config.max_num_seqs, self._rank)
+        self._admission = AdmissionControl(self._line, self._batch, kv, self._watermark_blocks)
         self._planned: dict[int, PlannedStep] = {}  # planned, and not booked yet
         self._num_added = 0
         self._step = 0
@@ -106,7 +85,7 @@ class Scheduler:
             request.status = RequestStatus.finished
             self.kv.free(request)
             del self._requests[request]
-            self._drafts.speculator.forget(request)
+            self._speculator.forget(request)
             self._line.release_siblings(request)
         request.finish_reason, request.stop_reason = reason, stop_reason
 
@@ -138,22 +117,25 @@ class Scheduler:
         self._step += 1
         step = PlannedStep(self._step, now, self.config.max_num_batched_tokens)
         following = any(in_flight.num_drafts for in_flight in self._planned.values())
-        if self._planned and (self._drafts.speculator.waits or (following and not self._can_follow())):
+        if self._planned and (self._speculator.waits or (following and not self._can_follow())):
             return step.plan()
         admits = not (self._static and len(self._batch))
         if self._by_priority and admits and not following:
-            for victim in self._victims():
+            for victim in self._admission.victims():
                 self._preempt(victim, step)
         self._schedule_running(step, most=self._most_decodes(admits))
         # Whoever was just thrown out must not come straight back.
-        newcomer = self._newcomer() if admits and not step.short_of_blocks else None
+        newcomer = self._admission.newcomer() if admits and not step.short_of_blocks else None
         prompts = newcomer is not None or bool(self._batch.prefilling)
-        self._drafts.add_drafts(step, prompts=prompts)
+        drafts = self._speculator.plan(step.rows, prompts)
+        step.keeps_up = self._speculator.keeps_up
+        if drafts and (self.config.chunked_prefill or not prompts):  # a whole prompt may take all that is left
+            add_drafts(step, drafts, self.kv, self._watermark_blocks)
         if following:
             step.following = [row for row, request in enumerate(step.rows) if request.num_in_flight > 2]
         elif prompts:
             # Drafts may have taken the blocks that were there for the newcomer.
-            self._schedule_prompts(step, self._newcomer() if newcomer and step.num_drafts else newcomer)
+            self._schedule_prompts(step, self._admission.newcomer() if newcomer and step.num_drafts else newcomer)
         idle = not (step.rows or step.transfers or self._planned)
         step.awaits_transfers = idle and bool(self._requests and self.kv.transfers)
         plan = step.plan()
@@ -164,10 +146,11 @@ class Scheduler:
     def _can_follow(self) -> bool:
         """Whether the next step can be planned behind drafts that nobody has read yet: it takes no prompts."""
         return (
-            not self._batch.prefilling
-            and self._newcomer() is None
-            and not self._victims()
-            and self._drafts.can_follow(self._batch.running, self._planned.values())
+            self._follows
+            and not self._batch.prefilling
+            and self._admission.newcomer() is None
+            and not (self._by_priority and self._admission.victims())
+            and can_follow(self._speculator, self.kv, self._batch.running, self._planned.values())
         )
 
     def _most_decodes(self, admits: bool) -> int:
@@ -177,7 +160,7 @@ class Scheduler:
         if self.config.chunked_prefill:
             return num_running
         prefilling = self._batch.prefilling
-        newcomer = self._newcomer() if admits and not prefilling else None
+        newcomer = self._admission.newcomer() if admits and not prefilling else None
         if self._decodes_sat_out or not (prefilling or newcomer):
             self._decodes_sat_out = False
             return num_running
@@ -236,7 +219,7 @@ class Scheduler:
         while step.budget > 0 or self._static:  # a static batch is admitted now, and computed bit by bit
             if newcomer and (current is None or self._rank(newcomer.request) < self._rank(current)):
                 admitted = self._admit(newcomer, step)  # who comes behind one that finds no room waits too
-                newcomer = self._newcomer() if admitted and (step.budget > 0 or self._static) else None
+                newcomer = self._admission.newcomer() if admitted and (step.budget > 0 or self._static) else None
             elif current is not None:
                 self._compute(current, step)
                 current = next(in_progress, None)
@@ -253,33 +236,6 @@ class Scheduler:
             self._batch.move(request, RequestStatus.running)
 
     # --- admission ------------------------------------------------------------------------------------------------
-
-    def _head(self) -> Request | None:
-        """Whose turn it is to be admitted. None also where it cannot come yet, since those behind it wait, too: one
-        that was preempted while a step of its own was in flight comes back when that step's token is known, and one
-        that is on its way to the host when it is there."""
-        head = self._line.head()
-        return None if head is None or head.num_in_flight or self.kv.is_under_way(head) else head
-
-    def _newcomer(self) -> Newcomer | None:
-        """The next in line, if there is room for it now."""
-        head = self._head()
-        match = None if head is None else self.room_for(head)
-        return None if head is None or match is None else Newcomer(head, match)
-
-    def room_for(self, request: Request, without: list[Request] | None = None) -> PrefixMatch | None:
-        """Whether a request that waits could be admitted: the prefix that it would share, or None. Whoever asks what a
-        newcomer may bring (admission, priorities, drafts, steps behind drafts in flight) asks this.
-
-        Args:
-            without: what would be if these requests had given way.
-        """
-        num_ahead = self._line.num_siblings_before(request)
-        if len(self._batch.free_indices) + len(without or ()) <= num_ahead:
-            return None
-        # Running requests are to grow, and a sibling ahead needs its last block. An idle engine can give all it has.
-        watermark = self._watermark_blocks if len(self._batch) else 0
-        return self.kv.room_for(request, watermark + num_ahead * self.kv.least_blocks, without)
 
     def _admit(self, newcomer: Newcomer, step: PlannedStep) -> bool:
         """Gives the next in line its place in the batch, and computes what the budget allows. False where it has to be
@@ -308,16 +264,6 @@ class Scheduler:
         return True
 
     # --- giving way -----------------------------------------------------------------------------------------------
-
-    def _victims(self) -> list[Request]:
-        """Requests of lower priority that have to give way, and are enough, for the head of the line to find room."""
-        head = self._head() if self._by_priority else None
-        if head is None or self.room_for(head) is not None:
-            return []
-        lower = [r for r in self._batch.requests() if r.priority > head.priority]
-        lower.sort(key=self._rank, reverse=True)
-        enough = bisect_left(range(len(lower) + 1), True, key=lambda n: self.room_for(head, lower[:n]) is not None)
-        return lower[:enough] if enough <= len(lower) else []
 
     def _preempt(self, request: Request, step: PlannedStep) -> None:
         """Takes a request out of the batch. Its blocks go to the host or, also where swap space is full, are lost."""
@@ -356,7 +302,7 @@ class Scheduler:
             if moved is not None and moved.status is RequestStatus.swapping_in:
                 self._batch.move(moved, RequestStatus.prefilling)
         seconds = None if self._last_update is None else now - self._last_update
-        self._drafts.speculator.book(step.rows, plan, result, seconds)
+        self._speculator.book(step.rows, plan, result, seconds)
         book_prompt_logprobs(step, result)
         updates, endings = book_tokens(step, plan, result, now, self.kv)
         for ending in endings:

@@ -24,9 +24,9 @@ from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs
 from mini_infer.runtime.sampling.logprobs import Logprobs, RowLogprobs, prompt_logprobs
 from mini_infer.runtime.sampling.sampler import Sampler
-from mini_infer.runtime.worker.request_states import RequestStates, small_growths
+from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.row_step import RowStep, real_tokens
-from mini_infer.runtime.worker.step_input import IntArray, Samples
+from mini_infer.runtime.worker.step_input import IntArray, Samples, small_growths
 from mini_infer.speculative.draft_model import Drafter, Stopwatch
 
 if TYPE_CHECKING:  # it is handed them

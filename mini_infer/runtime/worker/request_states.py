@@ -13,6 +13,7 @@ it by then. Where drafts are verified, the device also keeps where each request 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from types import ModuleType
@@ -27,7 +28,7 @@ from mini_infer.attention.context import AttentionBatch
 from mini_infer.core.plan import NO_DRAFT, Growth, StepPlan
 from mini_infer.kernels import rows as definition
 from mini_infer.kernels.rows import PACKED, GatheredRows
-from mini_infer.runtime.worker.step_input import Drafts, IntArray, Samples, StepInput, leading_alike
+from mini_infer.runtime.worker.step_input import Drafts, IntArray, Samples, StepInput
 
 if TYPE_CHECKING:
     from mini_infer.core.config import EngineConfig
@@ -77,15 +78,8 @@ class RequestStates:
     @classmethod
     def of(cls, config: EngineConfig, limits: Limits, sampler: Sampler) -> RequestStates:
         """Padding rows write to the block behind those that the scheduler knows."""
-        return cls(
-            config.scheduler.max_num_seqs,
-            limits.max_model_len,
-            config.cache.block_size,
-            sampler.num_params,
-            sampler.device,
-            padding_block=limits.num_blocks,
-            lookahead=config.speculation.most,
-        )
+        sizes = config.scheduler.max_num_seqs, limits.max_model_len, config.cache.block_size, sampler.num_params
+        return cls(*sizes, sampler.device, padding_block=limits.num_blocks, lookahead=config.speculation.most)
 
     def send(self, *arrays: IntArray | NDArray[np.bool_]) -> list[Tensor]:
         """The arrays as int32 tensors on the device, in one copy, which nobody waits for."""
@@ -166,13 +160,16 @@ class RequestStates:
         block = places // self.block_size
         blocks = self._flat.index_select(0, token_owners * self.width + self._table + block)
         width = -(-int(seq_lens.max(initial=1)) // self.block_size)
+        n, alike = plan.num_decode_rows, plan.num_decode_rows
+        if plan.num_drafts and plan.counts[0] < plan.counts[n - 1]:
+            alike = bisect_right(plan.counts, 1, hi=n)  # rows with drafts go with prompts, which may have any length
         batch = AttentionBatch.of_rows(
             positions=places,
             slot_mapping=blocks * self.block_size + (places - block * self.block_size),
             block_tables=self.rows[:, self._table : self._table + width].index_select(0, rows32),
             query_starts=starts32,
             seq_lens=lens32,
-            num_decode_rows=leading_alike(plan),
+            num_decode_rows=alike,
             host_query_starts=query_starts,
             host_seq_lens=seq_lens,
         )
@@ -297,10 +294,3 @@ class RequestStates:
         from mini_infer.kernels import row_kernels  # it needs Triton, as does whoever samples on a GPU
 
         return row_kernels
-
-
-def small_growths(plan: StepPlan) -> Sequence[Growth]:
-    """The plan's growths where each is a request's only one, and by one block; else none. They fit into packed rows."""
-    growths = plan.growths
-    small = all(len(blocks) == 1 for _, _, blocks in growths) and len({g.req_index for g in growths}) == len(growths)
-    return growths if small else []

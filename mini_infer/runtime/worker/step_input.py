@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mini_infer.attention.context import AttentionBatch
-from mini_infer.core.plan import StepPlan
+from mini_infer.core.plan import Growth, StepPlan
 
 IntArray = NDArray[np.integer]
 Value = TypeVar("Value")
@@ -83,10 +82,8 @@ class StepInput(NamedTuple):
         return tokens if self.sampled_tokens is None else tokens.index_select(0, self.sampled_tokens)
 
 
-def leading_alike(plan: StepPlan) -> int:
-    """How many leading rows attention takes as decode rows. Where rows differ in their drafts, those with drafts go
-    with the prompts, which may have any number of tokens."""
-    n = plan.num_decode_rows
-    if not plan.num_drafts or plan.counts[0] == plan.counts[n - 1]:
-        return n
-    return bisect_right(plan.counts, 1, hi=n)
+def small_growths(plan: StepPlan) -> Sequence[Growth]:
+    """The plan's growths where each is a request's only one, and by one block; else none. They fit into packed rows."""
+    growths = plan.growths
+    small = all(len(blocks) == 1 for _, _, blocks in growths) and len({g.req_index for g in growths}) == len(growths)
+    return growths if small else []

@@ -65,7 +65,14 @@ def svg(figure: Figure) -> str:
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"<[^>]*>", lambda tag: _shorter(tag[0]), text)
     text = re.sub(rf"""id=(["']){_TIP}""", r"data-tip=\1", text)
-    return re.sub(r"\s*\n\s*", "\n", text)
+    return _named_by_place(re.sub(r"\s*\n\s*", "\n", text))
+
+
+def _named_by_place(text: str) -> str:
+    """Clipping rectangles are called after coordinates whose last digits differ from process to process."""
+    for number, name in enumerate(re.findall(r'<clipPath id="(\w+)"', text)):
+        text = text.replace(name, f"clip{number}")
+    return text
 
 
 def _shorter(tag: str) -> str:

@@ -1,0 +1,182 @@
+"""The gate of tokens finds planted faults of the engine, each of a kind that wrong tokens alone show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, count
+from typing import Any
+
+import pytest
+
+from experiments.lab.judge.exact_gate import ExactGate
+from mini_infer import EngineConfig
+from mini_infer.cache.block_pool import BlockPool
+from mini_infer.cache.kv_manager import KVManager
+from mini_infer.kernels import draw
+from mini_infer.runtime.sampling import sampler
+from mini_infer.runtime.scheduler.planned_step import PlannedStep
+from mini_infer.runtime.worker import model_runner
+from mini_infer.runtime.worker.request_states import RequestStates
+
+SCHEDULER = {"max_num_batched_tokens": 1024, "max_num_seqs": 8}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "swap, overlap": {"scheduler": {"preemption": "swap", "overlap": "always"}},
+    "drafts": {"speculation": {"method": "draft", "draft": {"path": "tiny-draft"}, "adaptive": False}},
+    "synthetic drafts": {"speculation": {"method": "synthetic", "acceptance": 0.5, "adaptive": False}},
+    "static, contiguous": {
+        "cache": {"layout": "contiguous", "prefix_caching": False},
+        "scheduler": {"batching": "static"},
+    },
+    "whole prompts": {"scheduler": {"chunked_prefill": False}},
+}
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gate(request: pytest.FixtureRequest) -> ExactGate:
+    """What requests get alone is computed once."""
+    made = ExactGate(request.param)
+    made.of_probes("as it is", config("as it is", request.param))
+    return made
+
+
+def config(variant: str, device: str) -> EngineConfig:
+    changes = VARIANTS[variant]
+    model = {"path": "tiny-target", "device": device, "dtype": "bfloat16" if device == "cuda" else "float32"}
+    base = {**changes, "model": model, "scheduler": {**SCHEDULER, **changes.get("scheduler", {})}}
+    return EngineConfig.from_dict(base)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_engine_without_faults_passes(gate: ExactGate, variant: str) -> None:
+    found = gate.of_probes(variant, config(variant, gate.device))
+    assert found.passed, found.first_difference
+    assert found.total_tokens > 300
+    assert found.covers(variant, "any point")
+    assert not found.covers("another variant", "")
+
+
+def _orphaned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's hash forgets its parent."""
+
+    def extend(self: KVManager, request: Any, num_blocks: int) -> None:
+        size = self.block_size
+        for index in range(len(request.block_hashes), num_blocks):
+            tokens = request.token_ids[index * size : (index + 1) * size]
+            request.block_hashes.append(repr(list(tokens)).encode())
+
+    monkeypatch.setattr(KVManager, "_extend_hashes", extend)
+
+
+def _freed_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who releases a shared block frees it, whoever else has it."""
+    release = BlockPool.release
+
+    def early(self: BlockPool, blocks: list[int]) -> None:
+        for block in blocks:
+            self._ref_counts[block] = min(self._ref_counts[block], 1)
+        release(self, [block for block in blocks if self._ref_counts[block] > 0])
+
+    monkeypatch.setattr(BlockPool, "release", early)
+
+
+def _skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is computed in chunks loses the token behind each."""
+    add = PlannedStep.add_prompt_row
+
+    def skip(self: PlannedStep, request: Any, count: int) -> None:
+        add(self, request, count)
+        if request.num_computed_tokens < request.num_tokens - 1:
+            request.num_computed_tokens += 1
+
+    monkeypatch.setattr(PlannedStep, "add_prompt_row", skip)
+
+
+def _untruncated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """top-p is ignored, by whoever asks."""
+    monkeypatch.setattr(sampler, "encode", lambda params, *rest: draw.encode(replace(params, top_p=1.0), *rest))
+
+
+def _beyond_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "encode", lambda params, *rest: draw.encode(replace(params, top_k=0), *rest))
+
+
+def _stale_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a draft was rejected, the token after it is the target's for the draft."""
+    monkeypatch.setattr(model_runner, "keep_accepted", _keep_all)
+
+
+def _keep_all(tokens: list[list[int]], rows: Any, picked: Any, drafts: Any) -> None:
+    for row, token in zip(rows, picked, strict=True):
+        tokens[row].append(token)
+
+
+def _turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The positions of prompts behind what the cache holds are one too far."""
+    build = RequestStates.build
+
+    def shifted(self: RequestStates, plan: Any, *rest: Any, **more: Any) -> Any:
+        step = build(self, plan, *rest, **more)
+        firsts = [0, *accumulate(plan.counts)]
+        for row, (start, size) in enumerate(zip(plan.starts, plan.counts, strict=True)):
+            if size > 1 and start > 0:
+                step.batch.positions[firsts[row] : firsts[row + 1]] += 1
+        return step
+
+    monkeypatch.setattr(RequestStates, "build", shifted)
+
+
+def _drawn_by_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a request draws depends on how many came before it."""
+    before = count()
+
+    def encode(params: Any, seed: int, *rest: Any) -> Any:
+        return draw.encode(params, seed + next(before), *rest)
+
+    monkeypatch.setattr(sampler, "encode", encode)
+
+
+def _neighbours_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = sampler.report
+    monkeypatch.setattr(sampler, "report", lambda logits, *rest: report(logits.roll(1, 0), *rest))
+
+
+def _blocks_come_back_in_other_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    swap_in = KVManager.swap_in
+
+    def turned(self: KVManager, request: Any) -> Any:
+        transfer = swap_in(self, request)
+        hosts, blocks = zip(*transfer.pairs, strict=True)
+        return transfer._replace(pairs=list(zip(reversed(hosts), blocks, strict=True)))
+
+    monkeypatch.setattr(KVManager, "swap_in", turned)
+
+
+@pytest.mark.parametrize(
+    ("fault", "variant"),
+    [
+        (_orphaned, "as it is"),
+        (_freed_early, "as it is"),
+        (_skipped, "as it is"),
+        (_turned, "as it is"),
+        (_untruncated, "as it is"),
+        (_beyond_top_k, "as it is"),
+        (_drawn_by_company, "as it is"),
+        (_neighbours_logprobs, "as it is"),
+        (_stale_token, "drafts"),
+        (_blocks_come_back_in_other_places, "swap, overlap"),
+    ],
+)
+def test_a_planted_fault_is_found(gate: ExactGate, monkeypatch: pytest.MonkeyPatch, fault: Any, variant: str) -> None:
+    fault(monkeypatch)
+    try:
+        found = gate.of_probes(variant, config(variant, gate.device))
+    except AssertionError:
+        return  # the engine's own bookkeeping noticed
+    assert not found.passed
+
+
+@pytest.mark.parametrize("fault", [_untruncated, _beyond_top_k])
+def test_a_fault_that_a_request_alone_has_too_is_found(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+    fault(monkeypatch)
+    assert not ExactGate("cpu").of_probes("as it is", config("as it is", "cpu")).passed
