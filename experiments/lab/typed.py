@@ -112,7 +112,9 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
     config.experiment.claims = kept
     if config.experiment.get("timeline") is not None and not _stands(grid, config.experiment.timeline):
         config.experiment.timeline = None
-    config.experiment.profile = [at for at in config.experiment.get("profile") or [] if _stands(grid, at)]
+    profiled = config.experiment.get("profile")
+    if profiled:
+        config.experiment.profile = [at for at in profiled if _stands(grid, at)] or [dict(grid[0].values)]
     of = ", ".join(f"{axis} {points.shown(known[axis])}" for axis in asked)
     return [f"Measured at other points than the experiment's own: {of}." + _left_out(lost, "about other points")]
 

@@ -103,16 +103,6 @@ def shown(result: Result, most: int) -> list[Effect]:
     return found[:most]
 
 
-def against_itself(result: Result) -> Estimate | None:
-    """The ratio of the baseline's second arm to its first, of the first claim's metric where it has the most values."""
-    info, table = result.info, Table(result.rows)
-    if info.aa is None:
-        return None
-    metric = info.claims[0].metric if info.claims else next(iter(info.metrics))
-    point = max(info.points, key=lambda p: len(table.values(info.aa or "", p, metric)), default="")
-    return stats.ratio(table.values(info.aa, point, metric), table.values(str(info.baseline), point, metric))
-
-
 def value(result: Result, metric: str, cell: Cell) -> Estimate | None:
     values = Table(result.rows).values(*cell, metric)
     return stats.absolute(values) if values else None

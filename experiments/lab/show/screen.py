@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from experiments.lab.judge import marks
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import effects, wording
@@ -54,7 +55,7 @@ def _strip(result: Result, since: Since) -> str:
     info = result.info
     repeats = max((row.repeat + 1 for row in result.rows), default=0)
     seeds = [p.seed for p in info.processes] or [info.config.get("measure", {}).get("seed", 0)]
-    again = effects.against_itself(result)
+    again = marks.again(result)
     failed = sum(not gate.passed for gate in info.every_gate)
     gates = f"{len(info.every_gate)} passed" if not failed else f"**{failed} of {len(info.every_gate)} FAILED**"
     facts = {
