@@ -180,7 +180,8 @@ def _keys(one: Override) -> list[str]:
     path = group / f"{one.value()}.yaml"
     if not key.startswith("engine/") or not path.is_file():
         return []  # a model or a workload is a whole one, and points and variants change what they like of it
-    package = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# @package ").strip()
+    _, said, package = path.read_text(encoding="utf-8").partition("\n")[0].partition("# @package ")
+    package = package.strip() if said else key.replace("/", ".")
     return [f"{package}.{leaf}" for leaf, _ in _leaves(OmegaConf.to_container(OmegaConf.load(path)))]
 
 
