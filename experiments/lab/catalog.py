@@ -43,7 +43,9 @@ def defaults(conf: Path) -> dict[str, str]:
     entries = OmegaConf.to_container(OmegaConf.load(conf / "config.yaml").defaults)
     assert isinstance(entries, list)
     named = [entry for entry in entries if isinstance(entry, dict)]
-    return {str(group): option for entry in named for group, option in entry.items() if option is not None}
+    chosen = {str(group): option for entry in named for group, option in entry.items() if option is not None}
+    chosen.pop("optional at")
+    return chosen
 
 
 def experiments(conf: Path) -> dict[str, str]:

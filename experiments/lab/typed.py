@@ -112,7 +112,9 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
     config.experiment.claims = kept
     if config.experiment.get("timeline") is not None and not _stands(grid, config.experiment.timeline):
         config.experiment.timeline = None
-    config.experiment.profile = [at for at in config.experiment.get("profile") or [] if _stands(grid, at)]
+    profiled = config.experiment.get("profile")
+    if profiled:
+        config.experiment.profile = [at for at in profiled if _stands(grid, at)] or [dict(grid[0].values)]
     of = ", ".join(f"{axis} {points.shown(known[axis])}" for axis in asked)
     return [f"Measured at other points than the experiment's own: {of}." + _left_out(lost, "about other points")]
 
@@ -178,7 +180,8 @@ def _keys(one: Override) -> list[str]:
     path = group / f"{one.value()}.yaml"
     if not key.startswith("engine/") or not path.is_file():
         return []  # a model or a workload is a whole one, and points and variants change what they like of it
-    package = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# @package ").strip()
+    _, said, package = path.read_text(encoding="utf-8").partition("\n")[0].partition("# @package ")
+    package = package.strip() if said else key.replace("/", ".")
     return [f"{package}.{leaf}" for leaf, _ in _leaves(OmegaConf.to_container(OmegaConf.load(path)))]
 
 

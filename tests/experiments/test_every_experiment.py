@@ -20,7 +20,7 @@ EVERY = [  # over HTTP they are composed by test_lab_configs.py, and a server ru
     for name in sorted(catalog.experiments(ROOT / "conf"))
     for scale, via, _ in axes.nodes(OmegaConf.load(ROOT / "conf" / "experiment" / f"{name}.yaml"))
     if via == axes.IN_PROCESS
-]
+] + [("measure", "")]  # which has no scales
 
 # A short run is too small for a percentile, and a busy machine may be late or change its speed meanwhile.
 FORGIVEN = ("sample is too small", "samples", "fell behind its schedule", "the machine's speed changed")
@@ -97,7 +97,7 @@ def quick_kernels(monkeypatch) -> None:
 @pytest.mark.parametrize(("name", "scale"), [(name, scale) for name, scale in EVERY if name not in NEEDS_TRITON])
 def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
     places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
-    chosen = [f"experiment={name}", f"scale={scale}"]
+    chosen = [f"experiment={name}", *([f"scale={scale}"] if scale else [])]
     overrides = [*chosen, *places]
     if name in OWN:
         overrides += OWN[name]
@@ -118,8 +118,8 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
             _leave_out_peers(config.experiment)
         if name in PAIRED:
             config.experiment.points = {}
-            if "search" in config.experiment:
-                config.experiment.search.update({"low_per_s": 200, "high_per_s": 800, "steps": 2})
+        if "search" in config.experiment:
+            config.experiment.search.update({"low_per_s": 200, "high_per_s": 800, "steps": 2})
         if config.experiment.get("keep_engines"):
             config.engine.model.max_model_len = min(config.engine.model.max_model_len or 2048, 2048)
             _leave_out_the_gpu(config.experiment)

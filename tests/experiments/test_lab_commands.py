@@ -257,7 +257,7 @@ def test_the_commands_run_from_the_command_line(monkeypatch, capsys, tmp_path):
     code, out, _ = run_py(monkeypatch, capsys, "report", "--results", results, "--reports", reports)
     assert code == 0
     assert out.split() == [str(reports / "demo.md"), str(reports / "README.md")]
-    code, out, _ = run_py(monkeypatch, capsys, "compare", "demo/cpu", "demo/own.in_process/cpu/b", "--results", results)
+    code, out, _ = run_py(monkeypatch, capsys, "compare", "demo", "demo/own/cpu/b", "--results", results)
     assert code == 0
     assert "no difference shown" in out
     trace = tmp_path / "t.json"

@@ -83,8 +83,8 @@ def test_what_is_written_comes_back_and_rewriting_changes_no_byte(tmp_path):
 def test_the_csv_is_tidy(tmp_path):
     table = store.write(tmp_path, result()).with_suffix(".csv").read_text().splitlines()
     assert table[0] == "variant,point,repeat,process,metric,value,unit,valid,reason"
-    assert table[1] == "base,size=1,0,speed,10.1235,tokens/s,true,"
-    assert table[-1] == 'new,size=2,3,speed,1,tokens/s,false,"lengths differ, ""badly"""'
+    assert table[1] == "base,size=1,0,0,speed,10.1235,tokens/s,true,"
+    assert table[-1] == 'new,size=2,3,0,speed,1,tokens/s,false,"lengths differ, ""badly"""'
 
 
 def test_fields_of_older_runs_that_said_nothing_are_passed_over(tmp_path):
@@ -173,7 +173,7 @@ def test_steps_and_requests_come_back(tmp_path):
     header = first["demo/own.in_process/cpu/default.requests.csv"].decode().splitlines()[0]
     assert header == (
         "variant,point,request,name,arrival_s,first_scheduled_s,first_token_s,end_s,prompt_tokens,output_tokens,"
-        "cached_tokens,preemptions"
+        "cached_tokens,preemptions,process,repeat,queue_s,prefill_s,transfer_s,decode_s"
     )
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from experiments.lab.axes import IN_PROCESS, OWN
+from experiments.lab.axes import IN_PROCESS, NO_SCALE
 from experiments.lab.judge import pairs
 from experiments.lab.judge.claims import Verdict
 from experiments.lab.judge.metrics import Better
@@ -64,7 +64,7 @@ def column(info: RunInfo) -> str:
         return GPUS
     if _is_served(info):
         return SERVED
-    return LARGE if info.scale in (OWN, "7b") else SMALL
+    return LARGE if info.scale in (NO_SCALE, "7b") else SMALL
 
 
 def _is_served(info: RunInfo) -> bool:
