@@ -157,12 +157,14 @@ class Ablation(Experiment):
             ]
             outcome = rounds.run(work)
         ledger = session.ledger
+        compared = [(v, p.name) for p in self._grid for v in alone if v != spec.baseline]
         not_visited = {point.name for point in spec.search.points} - searches.visited
         return Findings(
             rows=[*(row for found in ledger.rounds for row in found.rows), *searches.rows, *session.profile_rows],
             gates=[
                 *exact_gates,
-                *ledger.gates([(v, p.name) for p in self._grid for v in alone if v != spec.baseline], spec.gate_share),
+                # Where tokens may differ by rounding their comparison would show nothing.
+                *(ledger.gates(compared, spec.gate_share) if spec.gate_share else []),
             ],
             samples=self._samples(inputs, session, vocabulary),
             status=outcome.status,

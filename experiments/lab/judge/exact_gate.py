@@ -73,6 +73,7 @@ class ExactGate:
     def __init__(self, device: str) -> None:
         self.device = device
         self._on_gpu = device == "cuda"
+        self._how = "; batch-invariant numerics, to the bit" if self._on_gpu else ""
         self._alone: list[tuple[EngineConfig, list[Question], Answers]] = []
 
     def of_own(
@@ -86,14 +87,24 @@ class ExactGate:
         first = [list(item.prompt) for item in prime]
         small = self._in_numerics(_shrunk(config))
         return self._gate(
-            variant, point, small, questions, first, f"alone ({logit_gate.LAYERS} layers, random weights)"
+            variant,
+            point,
+            small,
+            questions,
+            first,
+            f"it is answered alone ({logit_gate.LAYERS} layers, random weights{self._how})",
         )
 
     def of_probes(self, variant: str, config: EngineConfig) -> Gate:
         """With the shipped model, in place of the variant's."""
         questions = probes(whole=not config.scheduler.chunked_prefill)
         return self._gate(
-            variant, "", self._in_numerics(_stressed(config)), questions, [], "alone (shipped model, trained)"
+            variant,
+            "",
+            self._in_numerics(_stressed(config)),
+            questions,
+            [],
+            f"it is answered alone (trained weights, small chunks, little memory{self._how})",
         )
 
     def _in_numerics(self, config: EngineConfig) -> EngineConfig:

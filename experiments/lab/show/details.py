@@ -20,8 +20,8 @@ from experiments.lab.store.rows import Row
 NAMES_SHOWN = 12  # of preempted requests
 FRESH = "every measurement starts from a fresh engine that is warmed up on other prompts"
 TOKENS = """\
-Before a variant's speed counts, its greedy tokens are compared with the
-baseline's (*same tokens*)."""
+Before a variant's speed counts, what it answers under load is compared with what each request gets alone, and where
+numbers do not depend on the batch, the tokens of the timed passes with the baseline's (*same tokens*)."""
 ERRORS = """\
 *error* is the largest relative error of a row, ||x - reference|| / ||reference||, against a reference that computes the
 same in fp32."""

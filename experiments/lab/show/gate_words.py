@@ -20,8 +20,9 @@ def gate_lines(info: RunInfo) -> list[Line]:
 
 def _token_lines(info: RunInfo) -> list[Line]:
     lines = []
-    for variant in info.variants:
-        passed = [gate for gate in info.gates if gate.variant == variant and gate.passed]
+    kinds = dict.fromkeys((gate.variant, gate.against) for gate in info.gates)
+    for kind in kinds:
+        passed = [gate for gate in info.gates if (gate.variant, gate.against) == kind and gate.passed]
         if passed:
             verdict = SHOWN if passed[0].needed_share <= 0 else Verdict.supported.value
             lines.append((_same_tokens(passed, info), verdict, _gate_figures(passed)))
@@ -63,6 +64,8 @@ def _gate_figures(gates: Sequence[Gate]) -> str:
 def _gate_claim(gate: Gate, info: RunInfo) -> str:
     at = f" at {gate.point}" if gate.point else ""
     label, other = info.variants[gate.variant], info.variants[str(info.baseline)]
+    if gate.against:
+        return f"{label} answers each request as {gate.against}{at}"
     if gate.needed_share <= 0:
         return f"{label}: greedy tokens up to each request's first difference from {other}{at}"
     return f"{label} generates the same greedy tokens as {other}{at}"

@@ -65,7 +65,9 @@ class Sheet:
         self._tried = {(row.variant, row.point, row.metric) for row in result.rows}
         self._absent = {(row.variant, row.point, row.metric) for row in result.rows if row.is_absent}
         self._faulty = {(row.variant, row.point, row.metric) for row in result.rows if row.is_fault}
-        self._gates = {(gate.variant, gate.point): gate for gate in result.info.gates}
+        # Of several gates at a point, the one against the baseline in the timed passes.
+        ordered = sorted(result.info.gates, key=lambda gate: not gate.against)
+        self._gates = {(gate.variant, gate.point): gate for gate in ordered}
 
     def grids(self, names: Sequence[str]) -> list[Grid]:
         """How near the hardware's limits a pass came stands beside the first metric, where there is room. A single
@@ -199,9 +201,9 @@ class Sheet:
 
     def same_tokens(self, variant: str, point: str) -> str:
         """The gate's figure in a few letters."""
-        if variant == self.info.baseline:
-            return "baseline"
-        gate = self._gates.get((variant, point))
+        gate = self._gates.get((variant, point)) or self._gates.get((variant, ""))
+        if variant == self.info.baseline and (gate is None or gate.against):
+            return "baseline" if gate is None or gate.passed else "FAILED"
         if gate is None:
             return "not compared"
         exact = gate.first_difference is None
