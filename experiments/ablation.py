@@ -55,8 +55,10 @@ class Ablation(Experiment):
         chosen: Hardware,
         peers: PeerSettings,
         aa: str | None = None,
+        gates: bool = True,
     ) -> None:
-        """`chosen` is what `hardware=<name>` put into the config; `aa` the variant that is the baseline again."""
+        """`chosen` is what `hardware=<name>` put into the config; `aa` the variant that is the baseline again; with
+        `gates` engines are checked first."""
         self.spec = spec
         self.aa = aa
         self.baseline: str | None = spec.baseline
@@ -93,6 +95,7 @@ class Ablation(Experiment):
         self._threads = threads
         self._chosen = chosen
         self._peers = peers
+        self._gates = gates
 
     @classmethod
     def from_config(cls, config: DictConfig) -> Ablation:
@@ -115,7 +118,7 @@ class Ablation(Experiment):
         chosen = schema.build(Hardware, config.hardware, "hardware")
         threads = measure.threads or torch.get_num_threads()
         peers = schema.build(PeerSettings, config.peers, "peers")
-        return cls(spec, measured, measure.repeats, measure.seed, threads, chosen, peers, aa)
+        return cls(spec, measured, measure.repeats, measure.seed, threads, chosen, peers, aa, measure.gates)
 
     def measure(self, steps: Steps) -> Findings:
         for cell in self._cells.values():
@@ -203,7 +206,7 @@ class Ablation(Experiment):
 
     def _error_gates(self) -> list[ErrorGate]:
         """Of all engines, the baseline's too; what points change of them is nothing that logits depend on."""
-        if self.spec.gate_logit_error is None:
+        if self.spec.gate_logit_error is None or not self._gates:
             return []
         at = [self._cell(variant, self._grid[0]) for variant in self.variants if variant != self.aa]
         engines = {c.variant: c.engine for c in at if c.kind.can.steps and logit_gate.applies(c.engine)}
@@ -212,7 +215,7 @@ class Ablation(Experiment):
     def _exact_gates(self, device: str, inputs: Mapping[str, Inputs]) -> list[Gate]:
         """Of all engines, the baseline's too."""
         exact, found = ExactGate(device), []
-        for variant in self.variants:
+        for variant in self.variants if self._gates else ():
             cells = [self._cell(variant, point) for point in self._grid]
             if variant == self.aa or not cells[0].kind.can.steps or not exact_gate.applies(cells[0].engine):
                 continue

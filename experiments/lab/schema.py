@@ -72,6 +72,7 @@ class Again(str, Enum):
 class Measure:
     processes: int = 3  # each with weights, prompts, lengths and sampling of its own
     repeats: int = 2  # in each process, of every variant at every point; even, or 1
+    gates: bool = True  # whether engines are checked before they are timed: once, in the first process
     aa: Again = Again.auto  # whether the baseline is measured a second time, under another name
     seed: int = 0  # of prompts, lengths and the order of everything random
     threads: int | None = None  # of torch, for all variants alike; default: what torch chooses

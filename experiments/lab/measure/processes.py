@@ -82,6 +82,7 @@ def seeded(config: DictConfig, process: int) -> DictConfig:
         if base is not None:
             OmegaConf.update(own, key, seed_of(base, seed, process))
     OmegaConf.update(own, "measure.seed", seed_of(seed, 0, process))
+    OmegaConf.update(own, "measure.gates", config.measure.gates and process == 0)
     return own
 
 
