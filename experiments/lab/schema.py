@@ -146,6 +146,13 @@ class RunConfig:
     via: Any = None
 
 
+class _Shared(dict[str, Any]):
+    """Hydra copies the whole store for each composition and each group that `--help` lists, and never changes it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+        return self
+
+
 def register(conf: Path = CONF) -> None:
     """Makes known to Hydra: `schema` for the root, `schema/workload: <kind>` for a workload file, and what the
     experiments of the folder `conf` say of their scales."""
@@ -154,6 +161,7 @@ def register(conf: Path = CONF) -> None:
     for name, cls in WORKLOADS.items():
         store.store(group="schema/workload", name=name, node=twin(cls))
     axes.register(conf / "experiment")
+    store.repo = _Shared(store.repo)
 
 
 def build(cls: type[Settings], values: Any, path: str) -> Settings:
