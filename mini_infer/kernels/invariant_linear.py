@@ -45,7 +45,8 @@ def _linear_kernel(
     rows, outs = row + tl.arange(0, BLOCK_ROWS), out + tl.arange(0, BLOCK_OUT)
     real = outs < OUT_SIZE
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + outs, mask=real, other=0.0).to(tl.float32)[:, None]
+        # Not as a sum: of a product in one step and a sum Triton makes a product that starts from the bias.
+        acc = tl.fma(acc, 1.0, tl.load(bias_ptr + outs, mask=real, other=0.0).to(tl.float32)[:, None])
     places = out_ptr + rows.to(tl.int64)[None, :] * OUT_SIZE + outs[:, None]
     tl.store(places, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (rows < num_rows)[None, :])
 

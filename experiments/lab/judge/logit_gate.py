@@ -34,6 +34,7 @@ from mini_infer.core.config import (
     GraphsConfig,
     KernelChoice,
     LoadFormat,
+    Numerics,
     When,
 )
 from mini_infer.modeling.checkpoint import read_json, resolve_folder
@@ -106,6 +107,7 @@ def reference(config: EngineConfig) -> EngineConfig:
         attention=AttentionConfig(prefill=AttentionChoice.sdpa, decode=AttentionChoice.sdpa),
         scheduler=replace(config.scheduler, overlap=When.never),
         graphs=GraphsConfig(capture=When.never),
+        numerics=Numerics.fast,
     )
 
 
