@@ -101,9 +101,7 @@ class InvariantKernels(TritonKernels):
         self._linear = invariant_linear
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        return self._linear(
-            x, weight.contiguous(), bias, out
-        )  # a copy on a CPU alone, for tests
+        return self._linear(x, weight.contiguous(), bias, out)  # a copy on a CPU alone, for tests
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
         return self._rope_and_store(qkv, qk_norm, places, one_shape=True)

@@ -332,7 +332,8 @@ def test_the_triton_variants_run_in_the_interpreter(tmp_path):
     for name, sweep in zip(("flash_decode", "fused_kernels"), sweeps, strict=True):
         overrides = [
             f"experiment={name}", f"experiment.sweeps={sweep}", "engine.model.device=cpu", "experiment.dtype=float32",
-            "experiment.claims=[]", "experiment.plots=[]", "measure.repeats=1", f"hydra.run.dir={tmp_path / 'out'}",
+            "experiment.claims=[]", "experiment.plots=[]", "measure.repeats=1", "measure.processes=1",
+            f"hydra.run.dir={tmp_path / 'out'}",
             *(f"paths.{place}={tmp_path / place}" for place in ("results", "reports")),
             *(["~experiment.variants.compile"] if name == "fused_kernels" else []),
         ]  # fmt: skip

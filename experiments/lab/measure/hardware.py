@@ -43,12 +43,12 @@ class Ceilings:
 class Hardware:
     """A file of conf/hardware/: whose ceilings these are, and how they were found."""
 
-    device: Device | None = None  # where it measures; default: what the scale says
-    memory_gib: float | None = None  # of the device, for models and KV
     machine: str = ""  # as `facts` names the CPU or GPU; empty where no file was chosen
     measured: str = ""  # date
     how: str = ""
     ceilings: tuple[Ceilings, ...] = ()  # on a CPU one for each number of threads
+    device: Device | None = None  # where it measures; default: what the scale says
+    memory_gib: float | None = None  # of the device, for models and KV
 
 
 def resolve(device: Device) -> str:
