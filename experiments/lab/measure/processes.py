@@ -10,7 +10,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context, get_start_method, set_start_method
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -96,6 +96,8 @@ def _here(config: DictConfig, steps: Steps) -> Findings:
 
 def _in_child(config: DictConfig, steps: Steps) -> Findings:
     """The child has a session of its own, so that Ctrl-C reaches it once, from here."""
+    if get_start_method(allow_none=True) not in (None, *get_all_start_methods()):
+        set_start_method("spawn", force=True)  # joblib's workers have one of its own, which a child would not know
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=_child, args=(theirs, *schema.packed(config)))
