@@ -80,10 +80,8 @@ class ExactGate:
         self, variant: str, point: str, config: EngineConfig, prime: Sequence[Item], items: Sequence[Item]
     ) -> Gate:
         """Of a variant's requests at a point, those of a closed loop and of an open one alike all at once."""
-        every = max(1, -(-len(items) // MOST_REQUESTS))
-        questions = _questions(
-            [list(item.prompt) for item in items[::every]], [item.output_tokens for item in items[::every]]
-        )
+        asked = items[:: max(1, -(-len(items) // MOST_REQUESTS))]
+        questions = _questions([list(item.prompt) for item in asked], [item.output_tokens for item in asked])
         first = [list(item.prompt) for item in prime]
         small = self._in_numerics(_shrunk(config))
         return self._gate(
