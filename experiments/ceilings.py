@@ -30,7 +30,7 @@ from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.store.result import COMPLETE
 from experiments.lab.store.rows import Row, Table
-from mini_infer.core.config import Device, DType
+from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,13 +48,16 @@ class CeilingsSpec(ExperimentSpec):
     Attributes:
         mib: sizes of the buffers that are copied and read; the largest must fit no cache, and memory three times.
         matmul: device -> sizes n of the n x n matrices that are multiplied.
-        dtypes: in which they are multiplied.
+        formats: device -> number formats in which they are multiplied, of FORMATS.
+        sustained_s: a GPU also multiplies the largest for so long without a pause, which its power limits; and copies
+            the largest buffer from and to the host, and to a second GPU where there is one.
         write: keeps the result: with --record in conf/hardware/, else in the folder `hardware` of paths.results.
     """
 
     mib: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
     matmul: dict[str, list[int]] = field(default_factory=dict)
-    dtypes: tuple[DType, ...] = (DType.float32, DType.bfloat16)
+    formats: dict[str, list[str]] = field(default_factory=dict)
+    sustained_s: float = 2.0
     write: bool = True
 
     def __post_init__(self) -> None:
@@ -64,8 +67,11 @@ class CeilingsSpec(ExperimentSpec):
             sizes = self.matmul.get(device)
             if not sizes or min(sizes) < 1:
                 raise ConfigError(f"experiment.matmul.{device} must be a list of numbers from 1 on, got {sizes}")
-        if not self.dtypes or DType.auto in self.dtypes:
-            raise ConfigError("experiment.dtypes must name dtypes: float32, bfloat16, float16")
+            formats = self.formats.get(device)
+            if not formats or not set(formats) <= set(FORMATS):
+                raise ConfigError(f"experiment.formats.{device} must be a list of {', '.join(FORMATS)}, got {formats}")
+        if self.sustained_s <= 0:
+            raise ConfigError(f"experiment.sustained_s must be above 0, got {self.sustained_s}")
 
 
 class CeilingsExperiment(Probe):
@@ -82,11 +88,17 @@ class CeilingsExperiment(Probe):
             self._threads = {ONE: 1, ALL: threads}
         labels = {name: "GPU" if n is None else f"{n} thread{'s' * (n > 1)}" for name, n in self._threads.items()}
         self.variants = labels
-        rate = {f"matmul_{d.value}_tflop_s": f"matrix product, {d.value}" for d in spec.dtypes}
+        self._formats = spec.formats[device]
+        rates = {_rate(name): f"matrix product, {name}" for name in self._formats}
+        copies = {"read_gb_s": "reading a buffer", "copy_gb_s": "copying a buffer, read + written"}
+        if self.device is Device.cuda:
+            rates |= {_rate(name, SUSTAINED): f"the same for {spec.sustained_s:g} s, {name}" for name in self._formats}
+            copies |= {"from_host_gb_s": "copying from pinned host memory", "to_host_gb_s": "copying to the host"}
+            if torch.cuda.device_count() > 1:
+                copies["to_peer_gb_s"] = "copying to another GPU"
         self.metrics = {
-            "read_gb_s": Metric("reading a buffer", "GB/s", Better.higher),
-            "copy_gb_s": Metric("copying a buffer, read + written", "GB/s", Better.higher),
-            **{name: Metric(label, "TFLOP/s", Better.higher) for name, label in rate.items()},
+            **{name: Metric(label, "GB/s", Better.higher) for name, label in copies.items()},
+            **{name: Metric(label, "TFLOP/s", Better.higher) for name, label in rates.items()},
         }
         self._buffers = [points.point({"mib": n}) for n in sorted(spec.mib)]
         self._matrices = [points.point({"size": n}) for n in sorted(spec.matmul[device])]
@@ -113,7 +125,7 @@ class CeilingsExperiment(Probe):
         if spec.write:
             paths = schema.build(schema.Paths, config.paths, "paths")
             folder = Path("conf") if paths.recorded else Path(paths.results)
-            target = ROOT / folder / "hardware" / f"{hardware.key(device)}.yaml"
+            target = ROOT / folder / "hardware" / f"{hardware.device_key(device)}.yaml"
         return cls(spec, device, threads, measure.repeats, measure.seed, target)
 
     def finish(self, findings: Findings) -> None:
@@ -136,18 +148,30 @@ class CeilingsExperiment(Probe):
         source = torch.rand(count, device=self.device.value)  # random, because zeros can be faster
         target = torch.empty_like(source)
         size = 4 * count
-        return {
+        found = {
             "read_gb_s": size / self._seconds(lambda: source.sum()) / 1e9,
             "copy_gb_s": 2 * size / self._seconds(lambda: target.copy_(source)) / 1e9,
         }
+        if self.device is Device.cuda and point == self._buffers[-1]:
+            host = torch.empty(count, pin_memory=True).copy_(source)
+            found["from_host_gb_s"] = size / self._seconds(lambda: target.copy_(host, non_blocking=True)) / 1e9
+            found["to_host_gb_s"] = size / self._seconds(lambda: host.copy_(source, non_blocking=True)) / 1e9
+            if "to_peer_gb_s" in self.metrics:
+                peer = torch.empty_like(source, device="cuda:1")
+                found["to_peer_gb_s"] = size / self._seconds(lambda: peer.copy_(source)) / 1e9
+        return found
 
     def _matmul(self, point: Point) -> dict[str, float]:
         n = point.values["size"]
         found = {}
-        for dtype in self.spec.dtypes:
-            a, b = (torch.rand(n, n, device=self.device.value).sub_(0.5).to(_TORCH[dtype]) for _ in range(2))
-            out = torch.empty_like(a)
-            found[f"matmul_{dtype.value}_tflop_s"] = 2 * n**3 / self._seconds(_product(a, b, out)) / 1e12
+        for name in self._formats:
+            product = FORMATS[name](n, self.device.value)
+            seconds = self._seconds(product)
+            found[_rate(name)] = 2 * n**3 / seconds / 1e12
+            if self.device is Device.cuda and point == self._matrices[-1]:
+                calls = max(1, round(self.spec.sustained_s / seconds))
+                _gpu_seconds(product, calls // 4)  # the power rises at first
+                found[_rate(name, SUSTAINED)] = 2 * n**3 * calls / _gpu_seconds(product, calls) / 1e12
         return found
 
     def _seconds(self, work: Callable[[], Tensor]) -> float:
@@ -169,7 +193,7 @@ class CeilingsExperiment(Probe):
             machine=hardware.name(self.device.value),
             measured=datetime.now(timezone.utc).date().isoformat(),
             how=f"torch {torch.__version__}: x.sum() and y.copy_(x) in float32 on {sizes} MiB, products of n x n "
-            f"matrices with n = {products}; the fastest pass of {self.repeats} repeats",
+            f"matrices with n = {products}; the fastest pass of {self.repeats} repeats in each process",
             ceilings=tuple(self._of(variant, Table(rows)) for variant in self.variants),
         )
 
@@ -189,22 +213,56 @@ class CeilingsExperiment(Probe):
             cached[point.values["mib"]] = _rounded(best("read_gb_s", self._buffers[index:]))
             if cached[point.values["mib"]] < FASTER * read:
                 break
+        gpu = self.device is Device.cuda
+        links = [name for name in ("from_host_gb_s", "to_host_gb_s", "to_peer_gb_s") if name in self.metrics]
         return Ceilings(
             copy_gb_s=_rounded(best("copy_gb_s", largest)),
             read_gb_s=_rounded(read),
-            matmul_tflop_s={
-                d.value: _rounded(best(f"matmul_{d.value}_tflop_s", self._matrices)) for d in self.spec.dtypes
+            matmul_tflop_s={name: _rounded(best(_rate(name), self._matrices)) for name in self._formats},
+            sustained_tflop_s={
+                name: _rounded(best(_rate(name, SUSTAINED), self._matrices[-1:])) for name in self._formats if gpu
             },
             cached_read_gb_s=cached if len(cached) > 1 else {},
+            link_gb_s={name.removesuffix("_gb_s"): _rounded(best(name, largest)) for name in links},
             threads=self._threads[variant],
         )
 
 
-_TORCH = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
+SUSTAINED = "sustained_"
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Tensor]:
-    return lambda: torch.mm(a, b, out=out)
+def _rate(name: str, kind: str = "") -> str:
+    return f"matmul_{name}_{kind}tflop_s"
+
+
+def _floating(dtype: torch.dtype) -> Callable[[int, str], Callable[[], Tensor]]:
+    def product(n: int, device: str) -> Callable[[], Tensor]:
+        a, b = (torch.rand(n, n, device=device).sub_(0.5).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        return lambda: torch.mm(a, b, out=out)
+
+    return product
+
+
+def _float8(n: int, device: str) -> Callable[[], Tensor]:
+    """With a scale for each row of both, as quantized models have them. b is column-major, as cuBLASLt wants it."""
+    a, b = (torch.rand(n, n, device=device).sub_(0.5).to(torch.float8_e4m3fn) for _ in range(2))
+    rows, columns = torch.ones(n, 1, device=device), torch.ones(1, n, device=device)
+    return lambda: torch._scaled_mm(a, b.t(), rows, columns, out_dtype=torch.bfloat16)
+
+
+def _int8(n: int, device: str) -> Callable[[], Tensor]:
+    a, b = (torch.randint(-128, 128, (n, n), dtype=torch.int8, device=device) for _ in range(2))
+    return lambda: torch._int_mm(a, b.t())
+
+
+FORMATS: dict[str, Callable[[int, str], Callable[[], Tensor]]] = {
+    "float32": _floating(torch.float32),
+    "bfloat16": _floating(torch.bfloat16),
+    "float16": _floating(torch.float16),
+    "float8_e4m3": _float8,
+    "int8": _int8,
+}
 
 
 def _rounded(value: float) -> float:

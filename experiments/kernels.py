@@ -284,6 +284,5 @@ def _values(time_us: float, work: Work, dtype: DType, limits: Ceilings | None) -
     if work.flops:
         values["tflop_s"] = work.flops / time_us / 1e6
         if limits is not None:
-            rates = limits.matmul_tflop_s
-            values["mfu"] = values["tflop_s"] / rates.get(dtype.value, max(rates.values()))
+            values["mfu"] = values["tflop_s"] / limits.tflop_s_of(dtype.value)
     return values

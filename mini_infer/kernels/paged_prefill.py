@@ -79,7 +79,7 @@ def find_row(query_starts_ptr, tile, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.
 
 
 @triton.jit
-def attend(
+def _attend(
     state,
     q,
     position,
@@ -133,22 +133,74 @@ def attend(
     return acc, total, maximum
 
 
+@triton.jit
+def _attend_range(
+    state,
+    q,
+    position,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    begin,
+    end,
+    all_begin,
+    all_end,
+    length,
+    window,
+    scale_log2,
+    BLOCK_SIZE: tl.constexpr,
+    SLOT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """`_attend` to the keys [begin, end), of which every query of the tile sees [all_begin, all_end)."""
+    all_begin = tl.minimum(tl.maximum(all_begin, begin), end)
+    all_end = tl.minimum(tl.maximum(all_end, begin), end)
+    if window is not None:
+        state = _attend(
+            state, q, position, keys_ptr, values_ptr, table_ptr, begin, all_begin, length, window, scale_log2,
+            BLOCK_SIZE, SLOT, HEAD_DIM, True, BLOCK_N, DOT,
+        )  # fmt: skip
+    state = _attend(
+        state, q, position, keys_ptr, values_ptr, table_ptr, all_begin, all_end, length, window, scale_log2,
+        BLOCK_SIZE, SLOT, HEAD_DIM, False, BLOCK_N, DOT,
+    )  # fmt: skip
+    return _attend(
+        state, q, position, keys_ptr, values_ptr, table_ptr, all_end, end, length, window, scale_log2,
+        BLOCK_SIZE, SLOT, HEAD_DIM, True, BLOCK_N, DOT,
+    )  # fmt: skip
+
+
+@triton.jit
+def merged(state, part):
+    """The state of the chunks up to here, and the next one's: of all. What is fused is said, as in `_attend`."""
+    acc, total, maximum = state
+    part_acc, part_total, part_maximum = part
+    new_maximum = tl.maximum(maximum, part_maximum)
+    keep, take = tl.exp2(maximum - new_maximum), tl.exp2(part_maximum - new_maximum)
+    total = tl.fma(total, keep, part_total * take)
+    return tl.fma(acc, keep[:, None], part_acc * take[:, None]), total, new_maximum
+
+
 # Neither lengths nor where a step's rows begin in a tensor may decide which variant is compiled.
-_VARYING = ["tables_ptr", "query_starts_ptr", "seq_lens_ptr", "window", "num_rows", "table_stride"]
+_VARYING = ["tables_ptr", "query_starts_ptr", "seq_lens_ptr", "window", "num_rows", "num_tokens", "table_stride"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def _paged_prefill_kernel(
+def paged_prefill_kernel(
     q_ptr,
     keys_ptr,
     values_ptr,
     out_ptr,
+    parts,  # None, or float32 for states of chunks: [chunks, T, Hq, HEAD_DIM], sums and maxima [chunks, T, Hq]
     tables_ptr,
     query_starts_ptr,
     seq_lens_ptr,
     window,
     scale_log2,
     num_rows,
+    num_tokens,
     table_stride,
     q_stride,  # between tokens
     NUM_KV_HEADS: tl.constexpr,
@@ -158,6 +210,7 @@ def _paged_prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,  # None, or keys that are added up for themselves
     DOT: tl.constexpr,  # dtype of the factors
 ):
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest work, at a prompt's end, first
@@ -169,7 +222,8 @@ def _paged_prefill_kernel(
         queries = packed + tl.arange(0, BLOCK_M)
         tokens, heads = queries // GROUP, kv_head * GROUP + queries % GROUP
         columns = tl.arange(0, HEAD_PAD)
-        inside = (tokens < query_len)[:, None] & (columns < HEAD_DIM)[None, :]
+        real = tokens < query_len
+        inside = real[:, None] & (columns < HEAD_DIM)[None, :]
         rows = (query_start + tokens).to(tl.int64)
         q = tl.load(q_ptr + (rows * q_stride + heads * HEAD_DIM)[:, None] + columns[None, :], mask=inside, other=0.0)
         q = q.to(DOT)
@@ -190,23 +244,32 @@ def _paged_prefill_kernel(
         table_ptr = tables_ptr + row * table_stride
         SLOT: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
         position = start + tokens
+        places = rows * (NUM_KV_HEADS * GROUP) + heads
+        outputs = places[:, None] * HEAD_DIM + columns[None, :]
         lowest = tl.full([BLOCK_M], LOWEST, tl.float32)
-        state = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32), tl.zeros([BLOCK_M], tl.float32), lowest
-        if window is not None:
-            state = attend(
-                state, q, position, keys_ptr, values_ptr, table_ptr, begin, all_begin, length, window, scale_log2,
-                BLOCK_SIZE, SLOT, HEAD_DIM, True, BLOCK_N, DOT,
+        nothing = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32), tl.zeros([BLOCK_M], tl.float32), lowest
+        state = nothing
+        if CHUNK is None:
+            state = _attend_range(
+                nothing, q, position, keys_ptr, values_ptr, table_ptr, begin, length, all_begin, all_end, length,
+                window, scale_log2, BLOCK_SIZE, SLOT, HEAD_DIM, BLOCK_N, DOT,
             )  # fmt: skip
-        state = attend(
-            state, q, position, keys_ptr, values_ptr, table_ptr, all_begin, all_end, length, window, scale_log2,
-            BLOCK_SIZE, SLOT, HEAD_DIM, False, BLOCK_N, DOT,
-        )  # fmt: skip
-        acc, total, _ = attend(
-            state, q, position, keys_ptr, values_ptr, table_ptr, all_end, length, length, window, scale_log2,
-            BLOCK_SIZE, SLOT, HEAD_DIM, True, BLOCK_N, DOT,
-        )  # fmt: skip
-        out = out_ptr + (rows * (NUM_KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM)[:, None] + columns[None, :]
-        tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+        else:
+            for chunk in range(begin // CHUNK + tl.program_id(1), tl.cdiv(length, CHUNK), tl.num_programs(1)):
+                chunk_begin, chunk_end = tl.maximum(chunk * CHUNK, begin), tl.minimum(chunk * CHUNK + CHUNK, length)
+                part = _attend_range(
+                    nothing, q, position, keys_ptr, values_ptr, table_ptr, chunk_begin, chunk_end, all_begin, all_end,
+                    length, window, scale_log2, BLOCK_SIZE, SLOT, HEAD_DIM, BLOCK_N, DOT,
+                )  # fmt: skip
+                if parts is None:
+                    state = merged(state, part)
+                else:
+                    ahead = num_tokens.to(tl.int64) * chunk * (NUM_KV_HEADS * GROUP)
+                    tl.store(parts[0] + ahead * HEAD_DIM + outputs, part[0], mask=inside)
+                    tl.store(parts[1] + ahead + places, part[1], mask=real)
+                    tl.store(parts[2] + ahead + places, part[2], mask=real)
+        if parts is None:
+            tl.store(out_ptr + outputs, (state[0] / state[1][:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 # Heads are padded to a power of two by masks; tiles of 512 would not fit into shared memory.
@@ -297,10 +360,10 @@ def paged_prefill(
     group, head_pad = num_heads // num_kv_heads, max(triton.next_power_of_2(head_dim), 16)
     rows = seq_lens.shape[0]
     tile = _tile(head_pad, q.element_size(), max_query_len * group, shared_memory(q.device) or 0)
-    _paged_prefill_kernel[((tokens * group // tile.block_m + rows) * num_kv_heads,)](
-        q, keys, values, out, block_tables, query_starts, seq_lens, window, scale * math.log2(math.e), rows,
-        block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
-        HEAD_PAD=head_pad, BLOCK_SIZE=block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+    paged_prefill_kernel[((tokens * group // tile.block_m + rows) * num_kv_heads,)](
+        q, keys, values, out, None, block_tables, query_starts, seq_lens, window, scale * math.log2(math.e), rows,
+        tokens, block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad, BLOCK_SIZE=block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, CHUNK=None,
         DOT=DOT_DTYPES[q.dtype], num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out

@@ -1,5 +1,7 @@
 """The ceilings experiment, small: its rows, and the file that it keeps."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -46,6 +48,22 @@ def test_it_runs_reports_and_keeps_what_it_found(compose_config, tmp_path):
     one, two = found.ceilings
     assert two.read_gb_s >= one.read_gb_s  # a machine may leave a thread idle
     assert ceilings.find(kept.parent, Hardware(), "cpu", 2).ceilings == two
+
+
+def test_what_was_not_measured_again_stays(tmp_path):
+    path = tmp_path / "gpu.yaml"
+    known = hardware.Ceilings(4000.0, 4400.0, {"int8": 1500.0}, link_gb_s={"to_host": 50.0, "to_peer": 390.0})
+    ceilings.save(path, Hardware("a GPU", ceilings=(known,)))
+    now = hardware.Ceilings(4100.0, 4500.0, {"int8": 1400.0}, link_gb_s={"to_host": 55.0})
+    ceilings.save(path, Hardware("a GPU", ceilings=(now,)))
+    (kept,) = ceilings.read(path).ceilings
+    assert kept == dataclasses.replace(now, link_gb_s={"to_host": 55.0, "to_peer": 390.0})
+    ceilings.save(path, Hardware("another GPU", ceilings=(now,)))
+    assert ceilings.read(path).ceilings == (now,)
+
+
+def test_the_repositorys_ceilings_are_where_they_are_looked_for():
+    assert ceilings.read(ceilings.FOLDER / "h200.yaml").machine == "NVIDIA H200"
 
 
 def test_the_repositorys_file_is_written_for_the_repositorys_results_only(compose_config, tmp_path):
@@ -100,9 +118,9 @@ def test_the_best_repeat_counts_and_cached_rates_fall_with_size(compose_config):
     [
         ("experiment.mib=[]", "experiment.mib must be a list of numbers from 1 on"),
         ("experiment.matmul.cpu=[0]", "experiment.matmul.cpu must be a list of numbers from 1 on"),
-        ("experiment.dtypes=[auto]", "experiment.dtypes must name dtypes"),
-        ("experiment.dtypes=[int3]", "expected one of .*float32, bfloat16"),
-        ("experiment.dtypes=[]", "experiment.dtypes must name dtypes"),
+        ("experiment.formats.cpu=[int3]", "experiment.formats.cpu must be a list of float32, .*int8, got"),
+        ("experiment.formats.cuda=[]", "experiment.formats.cuda must be a list of"),
+        ("experiment.sustained_s=0", "experiment.sustained_s must be above 0"),
     ],
 )
 def test_mistakes_are_named(compose_config, override, message):

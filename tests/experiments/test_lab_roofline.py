@@ -157,7 +157,7 @@ def test_what_fits_a_cache_may_come_from_it(mib, gb_s):
 
 
 def test_a_dtype_that_was_not_measured_counts_at_the_fastest_rate():
-    both = dataclasses.replace(CPU, matmul_tflop_s={"float32": 0.1, "bfloat16": 0.2})
+    both = dataclasses.replace(CPU, matmul_tflop_s={"float32": 0.1, "bfloat16": 0.2, "int8": 0.8})
     assert floor(roofline.Cost(0, 1e12, "float16"), both).compute_s == pytest.approx(5)
     assert floor(roofline.Cost(0, 1e12, "float32"), both).compute_s == pytest.approx(10)
 

@@ -158,10 +158,7 @@ def bandwidth(ceilings: Ceilings, num_bytes: float) -> float:
 
 
 def floor(cost: Cost, ceilings: Ceilings) -> Floor:
-    """A dtype that was not measured counts at the fastest rate that was."""
-    rates = ceilings.matmul_tflop_s
-    rate = rates.get(cost.dtype, max(rates.values()))
-    return Floor(cost.bytes / bandwidth(ceilings, cost.bytes), cost.flops / (rate * TFLOP))
+    return Floor(cost.bytes / bandwidth(ceilings, cost.bytes), cost.flops / (ceilings.tflop_s_of(cost.dtype) * TFLOP))
 
 
 def floor_s(cost: Cost, ceilings: Ceilings) -> float:

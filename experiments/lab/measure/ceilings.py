@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from experiments.lab import schema
+from experiments.lab.axes import CONF
 from experiments.lab.measure import hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.store import result as store
@@ -19,7 +19,7 @@ from mini_infer.core.errors import ConfigError
 HEADER = """\
 # Ceilings of a machine, which floors, MBU and MFU are taken from. Written by `python run.py experiment=ceilings`.
 """
-FOLDER = Path(__file__).resolve().parents[2] / "conf" / "hardware"
+FOLDER = CONF / "hardware"
 WAY_OUT = "measure them with `python run.py experiment=ceilings`"
 
 
@@ -42,7 +42,7 @@ def find(folder: Path, chosen: Hardware, device: str, threads: int) -> Found:
     """
     if chosen.machine:
         return _of_threads(chosen, device, threads)
-    path = folder / f"{hardware.key(device)}.yaml"
+    path = folder / f"{hardware.device_key(device)}.yaml"
     machine = hardware.name(device)
     if not path.is_file():
         return Found(None, f"no ceilings are known for {machine}: {WAY_OUT}")
@@ -73,21 +73,20 @@ def read(path: Path) -> Hardware:
 
 
 def save(path: Path, found: Hardware) -> None:
-    """Writes `found`. What the file says of the same machine with other numbers of threads stays."""
-    kept: Sequence[Ceilings] = ()
-    if path.is_file():
-        before = read(path)
-        measured = {ceilings.threads for ceilings in found.ceilings}
-        if before.machine == found.machine:
-            kept = [ceilings for ceilings in before.ceilings if ceilings.threads not in measured]
-    ceilings = sorted((*kept, *found.ceilings), key=lambda c: c.threads or 0)
+    """Writes `found`. What the file says of the same machine with other numbers of threads, and of links that were not
+    measured now, stays."""
+    ceilings = {new.threads: new for new in found.ceilings}
+    if path.is_file() and (before := read(path)).machine == found.machine:
+        for old in before.ceilings:
+            new = ceilings.get(old.threads, old)
+            ceilings[old.threads] = replace(new, link_gb_s={**old.link_gb_s, **new.link_gb_s})
     content: dict[str, Any] = {
         **({"device": found.device.value} if found.device else {}),
         **({"memory_gib": found.memory_gib} if found.memory_gib else {}),
         "machine": found.machine,
         "measured": found.measured,
         "how": found.how,
-        "ceilings": [_plain(c) for c in ceilings],
+        "ceilings": [_plain(c) for _, c in sorted(ceilings.items(), key=lambda item: item[0] or 0)],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(content, sort_keys=False, width=110, allow_unicode=True)

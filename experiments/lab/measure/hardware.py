@@ -13,6 +13,8 @@ from typing import Any
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 
+EIGHT_BITS = ("float8_e4m3", "int8")
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -21,9 +23,11 @@ class Ceilings:
     Attributes:
         copy_gb_s: a copy larger than all caches; bytes read plus bytes written.
         read_gb_s: reading, and nothing else, something larger than all caches.
-        matmul_tflop_s: dtype -> rate of large square matrix products; a multiplication and an addition are two.
+        matmul_tflop_s: number format -> rate of large square matrix products; a multiplication and an addition are two.
         cached_read_gb_s: MiB -> rate of reading so much again and again; sizes that caches make faster than read_gb_s,
             and the first that they do not.
+        sustained_tflop_s: matmul_tflop_s for seconds on end, which a GPU's power limits.
+        link_gb_s: of a GPU: from_host, to_host (pinned memory) and to_peer, where there was another GPU.
         threads: of torch, on a CPU; None on a GPU.
     """
 
@@ -31,12 +35,20 @@ class Ceilings:
     read_gb_s: float
     matmul_tflop_s: dict[str, float]
     cached_read_gb_s: dict[int, float] = field(default_factory=dict)
+    sustained_tflop_s: dict[str, float] = field(default_factory=dict)
+    link_gb_s: dict[str, float] = field(default_factory=dict)
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        rates = [self.copy_gb_s, self.read_gb_s, *self.matmul_tflop_s.values(), *self.cached_read_gb_s.values()]
+        tables = (self.matmul_tflop_s, self.sustained_tflop_s, self.cached_read_gb_s, self.link_gb_s)
+        rates = [self.copy_gb_s, self.read_gb_s, *(rate for table in tables for rate in table.values())]
         if not self.matmul_tflop_s or not all(rate > 0 for rate in rates):
             raise ConfigError("hardware.ceilings: every rate must be above 0, and matmul_tflop_s needs one at least")
+
+    def tflop_s_of(self, dtype: str) -> float:
+        """One of 16 or 32 bits that was not measured counts at the fastest rate of those."""
+        wide = [rate for name, rate in self.matmul_tflop_s.items() if name not in EIGHT_BITS]
+        return self.matmul_tflop_s.get(dtype) or max(wide or self.matmul_tflop_s.values())
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,15 @@ def resolve(device: Device) -> str:
 
 
 def key(device: str) -> str:
-    """`cpu`, or the GPU's short name: `NVIDIA H200` -> h200, `NVIDIA GeForce RTX 4090` -> rtx4090."""
+    """`device_key`, and how many GPUs there are, if several: h200, h200x2."""
+    import torch
+
+    several = device != "cpu" and torch.cuda.device_count() > 1
+    return device_key(device) + (f"x{torch.cuda.device_count()}" if several else "")
+
+
+def device_key(device: str) -> str:
+    """`cpu`, or the GPU's short name."""
     if device == "cpu":
         return "cpu"
     import torch
@@ -70,6 +90,7 @@ def key(device: str) -> str:
 
 
 def short_gpu_name(name: str) -> str:
+    """`NVIDIA H200` -> h200, `NVIDIA GeForce RTX 4090` -> rtx4090."""
     words = [w for w in re.split(r"[\s/_-]+", name.lower()) if w not in ("nvidia", "amd", "geforce", "tesla", "gpu")]
     kept = [w for w in words if not re.fullmatch(r"\d+gb|hbm\d*e?|pcie|sxm\d*|nvl", w)]
     return re.sub(r"[^a-z0-9]", "", "".join(kept)) or "gpu"
