@@ -15,7 +15,7 @@ RATE = "workload.rate_per_s"  # what a search varies
 @dataclass(frozen=True)
 class ClaimSpec:
     """One bound, or at_least and at_most together. A ratio is to the baseline at the same point, or to the same variant
-    at `against`. With `everywhere` it is a claim for each point."""
+    at `against`. With `everywhere` it is a claim for each point. `aim` is a stricter bound: shown, not judged."""
 
     metric: str
     variant: str
@@ -26,6 +26,7 @@ class ClaimSpec:
     at_most: float | None = None
     ratio_at_least: float | None = None
     ratio_at_most: float | None = None
+    aim: float | None = None
     source: str = ""  # where the figure comes from
 
 

@@ -104,9 +104,9 @@ def test_another_model_has_a_page_of_its_own_without_the_bounds(compose_config, 
     settled = settle(compose_config, "latency", typed_in)
     own = settle(compose_config, "latency")
     assert own.axes.model == "Qwen2.5-7B"
-    assert len(own.config.experiment.claims) == 15
+    assert len(own.config.experiment.claims) == 10
     assert settled.config.experiment.claims == []
-    assert "Left out: 15 claims with bounds for Qwen2.5-7B." in settled.notes[0]
+    assert "Left out: 10 claims with bounds for Qwen2.5-7B." in settled.notes[0]
     assert settled.axes.scale in ("Qwen3-0_6B", "Qwen2_5-7B_changed")
     assert (settled.default_scale, settled.axes.method) == ("7b", "")
     assert settle(compose_config, "latency", "model=qwen2_5_7b").axes == own.axes  # the same model is no other

@@ -1,8 +1,10 @@
 """The gate finds a planted wrong token, and claims are judged by intervals."""
 
+from dataclasses import replace
+
 import pytest
 
-from experiments.lab.judge.claims import Bound, Claim, Verdict, judge, resolve_all
+from experiments.lab.judge.claims import Bound, Claim, Verdict, joined, judge, resolve_all
 from experiments.lab.judge.gate import Difference, compare, gate
 from experiments.lab.points import point
 from experiments.lab.spec import ClaimSpec
@@ -83,6 +85,21 @@ def test_a_claim_of_two_sides_needs_the_whole_interval_between_them(low, high, v
     assert [(side.bound, side.value) for side in claimed.sides] == [(Bound.at_least, low), (Bound.at_most, high)]
 
 
+def test_a_claim_is_judged_by_its_target_and_carries_its_aim():
+    measured = rows("base", [10.0] * 5) + rows("new", [14.0, 14.5, 15.0, 15.5, 16.0])
+    (claimed,) = resolved(at={"size": 1}, at_least=13.0, aim=20.0)
+    assert judge(replace(claimed, point="p"), measured, []).verdict is Verdict.supported
+    assert [(side.bound, side.value) for side in claimed.sides] == [(Bound.at_least, 13.0), (Bound.at_least, 20.0)]
+
+
+def test_an_aim_that_stands_behind_its_target_in_an_older_result_is_a_part_of_it():
+    target = replace(claim(Bound.at_most, 4.2), source="target: on this machine")
+    aim = replace(claim(Bound.at_most, 3.7), source="aim")
+    others = [replace(aim, point="q"), replace(aim, metric="other"), claim(Bound.ratio_at_most, 1.0)]
+    assert joined([target, aim, *others]) == (replace(target, aim=3.7), *others)
+    assert joined([aim]) == (aim,)  # of an aim alone
+
+
 def resolved(**changes):
     spec = ClaimSpec(**{"metric": "speed", "variant": "new", **changes})
     every = [point({"size": size}) for size in (1, 8)]
@@ -105,6 +122,9 @@ def test_a_claim_may_have_two_sides_and_be_made_everywhere():
         ({"everywhere": True, "at": {"size": 1}, "at_most": 1}, "leave out `at` and `against`"),
         ({"at": {"size": 1}, "at_least": 2, "at_most": 1}, "nothing is at least 2.0 and at most 1.0"),
         ({"at": {"size": 1}, "at_least": 1, "ratio_at_most": 1}, "or at_least and at_most together; it has 2"),
+        ({"at": {"size": 1}, "at_least": 2, "aim": 2}, "the aim, 2, must be stricter than at_least, 2.0"),
+        ({"at": {"size": 1}, "ratio_at_most": 2, "aim": 3}, "must be stricter than ratio_at_most, 2.0"),
+        ({"at": {"size": 1}, "at_least": 1, "at_most": 2, "aim": 1.5}, "an aim goes with one bound"),
     ],
 )
 def test_a_claim_that_says_nothing_is_refused(changes, message):

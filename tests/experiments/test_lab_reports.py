@@ -136,8 +136,7 @@ def test_the_baseline_beside_itself_stands_on_top_where_it_differs():
 
 def test_an_effect_has_its_bounds_on_the_axis_of_its_gain():
     claims = (
-        Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 300.0, source="target"),
-        Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 200.0, source="aim"),
+        Claim("ttft_p50_ms", "new", "concurrency=8", Bound.at_most, 300.0, source="target", aim=200.0),
         Claim("ttft_p50_ms", "new", "concurrency=8", Bound.ratio_at_most, 0.9, "base", "concurrency=8", "original"),
     )
     (effect,) = effects.of_claims(result(claims=claims, noise=0.0))  # one quantity, whatever is claimed of it

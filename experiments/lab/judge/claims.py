@@ -1,4 +1,5 @@
-"""Claims and their verdicts: a claim is judged by the interval of what was measured, never by the median alone."""
+"""Claims and their verdicts: a claim is judged by the interval of what was measured, never by the median alone, and
+against its target; an aim beyond the target is shown beside it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from experiments.lab.points import Point, find_point
 from experiments.lab.spec import ClaimSpec
 from experiments.lab.store.rows import Row, Table
 from mini_infer.core.errors import ConfigError
+
+AIM = "aim"  # begins the source of a claim that has no target
 
 
 class Bound(str, Enum):
@@ -49,14 +52,20 @@ class Claim:
     reference_point: str | None = None
     source: str = ""
     upper: float | None = None  # set for `within` alone
+    aim: float | None = None  # a stricter value, against which nothing is judged
+
+    @property
+    def quantity(self) -> tuple[str, str, str, Bound, str | None, str | None]:
+        """What it bounds, and from which side."""
+        return self.metric, self.variant, self.point, self.bound, self.reference_variant, self.reference_point
 
     @property
     def sides(self) -> tuple[Claim, ...]:
-        """Its bounds, one by one."""
-        if self.upper is None:
-            return (self,)
-        low = replace(self, bound=Bound.at_least, upper=None)
-        return low, replace(low, bound=Bound.at_most, value=self.upper)
+        """Its bounds, one by one, the aim among them."""
+        one = replace(self, aim=None, upper=None)
+        if self.upper is not None:
+            return replace(one, bound=Bound.at_least), replace(one, bound=Bound.at_most, value=self.upper)
+        return (one,) if self.aim is None else (one, replace(one, value=self.aim))
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,19 @@ class Judgement:
     verdict: Verdict
     estimate: stats.Estimate | None
     reason: str  # why it is inconclusive; empty otherwise
+
+
+def joined(claims: Sequence[Claim]) -> tuple[Claim, ...]:
+    """Of older results, where an aim was a claim of its own behind its target: one claim of both."""
+    found: list[Claim] = []
+    for claim in claims:
+        pairs = (i for i, known in enumerate(found) if known.quantity == claim.quantity and known.aim is None)
+        target = max(pairs, default=None)
+        if target is not None and claim.source.startswith(AIM):
+            found[target] = replace(found[target], aim=claim.value)
+        else:
+            found.append(claim)
+    return tuple(found)
 
 
 def resolve_all(
@@ -106,14 +128,14 @@ def resolve(
         raise ConfigError(f"{where} is about the variant {spec.variant!r}. Variants: {', '.join(variants)}")
     point = find_point(points, spec.at, f"{where}.at")
     if not bound.is_ratio:
-        return Claim(spec.metric, spec.variant, point.name, bound, value, source=spec.source, upper=upper)
+        return Claim(spec.metric, spec.variant, point.name, bound, value, source=spec.source, upper=upper, aim=spec.aim)
     if spec.against:
         reference = (spec.variant, find_point(points, spec.against, f"{where}.against").name)
     elif baseline is not None and baseline != spec.variant:
         reference = (baseline, point.name)
     else:
         raise ConfigError(f"{where}: a ratio needs a baseline variant, or `against: {{key: value}}` for another point")
-    return Claim(spec.metric, spec.variant, point.name, bound, value, *reference, source=spec.source)
+    return Claim(spec.metric, spec.variant, point.name, bound, value, *reference, source=spec.source, aim=spec.aim)
 
 
 def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
@@ -123,6 +145,8 @@ def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
         low, high = given[Bound.at_least], given[Bound.at_most]
         if low > high:
             raise ConfigError(f"{where}: nothing is at least {low} and at most {high}")
+        if spec.aim is not None:
+            raise ConfigError(f"{where}: an aim goes with one bound, not with at_least and at_most together")
         return Bound.within, low, high
     if len(given) != 1:
         names = ", ".join(bound.value for bound in known)
@@ -130,6 +154,8 @@ def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
             f"{where} needs exactly one of {names}, or at_least and at_most together; it has {len(given)}"
         )
     (bound, value), *_ = given.items()
+    if spec.aim is not None and not (spec.aim > value if bound.is_floor else spec.aim < value):
+        raise ConfigError(f"{where}: the aim, {spec.aim}, must be stricter than {bound.value}, {value}")
     return bound, value, None
 
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from experiments.lab.judge import stats
-from experiments.lab.judge.claims import Claim, Judgement, judge
+from experiments.lab.judge.claims import AIM, Claim, Judgement, judge
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.store.result import Result, RunInfo
 from experiments.lab.store.rows import Table
 
-AIM, TARGET = "aim", "target"  # begin the source of a claim
+TARGET = "target"  # begins the source of a claim
 CHECKS = ("client_busy", "preemptions")  # claims on these say that the measurement is sound, not what was found
 PEER_KINDS = ("vllm", "hf", "hf_continuous")  # of variants; of implementations of a kernel, what others wrote
 PEER_KERNELS = ("fa4", "flash_attn", "sdpa", "torch", "compile")
@@ -148,16 +148,17 @@ def _with_bound(effect: Effect, claim: Claim) -> Effect:
     """A target is a claim of that name, or the first one that is no aim."""
     if claim.upper is not None:
         return effect
-    bound = claim.value
+    unit = 1.0
     if effect.reference is not None and not claim.bound.is_ratio:
         if effect.base is None:
             return effect
-        bound /= effect.base.median
+        unit = effect.base.median
     guards = effect.guards or (claim.bound.is_ratio and 0.9 <= claim.value <= 1.1)
     if claim.source.startswith(AIM):
-        return replace(effect, aim=bound, guards=guards)
+        return replace(effect, aim=claim.value / unit, guards=guards)
     if effect.target is None or claim.source.startswith(TARGET):
-        return replace(effect, target=bound, guards=guards)
+        aim = effect.aim if claim.aim is None else claim.aim / unit
+        return replace(effect, target=claim.value / unit, aim=aim, guards=guards)
     return replace(effect, guards=guards)
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.axes import IN_PROCESS, OWN
-from experiments.lab.judge.claims import Claim
+from experiments.lab.judge.claims import Claim, joined
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
@@ -249,6 +249,7 @@ def read(path: Path) -> Result:
         del document["format"]
         rows = {ending: _read_table(path, ending, stated[ending]) for ending in ROW_TYPES if ending in stated}
         info: RunInfo = _from_json(RunInfo, document)
+        info = replace(info, claims=joined(info.claims))
         others: list[Any] = [rows.get(ending, ()) for ending in ROW_TYPES if ending != ".csv"]
         result, written = Result(info, rows[".csv"], *others), _table_path(path, REMARKS)
         return replace(result, remarks=written.read_text(encoding="utf-8").strip()) if written.exists() else result
