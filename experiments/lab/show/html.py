@@ -1,12 +1,17 @@
-"""All pages as one HTML file: no server, nothing from elsewhere, and figures that answer to the pointer. It is made
-from the pages' own markdown, of which it knows what they use."""
+"""All pages as one HTML file, made from their markdown: no server, nothing from elsewhere, and figures that answer to
+the pointer."""
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.token import Token
+from markdown_it.utils import EnvType, OptionsDict
 
 from experiments.lab.show.figures.frame import NEXT
 
@@ -18,7 +23,7 @@ td,th{border:1px solid #ddd;padding:4px 8px;text-align:left;vertical-align:top}t
 pre,code{background:#f4f4f4;font-size:13px}pre{padding:8px;overflow-x:auto}
 blockquote{margin:8px 0;padding:4px 12px;border-left:4px solid #D55E00;background:#fff4ec}
 svg{max-width:100%;height:auto}svg text{font-family:"DejaVu Sans",Verdana,sans-serif}
-figure{margin:12px 0}summary{cursor:pointer;font-weight:600;margin:6px 0}
+summary{cursor:pointer;font-weight:600;margin:6px 0}
 .js section{display:none}.js section.on{display:block}
 #tip{position:fixed;pointer-events:none;background:#202020;color:#fff;padding:3px 8px;border-radius:4px;font-size:13px}
 """
@@ -40,15 +45,8 @@ addEventListener('pointermove',e=>{const svg=e.target.closest&&e.target.closest(
   tip.style.left=Math.min(e.clientX+14,innerWidth-tip.offsetWidth-8)+'px';tip.style.top=e.clientY+16+'px'}});
 addEventListener('hashchange',show);document.documentElement.classList.add('js');show();
 """.replace("NEXT", NEXT)
-_INLINE = (  # of text whose <, > and & are escaped
-    (re.compile(r"!\[([^]]*)]\(([^)]+)\)"), r'<img alt="\1" src="\2">'),
-    (re.compile(r"\[([^]]*)]\(([\w.,=+-]+)\.md\)"), r'<a href="#\2">\1</a>'),
-    (re.compile(r"\[([^]]*)]\(([^)]+)\)"), r'<a href="\2">\1</a>'),
-    (re.compile(r"\*\*(.+?)\*\*"), r"<b>\1</b>"),
-    (re.compile(r"(?<![\w*])\*(?=\S)([^*\n]+)(?<=\S)\*(?![\w*])"), r"<i>\1</i>"),
-    (re.compile(r"&lt;br&gt;"), "<br>"),
-)
-_PICTURE = re.compile(r"!\[([^]]*)]\(figures/([^)]+)\)")
+_TAGS = re.compile(r"</?(details|summary)>|<br>|<!--")  # what pages use of HTML
+_PAGE = re.compile(r"([\w.,=+-]+)\.md")  # beside the others
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,9 @@ def document(pages: Mapping[str, str], figures: Mapping[str, str]) -> str:
     """
     shared = _Shared({}, {})
     alone = {name: shared.without(svg, f"f{number}-") for number, (name, svg) in enumerate(sorted(figures.items()))}
+    parser = _parser(alone)
     sections = "\n".join(
-        f'<section id="{html.escape(name)}">\n{"".join(_blocks(text.splitlines(), alone))}</section>'
-        for name, text in pages.items()
+        f'<section id="{html.escape(name)}">\n{parser.render(text)}</section>' for name, text in pages.items()
     )
     first = next(iter(pages))
     return (
@@ -102,83 +100,24 @@ def document(pages: Mapping[str, str], figures: Mapping[str, str]) -> str:
     )
 
 
-def _blocks(lines: Sequence[str], figures: Mapping[str, str]) -> Iterator[str]:
-    """A block of markdown after the other."""
-    at = 0
-    while at < len(lines):
-        line = lines[at]
-        end = at + 1
-        if line.startswith("```"):
-            fence = re.match("`+", line).group()  # type: ignore[union-attr]
-            while lines[end].strip() != fence:
-                end += 1
-            yield f"<pre>{html.escape(chr(10).join(lines[at + 1 : end]))}</pre>\n"
-            end += 1
-        elif line.startswith("|"):
-            end = _end(lines, at, "|")
-            yield _table(lines[at:end])
-        elif line.lstrip().startswith("- "):
-            while end < len(lines) and lines[end].strip() and not lines[end].startswith(("|", "#", "<")):
-                end += 1
-            yield _list(lines[at:end])
-        elif line.startswith(("<details>", "</details>")):
-            yield line + "\n"
-        elif picture := _PICTURE.fullmatch(line):
-            yield f"<figure>{figures.get(picture[2], html.escape(picture[1]))}</figure>\n"
-        elif heading := re.match(r"(#+) (.*)", line):
-            yield f"<h{len(heading[1])}>{_inline(heading[2])}</h{len(heading[1])}>\n"
-        elif line.startswith("> "):
-            yield f"<blockquote>{_inline(line[2:])}</blockquote>\n"
-        elif line.strip() and not line.startswith("<!--"):
-            while end < len(lines) and lines[end].strip() and not lines[end].startswith(("|", "```", "<", "#", "> ")):
-                end += 1
-            yield f"<p>{_inline(' '.join(lines[at:end]))}</p>\n"
-        at = end
+def _parser(figures: Mapping[str, str]) -> MarkdownIt:
+    """Of the pages: other pages are sections of the same file, a figure is its <svg>, and names that look like tags are
+    no tags."""
 
+    def link(rules: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: EnvType) -> str:
+        href = str(tokens[at].attrGet("href"))
+        tokens[at].attrSet("href", _PAGE.sub(r"#\1", href) if _PAGE.fullmatch(href) else href)
+        return rules.renderToken(tokens, at, options, env)
 
-def _table(lines: Sequence[str]) -> str:
-    rows = [re.split(r"(?<!\\)\|", line.strip())[1:-1] for line in (lines[0], *lines[2:])]
-    cells = [[_inline(cell.strip().replace("\\|", "|")) for cell in row] for row in rows]
-    head, *body = ("".join(f"<{tag}>{cell}</{tag}>" for cell in row) for tag, row in _tagged(cells))
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in body)}</table>\n"
+    def picture(rules: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: EnvType) -> str:
+        name = str(tokens[at].attrGet("src")).rpartition("/")[2]
+        return figures.get(name, html.escape(tokens[at].content))
 
+    def raw(rules: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: EnvType) -> str:
+        text = tokens[at].content
+        return text if _TAGS.match(text) else html.escape(text)
 
-def _tagged(rows: Sequence[Sequence[str]]) -> Iterator[tuple[str, Sequence[str]]]:
-    for index, row in enumerate(rows):
-        yield "td" if index else "th", row
-
-
-def _list(lines: Sequence[str]) -> str:
-    """Of one level, or two."""
-    parts, deep = [], False
-    for line in lines:
-        bullet = re.match(r"( *)- (.*)", line)
-        if bullet is None:  # the last item goes on
-            parts.append(f" {_inline(line.strip())}")
-            continue
-        inner = len(bullet[1]) >= 2
-        parts.append("<ul>" if inner and not deep else "</ul>" if deep and not inner else "")
-        parts.append(f"<li>{_inline(bullet[2])}")
-        deep = inner
-    return f"<ul>{''.join(parts)}{'</ul>' if deep else ''}</ul>\n"
-
-
-def _inline(text: str) -> str:
-    """Code is left alone; everything else of a line."""
-    pieces = re.split(r"(`[^`]+`)", text)
-    return "".join(
-        f"<code>{html.escape(p[1:-1])}</code>" if p.startswith("`") and len(p) > 1 else _marked(p) for p in pieces
-    )
-
-
-def _marked(text: str) -> str:
-    text = html.escape(text, quote=False)
-    for pattern, to in _INLINE:
-        text = pattern.sub(to, text)
-    return text
-
-
-def _end(lines: Sequence[str], at: int, start: str) -> int:
-    while at < len(lines) and lines[at].startswith(start):
-        at += 1
-    return at
+    parser = MarkdownIt().enable("table")
+    for token, rule in {"link_open": link, "image": picture, "html_inline": raw, "html_block": raw}.items():
+        parser.add_render_rule(token, rule)
+    return parser
