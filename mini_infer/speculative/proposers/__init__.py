@@ -2,7 +2,7 @@
 
 Proposer      a draft model, on the device (speculative/draft_model.py): here its drafts are counted alone
 lookup.py     what followed a request's last tokens where they came before: the latest place (n-grams), or
-suffix.py     by counts (automaton.py), over the outputs of finished requests as well
+suffix.py     by counts, over the outputs of finished requests as well
 synthetic.py  arbitrary tokens, to be accepted at a stated rate: for speed studies with random weights
 """
 
