@@ -23,6 +23,7 @@ from mini_infer.core.model_config import (  # noqa: F401  # importers of the tre
     KernelChoice,
     LoadFormat,
     ModelConfig,
+    Quantization,
 )
 from mini_infer.core.speculation_config import SpeculationConfig
 

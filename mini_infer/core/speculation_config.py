@@ -8,7 +8,7 @@ from typing import Any
 
 from mini_infer.core.config_checks import at_least, coerce
 from mini_infer.core.errors import ConfigError
-from mini_infer.core.model_config import DType, LoadFormat, ModelConfig
+from mini_infer.core.model_config import DType, LoadFormat, ModelConfig, Quantization
 
 MAX_DRAFT_TOKENS = 32
 
@@ -29,6 +29,7 @@ class DraftConfig:
     load_format: LoadFormat = LoadFormat.auto
     hf_config: dict[str, Any] | None = None  # a config.json given inline, for dummy weights without a folder
     dtype: DType = DType.auto
+    quantization: Quantization = Quantization.none  # of the draft's weights; groups and zeros as model says
     seed: int = 0  # of dummy weights
 
     def __post_init__(self) -> None:
@@ -56,6 +57,9 @@ class DraftConfig:
             hf_config=self.hf_config,
             dtype=target.dtype if self.dtype is DType.auto else self.dtype,
             device=target.device,
+            quantization=self.quantization,
+            quantization_group=target.quantization_group,
+            quantization_symmetric=target.quantization_symmetric,
             kernels=target.kernels,
             seed=self.seed,
         )

@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from mini_infer.quantization.formats import ActivationFormat, WeightFormat
+
 
 class Norm(NamedTuple):
     """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) over H, times weight."""
@@ -50,6 +52,15 @@ class Places(NamedTuple):
     value_slots: Tensor  # [slots, Hkv, D]
 
 
+class QuantizedWeight(NamedTuple):
+    """A weight [N, K] as products read it (quantization/formats.py says what the numbers mean)."""
+
+    codes: Tensor  # [N, K] int8 or float8_e4m3fn; of int4 what quantization/packing.pack_int4 makes of codes 0 to 15
+    scales: Tensor  # as WeightFormat.scales_shape; float32, of int4 the dtype of activations
+    zeros: Tensor | None  # as scales, int8, 0 to 15; None: codes are signed, int4 ones kept as code + 8
+    form: WeightFormat
+
+
 class Kernels(Protocol):
     """Arguments are contiguous unless said."""
 
@@ -59,6 +70,20 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x [T, K] W^T + b, W [N, K] -> [T, N] of x's dtype, in `out`, contiguous, where it is given."""
+
+    def quantized_linear(
+        self,
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activations: ActivationFormat | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, K] W^T + b as kernels/quant_linear.py defines it -> [T, N] of x's dtype, in `out`, contiguous, where it
+        is given."""
+
+    def quantize_tokens(self, x: Tensor, form: ActivationFormat) -> tuple[Tensor, Tensor]:
+        """x [T, K] -> codes [T, K], scales [T, groups] float32, as quantization/formats.py."""
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The stream -> (its norm, its value). Leaves its argument as it is."""

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from mini_infer.core.config import KernelChoice, Numerics
 from mini_infer.core.errors import ConfigError
-from mini_infer.kernels.interface import Kernels, Places, QKNorm, Stream
+from mini_infer.kernels.interface import Kernels, Places, QKNorm, QuantizedWeight, Stream
+from mini_infer.kernels.quant_linear import quantized_linear_reference
+from mini_infer.quantization.formats import ActivationFormat, quantize_tokens
 
 
 class TorchKernels:
@@ -29,6 +31,20 @@ class TorchKernels:
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    def quantized_linear(
+        self,
+        x: Tensor,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activations: ActivationFormat | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        y = quantized_linear_reference(x, weight, bias, activations)
+        return y if out is None else out.copy_(y)
+
+    def quantize_tokens(self, x: Tensor, form: ActivationFormat) -> tuple[Tensor, Tensor]:
+        return quantize_tokens(x, form)
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         x, residual, (weight, eps) = stream

@@ -135,6 +135,10 @@ class Decoder(Model):
             tensors |= layer.checkpoint_tensors()
         return tensors
 
+    def loaded(self) -> None:
+        for layer in self._weighted():
+            layer.loaded()
+
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
         for table in self._tables.values():
             draw(table)

@@ -25,12 +25,16 @@ class CheckpointTensor:
             quantized or cut to a shard. Called once.
         memory: the part of a parameter that becomes equal to it but for the dtype, [*shape], of any strides; None
             where it is stored in another form.
+        required: a checkpoint without it is refused.
+        other_shapes: that it may have as well.
     """
 
     shape: tuple[int, ...]
     load: Callable[[Tensor], object]
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     memory: Tensor | None = None
+    required: bool = True
+    other_shapes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def copied_to(cls, memory: Tensor) -> CheckpointTensor:
@@ -68,6 +72,10 @@ class Model(nn.Module):
     @abstractmethod
     def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
         """Checkpoint name -> what becomes of that tensor. Together they fill every weight."""
+
+    def loaded(self) -> None:
+        """Called once, when every tensor of a checkpoint has been taken to its place. Raises ModelError where what came
+        is not whole."""
 
     @abstractmethod
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from mini_infer.core.errors import ModelError
@@ -10,6 +11,7 @@ from mini_infer.core.model_config import Implementation
 from mini_infer.modeling.hf_config import decoder_spec, layer_windows
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.modeling.transformers_probe import transformers_spec
+from mini_infer.quantization.checkpoint_config import checkpoint_format
 
 
 def _llama(name: str, config: Any, source: str) -> ModelSpec:
@@ -49,10 +51,17 @@ def parse_spec(raw: dict[str, Any], source: str, implementation: Implementation 
     names = [names] if isinstance(names, str) else names
     name = next((name for name in names if name in ARCHITECTURES), None)
     ours = ", ".join(ARCHITECTURES)
+    quantization = None
     if raw.get("quantization_config") is not None:
-        raise ModelError(f"{source}: quantized checkpoints are not supported; use the original weights")
+        quantization = checkpoint_format(raw["quantization_config"], source)
+        raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     try:
         if implementation is Implementation.transformers or (implementation is Implementation.auto and name is None):
+            if quantization is not None:
+                raise ModelError(
+                    f"{source}: a quantized checkpoint that is to run through transformers' code is not supported. "
+                    f"Take the original weights, or set model.implementation=ours for {ours}"
+                )
             return transformers_spec(raw, names, source, ours)
         if name is None:
             raise ModelError(
@@ -66,7 +75,8 @@ def parse_spec(raw: dict[str, Any], source: str, implementation: Implementation 
 
         model_type, read = ARCHITECTURES[name]
         values = {key: value for key, value in raw.items() if key != "model_type"}
-        return read(name, AutoConfig.for_model(model_type, **values), source)
+        spec = read(name, AutoConfig.for_model(model_type, **values), source)
+        return replace(spec, quantization=quantization)
     except ModelError:
         raise
     except Exception as error:  # transformers raises whatever its validators do

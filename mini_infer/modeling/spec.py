@@ -11,6 +11,7 @@ import torch
 from mini_infer.cache.layout import KVLayout
 from mini_infer.core.errors import ModelError
 from mini_infer.modeling.rope import RopeSpec
+from mini_infer.quantization.checkpoints import ModelFormat
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class ModelSpec:
     max_model_len: int  # tokens of prompt + output
     dtype: torch.dtype | None  # what config.json says of the checkpoint, if anything
     eos_token_ids: tuple[int, ...]
+    quantization: ModelFormat | None = None  # of linear layers; None: all in the model's dtype
     through_transformers: bool = False  # its code runs the model; of the rest, `layers` has what attention must know
     config: Any = field(default=None, compare=False, repr=False)  # of transformers, from which all this was read
 

@@ -73,6 +73,19 @@ class Scheme:
     activations: ActivationFormat | None = None
     outliers: float = 0.0
 
+    def describe(self) -> str:
+        """For a run's record: "int4 weights in groups of 128 with zeros", "fp8 weights, fp8 activations"."""
+        form, x = self.weights, self.activations
+        text = f"{form.number.value} weights"
+        if form.rows > 1:
+            text += f" in blocks of {form.rows} x {form.columns}"
+        elif form.columns is not None:
+            text += f" in groups of {form.columns}"
+        text += "" if form.symmetric else " with zeros"
+        if x is not None:
+            text += f", {x.number.value} activations" + (f" in groups of {x.columns}" if x.columns else "")
+        return text + (f", {self.outliers:.0%} of columns as they are" if self.outliers else "")
+
 
 INT8, FP8 = WeightFormat(Number.int8), WeightFormat(Number.fp8)
 SCHEMES = {
@@ -105,9 +118,13 @@ def quantize(values: Tensor, form: WeightFormat) -> Quantized:
 
     Raises ValueError where a value is not finite.
     """
-    spread = _spread(values.float(), form)  # [rows of scales, rows, columns of scales, columns]
-    if not bool(torch.isfinite(spread).all()):
+    if not bool(torch.isfinite(values).all()):
         raise ValueError("a weight that is not finite cannot be quantized")
+    return _rounded(values, form)
+
+
+def _rounded(values: Tensor, form: WeightFormat) -> Quantized:
+    spread = _spread(values.float(), form)  # [rows of scales, rows, columns of scales, columns]
     if form.symmetric:
         scales = spread.abs().amax((1, 3)) / form.number.largest
         return Quantized(encode(values, scales, None, form), scales)
@@ -139,7 +156,7 @@ def dequantize(quantized: Quantized, form: WeightFormat) -> Tensor:
 
 def quantize_tokens(x: Tensor, form: ActivationFormat) -> tuple[Tensor, Tensor]:
     """x [T, K] -> codes [T, K], scales [T, groups] float32. Rounds to nearest, ties to even."""
-    quantized = quantize(x, WeightFormat(form.number, form.columns))
+    quantized = _rounded(x, WeightFormat(form.number, form.columns))
     return quantized.codes, quantized.scales
 
 

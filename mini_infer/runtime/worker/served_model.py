@@ -71,6 +71,11 @@ class ServedModel:
     def weight_bytes(self) -> int:
         return outline(self.spec, self.dtype).weight_bytes()
 
+    @property
+    def quantization(self) -> str:
+        """Of the weights, for a run's record."""
+        return "none" if self.spec.quantization is None else self.spec.quantization.describe()
+
     def load(self, max_len: int, kernels: Kernels) -> Model:
         """The weights, for positions below `max_len`. Raises ConfigError where they will not fit."""
         require_room_for_weights(self.weight_bytes, self.config.path, self.dtype, self.device)

@@ -39,6 +39,9 @@ class StartupReport:
     attention_decode: str = "none"
     numerics: str = "none"
     kernels: str = "none"
+    quantization: str = "none"  # of the target's weights
+    draft_quantization: str = "none"
+    kv_dtype: str = "none"
     speculation: str = "none"
     threads: str = "none"  # that torch computes a step with on the CPU
     phases: dict[str, float] = field(default_factory=dict)  # seconds of `seconds`, by what was done
