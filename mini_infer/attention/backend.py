@@ -93,8 +93,13 @@ class Capabilities:
                 takes = names([f"{generation}.x" for generation in self.gpu_generations])
                 return f"it takes GPUs of compute capability {takes}, not {major}.{minor}"
         heads = needs.layout.heads
-        if heads is None or heads.dtype != needs.dtype:
-            return f"it takes keys and values [heads, head size] of the queries' {needs.dtype}, alike in all layers"
+        if heads is None or heads.dtype not in (needs.dtype, *limits.scaled_dtypes):
+            also = f" or {names(limits.scaled_dtypes)}" if limits.scaled_dtypes else ""
+            kept = "" if heads is None else f", not {heads.dtype}"
+            return (
+                f"it takes keys and values [heads, head size] of the queries' {needs.dtype}{also}, alike in all "
+                f"layers{kept}"
+            )
         refusal = limits.refusal(heads.head_dim, needs.block_size, needs.dtype)
         if refusal is not None:
             return refusal
@@ -158,7 +163,8 @@ class AttentionBackend(ABC):
         """Steps of one-token rows at the start of block 0, with every window in force, and with none. max_query_len is
         only what the step says of its longest row."""
         keys, windows = attention.store.keys(0), attention.windows
-        q = torch.zeros(num_rows, num_heads, keys.shape[-1], dtype=keys.dtype, device=keys.device)
+        dtype = attention.dtype or keys.dtype
+        q = torch.zeros(num_rows, num_heads, keys.shape[-1], dtype=dtype, device=keys.device)
         zeros = torch.zeros(num_rows, dtype=torch.int64, device=keys.device)
         for length in {1, 1 + max((window for window in windows if window is not None), default=0)}:
             batch = AttentionBatch(

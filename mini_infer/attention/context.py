@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mini_infer.cache.kv_store import KVStore
+from mini_infer.kernels.fp8_kv import store_heads
 
 if TYPE_CHECKING:
     from mini_infer.attention.backend import AttentionBackend
@@ -101,6 +103,7 @@ class ModelAttention:
     store: KVStore
     windows: Sequence[int | None]
     scale: float
+    dtype: torch.dtype | None = None  # of queries; None: that of keys
 
     def windows_within(self, length: int) -> list[int | None]:
         """A window that covers every sequence of a step, the longest of `length` tokens, is none."""
@@ -136,10 +139,15 @@ class AttentionContext:
         """[num_blocks * block_size, num_kv_heads, head_dim], where batch.slot_mapping points."""
         return self._kv_store.slots(layer, "v")
 
+    def kv_scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """As KVStore.scales."""
+        return self._kv_store.scales(layer)
+
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """k and v [T, num_kv_heads, head_dim] of the cache's dtype, of any strides."""
-        self.key_slots(layer).index_copy_(0, self.batch.slot_mapping, k)
-        self.value_slots(layer).index_copy_(0, self.batch.slot_mapping, v)
+        """k and v [T, num_kv_heads, head_dim] of the model's dtype, of any strides."""
+        k_scales, v_scales = self.kv_scales(layer) or (None, None)
+        store_heads(self.key_slots(layer), self.batch.slot_mapping, k, k_scales)
+        store_heads(self.value_slots(layer), self.batch.slot_mapping, v, v_scales)
 
     def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
         """Attends with q [T, num_heads, head_dim] to the K and V stored so far, this step's among them; returns q's

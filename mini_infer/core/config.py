@@ -39,6 +39,11 @@ class Layout(str, Enum):
     contiguous = "contiguous"  # baseline: one stretch of max_model_len slots for a request's whole life
 
 
+class CacheDType(str, Enum):
+    auto = "auto"  # fp8 where a quantized folder brings scales for it; else the model's dtype
+    fp8 = "fp8"  # float8_e4m3fn, with a scale for each head of keys and of values: the folder's, or 1
+
+
 class Batching(str, Enum):
     continuous = "continuous"  # requests join and leave between steps
     static = "static"  # baseline: a batch is admitted together, and the next one when all of it is done
@@ -72,6 +77,7 @@ class AttentionChoice(str, Enum):
 @dataclass(frozen=True)
 class CacheConfig:
     layout: Layout = Layout.paged  # how KV memory is given to requests
+    dtype: CacheDType = CacheDType.auto  # of keys and values
     block_size: int = 16  # tokens a block
     num_blocks: int | None = None  # blocks of KV; default: as many as the memory holds, and the batch can use
     memory_gib: float | None = None  # GiB for KV; default: 0.5 on a CPU, what gpu_memory_utilization leaves on a GPU

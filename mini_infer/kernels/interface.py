@@ -50,6 +50,7 @@ class Places(NamedTuple):
     slot_mapping: Tensor  # [T] int64, where in key_slots and value_slots each token goes
     key_slots: Tensor  # [slots, Hkv, D]
     value_slots: Tensor  # [slots, Hkv, D]
+    kv_scales: tuple[Tensor, Tensor] | None = None  # [Hkv] float32 each, by which K and V are divided for 8-bit slots
 
 
 class QuantizedWeight(NamedTuple):

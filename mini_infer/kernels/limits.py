@@ -11,9 +11,11 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionLimits:
-    """Of keys and values [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype. None where it takes any."""
+    """Of keys and values [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype, or of one of `scaled_dtypes`,
+    with a scale for each head. None where it takes any."""
 
     dtypes: Collection[torch.dtype]
+    scaled_dtypes: Collection[torch.dtype] = ()
     head_sizes: Collection[int] | None = None
     block_sizes: Collection[int] | None = None
 

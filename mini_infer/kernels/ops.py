@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mini_infer.core.config import KernelChoice, Numerics
 from mini_infer.core.errors import ConfigError
+from mini_infer.kernels.fp8_kv import store_heads
 from mini_infer.kernels.interface import Kernels, Places, QKNorm, QuantizedWeight, Stream
 from mini_infer.kernels.quant_linear import quantized_linear_reference
 from mini_infer.quantization.formats import ActivationFormat, quantize_tokens
@@ -52,7 +53,7 @@ class TorchKernels:
         return F.rms_norm(total, weight.shape, weight, eps), total
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
-        cos, sin, slot_mapping, key_slots, value_slots = places
+        cos, sin, slot_mapping, key_slots, value_slots, kv_scales = places
         _, kv_heads, head_dim = key_slots.shape
         tokens, size = qkv.shape
         heads = size // head_dim - 2 * kv_heads
@@ -65,8 +66,9 @@ class TorchKernels:
         # The sign of the rotation is in `sin`, so that exchanging the halves is all there is left to do.
         qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, dims=-1), sin)
         q, k = qk.split((heads, kv_heads), dim=1)
-        key_slots.index_copy_(0, slot_mapping, k)
-        value_slots.index_copy_(0, slot_mapping, v)
+        k_scales, v_scales = kv_scales or (None, None)
+        store_heads(key_slots, slot_mapping, k, k_scales)
+        store_heads(value_slots, slot_mapping, v, v_scales)
         return q
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -94,6 +96,8 @@ class TritonKernels(TorchKernels):
         return self._add_rms_norm(x, residual, *norm)
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
+        if places.kv_scales is not None:
+            return super().rope_and_store(qkv, qk_norm, places)
         return self._rope_and_store(qkv, qk_norm, places)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -120,6 +124,8 @@ class InvariantKernels(TritonKernels):
         return self._linear(x, weight.contiguous(), bias, out)  # a copy on a CPU alone, for tests
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
+        if places.kv_scales is not None:
+            return super().rope_and_store(qkv, qk_norm, places)
         return self._rope_and_store(qkv, qk_norm, places, one_shape=True)
 
 

@@ -21,7 +21,7 @@ from mini_infer.kernels.rms_norm import rms_norm_reference
 
 def rope_and_store_reference(qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
     """The definition, step by step. Arguments as `rope_and_store`."""
-    cos, sin, slot_mapping, key_slots, value_slots = places
+    cos, sin, slot_mapping, key_slots, value_slots, _ = places
     kv_heads, head_dim = key_slots.shape[1:]
     q, k, v = qkv.unflatten(1, (-1, head_dim)).tensor_split((-2 * kv_heads, -kv_heads), dim=1)
     if qk_norm is not None:
@@ -141,7 +141,7 @@ def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places, *, one_s
             of any floating dtype. Rows of cos and sin alone may lie apart.
         one_shape: programs are shaped alike for any number of tokens, so that a head's norm is summed in one order.
     """
-    cos, sin, slot_mapping, key_slots, value_slots = places
+    cos, sin, slot_mapping, key_slots, value_slots, _ = places
     q_weight, k_weight, eps = qk_norm or (None, None, 0.0)
     tokens = qkv.shape[0]
     kv_heads, head_dim = key_slots.shape[1:]

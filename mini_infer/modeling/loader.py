@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mini_infer.core.config import Device, DType, LoadFormat, ModelConfig, Quantization
+from mini_infer.core.config import CacheConfig, CacheDType, Device, DType, LoadFormat, ModelConfig, Quantization
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.interface import Kernels
 from mini_infer.kernels.ops import TorchKernels
@@ -39,6 +39,12 @@ def load_spec(config: ModelConfig) -> ModelSpec:
         more = token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
         spec = dataclasses.replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *more))))
     return spec
+
+
+def with_cache(spec: ModelSpec, cache: CacheConfig) -> ModelSpec:
+    """The spec of a model whose keys and values are kept as the config says."""
+    brings_scales = spec.quantization is not None and spec.quantization.fp8_kv
+    return dataclasses.replace(spec, fp8_kv=cache.dtype is CacheDType.fp8 or brings_scales)
 
 
 def _with_rounding(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
@@ -78,7 +84,9 @@ def load_model(
     if config.load_format is LoadFormat.dummy:
         model.fill_dummy(dummy_weights(device, config.seed))
     else:
-        ignored = ("rotary_emb.inv_freq", *(("lm_head.weight",) if spec.tie_word_embeddings else ()))
+        ignored = ("rotary_emb.inv_freq", "q_scale", *(("lm_head.weight",) if spec.tie_word_embeddings else ()))
+        if not spec.fp8_kv:
+            ignored = (*ignored, "k_scale", "v_scale")
         fill_from(safetensors_files(resolve_folder(config.path)), model.checkpoint_tensors(), ignored)
         model.loaded()
     return model

@@ -50,12 +50,20 @@ class Model(nn.Module):
     Attributes:
         dtype: of hidden states and logits.
         kv_layout: what the KV cache holds of a token in each layer.
+        kv_scales: [layers, 2, num_kv_heads] float32, what 8-bit keys and values are multiplied by; None where they are
+            kept in `dtype`.
     """
+
+    kv_scales: nn.Parameter | None
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec, self.dtype, self.device = spec, dtype, device
         self.kv_layout = spec.kv_layout(dtype)
+        self.kv_scales = None
+        if spec.fp8_kv:
+            scales = torch.ones(spec.num_layers, 2, spec.attention.num_kv_heads, device=device)
+            self.kv_scales = nn.Parameter(scales, requires_grad=False)
 
     @abstractmethod
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:

@@ -131,7 +131,8 @@ def _compressed_tensors(config: _Config) -> ModelFormat:
         key, value = harmless
         if config.get(name) and config.part(name).get(key, value) != value:
             raise config.refusal(f"{name} is not supported")
-    groups, notes = config.part("config_groups"), []
+    groups = config.part("config_groups")
+    notes: list[str] = []
     found: list[tuple[int, str, LayerFormat | None]] = []
     for name in groups.values:
         group = groups.part(name)
@@ -234,7 +235,7 @@ def _left_alone(names: list[str]) -> Iterator[tuple[str, None]]:
 
 
 def _target(target: str, config: _Config) -> tuple[int, str]:
-    """Of compressed-tensors -> (rank, pattern of names): a name counts before an expression, and that before a class."""
+    """Of compressed-tensors -> (rank, pattern of names): names count before expressions, and these before classes."""
     if target.startswith("re:"):
         try:
             re.compile(target[3:])

@@ -5,8 +5,8 @@
     awq                  AutoAWQ (Lin et al. 2023, arXiv:2306.00978): words of codes along the outputs
     fp8                  DeepSeek-V3's and Qwen3's blocks (arXiv:2412.19437), and a scale a tensor
 
-An unquantized folder whose weights are quantized while they are loaded is one more: `Rounded`. What a config says is read
-in quantization/checkpoint_config.py.
+An unquantized folder whose weights are quantized while they are loaded is one more: `Rounded`. What a config says is
+read in quantization/checkpoint_config.py.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class CompressedTensors(LayerFormat):
     def tensors(self, out_size: int, in_size: int) -> dict[str, Stored]:
         form = self.scheme.weights
         _require_groups(form, in_size)
-        scales = (form.scales_shape(out_size, in_size),)
+        scales: tuple[tuple[int, ...], ...] = (form.scales_shape(out_size, in_size),)
         if form.columns is None:
             scales = (*scales, scales[0][:1])
         whole = _SCALAR if self.one_scale else scales
@@ -220,7 +220,8 @@ class GPTQ(LayerFormat):
 
     def read(self, tensors: Mapping[str, Tensor], scale_dtype: torch.dtype) -> Read:
         form, bits = self.scheme.weights, self._bits
-        codes, zeros = unpack_words(tensors["qweight"].T, bits), unpack_words(tensors["qzeros"], bits).T
+        codes = unpack_words(tensors["qweight"].T, bits)
+        zeros: Tensor | None = unpack_words(tensors["qzeros"], bits).T
         if self.first_version:
             zeros = zeros + 1 & (1 << bits) - 1
         if form.symmetric:

@@ -8,7 +8,7 @@ import torch
 
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.plan import StepRecord
-from mini_infer.modeling.loader import load_spec, outline, resolve_device, resolve_dtype
+from mini_infer.modeling.loader import load_spec, outline, resolve_device, resolve_dtype, with_cache
 
 
 class MemoryWatch:
@@ -22,7 +22,7 @@ class MemoryWatch:
         self._dry = config.model.load_format is LoadFormat.dry
         if self._dry:
             return
-        spec = load_spec(config.model)
+        spec = with_cache(load_spec(config.model), config.cache)
         self._device = resolve_device(config.model)
         dtype = resolve_dtype(config.model, spec, self._device)
         model = outline(spec, dtype)

@@ -69,7 +69,7 @@ class LinearMethod(ABC):
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """Name ("q_proj.weight") -> what becomes of that tensor. Together they fill the weights."""
 
-    def loaded(self) -> None:
+    def loaded(self) -> None:  # noqa: B027 most have nothing left to do
         """Called once, when every tensor of a checkpoint has been taken. Raises ModelError where what came is not
         whole."""
 

@@ -60,8 +60,8 @@ class QuantizedLinear(LinearMethod):
         weight, bias: what is computed with. An output without a scale of its own has that of its part.
         activations: their format; None: they stay as they are.
         order: [K] int64, the columns of x in the order of the weight's; None: in their own.
-        outlier_columns, outlier_weight: [n] int64 and [N, n], of the model's dtype: columns of x that are not quantized,
-            whose codes are 0, and their part of the weight; both None where there are none.
+        outlier_columns, outlier_weight: [n] int64 and [N, n], of the model's dtype: columns of x that are not
+            quantized, whose codes are 0, and their part of the weight; both None where there are none.
     """
 
     def __init__(self, name: str, shape: LinearShape, build: Build, form: LayerFormat) -> None:
@@ -231,8 +231,8 @@ class QuantizedLinear(LinearMethod):
 
 
 class SideBySide(LinearMethod):
-    """Parts that no one product can have: of different formats, or whose blocks of rows would overlap. Each has its own,
-    and their outputs stand side by side."""
+    """Parts that no one product can have: of different formats, or whose blocks of rows would overlap. Each has its
+    own, and their outputs stand side by side."""
 
     def __init__(self, name: str, shape: LinearShape, build: Build, create: LinearMethodFactory) -> None:
         self._name, self._shape, self._build = name, shape, build

@@ -61,7 +61,7 @@ def make_drafter(
     number."""
     block_size = config.cache.block_size
     try:
-        store = allocate_kv(draft.kv_layout, limits.num_blocks, block_size, draft.device)
+        store = allocate_kv(weights, limits.num_blocks, block_size)
     except ConfigError as error:
         raise ConfigError(f"speculation.draft has as many KV blocks as the target: {error}") from error
     vocab_size = min(draft.spec.vocab_size, sampler.vocab_size)

@@ -14,7 +14,7 @@ from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig, Numeri
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.ops import Kernels
 from mini_infer.modeling.checkpoint import resolve_folder
-from mini_infer.modeling.loader import load_model, load_spec, outline, resolve_dtype
+from mini_infer.modeling.loader import load_model, load_spec, outline, resolve_dtype, with_cache
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.worker.memory import require_room_for_weights
@@ -46,7 +46,7 @@ class ServedModel:
         if model.hf_config is None:  # a hub name is looked up once; from here on it is a folder
             folder = resolve_folder(model.path, weights=model.load_format is LoadFormat.auto)
             model = dataclasses.replace(model, path=str(folder))
-        spec = load_spec(model)
+        spec = with_cache(load_spec(model), config.cache)
         dtype = resolve_dtype(model, spec, device)
         kv_layout = spec.kv_layout(dtype)
         invariant = config.numerics is Numerics.batch_invariant
@@ -75,6 +75,11 @@ class ServedModel:
     def quantization(self) -> str:
         """Of the weights, for a run's record."""
         return "none" if self.spec.quantization is None else self.spec.quantization.describe()
+
+    @property
+    def kv_dtype(self) -> str:
+        """For a run's record."""
+        return "float8_e4m3fn, a scale a head" if self.spec.fp8_kv else str(self.dtype).removeprefix("torch.")
 
     def load(self, max_len: int, kernels: Kernels) -> Model:
         """The weights, for positions below `max_len`. Raises ConfigError where they will not fit."""

@@ -48,7 +48,7 @@ class TorchModel:
         self.store = store
         self._backends = backends
         self._pieces: PiecewiseGraphs | None = None
-        self._attention = ModelAttention(store, model.spec.windows, model.spec.attention.scale)
+        self._attention = ModelAttention(store, model.spec.windows, model.spec.attention.scale, model.dtype)
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Computes the step's tokens and returns their hidden states [T, hidden_size], which stay until the next

@@ -157,7 +157,7 @@ class Worker:
     def _make_runner(self, limits: Limits, follows: bool) -> tuple[Runner, list[TorchModel]]:
         """What computes steps, with KV memory of its own; the target, and the draft model where there is one."""
         config, sampler = self._config, self._sampler
-        store = allocate_kv(self.target.kv_layout, limits.num_blocks, config.cache.block_size, self.device)
+        store = allocate_kv(self._weights[0], limits.num_blocks, config.cache.block_size)
         models = [TorchModel(self._weights[0], store, self.target.backends)]
         states = RequestStates.of(config, limits, sampler)
         drafter = None
