@@ -7,6 +7,7 @@ x [T, K] --> columns in the weight's order --> Kernels.quantized_linear --> [T, 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -84,7 +85,7 @@ class QuantizedLinear(LinearMethod):
         self.activations = scheme.activations
         self.order = empty_parameter(columns, dtype=torch.int64, device=device) if form.act_order else None
         self.outlier_columns = self.outlier_weight = None
-        if count := round(scheme.outliers * columns + 0.5) if scheme.outliers else 0:
+        if count := math.ceil(scheme.outliers * columns):
             self.outlier_columns = empty_parameter(count, dtype=torch.int64, device=device)
             self.outlier_weight = empty_parameter(rows, count, dtype=build.dtype, device=device)
         self._taken: dict[str, dict[str, Tensor]] = {part: {} for part in shape.parts}  # until all are there
