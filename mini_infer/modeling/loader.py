@@ -87,7 +87,8 @@ def load_model(
         ignored = ("rotary_emb.inv_freq", "q_scale", *(("lm_head.weight",) if spec.tie_word_embeddings else ()))
         if not spec.fp8_kv:
             ignored = (*ignored, "k_scale", "v_scale")
-        fill_from(safetensors_files(resolve_folder(config.path)), model.checkpoint_tensors(), ignored)
+        held = "" if spec.quantization is None else f" ({spec.quantization.describe()})"
+        fill_from(safetensors_files(resolve_folder(config.path)), model.checkpoint_tensors(), ignored, held)
         model.loaded()
     return model
 

@@ -19,7 +19,7 @@ from mini_infer.attention.context import AttentionBatch, AttentionContext, Model
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import CacheConfig, ModelConfig
-from mini_infer.core.errors import ModelError
+from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.ops import TorchKernels
 from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel
 from mini_infer.modeling.linear_methods.quantized import QuantizedLinear, SideBySide, stored_as
@@ -387,4 +387,96 @@ def test_a_scale_for_keys_that_is_missing_or_senseless_is_told(tmp_path: Path) -
         load(tmp_path)
     kv_folder(tmp_path, {name: torch.zeros(1) for name in names})
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.k_scale is \[0\.0\]: scales are finite and above 0"):
+        load(tmp_path)
+
+
+# --- folders that are not whole -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Callable[..., None]:
+    """Loads a GPTQ folder of which a tensor is missing (None) or another one."""
+    config, tensors = FOLDERS["gptq"]
+    quantized_folder(tmp_path, config, tensors)
+
+    def loaded(name: str, tensor: Tensor | None) -> None:
+        stored = load_file(tmp_path / "model.safetensors")
+        stored.pop(name, None)
+        save_file(stored if tensor is None else stored | {name: tensor}, tmp_path / "model.safetensors")
+        load(tmp_path)
+
+    return loaded
+
+
+GATE = "model.layers.1.mlp.gate_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (f"{GATE}.scales", None, r"gate_proj\.scales, expected with shape \(4, 192\), is missing"),
+        (f"{GATE}.qweight", None, r"gate_proj\.qweight, .* is missing"),
+        (f"{GATE}.scales", torch.ones(2, 192), r"gate_proj\.scales in .* has shape \(2, 192\); .*\(4, 192\)"),
+        (f"{GATE}.qweight", torch.ones(16, 192), "is torch.float32; supported are int32"),
+        (f"{GATE}.scales", torch.full((4, 192), torch.inf), r"1\.mlp\.gate_proj: scales holds numbers .* not finite"),
+        (f"{GATE}.weight", torch.ones(192, 128), r"gate_proj\.weight .*which this architecture does not have.*gptq"),
+        (f"{GATE}.bias", torch.ones(192), r"gate_proj\.bias is not zero"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(
+    broken: Callable[..., None], name: str, tensor: Tensor | None, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        broken(name, tensor)
+
+
+def test_biases_of_zeros_are_passed_over(broken: Callable[..., None]) -> None:
+    broken(f"{GATE}.bias", torch.zeros(192))
+
+
+def test_a_folder_that_was_not_written_to_its_end_is_refused(tmp_path: Path) -> None:
+    config, tensors = FOLDERS["awq"]
+    quantized_folder(tmp_path, config, tensors)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="may be cut short: fetch or copy it again"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ModelError, match=r"has no model-00002-of-00002\.safetensors"):
+        load(tmp_path)
+
+
+def test_a_quantized_folder_is_not_quantized_again_nor_run_by_transformers(tmp_path: Path) -> None:
+    config, tensors = FOLDERS["awq"]
+    quantized_folder(tmp_path, config, tensors)
+    with pytest.raises(ModelError, match=r"model.quantization=fp8: .* is quantized already \(awq: int4 .*=none"):
+        load(tmp_path, quantization="fp8")
+    with pytest.raises(ModelError, match=r"transformers' code is not supported.*model.implementation=ours"):
+        load(tmp_path, implementation="transformers")
+
+
+def test_what_cannot_be_quantized_while_it_is_loaded(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"model.quantization=w8a8: .* transformers' code.*Set model.quantization=none"
+    ):
+        load(plain, quantization="w8a8", implementation="transformers")
+    with pytest.raises(ConfigError, match="a dry model has no weights"):
+        ModelConfig(load_format="dry", quantization="w8a8")
+    with pytest.raises(ConfigError, match=r"model\.quantization_group must be 32, 64 or 128, got 16"):
+        ModelConfig(quantization_group=16)
+    made = model()
+    made.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
+    made.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj: a weight that is not finite"):
+        load(tmp_path, quantization="w8a16")
+
+
+def test_orders_that_differ_within_a_product_are_refused(tmp_path: Path) -> None:
+    config, tensors = FOLDERS["gptq, act-order"]
+    quantized_folder(tmp_path, config, tensors)
+    stored, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.self_attn.k_proj.g_idx"
+    save_file(stored | {name: stored[name].flip(0).contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"0\.self_attn: q_proj, k_proj, v_proj have different orders.*desc_act=false"):
         load(tmp_path)

@@ -81,6 +81,41 @@ def test_a_draft_model_changes_no_greedy_token(expected: list, machine: str) -> 
         assert any(r.drafted and r.prefill_tokens for r in records), "drafts and prompts never shared a step"
 
 
+@pytest.mark.parametrize(
+    ("quantization", "kv", "machine"),
+    [
+        ("w8a8", "auto", "short of memory, recompute"),
+        ("w8a8", "fp8", "short of memory, swap"),
+        ("w8a16", "auto", "short of memory, recompute"),
+        ("mixed", "auto", "short of memory, recompute"),
+        ("fp8", "auto", "short of memory, swap"),
+        ("fp8_block", "auto", "short of memory, recompute"),
+        ("w4a16", "auto", "short of memory, recompute"),
+        ("w4a16", "fp8", "short of memory, swap"),
+        ("none", "fp8", "short of memory, recompute"),
+    ],
+)
+def test_a_quantized_model_gives_the_tokens_that_it_gives_plainly(quantization: str, kv: str, machine: str) -> None:
+    """With a quantized draft, chunks, hits, preemption and overlap."""
+    model = TINY | {"quantization": quantization, "quantization_group": 64}
+    sections: dict[str, Any] = MACHINES[machine] | {"cache": MACHINES[machine]["cache"] | {"dtype": kv}}
+    engine = LLMEngine(EngineConfig.from_dict({"model": model, "cache": {"dtype": kv}}))
+    plain = tokens(engine, GREEDY)
+    engine.close()
+    draft = {**DRAFT, "draft": {"path": "tiny-draft", "quantization": quantization}, "num_tokens": 3}
+    engine = LLMEngine(EngineConfig.from_dict({"model": model, "speculation": draft, **sections}))
+    assert tokens(engine, GREEDY) == plain
+    assert tokens(engine, GREEDY) == plain
+    records, startup = engine.records, engine.startup
+    assert sum(sum(r.accepted) for r in records) > 0.4 * sum(sum(r.drafted) for r in records) > 0
+    assert any(r.preempted for r in records)
+    assert any(r.prefix_hit_tokens for r in records)
+    assert startup.quantization.startswith(quantization)
+    assert startup.draft_quantization == startup.quantization
+    assert ("float8" in startup.kv_dtype) == (kv == "fp8")
+    engine.close()
+
+
 @pytest.mark.parametrize(("method", "machine"), [("ngram", "short of memory, recompute"), ("suffix", "overlap")])
 def test_lookup_changes_no_token_even_at_a_temperature(without: LLMEngine, method: str, machine: str) -> None:
     some = {"max_tokens": 24, "logprobs": 1}
