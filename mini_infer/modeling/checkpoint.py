@@ -93,8 +93,8 @@ def fill_from(
 ) -> None:
     """Loads every tensor of the files to its place in `wanted`, by name.
 
-    Names that end in one of `ignored` are skipped; `form` is said beside what is not expected. Raises ModelError where a
-    tensor is unknown, mis-shaped or of another dtype than it may be, where one of `wanted` is in no file, and where a
+    Names that end in one of `ignored` are skipped; `form` is said beside what is not expected. Raises ModelError where
+    a tensor is unknown, mis-shaped or of another dtype than it may be, where one of `wanted` is in no file, and where a
     file is not safetensors.
     """
     missing = {name: target for name, target in wanted.items() if target.required}

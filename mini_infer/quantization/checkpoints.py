@@ -220,18 +220,18 @@ class GPTQ(LayerFormat):
 
     def read(self, tensors: Mapping[str, Tensor], scale_dtype: torch.dtype) -> Read:
         form, bits = self.scheme.weights, self._bits
-        codes = unpack_words(tensors["qweight"].T, bits)
-        zeros: Tensor | None = unpack_words(tensors["qzeros"], bits).T
+        codes, middle = unpack_words(tensors["qweight"].T, bits), 1 << (bits - 1)
+        stored = unpack_words(tensors["qzeros"], bits).T.to(torch.int16)
         if self.first_version:
-            zeros = zeros + 1 & (1 << bits) - 1
+            stored = stored + 1 & (1 << bits) - 1
+        zeros = None if form.symmetric else stored.to(torch.int8)
         if form.symmetric:
-            middle = 1 << (bits - 1)
-            if bool((zeros != middle).any()):
+            if bool((stored != middle).any()):
                 raise ModelError(
                     f"qzeros are not all {middle}, as sym=true has them: sym or checkpoint_format of the "
                     "quantization_config is wrong"
                 )
-            codes, zeros = (codes.to(torch.int16) - middle).to(torch.int8), None
+            codes = codes.to(torch.int16) - middle
         order = None
         if (g_idx := tensors.get("g_idx")) is not None and form.columns is not None:
             order = _order(g_idx, form)
@@ -239,7 +239,6 @@ class GPTQ(LayerFormat):
                 if bool((order != torch.arange(len(order), device=order.device)).any()):
                     raise ModelError("g_idx sorts the columns, and the quantization_config says desc_act=false")
                 order = None
-        zeros = None if zeros is None else zeros.to(torch.int8)
         scales = _finite(tensors, "scales").T
         return Read(Quantized(_ordered(codes.to(torch.int8), order), scales.float(), zeros), order)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -96,16 +97,22 @@ def test_a_draft_model_changes_no_greedy_token(expected: list, machine: str) -> 
     ],
 )
 def test_a_quantized_model_gives_the_tokens_that_it_gives_plainly(quantization: str, kv: str, machine: str) -> None:
-    """With a quantized draft, chunks, hits, preemption and overlap."""
+    """With a quantized draft, chunks, hits, preemption and overlap.
+
+    fp8 activations have steps of up to 6 %. Where the last bit of float32, which depends on a row's company, decides to
+    which side one is rounded, a later token may be another: so a few tokens are compared.
+    """
+    greedy = dataclasses.replace(GREEDY, max_tokens=10) if quantization == "fp8" else GREEDY
     model = TINY | {"quantization": quantization, "quantization_group": 64}
     sections: dict[str, Any] = MACHINES[machine] | {"cache": MACHINES[machine]["cache"] | {"dtype": kv}}
     engine = LLMEngine(EngineConfig.from_dict({"model": model, "cache": {"dtype": kv}}))
-    plain = tokens(engine, GREEDY)
+    plain = tokens(engine, greedy)
     engine.close()
     draft = {**DRAFT, "draft": {"path": "tiny-draft", "quantization": quantization}, "num_tokens": 3}
     engine = LLMEngine(EngineConfig.from_dict({"model": model, "speculation": draft, **sections}))
-    assert tokens(engine, GREEDY) == plain
-    assert tokens(engine, GREEDY) == plain
+    assert tokens(engine, greedy) == plain
+    for _ in range(2):  # the second time from the cache
+        assert engine.generate(PROMPTS[1], greedy)[0].outputs[0].token_ids == plain[1][0]
     records, startup = engine.records, engine.startup
     assert sum(sum(r.accepted) for r in records) > 0.4 * sum(sum(r.drafted) for r in records) > 0
     assert any(r.preempted for r in records)
