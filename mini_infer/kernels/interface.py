@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from mini_infer.quantization.formats import WeightFormat
+
 
 class Norm(NamedTuple):
     """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) over H, times weight."""
@@ -48,6 +50,18 @@ class Places(NamedTuple):
     slot_mapping: Tensor  # [T] int64, where in key_slots and value_slots each token goes
     key_slots: Tensor  # [slots, Hkv, D]
     value_slots: Tensor  # [slots, Hkv, D]
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight [N, K] in a number format, as kernels want it.
+
+    int4 is packed, two codes a byte: kernels/quant_linear.py.
+    """
+
+    codes: Tensor  # [N, K] int8 or float8_e4m3fn, or [N, K / 2] uint8; contiguous
+    scales: Tensor  # [N / form.rows, groups]: float32, of int4 also the model's dtype
+    zeros: Tensor | None  # as scales, int8
+    form: WeightFormat
 
 
 class Kernels(Protocol):

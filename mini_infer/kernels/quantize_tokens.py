@@ -1,0 +1,89 @@
+"""Activations become 8-bit codes and scales in the step that needs them: one program a row.
+
+A scale is the largest value divided by the largest code, codes are rounded to nearest with ties to even, and both are
+true divisions: the codes are those of quantization/formats.py to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mini_infer.kernels.pdl import launch_options
+from mini_infer.quantization.formats import ActivationFormat, Number
+
+_TIES_TO_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it keeps no digits behind the point
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _rounded_to_fp8(x):
+    """x float32 -> float32 of 3 bits behind the first one, or a multiple of 2^-9 below 2^-6."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) << 20
+    small = (x + _TIES_TO_EVEN / 512) - _TIES_TO_EVEN / 512
+    return tl.where(tl.abs(x) < 2**-6, small, normal.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def encoded(x, SCALE_MAX: tl.constexpr, FP8: tl.constexpr):
+    """x [G, C] float32, a group a row -> codes [G, C], scales [G, 1]. Of zeros the scale is 0."""
+    scales = tl.math.div_rn(tl.max(tl.abs(x), axis=1, keep_dims=True), SCALE_MAX)
+    scaled = tl.math.div_rn(x, tl.where(scales == 0.0, 1.0, scales))
+    scaled = tl.minimum(tl.maximum(scaled, -SCALE_MAX), SCALE_MAX)
+    if FP8:
+        if _INTERPRETED:  # it cuts digits off
+            scaled = _rounded_to_fp8(scaled)
+        codes = scaled.to(tl.float8e4nv)
+    else:
+        codes = ((scaled + _TIES_TO_EVEN) - _TIES_TO_EVEN).to(tl.int8)
+    return codes, scales
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    x_stride,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns of the row, up to a power of two
+    SCALE_MAX: tl.constexpr,
+    FP8: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    codes, scales = encoded(tl.reshape(x, [BLOCK // GROUP, GROUP]), SCALE_MAX, FP8)
+    groups = tl.arange(0, BLOCK // GROUP)
+    GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
+    tl.store(scales_ptr + row * GROUPS + groups[:, None], scales, mask=(groups < GROUPS)[:, None])
+    tl.store(codes_ptr + row * SIZE + columns, tl.reshape(codes, [BLOCK]), mask=columns < SIZE)
+
+
+def quantize_tokens(x: Tensor, form: ActivationFormat) -> tuple[Tensor, Tensor]:
+    """x [T, K] of any floating dtype, elements of a row adjacent -> codes [T, K], scales [T, groups] float32.
+
+    Raises ValueError where a group is no power of two, or K more than 65,536.
+    """
+    rows, size = x.shape
+    block = triton.next_power_of_2(size)
+    group = form.columns or block
+    if group & (group - 1) or block > 65536:
+        raise ValueError(f"tokens are quantized in groups of a power of two of at most 65,536, not {group} of {size}")
+    codes = torch.empty((rows, size), dtype=form.number.code_dtype, device=x.device)
+    scales = torch.empty((rows, -(-size // group)), dtype=torch.float32, device=x.device)
+    if rows:
+        _quantize_kernel[(rows,)](
+            x, codes, scales, x.stride(0), SIZE=size, GROUP=min(group, block), BLOCK=block,
+            SCALE_MAX=form.number.largest, FP8=form.number is Number.fp8, num_warps=min(max(block // 1024, 4), 16),
+            **launch_options(x.device),
+        )  # fmt: skip
+    return codes, scales
