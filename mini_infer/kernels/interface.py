@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from mini_infer.quantization.formats import WeightFormat
+from mini_infer.quantization.formats import ActivationFormat
+from mini_infer.quantization.weight import QuantizedWeight
 
 
 class Norm(NamedTuple):
@@ -52,18 +53,6 @@ class Places(NamedTuple):
     value_slots: Tensor  # [slots, Hkv, D]
 
 
-class QuantizedWeight(NamedTuple):
-    """A weight [N, K] in a number format, as kernels want it.
-
-    int4 is packed, two codes a byte: kernels/quant_linear.py.
-    """
-
-    codes: Tensor  # [N, K] int8 or float8_e4m3fn, or [N, K / 2] uint8; contiguous
-    scales: Tensor  # [N / form.rows, groups]: float32, of int4 also the model's dtype
-    zeros: Tensor | None  # as scales, int8
-    form: WeightFormat
-
-
 class Kernels(Protocol):
     """Arguments are contiguous unless said."""
 
@@ -73,6 +62,11 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x [T, K] W^T + b, W [N, K] -> [T, N] of x's dtype, in `out`, contiguous, where it is given."""
+
+    def quantized_linear(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activations: ActivationFormat | None
+    ) -> Tensor:
+        """As quantization/weight.py defines it, to rounding. x [T, K] -> [T, N]."""
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The stream -> (its norm, its value). Leaves its argument as it is."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from mini_infer.core.config import KernelChoice, Numerics
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.interface import Kernels, Places, QKNorm, Stream
+from mini_infer.quantization.formats import ActivationFormat
+from mini_infer.quantization.weight import QuantizedWeight, quantized_linear_reference
 
 
 class TorchKernels:
@@ -29,6 +31,11 @@ class TorchKernels:
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    def quantized_linear(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activations: ActivationFormat | None
+    ) -> Tensor:
+        return quantized_linear_reference(x, weight, bias, activations)
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         x, residual, (weight, eps) = stream
@@ -65,11 +72,18 @@ class TritonKernels(TorchKernels):
 
     def __init__(self) -> None:
         super().__init__()
-        from mini_infer.kernels import gemv, rms_norm, rope_and_store, silu_mul
+        from mini_infer.kernels import gemv, quant_linear, rms_norm, rope_and_store, silu_mul
 
-        self.gemv = gemv
+        self.gemv, self._quantized = gemv, quant_linear
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
+
+    def quantized_linear(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activations: ActivationFormat | None
+    ) -> Tensor:
+        if len(x) > self._quantized.MAX_ROWS and activations is None:
+            return self.linear(x, self._quantized.dequantize_weight(weight, x.dtype), bias)
+        return self._quantized.quantized_linear(x, weight, bias, activations)
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         x, residual, norm = stream
@@ -102,6 +116,11 @@ class InvariantKernels(TritonKernels):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         return self._linear(x, weight.contiguous(), bias, out)  # a copy on a CPU alone, for tests
+
+    def quantized_linear(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activations: ActivationFormat | None
+    ) -> Tensor:
+        return self._quantized.quantized_linear(x, weight, bias, activations)
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
         return self._rope_and_store(qkv, qk_norm, places, one_shape=True)

@@ -22,33 +22,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mini_infer.kernels.interface import QuantizedWeight
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
 from mini_infer.kernels.quantize_tokens import quantize_tokens
-from mini_infer.quantization.formats import ActivationFormat, Number, Quantized, WeightFormat, dequantize, quantize
-from mini_infer.quantization.packing import unpack_int4
-
-
-def quantized_linear_reference(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, activations: ActivationFormat | None = None
-) -> Tensor:
-    """The definition, summed in float64. Arguments as `quantized_linear`."""
-    form = weight.form
-    codes = unpack_int4(weight.codes, weight.zeros is None) if form.number is Number.int4 else weight.codes
-    wide = dequantize(Quantized(codes, weight.scales.float(), weight.zeros), form).double()
-    if activations is not None:
-        token_form = WeightFormat(activations.number, activations.columns)
-        x_wide = dequantize(quantize(x, token_form), token_form).double()
-    else:
-        x_wide = x.double()
-    y = x_wide @ wide.T
-    return (y if bias is None else y + bias.double()).to(x.dtype)
-
+from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
+from mini_infer.quantization.weight import QuantizedWeight
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -155,6 +138,57 @@ def _quant_linear_kernel(
     result = tl.fma(result, scale, tl.broadcast_to(bias[:, None], result.shape))
     places = out_ptr + rows.to(tl.int64)[None, :] * OUT_SIZE + outs[:, None]
     tl.store(places, result.to(out_ptr.dtype.element_ty), mask=real[:, None] & exists[None, :])
+
+
+@triton.jit
+def _dequantize_kernel(
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    out_ptr,
+    OUT_SIZE: tl.constexpr,
+    IN_SIZE: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """Tiles of 128 columns."""
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    real = (outs < OUT_SIZE)[:, None]
+    columns = tl.program_id(1) * 128 + tl.arange(0, 128)
+    inside = real & (columns < IN_SIZE)[None, :]
+    wide = outs.to(tl.int64)[:, None]
+    if PACKED:
+        places = columns // 128 * 64 + columns % 64
+        both = tl.load(codes_ptr + wide * (IN_SIZE // 2) + places[None, :], mask=inside, other=0)
+        codes = ((both >> (columns % 128 // 64 * 4).to(tl.uint8)[None, :]) & 15).to(tl.float32)
+    else:
+        codes = tl.load(codes_ptr + wide * IN_SIZE + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    GROUPS: tl.constexpr = 1 if GROUP is None else (IN_SIZE + GROUP - 1) // GROUP
+    places = (outs // GROUP_ROWS)[:, None] * GROUPS + (0 if GROUP is None else columns // GROUP)[None, :]
+    if zeros_ptr is not None:
+        codes -= tl.load(zeros_ptr + places, mask=inside, other=0).to(tl.float32)
+    elif PACKED:
+        codes -= 8
+    values = codes * tl.load(scales_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + wide * IN_SIZE + columns[None, :], values.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """[N, K] of `dtype`, each value rounded once."""
+    form, out_size = weight.form, weight.codes.shape[0]
+    packed = form.number is Number.int4
+    in_size = weight.codes.shape[1] * (2 if packed else 1)
+    out = torch.empty((out_size, in_size), dtype=dtype, device=weight.codes.device)
+    _dequantize_kernel[(triton.cdiv(out_size, 32), triton.cdiv(in_size, 128))](
+        weight.codes, weight.scales, weight.zeros, out, OUT_SIZE=out_size, IN_SIZE=in_size, PACKED=packed,
+        GROUP=form.columns, GROUP_ROWS=form.rows, BLOCK_OUT=32, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+MAX_ROWS = 256  # above, weights alone in fewer bits are made floating again first
 
 
 class Tile(NamedTuple):

@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from mini_infer.kernels.interface import QuantizedWeight
-from mini_infer.kernels.quant_linear import Tile, quantized_linear, quantized_linear_reference, tile_for
+from mini_infer.kernels.quant_linear import Tile, dequantize_weight, quantized_linear, tile_for
 from mini_infer.kernels.quantize_tokens import quantize_tokens
 from mini_infer.quantization import formats
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
 from mini_infer.quantization.packing import pack_int4, unpack_int4
+from mini_infer.quantization.weight import QuantizedWeight, quantized_linear_reference
 
 INT8, FP8 = ActivationFormat(Number.int8), ActivationFormat(Number.fp8)
 FP8_GROUPS = ActivationFormat(Number.fp8, 128)
@@ -34,12 +34,8 @@ PAIRS = [
 
 def made(form: WeightFormat, out_size: int, in_size: int, device: torch.device) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(out_size)
-    quantized = formats.quantize(torch.randn(out_size, in_size, generator=generator), form)
-    codes = quantized.codes
-    if form.number is Number.int4:
-        codes = pack_int4(codes, form.symmetric)
-    zeros = None if quantized.zeros is None else quantized.zeros.to(device)
-    return QuantizedWeight(codes.to(device), quantized.scales.to(device), zeros, form)
+    weight = QuantizedWeight.of(formats.quantize(torch.randn(out_size, in_size, generator=generator), form), form)
+    return QuantizedWeight(*(part.to(device) if isinstance(part, torch.Tensor) else part for part in weight))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -50,12 +46,19 @@ def test_equals_the_definition(pair, rows, out_size, in_size, bias, device):
     dtype = torch.float32 if rows == 1 else torch.bfloat16
     x = torch.randn(rows, in_size).to(device, dtype)
     weight, b = made(form, out_size, in_size, device), torch.randn(out_size).to(device, dtype) if bias else None
-    expected = quantized_linear_reference(x, weight, b, activations)
+    expected = quantized_linear_reference(x.double(), weight, b, activations).to(dtype)
     out = torch.full_like(expected, math.nan)
     assert quantized_linear(x, weight, b, activations, out) is out
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance * math.sqrt(in_size))
     assert quantized_linear(x[:0], weight, b, activations).shape == (0, out_size)
+
+
+@pytest.mark.parametrize("form", dict.fromkeys(form for form, _ in PAIRS), ids=str)
+def test_a_weight_is_made_floating_again(form, device):
+    weight = made(form, 136, 384, device)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(dequantize_weight(weight, dtype), weight.dequantized().to(dtype))
 
 
 @pytest.mark.parametrize("form", [INT8, FP8, FP8_GROUPS], ids=str)

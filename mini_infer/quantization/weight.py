@@ -1,0 +1,44 @@
+"""A weight as kernels want it, and what a product with it is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mini_infer.quantization.formats import ActivationFormat, Number, Quantized, WeightFormat, dequantize, quantize
+from mini_infer.quantization.packing import pack_int4, unpack_int4
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight [N, K] in a number format; int4 is packed, two codes a byte (`pack_int4`)."""
+
+    codes: Tensor  # [N, K] int8 or float8_e4m3fn, or [N, K / 2] uint8; contiguous
+    scales: Tensor  # as WeightFormat.scales_shape: float32, of int4 also the model's dtype
+    zeros: Tensor | None  # as scales, int8
+    form: WeightFormat
+
+    @classmethod
+    def of(cls, quantized: Quantized, form: WeightFormat) -> QuantizedWeight:
+        codes = pack_int4(quantized.codes, form.symmetric) if form.number is Number.int4 else quantized.codes
+        return cls(codes, quantized.scales, quantized.zeros, form)
+
+    def dequantized(self) -> Tensor:
+        """[N, K] float32."""
+        codes = unpack_int4(self.codes, self.form.symmetric) if self.form.number is Number.int4 else self.codes
+        return dequantize(Quantized(codes, self.scales.float(), self.zeros), self.form)
+
+
+def quantized_linear_reference(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, activations: ActivationFormat | None = None
+) -> Tensor:
+    """The definition: x W^T + b, summed in float32 (in float64 where x is), with x made codes and scales first where
+    `activations` says how. x [T, K], bias [N] -> [T, N] of x's dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    values = x.to(wide)
+    if activations is not None:
+        form = WeightFormat(activations.number, activations.columns)
+        values = dequantize(quantize(x, form), form).to(wide)
+    y = values @ weight.dequantized().to(wide).T
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
