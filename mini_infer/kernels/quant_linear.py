@@ -165,8 +165,8 @@ def _dequantize_kernel(
         codes = ((both >> (columns % 128 // 64 * 4).to(tl.uint8)[None, :]) & 15).to(tl.float32)
     else:
         codes = tl.load(codes_ptr + wide * IN_SIZE + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    GROUPS: tl.constexpr = 1 if GROUP is None else (IN_SIZE + GROUP - 1) // GROUP
-    places = (outs // GROUP_ROWS)[:, None] * GROUPS + (0 if GROUP is None else columns // GROUP)[None, :]
+    WIDTH: tl.constexpr = IN_SIZE if GROUP is None else GROUP
+    places = (outs // GROUP_ROWS)[:, None] * ((IN_SIZE + WIDTH - 1) // WIDTH) + (columns // WIDTH)[None, :]
     if zeros_ptr is not None:
         codes -= tl.load(zeros_ptr + places, mask=inside, other=0).to(tl.float32)
     elif PACKED:

@@ -57,8 +57,13 @@ def test_equals_the_definition(pair, rows, out_size, in_size, bias, device):
 @pytest.mark.parametrize("form", dict.fromkeys(form for form, _ in PAIRS), ids=str)
 def test_a_weight_is_made_floating_again(form, device):
     weight = made(form, 136, 384, device)
-    for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(dequantize_weight(weight, dtype), weight.dequantized().to(dtype))
+    expected = weight.dequantized()
+    assert torch.equal(dequantize_weight(weight, torch.float32), expected)
+    rounded = dequantize_weight(weight, torch.bfloat16)
+    if device.type == "cuda":
+        assert torch.equal(rounded, expected.bfloat16())
+    else:  # the interpreter cuts digits off
+        torch.testing.assert_close(rounded.float(), expected, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("form", [INT8, FP8, FP8_GROUPS], ids=str)
