@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from mini_infer.quantization.formats import ActivationFormat
-from mini_infer.quantization.weight import QuantizedWeight
+from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
 
 class Norm(NamedTuple):
@@ -64,9 +64,20 @@ class Kernels(Protocol):
         """x [T, K] W^T + b, W [N, K] -> [T, N] of x's dtype, in `out`, contiguous, where it is given."""
 
     def quantized_linear(
-        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activations: ActivationFormat | None
+        self,
+        x: Tensor | QuantizedTokens,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activations: ActivationFormat | None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """As quantization/weight.py defines it, to rounding. x [T, K] -> [T, N]."""
+        """As quantization/weight.py defines it, to rounding, plus residual [T, N] -> [T, N]."""
+
+    def quantized_norm(self, stream: Stream, form: ActivationFormat) -> tuple[QuantizedTokens, Tensor]:
+        """The stream -> (its norm, quantized; its value)."""
+
+    def quantized_silu_mul(self, gate_up: Tensor, form: ActivationFormat) -> QuantizedTokens:
+        """gate_up [T, 2I] -> silu(gate) * up [T, I], quantized."""
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The stream -> (its norm, its value). Leaves its argument as it is."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from mini_infer.core.config import KernelChoice, Numerics
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.interface import Kernels, Places, QKNorm, Stream
-from mini_infer.quantization.formats import ActivationFormat
-from mini_infer.quantization.weight import QuantizedWeight, quantized_linear_reference
+from mini_infer.quantization.formats import ActivationFormat, quantize_tokens
+from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight, quantized_linear_reference
 
 
 class TorchKernels:
@@ -33,9 +33,23 @@ class TorchKernels:
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def quantized_linear(
-        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activations: ActivationFormat | None
+        self,
+        x: Tensor | QuantizedTokens,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activations: ActivationFormat | None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        return quantized_linear_reference(x, weight, bias, activations)
+        y = quantized_linear_reference(x, weight, bias, activations)
+        return y if residual is None else residual + y
+
+    def quantized_norm(self, stream: Stream, form: ActivationFormat) -> tuple[QuantizedTokens, Tensor]:
+        normed, total = self.add_rms_norm(stream)
+        return QuantizedTokens(*quantize_tokens(normed, form), normed.dtype), total
+
+    def quantized_silu_mul(self, gate_up: Tensor, form: ActivationFormat) -> QuantizedTokens:
+        product = self.silu_mul(gate_up)
+        return QuantizedTokens(*quantize_tokens(product, form), product.dtype)
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         x, residual, (weight, eps) = stream
@@ -77,13 +91,27 @@ class TritonKernels(TorchKernels):
         self.gemv, self._quantized = gemv, quant_linear
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
+        self._quantized_norm, self._quantized_silu_mul = rms_norm.quantized_rms_norm, silu_mul.silu_mul_quantized
 
     def quantized_linear(
-        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activations: ActivationFormat | None
+        self,
+        x: Tensor | QuantizedTokens,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activations: ActivationFormat | None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        if len(x) > self._quantized.MAX_ROWS and activations is None:
-            return self.linear(x, self._quantized.dequantize_weight(weight, x.dtype), bias)
-        return self._quantized.quantized_linear(x, weight, bias, activations)
+        if isinstance(x, Tensor) and activations is None and len(x) > self._quantized.MAX_ROWS:
+            y = self.linear(x, self._quantized.dequantize_weight(weight, x.dtype), bias)
+            return y if residual is None else residual + y
+        return self._quantized.quantized_linear(x, weight, bias, activations, residual=residual)
+
+    def quantized_norm(self, stream: Stream, form: ActivationFormat) -> tuple[QuantizedTokens, Tensor]:
+        x, residual, norm = stream
+        return self._quantized_norm(x, residual, *norm, form)
+
+    def quantized_silu_mul(self, gate_up: Tensor, form: ActivationFormat) -> QuantizedTokens:
+        return self._quantized_silu_mul(gate_up, form)
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         x, residual, norm = stream
@@ -118,9 +146,14 @@ class InvariantKernels(TritonKernels):
         return self._linear(x, weight.contiguous(), bias, out)  # a copy on a CPU alone, for tests
 
     def quantized_linear(
-        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activations: ActivationFormat | None
+        self,
+        x: Tensor | QuantizedTokens,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activations: ActivationFormat | None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        return self._quantized.quantized_linear(x, weight, bias, activations)
+        return self._quantized.quantized_linear(x, weight, bias, activations, residual=residual)
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
         return self._rope_and_store(qkv, qk_norm, places, one_shape=True)

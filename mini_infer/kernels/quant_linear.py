@@ -29,9 +29,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
+from mini_infer.kernels.pdl import launch_options
 from mini_infer.kernels.quantize_tokens import quantize_tokens
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
-from mini_infer.quantization.weight import QuantizedWeight
+from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -60,6 +61,7 @@ def _quant_linear_kernel(
     scales_ptr,
     zeros_ptr,
     bias_ptr,
+    residual_ptr,
     out_ptr,
     num_rows,
     OUT_SIZE: tl.constexpr,
@@ -73,7 +75,11 @@ def _quant_linear_kernel(
     GROUP_ROWS: tl.constexpr,
     X_GROUP: tl.constexpr,  # ... of the activations
     DOT: tl.constexpr,  # dtype of the factors
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row_tiles, out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), (OUT_SIZE + BLOCK_OUT - 1) // BLOCK_OUT
     band = tl.program_id(0) // (TALL * out_tiles)
     height = tl.minimum(row_tiles - band * TALL, TALL)
@@ -136,8 +142,13 @@ def _quant_linear_kernel(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + outs, mask=real, other=0.0).to(tl.float32)
     result = tl.fma(result, scale, tl.broadcast_to(bias[:, None], result.shape))
-    places = out_ptr + rows.to(tl.int64)[None, :] * OUT_SIZE + outs[:, None]
-    tl.store(places, result.to(out_ptr.dtype.element_ty), mask=real[:, None] & exists[None, :])
+    places = rows.to(tl.int64)[None, :] * OUT_SIZE + outs[:, None]
+    inside = real[:, None] & exists[None, :]
+    result = result.to(out_ptr.dtype.element_ty)
+    if residual_ptr is not None:  # rounded as between two operations
+        residual = tl.load(residual_ptr + places, mask=inside, other=0.0)
+        result = (result.to(tl.float32) + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + places, result, mask=inside)
 
 
 @triton.jit
@@ -208,22 +219,24 @@ def tile_for(rows: int, number: Number, group: int | None) -> Tile:
 
 
 def quantized_linear(
-    x: Tensor,
+    x: Tensor | QuantizedTokens,
     weight: QuantizedWeight,
     bias: Tensor | None = None,
     activations: ActivationFormat | None = None,
     out: Tensor | None = None,
     *,
+    residual: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """x W^T + b as the table above says.
 
     Args:
-        x: [T, K] float32, bfloat16 or float16; elements of a row adjacent.
+        x: [T, K] float32, bfloat16 or float16, elements of a row adjacent; or what it became by `activations`.
         weight: [N, K], its codes contiguous.
         bias: [N].
         activations: what x becomes first; None: it stays.
         out: takes the result where it is given, [T, N] contiguous.
+        residual: [T, N] contiguous, of x's dtype, added to the rounded product.
         tile: instead of the one for this number of rows, for tests and measurements.
 
     Returns:
@@ -232,30 +245,32 @@ def quantized_linear(
     Raises:
         ValueError: for formats that do not go together, and rows that do not begin at multiples of 16 bytes.
     """
-    (rows, in_size), (out_size, _), form = x.shape, weight.codes.shape, weight.form
+    if isinstance(x, Tensor) and activations is not None:
+        x = quantize_tokens(x, activations)
+    values, x_scales = (x, None) if isinstance(x, Tensor) else (x.codes, x.scales)
+    (rows, in_size), (out_size, _), form = values.shape, weight.codes.shape, weight.form
     packed = form.number is Number.int4
     check(form, activations, in_size)
     if out is None:
-        out = x.new_empty((rows, out_size))
+        out = torch.empty((rows, out_size), dtype=x.dtype, device=values.device)
     if not rows:
         return out
-    x_scales, dot = None, DOT_DTYPES[x.dtype]
+    dot = DOT_DTYPES[x.dtype]
     if activations is not None:
-        x, x_scales = quantize_tokens(x, activations)
         dot = tl.int8 if form.number is Number.int8 else tl.float8e4nv
     tile = tile or tile_for(rows, form.number, form.columns)
     x_columns = tile.k if not packed else min(tile.k, 64)
-    if (shared := shared_memory(x.device)) is not None:
-        stage = tile.rows * x_columns * x.element_size() * (2 if packed else 1) + tile.outs * tile.k
+    if (shared := shared_memory(values.device)) is not None:
+        stage = tile.rows * x_columns * values.element_size() * (2 if packed else 1) + tile.outs * tile.k
         tile = tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outs),)
     _quant_linear_kernel[grid](
-        TensorDescriptor.from_tensor(x, [tile.rows, x_columns]), x_scales,
-        TensorDescriptor.from_tensor(weight.codes, [tile.outs, tile.k]), weight.scales, weight.zeros, bias, out, rows,
-        OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_K=tile.k, TALL=8,
+        TensorDescriptor.from_tensor(values, [tile.rows, x_columns]), x_scales,
+        TensorDescriptor.from_tensor(weight.codes, [tile.outs, tile.k]), weight.scales, weight.zeros, bias, residual,
+        out, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_K=tile.k, TALL=8,
         PACKED=packed, GROUP=form.columns, GROUP_ROWS=form.rows,
         X_GROUP=None if activations is None else activations.columns, DOT=dot, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=tile.num_stages, **launch_options(values.device),
     )  # fmt: skip
     return out
 

@@ -7,7 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mini_infer.quantization.formats import ActivationFormat, Number, Quantized, WeightFormat, dequantize, quantize
+from mini_infer.quantization.formats import (
+    ActivationFormat,
+    Number,
+    Quantized,
+    WeightFormat,
+    dequantize,
+    quantize_tokens,
+)
 from mini_infer.quantization.packing import pack_int4, unpack_int4
 
 
@@ -30,15 +37,30 @@ class QuantizedWeight(NamedTuple):
         return dequantize(Quantized(codes, self.scales.float(), self.zeros), self.form)
 
 
+class QuantizedTokens(NamedTuple):
+    """Activations x [T, K] after `quantize_tokens`: what some kernel before a product has made already."""
+
+    codes: Tensor  # [T, K] int8 or float8_e4m3fn
+    scales: Tensor  # [T, groups] float32
+    dtype: torch.dtype  # of x
+
+
 def quantized_linear_reference(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, activations: ActivationFormat | None = None
+    x: Tensor | QuantizedTokens,
+    weight: QuantizedWeight,
+    bias: Tensor | None = None,
+    activations: ActivationFormat | None = None,
 ) -> Tensor:
     """The definition: x W^T + b, summed in float32 (in float64 where x is), with x made codes and scales first where
-    `activations` says how. x [T, K], bias [N] -> [T, N] of x's dtype."""
+    `activations` says how, if it is not yet. x [T, K], bias [N] -> [T, N] of x's dtype."""
+    if isinstance(x, Tensor) and activations is not None:
+        x = QuantizedTokens(*quantize_tokens(x, activations), x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
-    values = x.to(wide)
-    if activations is not None:
+    if isinstance(x, Tensor):
+        values = x.to(wide)
+    else:
+        assert activations is not None
         form = WeightFormat(activations.number, activations.columns)
-        values = dequantize(quantize(x, form), form).to(wide)
+        values = dequantize(Quantized(x.codes, x.scales), form).to(wide)
     y = values @ weight.dequantized().to(wide).T
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)

@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 
 from mini_infer.kernels.quant_linear import Tile, dequantize_weight, quantized_linear, tile_for
 from mini_infer.kernels.quantize_tokens import quantize_tokens
+from mini_infer.kernels.rms_norm import add_rms_norm, quantized_rms_norm, rms_norm
+from mini_infer.kernels.silu_mul import silu_mul, silu_mul_quantized
 from mini_infer.quantization import formats
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
 from mini_infer.quantization.packing import pack_int4, unpack_int4
@@ -73,10 +75,38 @@ def test_tokens_are_quantized_to_the_bit(form, shape, device):
     x[0] *= 1000
     if shape[0] > 1:
         x[1] = 0
-    codes, scales = quantize_tokens(x, form)
+    codes, scales, _ = quantize_tokens(x, form)
     expected_codes, expected_scales = formats.quantize_tokens(x, form)
     assert torch.equal(scales, expected_scales)
     assert torch.equal(codes.float(), expected_codes.float())
+
+
+@pytest.mark.parametrize("form", [INT8, FP8_GROUPS], ids=str)
+@pytest.mark.parametrize("added", [False, True])
+def test_what_comes_before_a_product_quantizes_to_the_bit(form, added, device):
+    generator = torch.Generator().manual_seed(3)
+    x, residual = (torch.randn(5, 256, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+    weight = torch.rand(256, generator=generator).to(device, torch.bfloat16)
+    if added:
+        tokens, total = quantized_rms_norm(x, residual, weight, 1e-6, form)
+        normed, expected_total = add_rms_norm(x, residual, weight, 1e-6)
+        assert torch.equal(total, expected_total)
+    else:
+        tokens, total = quantized_rms_norm(x, None, weight, 1e-6, form)
+        normed = rms_norm(x, weight, 1e-6)
+        assert total is x
+    pairs = [(tokens, quantize_tokens(normed, form)), (silu_mul_quantized(x, form), quantize_tokens(silu_mul(x), form))]
+    for got, expected in pairs:
+        assert torch.equal(got.codes.float(), expected.codes.float())
+        assert torch.equal(got.scales, expected.scales)
+
+
+def test_a_product_of_codes_plus_a_residual(device):
+    torch.manual_seed(0)
+    x, residual = torch.randn(3, 128).to(device), torch.randn(3, 40).to(device)
+    weight = made(WeightFormat(Number.int8), 40, 128, device)
+    expected = quantized_linear(x, weight, None, INT8) + residual
+    assert torch.equal(quantized_linear(quantize_tokens(x, INT8), weight, None, INT8, residual=residual), expected)
 
 
 def test_packed_codes_come_back():
