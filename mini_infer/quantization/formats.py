@@ -109,10 +109,12 @@ def quantize(values: Tensor, form: WeightFormat) -> Quantized:
     if not bool(torch.isfinite(spread).all()):
         raise ValueError("a weight that is not finite cannot be quantized")
     if form.symmetric:
-        scales = spread.abs().amax((1, 3)) / form.number.largest
+        largest = spread.abs().amax((1, 3))
+        # By a tensor: on a GPU torch divides by a number as it multiplies by its inverse, which rounds otherwise.
+        scales = largest / torch.full_like(largest, form.number.largest)
         return Quantized(encode(values, scales, None, form), scales)
     low, high = spread.amin((1, 3)).clamp_(max=0), spread.amax((1, 3)).clamp_(min=0)
-    scales = (high - low) / 15
+    scales = (high - low) / torch.full_like(low, 15)
     zeros = _divided(-low, scales).round_().to(torch.int8)
     return Quantized(encode(values, scales, zeros, form), scales, zeros)
 

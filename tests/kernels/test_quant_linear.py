@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from mini_infer.kernels.quant_linear import Tile, dequantize_weight, quantized_linear, tile_for
+from mini_infer.kernels.quant_linear import Tile, check, dequantize_weight, quantized_linear, tile_for
 from mini_infer.kernels.quantize_tokens import quantize_tokens
 from mini_infer.kernels.rms_norm import add_rms_norm, quantized_rms_norm, rms_norm
 from mini_infer.kernels.silu_mul import silu_mul, silu_mul_quantized
@@ -144,14 +144,12 @@ def test_a_row_is_the_same_to_the_bit_in_any_batch(pair, device):
     ],
 )
 def test_what_does_not_go_together_is_named(form, activations, in_size, message):
-    codes = torch.zeros(8, in_size, dtype=torch.int8)
-    weight = QuantizedWeight(codes, torch.ones(form.scales_shape(8, in_size)), None, form)
     with pytest.raises(ValueError, match=message):
-        quantized_linear(torch.zeros(2, in_size), weight, None, activations)
+        check(form, activations, in_size)
 
 
-def test_a_tile_of_ones_own():
-    x, weight = torch.randn(3, 128), made(WeightFormat(Number.int8), 24, 128, torch.device("cpu"))
+def test_a_tile_of_ones_own(device):
+    x, weight = torch.randn(3, 128, device=device), made(WeightFormat(Number.int8), 24, 128, device)
     tile = Tile(16, 64, 64, 4, 2)
     assert tile != tile_for(3, Number.int8, None)
     torch.testing.assert_close(quantized_linear(x, weight, tile=tile), quantized_linear(x, weight))
