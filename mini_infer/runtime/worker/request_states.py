@@ -164,11 +164,11 @@ class RequestStates:
         if plan.num_drafts and plan.counts[0] < plan.counts[n - 1]:
             alike = bisect_right(plan.counts, 1, hi=n)  # rows with drafts go with prompts, which may have any length
         batch = AttentionBatch.of_rows(
-            positions=places,
-            slot_mapping=blocks * self.block_size + (places - block * self.block_size),
-            block_tables=self.rows[:, self._table : self._table + width].index_select(0, rows32),
-            query_starts=starts32,
-            seq_lens=lens32,
+            places,
+            blocks * self.block_size + (places - block * self.block_size),  # slots
+            self.rows[:, self._table : self._table + width].index_select(0, rows32),  # block tables
+            starts32,
+            lens32,
             num_decode_rows=alike,
             host_query_starts=query_starts,
             host_seq_lens=seq_lens,
