@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.errors import ModelError
-from mini_infer.modeling.hf_config import token_ids
-from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
+from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, token_ids
 
 PAGED = "mini_infer"  # the attention implementation's name in transformers; it has no masks, so none are made
 _PROBE = "mini_infer_probe"  # the same function, with masks

@@ -14,7 +14,7 @@ from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Layout, SchedulerConfig
 from mini_infer.core.plan import Draft, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus, SamplingParams
-from mini_infer.runtime.scheduler.booking import TokenUpdate
+from mini_infer.runtime.scheduler.planned_step import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.speculative.speculator import NoSpeculation
 

@@ -112,7 +112,7 @@ class StepGraphs:
     ) -> _Captured:
         """Captures one descriptor on the current stream, with rows of padding."""
         rows, query_len = descriptor.num_rows, descriptor.query_len
-        pad = partial(self._states.pack_rows, NO_ROWS, rows)
+        pad = partial(self._states.pack_rows, StepPlan(0), rows)
         draft_logits, chain = None, None
 
         def draft() -> Tensor | None:
@@ -161,9 +161,6 @@ class StepGraphs:
             return self._run(descriptor.num_rows, descriptor.query_len, draft_logits)
         captured.step.replay()
         return captured.done
-
-
-NO_ROWS = StepPlan(step=0, req_indices=[], starts=[], counts=[], samples=[], num_decode_rows=0)
 
 
 def batch_ladder(largest: int) -> list[int]:

@@ -15,9 +15,9 @@ Steps may overlap: a request with a token in flight, whose place is known though
 planned behind it. What was computed for a request that has meanwhile ended is dropped. One with a grammar sits out the
 steps before the booking: what may come next depends on the token in flight.
 
-waiting_line.py has who waits, batch.py who is computed, admission.py who is next and who gives way, planned_step.py a
-step's rows, booking.py what a step's tokens do to their requests, draft_plan.py drafts. No tensors: the same scheduler
-drives a GPU, the dry model and a simulator.
+admission.py has who waits, who is computed, who is next and who gives way; planned_step.py a step's rows, and what its
+tokens do to their requests; speculative/draft_plan.py drafts. No tensors: the same scheduler drives a GPU, a dry model
+and a simulator.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Batching, Policy, Preemption, SchedulerConfig
 from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus
-from mini_infer.runtime.scheduler.admission import AdmissionControl, Newcomer
-from mini_infer.runtime.scheduler.batch import Batch
-from mini_infer.runtime.scheduler.booking import TokenUpdate, book_prompt_logprobs, book_tokens
-from mini_infer.runtime.scheduler.planned_step import PlannedStep
-from mini_infer.runtime.scheduler.waiting_line import Rank, WaitingLine
+from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, Rank, WaitingLine
+from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate, book_prompt_logprobs, book_tokens
 from mini_infer.speculative.draft_plan import add_drafts, can_follow
 from mini_infer.speculative.speculator import NoSpeculation
 
@@ -306,7 +303,7 @@ class Scheduler:
         book_prompt_logprobs(step, result)
         updates, endings = book_tokens(step, plan, result, now, self.kv)
         for ending in endings:
-            self.finish(*ending)
+            self.finish(*ending[:3])
         for request in step.rows[plan.num_decode_rows :]:
             if request.num_output_tokens:
                 self._line.release_siblings(request)

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mini_infer.core.errors import RequestError
-from mini_infer.core.grammar import Grammar, GrammarKind
 from mini_infer.core.request import FinishReason
+from mini_infer.core.sampling_params import Grammar, GrammarKind
 from mini_infer.runtime.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from mini_infer.speculative.draft_model import Drafter, Stopwatch
 
 if TYPE_CHECKING:  # it is handed them
     from mini_infer.cache.transfer import KVTransfer
-    from mini_infer.runtime.executor.dry_model import DryModel
+    from mini_infer.runtime.executor.dry import DryModel
     from mini_infer.runtime.worker.torch_model import TorchModel
 
 

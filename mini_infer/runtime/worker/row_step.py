@@ -14,7 +14,7 @@ Where each row starts may be known to the device alone (RequestStates.pack_rows)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,6 @@ class RowStep:
         self._states.settle(step, token_ids, self._rate, self._sampler.vocab_size)
 
 
-def real_tokens(counts: list[int], query_len: int) -> IntArray:
+def real_tokens(counts: Sequence[int], query_len: int) -> IntArray:
     """Those of rows of query_len tokens that are not padding: flat indices, of `counts[i]` tokens of row i."""
     return np.flatnonzero((np.arange(query_len) < np.array(counts)[:, None]).ravel())

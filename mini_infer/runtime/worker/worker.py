@@ -30,7 +30,6 @@ from mini_infer.runtime.graphs.pieces import graph_bytes, token_ladder
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, batch_ladder, decode_grid, draft_grid
 from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import load_tokenizer
-from mini_infer.runtime.worker.draft import make_drafter, plan_draft
 from mini_infer.runtime.worker.limits import Limits
 from mini_infer.runtime.worker.memory import (
     allocate_kv,
@@ -41,7 +40,7 @@ from mini_infer.runtime.worker.memory import (
 )
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.request_states import RequestStates
-from mini_infer.runtime.worker.served_model import NEEDS_GPU, ServedModel
+from mini_infer.runtime.worker.served_model import NEEDS_GPU, ServedModel, make_drafter, plan_draft
 from mini_infer.runtime.worker.startup import CaptureReport, Phases, StartupReport
 from mini_infer.runtime.worker.threads import StepThreads
 from mini_infer.runtime.worker.torch_model import TorchModel
