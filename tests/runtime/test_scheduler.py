@@ -582,7 +582,7 @@ def test_aborted_waiting_requests_are_forgotten() -> None:
     for _ in range(1000):
         bench.abort(bench.add("gone", 4, priority=1))
     bench.add("last", 4, priority=1)
-    assert len(bench.scheduler._line._heap) < 100
+    assert len(bench.scheduler._line._line) == 2
     assert bench.scheduler.num_waiting == 2
 
 

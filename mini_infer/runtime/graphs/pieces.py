@@ -28,17 +28,17 @@ from torch import Tensor
 
 from mini_infer.attention.context import AttentionBatch, AttentionContext
 from mini_infer.cache.kv_store import KVStore
-from mini_infer.core.config import PREFILL_GRAPH_STEP
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.graphs.capture import Cutter, Graph, GraphMemory, capture_sizes
 from mini_infer.runtime.worker.startup import CaptureReport
 
+_SIZE_STEP = 64  # tokens
+
 
 def token_ladder(max_prefill_tokens: int, max_num_batched_tokens: int) -> list[int]:
     """Token counts to capture, ascending. None of them is of use beyond the first that takes any step."""
-    largest = min(max_prefill_tokens, -(-max_num_batched_tokens // PREFILL_GRAPH_STEP) * PREFILL_GRAPH_STEP)
-    return list(range(PREFILL_GRAPH_STEP, largest + 1, PREFILL_GRAPH_STEP))
+    return list(range(_SIZE_STEP, min(max_prefill_tokens, max_num_batched_tokens) + _SIZE_STEP, _SIZE_STEP))
 
 
 def graph_bytes(spec: ModelSpec, dtype: torch.dtype, sizes: Sequence[int]) -> int:

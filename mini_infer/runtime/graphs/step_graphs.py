@@ -180,11 +180,6 @@ def draft_ladder(largest: int) -> Sequence[int]:
     return [rows for rows in batch_ladder(largest) if rows <= 32 or rows % 32 == 0 or rows == largest]
 
 
-def decode_grid(max_rows: int) -> list[BatchDescriptor]:
-    """Steps without drafts to capture."""
-    return [BatchDescriptor(rows) for rows in batch_ladder(max_rows)]
-
-
 def draft_grid(max_rows: int, max_drafts: int) -> list[BatchDescriptor]:
     """Steps with drafts to capture: no more than MAX_DRAFT_TOKENS tokens each."""
     return [

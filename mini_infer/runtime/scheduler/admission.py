@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,9 +16,6 @@ class WaitingLine:
     """New requests and preempted ones, smallest rank first; and beside them siblings (n > 1), each until the prompt of
     its leader is computed and its blocks can be shared.
 
-    O(1) to look at the head, O(log n) to add or take one. A request that ends in the middle is dropped when it reaches
-    the head, or when the dead outnumber the living.
-
     Args:
         siblings_wait: False where all are to be computed side by side.
     """
@@ -27,14 +23,13 @@ class WaitingLine:
     def __init__(self, rank: Callable[[Request], Rank], siblings_wait: bool) -> None:
         self._rank = rank
         self._siblings_wait = siblings_wait
-        self._heap: list[tuple[Rank, Request]] = []  # ranks are unique, so requests are never compared
-        self._num_in_heap = 0  # of them those that have not ended
+        self._line: list[Request] = []
         self._siblings: dict[Request, list[Request]] = {}  # by leader
         self._leaders: dict[Request, None] = {}  # those of them that have been admitted
         self.num_swapped = 0
 
     def __len__(self) -> int:
-        return self._num_in_heap + sum(map(len, self._siblings.values()))
+        return len(self._line) + sum(map(len, self._siblings.values()))
 
     def add(self, request: Request) -> None:
         """A new request. One with `fork_of` waits beside the line as long as its leader's prompt is not computed."""
@@ -48,15 +43,10 @@ class WaitingLine:
         """A request that comes, as `waiting` or `swapped`; or one that is there, and whose swapped blocks are lost."""
         if request.status is RequestStatus.swapped:
             self.num_swapped -= 1
-            request.status = status
-            return
+        else:
+            insort(self._line, request, key=self._rank)
         request.status = status
-        self._num_in_heap += 1
         self.num_swapped += status is RequestStatus.swapped
-        if len(self._heap) > 2 * self._num_in_heap + 64:
-            self._heap = [entry for entry in self._heap if not entry[1].finished]
-            heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (self._rank(request), request))
 
     def discard(self, request: Request) -> None:
         """Takes out a request that has ended; the caller gives it that status."""
@@ -64,24 +54,22 @@ class WaitingLine:
         if request in beside:
             beside.remove(request)
         else:
-            self._leave(request)
+            self._leave(bisect_left(self._line, self._rank(request), key=self._rank))
 
     def head(self) -> Request | None:
         """The request whose turn it is."""
-        while self._heap and self._heap[0][1].finished:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+        return self._line[0] if self._line else None
 
-    def admit_head(self, head: Request) -> None:
-        """Takes out what `head` has just returned; the caller gives it another status."""
-        heapq.heappop(self._heap)
-        self._leave(head)
+    def admit_head(self) -> None:
+        """Takes out the head; the caller gives it another status."""
+        head = self._leave(0)
         if head in self._siblings:
             self._leaders[head] = None
 
-    def _leave(self, request: Request) -> None:
-        self._num_in_heap -= 1
+    def _leave(self, place: int) -> Request:
+        request = self._line.pop(place)
         self.num_swapped -= request.status is RequestStatus.swapped
+        return request
 
     def release_siblings(self, leader: Request) -> None:
         """The leader's prompt is computed, or never will be: either way its siblings need not wait any longer."""

@@ -241,7 +241,7 @@ class Scheduler:
         whole = not (self.config.chunked_prefill or self._static)
         if whole and newcomer.missing_tokens > step.budget:
             return False
-        self._line.admit_head(request)
+        self._line.admit_head()
         if request.status is RequestStatus.swapped:
             step.transfers.append(self.kv.swap_in(request))
             self._batch.join(request, RequestStatus.swapping_in)

@@ -11,7 +11,7 @@ who speculates are parts that it is given; the dry model is one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_infer.core.plan import NO_DRAFT, StepPlan, StepResult
+from mini_infer.core.plan import NO_DRAFT, NONE, StepPlan, StepResult
 from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs
-from mini_infer.runtime.sampling.logprobs import Logprobs, RowLogprobs, prompt_logprobs
+from mini_infer.runtime.sampling.logprobs import Logprobs, prompt_logprobs
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.row_step import RowStep, real_tokens
@@ -46,7 +46,7 @@ class LaunchedStep(NamedTuple):
     tokens: Tensor | None = None  # [S], with drafts [2, S]: what the target picks, and what stands there
     real: IntArray | None = None  # [S]: those among `tokens`, where it has padding
     logprobs: Logprobs | None = None
-    prompt_logprobs: Sequence[RowLogprobs] = ()
+    prompt_logprobs: Mapping[int, list[Logprobs]] = NONE  # by row
     drafting: Stopwatch | None = None  # None where no model drafted
 
 
@@ -123,12 +123,12 @@ class Runner:
         sampled = Samples.of(plan)
         real = real_tokens(plan.counts, descriptor.query_len) if descriptor.query_len > 1 else None
         logprobs = self._rows.resample(done, sampled, real, sampled.by_place(plan.masks), drafted.logits)
-        if done.tokens_and_drafts is not None:
-            return self._launched(
-                plan, done.tokens_and_drafts, sampled=sampled, real=real, logprobs=logprobs, drafting=drafted.time
-            )
-        n = plan.num_rows
-        return self._launched(plan, done.token_ids[:n], sampled=sampled, logits=done.logits[:n], logprobs=logprobs)
+        tokens, logits = done.tokens_and_drafts, None
+        if tokens is None:
+            tokens, logits = done.token_ids[: plan.num_rows], done.logits[: plan.num_rows]
+        return self._launched(
+            plan, tokens, sampled=sampled, logits=logits, real=real, logprobs=logprobs, drafting=drafted.time
+        )
 
     def _launch_any(self, plan: StepPlan, params: Sequence[IntArray]) -> LaunchedStep:
         self._states.apply(plan, params)
@@ -144,7 +144,7 @@ class Runner:
         step = self._states.build(plan, sampled, sources)
         hidden = self._model.forward(step)
         history, compute_logits = self._states.history, self._model.compute_logits
-        of_prompts: Sequence[RowLogprobs] = ()
+        of_prompts: Mapping[int, list[Logprobs]] = NONE
         if plan.prompt_logprobs:
             of_prompts = prompt_logprobs(plan, hidden, history, self._sampler.vocab_size, compute_logits)
         if not len(sampled.rows):
@@ -211,7 +211,10 @@ class Runner:
             own = logprobs.setdefault(rows[index], [])
             if len(own) < len(tokens[rows[index]]):
                 own.append(entry)
-        of_prompts = {part.row: part.finish() for part in launched.prompt_logprobs}
+        of_prompts = {
+            row: [entry for part in slices for entry in part.finish().values()]
+            for row, slices in launched.prompt_logprobs.items()
+        }
         draft_s = 0.0 if launched.drafting is None else launched.drafting.read()
         ended = () if self._transfers is None else self._transfers.poll(wait=not tokens)
         return StepResult(tokens, logprobs, of_prompts, draft_s, ended)

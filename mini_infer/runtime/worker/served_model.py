@@ -41,14 +41,8 @@ class ServedModel:
     no_graphs: str | None  # why its steps cannot be captured in CUDA graphs; None where they can
 
     @classmethod
-    def plan(
-        cls, config: EngineConfig, model: ModelConfig, device: torch.device, uncapturable: str | None
-    ) -> ServedModel:
-        """Raises ConfigError or ModelError where it cannot be served with these settings.
-
-        Args:
-            uncapturable: name of a sampler that cannot be captured; None for one that can.
-        """
+    def plan(cls, config: EngineConfig, model: ModelConfig, device: torch.device, kernels: Kernels) -> ServedModel:
+        """Raises ConfigError or ModelError where it cannot be served with these settings."""
         if model.hf_config is None:  # a hub name is looked up once; from here on it is a folder
             folder = resolve_folder(model.path, weights=model.load_format is LoadFormat.auto)
             model = dataclasses.replace(model, path=str(folder))
@@ -69,7 +63,7 @@ class ServedModel:
             sliding_window=any(spec.windows),
             batch_invariant=invariant,
         )
-        backends, no_graphs = _select_attention(config, needs, uncapturable)
+        backends, no_graphs = _select_attention(config, needs, kernels)
         block_bytes = kv_layout.bytes_per_block(config.cache.block_size)
         return cls(model, spec, dtype, device, kv_layout, block_bytes, backends, no_graphs)
 
@@ -84,7 +78,7 @@ class ServedModel:
 
 
 def _select_attention(
-    config: EngineConfig, needs: Requirements, uncapturable: str | None
+    config: EngineConfig, needs: Requirements, kernels: Kernels
 ) -> tuple[AttentionBackends, str | None]:
     """The backends, and why decode steps will not be captured in CUDA graphs; None where they will."""
     capture = config.graphs.capture
@@ -92,8 +86,8 @@ def _select_attention(
         reason = "graphs.capture=never"
     elif needs.device.type != "cuda":
         reason = NEEDS_GPU
-    elif uncapturable is not None:
-        reason = f"the {uncapturable} sampler cannot be captured"
+    elif kernels.name != "triton":
+        reason = "the torch sampler cannot be captured"
     else:
         try:
             return AttentionBackends.select(config.attention, dataclasses.replace(needs, graphs=True)), None
@@ -109,15 +103,13 @@ logger = logging.getLogger(__name__)
 PADDING_IDS = 1024  # models of one family round the size of one vocabulary up, each in its own way
 
 
-def plan_draft(
-    config: EngineConfig, target: ServedModel, tokenizer: Tokenizer, uncapturable: str | None
-) -> ServedModel | None:
+def plan_draft(config: EngineConfig, target: ServedModel, tokenizer: Tokenizer, kernels: Kernels) -> ServedModel | None:
     """The draft model, None where there is none. Raises ConfigError where it cannot propose for the target."""
     if not config.speculation.has_draft_model:
         return None
     name = f"speculation.draft.path={config.speculation.draft.path}"
     try:
-        draft = ServedModel.plan(config, config.speculation.draft.model(config.model), target.device, uncapturable)
+        draft = ServedModel.plan(config, config.speculation.draft.model(config.model), target.device, kernels)
     except ModelError as error:
         raise ConfigError(f"{name}: {error}") from error
     vocab_size, known = draft.spec.vocab_size, target.spec.vocab_size

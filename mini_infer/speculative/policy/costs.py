@@ -39,15 +39,6 @@ class StepCosts:
         waiting: float = 0.0,
     ) -> None:
         rows, widths = sorted({r for r, _ in target}), sorted({w for _, w in target})
-        if len(widths) < 2 or widths[0] != 1 or len(target) < len(rows) * len(widths):
-            raise ValueError(
-                "step costs must be measured for every number of rows with 1 token a row and with at least one larger "
-                f"number; got {sorted(target)}"
-            )
-        if min(target.values()) <= 0:
-            raise ValueError("step costs must be above 0 seconds")
-        if draft == {}:
-            raise ValueError("the draft's costs must be measured for at least one number of rows")
         grid = np.array([[target[r, w] for r in rows] for w in widths])
         self.rows, self.tokens_per_row = rows, widths
         self.target_s = np.maximum.accumulate(np.maximum.accumulate(grid, axis=0), axis=1).tolist()  # [widths][rows]
