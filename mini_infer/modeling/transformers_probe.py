@@ -39,13 +39,8 @@ class _CannotServeError(Exception):
 
 
 def transformers_spec(raw: dict[str, Any], names: list[str], source: str, ours: str) -> ModelSpec:
-    """A config.json's content -> ModelSpec. Raises ModelError where it cannot be served, with the reason.
-
-    Args:
-        names: its architectures.
-        source: names the config in errors.
-        ours: the architectures that need no transformers, for the message.
-    """
+    """A config.json's content and its architectures' names -> ModelSpec. Raises ModelError where it cannot be served,
+    with the reason. `ours` are the architectures that need no transformers."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     model_type, config, architecture = raw.get("model_type"), None, None

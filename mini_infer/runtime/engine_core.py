@@ -27,19 +27,14 @@ _row_of = itemgetter(2)  # of a TokenUpdate
 
 
 class EngineCore:
-    """
-    Args:
-        make_scheduler: a scheduler without requests; asked again after an error in the bookkeeping itself.
-        outputs: takes in what steps bring, and says which requests end by what their tokens mean.
-        clock, records_kept: as LLMEngine's.
-    """
-
     def __init__(
         self,
-        make_scheduler: Callable[[], Scheduler],
+        make_scheduler: Callable[
+            [], Scheduler
+        ],  # without requests; asked again after an error in the bookkeeping itself
         executor: Executor,
-        clock: Callable[[], float],
-        outputs: OutputProcessor,
+        clock: Callable[[], float],  # as LLMEngine's, like records_kept
+        outputs: OutputProcessor,  # takes in what steps bring, and says which requests end by what their tokens mean
         records_kept: int,
     ) -> None:
         self.scheduler = make_scheduler()

@@ -8,6 +8,5 @@
                 verify.py       which drafts stand, and the token after them (kernels/verify.py does it on a GPU)
     start-up    step_costs.py   times steps with and without drafts
 
-Lookup indexes belong to one request each, take lists of token ids and give lists of token ids: append what was prompted
-or accepted with `extend`, ask with `propose(k)`. proposers/ and policy/ know neither the scheduler nor the runner.
+proposers/ and policy/ know neither the scheduler nor the runner.
 """

@@ -135,23 +135,14 @@ class Drafter:
         """For every plan, in order, before anything else of it is launched."""
 
     def launch(self, plan: StepPlan, chain: Callable[[], Tensor | None]) -> Drafted:
-        """Has the plan's drafts made, and computes its prompts beside the target where that pays. The plan's changes
-        have been applied, except that a row's one new block may still be on its way.
-
-        Args:
-            chain: runs `chain` for the plan's rows.
-        """
+        """Has the plan's drafts made, by the `chain` of its rows that it is handed, and computes its prompts beside the
+        target where that pays. The plan's changes have been applied, but for a row's one new block."""
         return Drafted()
 
     def chain(self, num_rows: int, query_len: int, out: Tensor | None = None) -> Tensor | None:
-        """Writes query_len - 1 drafts behind the last token of each packed row, into the history.
-
-        Args:
-            out: [largest, V'], memory for the logits where the call is captured in a CUDA graph.
-
-        Returns:
-            what they were drawn from [(query_len - 1) * num_rows, V']: all rows' first drafts, their second ones, ...
-        """
+        """Writes query_len - 1 drafts behind the last token of each packed row, into the history. Returns what they
+        were drawn from [(query_len - 1) * num_rows, V']: all rows' first drafts, their second ones, ...; in `out`
+        [largest, V'] where the call is captured in a CUDA graph."""
         return None
 
     def book(self, plan: StepPlan) -> None:

@@ -1,13 +1,10 @@
 """CUDA graphs of whole steps of rows alone (runtime/worker/row_step.py), from the growth of the block tables to where
 each row goes on: a decode step is one launch, a step with the drafts of a draft model is two.
 
-There is a graph for each descriptor (rows, tokens a row) of a ladder or grid; a batch takes the next larger one and
-fills it up with padding. All graphs share one memory pool (capture.py), and one tensor for their logits, which at a
-large vocabulary take more than all else. What changes between replays travels through one small static input
-(RequestStates.pack_rows).
-
-Drafts have a graph of their own, since they are also made in steps with prompts, and so that what drafting takes can
-be measured.
+A batch takes the next larger graph and fills it up with padding. All graphs share one memory pool (capture.py), and one
+tensor for their logits, which at a large vocabulary take more than all else. What changes between replays travels
+through one small static input (RequestStates.pack_rows). Drafts have a graph of their own, since they are also made in
+steps with prompts, and so that what drafting takes can be measured.
 """
 
 from __future__ import annotations
@@ -89,12 +86,8 @@ class StepGraphs:
         memory: GraphMemory,
         unit: str,
     ) -> CaptureReport:
-        """Captures all descriptors, on a GPU, those of most tokens first.
-
-        Args:
-            logits, draft_logits: memory that all graphs write theirs to; the second is None where no model drafts.
-            unit: what the report counts.
-        """
+        """Captures all descriptors, on a GPU. They write their logits to the memory given; `draft_logits` is None where
+        no model drafts. `unit` is what the report counts."""
         captured, report = capture_sizes(
             descriptors,
             lambda descriptor: self._capture(descriptor, logits, draft_logits, memory),

@@ -70,13 +70,8 @@ def report(logits: Tensor, token_ids: Tensor, wanted: Wanted) -> Logprobs:
 def prompt_logprobs(
     plan: StepPlan, hidden: Tensor, history: Tensor, vocab_size: int, compute_logits: Callable[[Tensor], Tensor]
 ) -> dict[int, list[Logprobs]]:
-    """What rows of the plan ask for, in slices.
-
-    Args:
-        hidden: [T, ...] of all the plan's tokens.
-        history: [requests, longest] int32: each request's tokens, which hold those that are asked about.
-        compute_logits: hidden states [N, ...] -> [N, vocab_size].
-    """
+    """What rows of the plan ask for, in slices, from the hidden states [T, ...] of all its tokens. `history` [requests,
+    longest] int32 holds each request's tokens; compute_logits takes hidden states [N, ...] to [N, vocab_size]."""
     firsts = list(accumulate(plan.counts, initial=0))
     at_a_time = max(1, LOGITS_AT_A_TIME // vocab_size)
     by_row = {}

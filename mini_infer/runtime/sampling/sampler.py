@@ -45,14 +45,10 @@ class Sampler:
     """The sampling parameters of every request, on the host, and what samples by them.
 
     Args:
-        max_num_seqs: requests that there can be at a time.
-        main: the main path as one call that is safe to capture; None: torch operations, which `sample` chooses on the
-            host by what the rows of a step use.
+        main: the main path as one call that is safe to capture: (logits [S, V], left as they are, param_rows [S,
+            num_params] int32 as `admit` returned them, positions [S]: tokens before the one that is sampled) -> token
+            ids [S] int64. None: torch operations, which `sample` chooses on the host by what rows use.
         verify: likewise, where drafts were drawn: (logits, param_rows, positions, drafts, their logits, sources).
-
-    Attributes:
-        main: (logits [S, V], left as they are, param_rows [S, num_params] int32 as `admit` returned them, positions
-            [S]: tokens before the one that is sampled) -> token ids [S] int64, by what lies on the device alone.
     """
 
     num_params = NUM_PARAMS
@@ -108,11 +104,8 @@ class Sampler:
         return self._verify(logits, param_rows, positions, drafts.token_ids, draft_logits, drafts.sources)
 
     def warm_up(self, draft_logits: Tensor | None = None) -> None:
-        """Compiles what `resample` runs, whose scores are float32 whatever the model's logits are.
-
-        Args:
-            draft_logits: [1, V'] like those of a draft model, where there is one.
-        """
+        """Compiles what `resample` runs, whose scores are float32 whatever the model's logits are. `draft_logits` [1,
+        V'] are like a draft model's, where there is one."""
         if self._graph_safe:
             scores = torch.zeros((1, padded(self.vocab_size)), device=self.device)[:, : self.vocab_size]
             rows = torch.zeros((1, NUM_PARAMS), dtype=torch.int32, device=self.device)

@@ -14,11 +14,7 @@ Rank = tuple[int, int]
 
 class WaitingLine:
     """New requests and preempted ones, smallest rank first; and beside them siblings (n > 1), each until the prompt of
-    its leader is computed and its blocks can be shared.
-
-    Args:
-        siblings_wait: False where all are to be computed side by side.
-    """
+    its leader is computed and its blocks can be shared, unless all are to be computed side by side."""
 
     def __init__(self, rank: Callable[[Request], Rank], siblings_wait: bool) -> None:
         self._rank = rank
@@ -143,11 +139,6 @@ class Newcomer(NamedTuple):
 
 
 class AdmissionControl:
-    """
-    Args:
-        watermark_blocks: that stay free while others run.
-    """
-
     def __init__(self, line: WaitingLine, batch: Batch, kv: KVManager, watermark_blocks: int) -> None:
         self._line, self._batch, self._kv, self._watermark_blocks = line, batch, kv, watermark_blocks
 
@@ -160,10 +151,7 @@ class AdmissionControl:
     def room_for(self, request: Request, without: list[Request] | None = None) -> PrefixMatch | None:
         """Whether a request that waits could be admitted: the prefix that it would share, or None. Whoever asks what a
         newcomer may bring (admission, priorities, drafts, steps behind drafts in flight) asks this.
-
-        Args:
-            without: what would be if these requests had given way.
-        """
+        `without`: what would be if these requests had given way."""
         num_ahead = self._line.num_siblings_before(request)
         if len(self._batch.free_indices) + len(without or ()) <= num_ahead:
             return None

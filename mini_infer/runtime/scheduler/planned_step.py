@@ -15,10 +15,7 @@ _plan_fields = attrgetter(*StepPlan._fields)
 
 class PlannedStep:
     """Rows, and what comes with them, until `plan`; after that, whose rows they are. All of it is the scheduler's.
-
-    Args:
-        budget: tokens that the step may compute; `budget` is what is left of them.
-    """
+    `budget` is what is left of the tokens that the step may compute."""
 
     def __init__(self, step: int, now: float, budget: int) -> None:
         self.step = step

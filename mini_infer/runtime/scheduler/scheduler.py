@@ -33,21 +33,13 @@ from mini_infer.speculative.speculator import NoSpeculation
 
 
 class Scheduler:
-    """
-    Args:
-        watermark: share of the pool that admission leaves free, so that running requests can grow for a while
-            before somebody has to be preempted.
-        speculator: proposes drafts for running requests.
-        follows: a step may be launched before drafts of the one before it are read: the device knows where rows stand.
-    """
-
     def __init__(
         self,
         config: SchedulerConfig,
         kv: KVManager,
-        watermark: float = 0.01,
+        watermark: float = 0.01,  # share of the pool that admission leaves free for running requests to grow
         speculator: NoSpeculation | None = None,
-        follows: bool = False,
+        follows: bool = False,  # a step may be launched before drafts of the one before it are read
     ) -> None:
         self.config = config
         self.kv = kv

@@ -61,9 +61,6 @@ class Runner:
         follows: a step may be launched before the drafts of the one before it are read, whose rows must therefore go
             alone where they can.
         threads: what a step of so many tokens runs inside, on a CPU.
-
-    Attributes:
-        graphs: steps of rows alone, of which none is captured yet.
     """
 
     def __init__(
@@ -179,11 +176,8 @@ class Runner:
         return first, self.graphs.fit(*size) or BatchDescriptor(*size)
 
     def _sources(self, sampled: Samples, first: int, num_rows: int) -> IntArray:
-        """[S]: where each token's draft has its logits, NO_DRAFT where nothing random drew it.
-
-        Args:
-            first, num_rows: of the packed rows whose drafts were made.
-        """
+        """[S]: where each token's draft has its logits, NO_DRAFT where nothing random drew it. Drafts were made of
+        `num_rows` packed rows from `first` on."""
         drawn = sampled.have_drafts() & self._sampler.draws_drafts(sampled.req_indices)
         return np.where(drawn, sampled.places() * num_rows + sampled.rows - first, NO_DRAFT)
 
@@ -234,13 +228,8 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def keep_accepted(tokens: list[list[int]], rows: Sequence[int], picked: Sequence[int], drafts: Sequence[int]) -> None:
-    """Puts into `tokens` what each row keeps: it goes on as long as the token is the draft that stands there.
-
-    Args:
-        rows: of each token; those of a row are neighbours.
-        picked: what the target says comes there.
-        drafts: what stands there; NO_DRAFT for nothing.
-    """
+    """Puts into `tokens` what each row keeps of what the target picked: it goes on as long as that is the draft which
+    stands there. `rows` are those of each token, neighbours in a row."""
     last, goes_on = -1, True
     for row, token, draft in zip(rows, picked, drafts, strict=True):
         if row != last or goes_on:
