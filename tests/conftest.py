@@ -99,9 +99,9 @@ def step_rows() -> Callable[..., AttentionBatch]:
             tables.to(device),
             torch.tensor(query_starts, dtype=torch.int32, device=device),
             torch.tensor(seq_lens, dtype=torch.int32, device=device),
-            num_decode_rows,
-            query_starts,
-            seq_lens,
+            num_decode_rows=num_decode_rows,
+            host_query_starts=query_starts,
+            host_seq_lens=seq_lens,
         )
 
     return make

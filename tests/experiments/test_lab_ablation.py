@@ -13,7 +13,7 @@ from experiments.lab.measure import clocks, driver
 from experiments.lab.show.progress import Steps
 from experiments.lab.workloads import Fixed
 from mini_infer.core.errors import ConfigError
-from mini_infer.runtime.executor.dry_model import DryModel
+from mini_infer.runtime.executor.dry import DryModel
 
 pytestmark = pytest.mark.slow  # some seconds together
 
