@@ -10,7 +10,6 @@ import zlib
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -55,18 +54,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter_is_prepared_once() -> Iterator[None]:
-    """Triton's interpreter puts its own functions into triton.language whenever a device function is called, which is
-    half of its time. Here it does so once."""
     if torch.cuda.is_available():  # kernels are compiled
         yield
         return
-    from triton import language
-    from triton.runtime import interpreter
+    import interpreter
 
-    everywhere = SimpleNamespace(__globals__={"tl": language, "core": language.core})
     with pytest.MonkeyPatch.context() as patch:
-        scope = interpreter._patch_lang(everywhere)
-        patch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())
+        scope = interpreter.prepare(patch)
         yield
         scope.restore()
 
