@@ -13,9 +13,9 @@ from omegaconf import DictConfig
 from experiments.lab import axes, points, schema
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.experiment import Experiment, Findings
-from experiments.lab.judge import claims, exact_gate, logit_gate, metrics
+from experiments.lab.judge import claims, logit_gate, metrics
 from experiments.lab.judge.exact_gate import ExactGate
-from experiments.lab.judge.gate import ErrorGate, Gate
+from experiments.lab.judge.gate import Gate
 from experiments.lab.measure import ceilings, cells, hardware, heap, rounds
 from experiments.lab.measure.ceilings import Found
 from experiments.lab.measure.cells import Cell
@@ -137,7 +137,8 @@ class Ablation(Experiment):
         vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
         searches = Searches(spec.search, self._cells, self.variants, partial(self._inputs, vocabulary=vocabulary))
-        error_gates, exact_gates = self._error_gates(), self._exact_gates(device, inputs)
+        error_gates = logit_gate.gates(self._gated, spec.gate_logit_error) if spec.gate_logit_error else []
+        exact_gates = self._exact_gates(device, inputs)
         terms = self._terms(vocabulary.size, known)
         with closing(Session(terms, self._cells, self._repeats, steps, spec, self._peers, self.aa)) as session:
             work = [
@@ -166,8 +167,7 @@ class Ablation(Experiment):
             rows=[*(row for found in ledger.rounds for row in found.rows), *searches.rows, *session.profile_rows],
             gates=[
                 *exact_gates,
-                # Where tokens may differ by rounding their comparison would show nothing.
-                *(ledger.gates(compared, spec.gate_share) if spec.gate_share else []),
+                *ledger.gates(compared),
             ],
             samples=self._samples(inputs, session, vocabulary),
             status=outcome.status,
@@ -200,29 +200,23 @@ class Ablation(Experiment):
                 key: cells.context(cell, spec.slo, known.ceilings, known.problem) for key, cell in self._cells.items()
             },
             vocab_size=vocab_size,
-            exact=spec.gate_share >= 1,
             timeline=self._timeline,
         )
 
-    def _error_gates(self) -> list[ErrorGate]:
-        """Of all engines, the baseline's too; what points change of them is nothing that logits depend on."""
-        if self.spec.gate_logit_error is None or not self._gates:
-            return []
-        at = [self._cell(variant, self._grid[0]) for variant in self.variants if variant != self.aa]
-        engines = {c.variant: c.engine for c in at if c.kind.can.steps and logit_gate.applies(c.engine)}
-        return logit_gate.gates(engines, self.spec.gate_logit_error)
+    @property
+    def _gated(self) -> dict[str, EngineConfig]:
+        """Every variant that is this engine, the baseline too, at the first point; a dry model has no numbers worth the
+        name."""
+        at = [self._cell(variant, self._grid[0]) for variant in self.variants if self._gates and variant != self.aa]
+        return {c.variant: c.engine for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry}
 
     def _exact_gates(self, device: str, inputs: Mapping[str, Inputs]) -> list[Gate]:
-        """Of all engines, the baseline's too."""
         exact, found = ExactGate(device), []
-        for variant in self.variants if self._gates else ():
-            cells = [self._cell(variant, point) for point in self._grid]
-            if variant == self.aa or not cells[0].kind.can.steps or not exact_gate.applies(cells[0].engine):
-                continue
-            found.append(exact.of_probes(variant, cells[0].engine))
-            if device == "cuda":
-                asked = [(cell, inputs[cell.point.name]) for cell in cells]
-                found += [exact.of_own(variant, c.point.name, c.engine, i.prime, i.measured) for c, i in asked]
+        for variant, engine in self._gated.items():
+            found.append(exact.of_probes(variant, engine))
+            for point in self._grid if device == "cuda" else ():
+                asked, config = inputs[point.name], self._cell(variant, point).engine
+                found.append(exact.of_own(variant, point.name, config, asked.prime, asked.measured))
         return found
 
     def _inputs(self, point: Point, vocabulary: ModelVocabulary) -> Inputs:

@@ -6,6 +6,8 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from experiments.lab.judge import metrics, roofline, validity
 from experiments.lab.judge.evidence import Evidence
 from experiments.lab.judge.metrics import Context, Missing
@@ -40,8 +42,8 @@ class Cell:
     engine_of: str
 
     @property
-    def where(self) -> str:
-        return f"{self.variant} {self.point.name}".strip()
+    def key(self) -> tuple[str, str]:
+        return self.variant, self.point.name
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,20 @@ def drafts_on_made_up_prompts(cell: Cell) -> bool:
     """Whether drafts are really verified, and that on random tokens."""
     methods = (SpeculationMethod.none, SpeculationMethod.synthetic)
     return cell.engine.speculation.method not in methods and cell.workload.kind not in OF_WORDS
+
+
+def tokens_must_agree(cell: Cell) -> bool:
+    """Whether greedy tokens must be the baseline's and the same in every repeat: on a CPU in fp32, unless somebody
+    draws random weights of its own or accepts drafts by decree. Elsewhere rounding chooses: ExactGate is for that."""
+    model = cell.engine.model
+    if model.load_format is LoadFormat.dry:
+        return True
+    if cell.engine.speculation.method is SpeculationMethod.synthetic:
+        return False
+    if cell.kind.can.own_weights and model.load_format is LoadFormat.dummy:
+        return False
+    device = resolve_device(model)
+    return device.type == "cpu" and resolve_dtype(model, load_spec(model), device) is torch.float32
 
 
 def rows(cell: Cell, repeat: int, names: Sequence[str], measured: Context, evidence: Evidence) -> list[Row]:
