@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.lab.judge import metrics
+from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import FOUND, KEPT, RateSearch
@@ -53,12 +53,12 @@ class AblationSpec(ExperimentSpec):
             )
         if not self.metrics:
             raise ConfigError("experiment.metrics is empty: name what to measure")
-        metrics.require_known(self.metrics, self.slo)
+        formulas.require_known(self.metrics, self.slo)
         if self.gate_logit_error is not None and self.gate_logit_error <= 0:
             raise ConfigError(f"experiment.gate_logit_error must be above 0, got {self.gate_logit_error}")
         if self.samples < 0:
             raise ConfigError(f"experiment.samples must be 0 or more, got {self.samples}")
-        profiled = [name for name in self.metrics if name in metrics.OF_PROFILES]
+        profiled = [name for name in self.metrics if name in formulas.OF_PROFILES]
         if profiled and not self.profile:
             raise ConfigError(
                 f"the metric {profiled[0]} is taken of profiled decode steps: name their points in experiment.profile"
@@ -89,7 +89,7 @@ class AblationSpec(ExperimentSpec):
         new = {kind.value: {"kind": kind.value, "label": kind.label}}
         variants = {name: self.variants[name] for name in names} or new
         baseline = self.baseline if self.baseline in variants else next(iter(variants))
-        kept = tuple(name for name in self.metrics if name not in metrics.OF_PROFILES)
+        kept = tuple(name for name in self.metrics if name not in formulas.OF_PROFILES)
         claims = tuple(
             claim
             for claim in self.claims

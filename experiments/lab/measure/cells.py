@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from experiments.lab.judge import metrics, roofline, validity
-from experiments.lab.judge.evidence import Evidence
-from experiments.lab.judge.metrics import Context, Missing
+from experiments.lab.judge import formulas, roofline, validity
+from experiments.lab.judge.metrics import SLO, Context, Missing
+from experiments.lab.judge.timing import Evidence
 from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.lending import Lending
@@ -77,7 +77,7 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
         return Pass(replace(served, joules=watched.joules), watched.drift, inputs.measured, before)
 
 
-def context(cell: Cell, slo: metrics.SLO, ceilings: Ceilings | None, problem: str) -> Context:
+def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Context:
     """What the cell's metrics are measured against; `problem` says why there are no ceilings."""
     if cell.engine.model.load_format is LoadFormat.dry:
         return Context(slo, None, "a dry model moves no bytes")
@@ -112,20 +112,20 @@ def rows(cell: Cell, repeat: int, names: Sequence[str], measured: Context, evide
     """One row a metric; none where a metric has no meaning for the cell (see `left_out`)."""
     problem = validity.problem(evidence)
     found = []
-    for name, value in metrics.measure(evidence.served, names, measured).items():
+    for name, value in formulas.measure(evidence.served, names, measured).items():
         missing = value.reason if isinstance(value, Missing) else ""
         if isinstance(value, Missing) and not value.applies:
             continue
         reason = " ".join("; ".join(part for part in (problem, missing) if part).split())  # an error may have lines
         number = 0.0 if isinstance(value, Missing) else float(value)
-        unit = metrics.describe(name).unit
+        unit = formulas.describe(name).unit
         found.append(Row(cell.variant, cell.point.name, repeat, name, number, unit, not reason, reason))
     return found
 
 
 def absent_rows(cell: Cell, repeat: int, names: Sequence[str], why: str) -> list[Row]:
     """Of a peer that is not there."""
-    units = {name: metrics.describe(name).unit for name in names}
+    units = {name: formulas.describe(name).unit for name in names}
     reason = f"{ABSENT}{why}"
     return [Row(cell.variant, cell.point.name, repeat, name, 0.0, unit, False, reason) for name, unit in units.items()]
 
@@ -133,9 +133,9 @@ def absent_rows(cell: Cell, repeat: int, names: Sequence[str], why: str) -> list
 def left_out(names: Sequence[str], measured: Context, served: Served) -> list[str]:
     """Why metrics have no meaning for this pass, a line a reason."""
     why: dict[str, list[str]] = {}
-    for name, value in metrics.measure(served, names, measured).items():
+    for name, value in formulas.measure(served, names, measured).items():
         if isinstance(value, Missing) and not value.applies:
-            why.setdefault(value.reason, []).append(metrics.describe(name).label)
+            why.setdefault(value.reason, []).append(formulas.describe(name).label)
     return [
         f"{'; '.join(labels)}: left out, because {reason}"
         if len(labels) > 1

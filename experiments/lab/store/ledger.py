@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from experiments.lab.judge import timing, validity
-from experiments.lab.judge.evidence import Evidence
 from experiments.lab.judge.gate import Gate, Tokens, compare
 from experiments.lab.judge.metrics import Context
+from experiments.lab.judge.timing import Evidence
 from experiments.lab.measure import cells
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.steps import RequestRow, StepRow, request_rows, step_rows
