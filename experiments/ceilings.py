@@ -104,10 +104,10 @@ class CeilingsExperiment(Probe):
         self.timed = [(variant, point) for variant in self.variants for point in self.points]
         paths = schema.build(schema.Paths, config.paths, "paths")
         folder = ROOT / ("conf" if paths.recorded else paths.results) / "hardware"
-        self._file = folder / f"{hardware.device_key(device)}.yaml"
+        self._file = folder / f"{hardware.device_key(device)}.yaml" if spec.write else None
 
     def finish(self, findings: Findings) -> None:
-        if self.spec.write and findings.status == COMPLETE:
+        if self._file is not None and findings.status == COMPLETE:
             ceilings.save(self._file, self.found(findings.rows))
             print(f"hardware {self._file}", file=sys.stderr)
 
