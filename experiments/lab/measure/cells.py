@@ -113,21 +113,21 @@ def rows(cell: Cell, repeat: int, names: Sequence[str], measured: Context, evide
     problem = validity.problem(evidence)
     found = []
     for name, value in formulas.measure(evidence.served, names, measured).items():
-        missing = value.reason if isinstance(value, Missing) else ""
-        if isinstance(value, Missing) and not value.applies:
-            continue
-        reason = " ".join("; ".join(part for part in (problem, missing) if part).split())  # an error may have lines
-        number = 0.0 if isinstance(value, Missing) else float(value)
-        unit = formulas.describe(name).unit
-        found.append(Row(cell.variant, cell.point.name, repeat, name, number, unit, not reason, reason))
+        if not isinstance(value, Missing):
+            found.append(_row(cell, repeat, name, value, problem))
+        elif value.applies:
+            found.append(_row(cell, repeat, name, 0.0, "; ".join(part for part in (problem, value.reason) if part)))
     return found
 
 
 def absent_rows(cell: Cell, repeat: int, names: Sequence[str], why: str) -> list[Row]:
     """Of a peer that is not there."""
-    units = {name: formulas.describe(name).unit for name in names}
-    reason = f"{ABSENT}{why}"
-    return [Row(cell.variant, cell.point.name, repeat, name, 0.0, unit, False, reason) for name, unit in units.items()]
+    return [_row(cell, repeat, name, 0.0, f"{ABSENT}{why}") for name in names]
+
+
+def _row(cell: Cell, repeat: int, name: str, value: float, problem: str) -> Row:
+    reason = " ".join(problem.split())  # an error may have lines
+    return Row(*cell.key, repeat, name, float(value), formulas.describe(name).unit, not reason, reason)
 
 
 def left_out(names: Sequence[str], measured: Context, served: Served) -> list[str]:
