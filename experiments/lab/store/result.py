@@ -247,6 +247,8 @@ def read(path: Path) -> Result:
     try:
         stated = document.pop("tables")
         del document["format"]
+        # Where an older run asked nothing of its tokens, it needed a share of 0.
+        document["gates"] = [gate for gate in document["gates"] if gate.pop("needed_share", 1)]
         rows = {ending: _read_table(path, ending, stated[ending]) for ending in ROW_TYPES if ending in stated}
         info: RunInfo = _from_json(RunInfo, document)
         info = replace(info, claims=joined(info.claims))
