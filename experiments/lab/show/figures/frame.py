@@ -16,6 +16,8 @@ import matplotlib.style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
@@ -49,8 +51,8 @@ def new(width: float, height: float) -> Figure:
 def png(figure: Figure, page: str) -> bytes:
     """The file names its page, so that a report whose results are gone can be told from other pictures."""
     buffer = io.BytesIO()
-    with default_style():
-        figure.savefig(buffer, format="png", metadata={"Software": None, "Description": f"{MADE_FOR}{page}"})
+    with default_style():  # savefig would draw it once more, for sizes that the layout has found
+        FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None, "Description": f"{MADE_FOR}{page}"})
     figure.set_layout_engine("none")  # everything has its place by now, and finding it takes as long as drawing
     return buffer.getvalue()
 
@@ -59,7 +61,9 @@ def svg(figure: Figure) -> str:
     """An <svg> element for a page; what `says` attached stands in `data-tip`, a text a point."""
     buffer = io.StringIO()
     with default_style(), matplotlib.rc_context(_SVG):
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        dpi = figure.dpi
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        figure.dpi = dpi
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
