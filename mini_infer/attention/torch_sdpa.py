@@ -177,18 +177,13 @@ class _Gather:
 
 def _in_order(parts: Sequence[tuple[int, Attend]]) -> AttentionStep:
     """One part of the tokens after the other: how many, and who attends."""
-    if len(parts) == 1:
-        ((_, attend),) = parts
-
-        def alone(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-            result = attend(layer, q)
-            return result if out is None else out.copy_(result)
-
-        return alone
     counts, attends = [count for count, _ in parts], [attend for _, attend in parts]
 
     def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.cat([attend(layer, own) for attend, own in zip(attends, q.split(counts), strict=True)], out=out)
+        results = [attend(layer, own) for attend, own in zip(attends, q.split(counts), strict=True)]
+        if len(results) > 1:
+            return torch.cat(results, out=out)
+        return results[0] if out is None else out.copy_(results[0])
 
     return step
 

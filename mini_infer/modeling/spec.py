@@ -95,3 +95,9 @@ class ModelSpec:
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         attention = self.attention
         return KVLayout.of_heads(self.num_layers, attention.num_kv_heads, attention.head_dim, dtype)
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """An end-of-sequence entry of a config: one id, several, or none (some files say -1 for none)."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(token for token in values if token >= 0)
