@@ -51,6 +51,7 @@ class Places(NamedTuple):
     slot_mapping: Tensor  # [T] int64, where in key_slots and value_slots each token goes
     key_slots: Tensor  # [slots, Hkv, D]
     value_slots: Tensor  # [slots, Hkv, D]
+    kv_scales: Tensor | None = None  # [2, Hkv] float32: what is stored is divided by them, where the cache is float8
 
 
 class Kernels(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 from mini_infer.core.config import KernelChoice, Numerics
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.interface import Kernels, Places, QKNorm, Stream
-from mini_infer.quantization.formats import ActivationFormat, quantize_tokens
+from mini_infer.quantization.formats import ActivationFormat, as_stored, quantize_tokens
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight, quantized_linear_reference
 
 
@@ -57,7 +57,7 @@ class TorchKernels:
         return F.rms_norm(total, weight.shape, weight, eps), total
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
-        cos, sin, slot_mapping, key_slots, value_slots = places
+        cos, sin, slot_mapping, key_slots, value_slots, kv_scales = places
         _, kv_heads, head_dim = key_slots.shape
         tokens, size = qkv.shape
         heads = size // head_dim - 2 * kv_heads
@@ -70,8 +70,10 @@ class TorchKernels:
         # The sign of the rotation is in `sin`, so that exchanging the halves is all there is left to do.
         qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, dims=-1), sin)
         q, k = qk.split((heads, kv_heads), dim=1)
-        key_slots.index_copy_(0, slot_mapping, k)
-        value_slots.index_copy_(0, slot_mapping, v)
+        if key_slots.dtype is not k.dtype:
+            k, v = as_stored(k, v, key_slots.dtype, kv_scales)
+        key_slots.view(k.dtype).index_copy_(0, slot_mapping, k)
+        value_slots.view(v.dtype).index_copy_(0, slot_mapping, v)
         return q
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

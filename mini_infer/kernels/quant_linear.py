@@ -267,8 +267,8 @@ def quantized_linear(
     _quant_linear_kernel[grid](
         TensorDescriptor.from_tensor(values, [tile.rows, x_columns]), x_scales,
         TensorDescriptor.from_tensor(weight.codes, [tile.outs, tile.k]), weight.scales, weight.zeros, bias, residual,
-        out, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_K=tile.k, TALL=8,
-        PACKED=packed, GROUP=form.columns, GROUP_ROWS=form.rows,
+        out, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_K=tile.k,
+        TALL=8, PACKED=packed, GROUP=form.columns, GROUP_ROWS=form.rows,
         X_GROUP=None if activations is None else activations.columns, DOT=dot, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **launch_options(values.device),
     )  # fmt: skip

@@ -30,16 +30,23 @@ def _rounded_to_fp8(x):
 
 
 @triton.jit
+def as_fp8(x):
+    """x float32 -> float8_e4m3fn, the nearest, ties to even, and the largest instead of more."""
+    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    if _INTERPRETED:  # it cuts digits off
+        x = _rounded_to_fp8(x)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
 def _encoded(x, SCALE_MAX: tl.constexpr, FP8: tl.constexpr):
     """x [G, C] float32, a group a row -> codes [G, C], scales [G, 1]. Of zeros the scale is 0."""
     scales = tl.math.div_rn(tl.max(tl.abs(x), axis=1, keep_dims=True), SCALE_MAX)
     scaled = tl.math.div_rn(x, tl.where(scales == 0.0, 1.0, scales))
-    scaled = tl.minimum(tl.maximum(scaled, -SCALE_MAX), SCALE_MAX)
     if FP8:
-        if _INTERPRETED:  # it cuts digits off
-            scaled = _rounded_to_fp8(scaled)
-        codes = scaled.to(tl.float8e4nv)
+        codes = as_fp8(scaled)
     else:
+        scaled = tl.minimum(tl.maximum(scaled, -SCALE_MAX), SCALE_MAX)
         codes = ((scaled + _TIES_TO_EVEN) - _TIES_TO_EVEN).to(tl.int8)
     return codes, scales
 

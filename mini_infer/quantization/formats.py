@@ -145,6 +145,16 @@ def quantize_tokens(x: Tensor, form: ActivationFormat) -> tuple[Tensor, Tensor]:
     return quantized.codes, quantized.scales
 
 
+def as_stored(keys: Tensor, values: Tensor, dtype: torch.dtype, kv_scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values [T, Hkv, D] as a cache of `dtype` holds them: divided by kv_scales [2, Hkv], if there are such,
+    and float8 as its bytes, which every device can copy."""
+    if kv_scales is not None:
+        keys, values = keys.float() / kv_scales[0, :, None], values.float() / kv_scales[1, :, None]
+    if dtype is torch.float8_e4m3fn:
+        return tuple(side.float().clamp(-448, 448).to(dtype).view(torch.uint8) for side in (keys, values))  # type: ignore[return-value]
+    return keys.to(dtype), values.to(dtype)
+
+
 def spread_scales(scales: Tensor, form: WeightFormat, shape: torch.Size) -> Tensor:
     """Scales or zeros of a matrix, one for each of its elements: [N, K]."""
     rows, columns = shape
