@@ -205,11 +205,11 @@ def paged_decode(
     """Attention of each row's last query_len tokens to all of its tokens, causal among themselves.
 
     q [R * query_len, num_heads, head_dim], keys and values [num_blocks, block_size, num_kv_heads, head_dim], all
-    contiguous and of one dtype (fp32, bf16 or fp16), or keys and values float8_e4m3fn, which kv_scales [2, num_kv_heads]
-    fp32 multiply; block_tables [R, W] int32; seq_lens [R] int32, the tokens of each
-    row that are in the cache, at least query_len. A query at position p sees (p - window, p], or [0, p] where window
-    is None. scale multiplies q.k. Returns q's shape and dtype, in `out`, contiguous, where it is given. Safe in a CUDA
-    graph: block_tables and seq_lens may change between replays. Raises ValueError for shapes that it does not take.
+    contiguous and of one dtype (fp32, bf16 or fp16), or keys and values float8_e4m3fn, which kv_scales [2, Hkv] fp32
+    multiply; block_tables [R, W] int32; seq_lens [R] int32, the tokens of each row that are in the cache, at least
+    query_len. A query at position p sees (p - window, p], or [0, p] where window is None. scale multiplies q.k.
+    Returns q's shape and dtype, in `out`, contiguous, where it is given. Safe in a CUDA graph: block_tables and
+    seq_lens may change between replays. Raises ValueError for shapes that it does not take.
     """
     shape = decode_shape(q, keys, query_len)
     out = torch.empty_like(q) if out is None else out

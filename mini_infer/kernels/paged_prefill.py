@@ -372,8 +372,8 @@ def paged_prefill(
     rows = seq_lens.shape[0]
     tile = _tile(head_pad, q.element_size(), max_query_len * group, shared_memory(q.device) or 0)
     paged_prefill_kernel[((tokens * group // tile.block_m + rows) * num_kv_heads,)](
-        q, keys, values, out, None, kv_scales, block_tables, query_starts, seq_lens, window, scale * math.log2(math.e), rows,
-        tokens, block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        q, keys, values, out, None, kv_scales, block_tables, query_starts, seq_lens, window, scale * math.log2(math.e),
+        rows, tokens, block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
         HEAD_PAD=head_pad, BLOCK_SIZE=block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, CHUNK=None,
         DOT=DOT_DTYPES[q.dtype], num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
