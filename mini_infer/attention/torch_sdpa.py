@@ -17,7 +17,6 @@ from torch import Tensor
 from mini_infer.attention.backend import AttentionBackend, AttentionStep, Capabilities
 from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.cache.kv_store import KVStore
-from mini_infer.kernels.fp8_kv import load_heads
 from mini_infer.kernels.limits import AttentionLimits
 
 Attend = Callable[[int, Tensor], Tensor]  # layer, q -> as AttentionStep, of some of the rows
@@ -181,23 +180,18 @@ class _Gather:
         torch.index_select(self._store.blocks(layer), 0, self._index, out=self._out)
         if (scales := self._store.scales(layer)) is not None:
             for heads, codes, own in zip((self.k, self.v), self._codes, scales, strict=True):
-                heads.copy_(load_heads(codes, own))
+                heads.copy_(codes).mul_(own[:, None])
 
 
 def _in_order(parts: Sequence[tuple[int, Attend]]) -> AttentionStep:
     """One part of the tokens after the other: how many, and who attends."""
-    if len(parts) == 1:
-        ((_, attend),) = parts
-
-        def alone(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-            result = attend(layer, q)
-            return result if out is None else out.copy_(result)
-
-        return alone
     counts, attends = [count for count, _ in parts], [attend for _, attend in parts]
 
     def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.cat([attend(layer, own) for attend, own in zip(attends, q.split(counts), strict=True)], out=out)
+        results = [attend(layer, own) for attend, own in zip(attends, q.split(counts), strict=True)]
+        if len(results) > 1:
+            return torch.cat(results, out=out)
+        return results[0] if out is None else out.copy_(results[0])
 
     return step
 

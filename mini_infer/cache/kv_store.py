@@ -39,10 +39,10 @@ class KVStore:
         self.block_size = block_size
         self.device = device
         self.tensors: list[Tensor] = []
-        self._scales: list[tuple[Tensor, Tensor]] | None = None
+        self._scales: list[Tensor] | None = None
         if (heads := layout.heads) is not None and heads.scaled:
             scales = torch.ones(layout.num_layers, 2, heads.num_kv_heads, device=device) if scales is None else scales
-            self._scales = [(own[0], own[1]) for own in scales.detach()]
+            self._scales = list(scales.detach())
         # Views are made once: on a CPU, indexing costs as much as a small kernel.
         self._planes: dict[tuple[int, str], Tensor] = {}
         self._slots: dict[tuple[int, str], Tensor] = {}
@@ -66,9 +66,9 @@ class KVStore:
         """[num_blocks * block_size, *shape], the memory of plane(layer, name)"""
         return self._slots[layer, name]
 
-    def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """What a layer's 8-bit keys and its values are multiplied by, [num_kv_heads] float32 each; None where they are
-        in the model's dtype."""
+    def scales(self, layer: int) -> Tensor | None:
+        """What a layer's 8-bit keys and values are multiplied by, [2, num_kv_heads] float32; None where they are in the
+        model's dtype."""
         return None if self._scales is None else self._scales[layer]
 
     def blocks(self, layer: int) -> Tensor:

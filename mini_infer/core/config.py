@@ -140,9 +140,6 @@ class AttentionConfig:
         coerce(self)
 
 
-PREFILL_GRAPH_STEP = 64  # tokens from one size of graphs.max_prefill_tokens to the next
-
-
 @dataclass(frozen=True)
 class GraphsConfig:
     """CUDA graphs of whole decode steps, one launch instead of hundreds, and of other steps piece by piece: everything
@@ -150,19 +147,14 @@ class GraphsConfig:
 
     capture: When = When.auto  # CUDA graphs of decode steps, and in pieces of steps with prompts; never: of neither
     max_batch: int | None = None  # rows of the largest graph, larger batches run eagerly; default: max_num_seqs
-    max_prefill_tokens: int = 2048  # tokens of the largest step captured in pieces, a multiple of 64; 0: none
+    max_prefill_tokens: int = (
+        2048  # tokens of the largest step captured in pieces, taken as the next multiple of 64; 0: none
+    )
 
     def __post_init__(self) -> None:
         coerce(self)
         at_least(self, 1, "max_batch")
         at_least(self, 0, "max_prefill_tokens")
-        below, rest = divmod(self.max_prefill_tokens, PREFILL_GRAPH_STEP)
-        if rest:
-            near = (below * PREFILL_GRAPH_STEP, (below + 1) * PREFILL_GRAPH_STEP)
-            raise ConfigError(
-                f"graphs.max_prefill_tokens must be a multiple of {PREFILL_GRAPH_STEP}, got {self.max_prefill_tokens}: "
-                f"graphs are captured in steps of as many tokens. Set {near[0]} or {near[1]} (0: no such graphs)"
-            )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from mini_infer.core.config_checks import at_least, coerce
+from mini_infer.core.config_checks import at_least, coerce, setting_key
 from mini_infer.core.errors import ConfigError
 
 
@@ -68,6 +68,16 @@ class DryConfig:
         at_least(self, 0, "step_ms", "prefill_token_us", "decode_token_us")
 
 
+def check_weights(config: Any) -> None:
+    """Of a ModelConfig, or of a draft's."""
+    coerce(config)
+    if config.hf_config is not None and config.load_format is not LoadFormat.dummy:
+        raise ConfigError(
+            f"{setting_key(config, 'hf_config')} goes with {setting_key(config, 'load_format')}=dummy, not "
+            f"{config.load_format.value}: a folder brings its own config.json"
+        )
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     path: str = "tiny-target"  # a folder, a hub name, or a shipped model: tiny-target, tiny-draft
@@ -87,14 +97,9 @@ class ModelConfig:
     dry: DryConfig = field(default_factory=DryConfig)
 
     def __post_init__(self) -> None:
-        coerce(self)
+        check_weights(self)
         if not self.path:
             raise ConfigError("model.path is empty: give a folder, a hub name, or tiny-target")
-        if self.hf_config is not None and self.load_format is not LoadFormat.dummy:
-            raise ConfigError(
-                f"model.hf_config goes with model.load_format=dummy, not {self.load_format.value}: "
-                "a folder brings its own config.json"
-            )
         at_least(self, 2, "max_model_len")
         at_least(self, 1, "threads")
         if self.quantization_group not in (32, 64, 128):

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from mini_infer.quantization.formats import ActivationFormat, WeightFormat
+from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
 
 class Norm(NamedTuple):
@@ -50,16 +51,7 @@ class Places(NamedTuple):
     slot_mapping: Tensor  # [T] int64, where in key_slots and value_slots each token goes
     key_slots: Tensor  # [slots, Hkv, D]
     value_slots: Tensor  # [slots, Hkv, D]
-    kv_scales: tuple[Tensor, Tensor] | None = None  # [Hkv] float32 each, by which K and V are divided for 8-bit slots
-
-
-class QuantizedWeight(NamedTuple):
-    """A weight [N, K] as products read it (quantization/formats.py says what the numbers mean)."""
-
-    codes: Tensor  # [N, K] int8 or float8_e4m3fn; of int4 what quantization/packing.pack_int4 makes of codes 0 to 15
-    scales: Tensor  # as WeightFormat.scales_shape; float32, of int4 the dtype of activations
-    zeros: Tensor | None  # as scales, int8, 0 to 15; None: codes are signed, int4 ones kept as code + 8
-    form: WeightFormat
+    kv_scales: Tensor | None = None  # [2, Hkv] float32: what is stored is divided by them, where the cache is float8
 
 
 class Kernels(Protocol):
@@ -74,17 +66,22 @@ class Kernels(Protocol):
 
     def quantized_linear(
         self,
-        x: Tensor,
+        x: Tensor | QuantizedTokens,
         weight: QuantizedWeight,
         bias: Tensor | None,
         activations: ActivationFormat | None,
-        out: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """x [T, K] W^T + b as kernels/quant_linear.py defines it -> [T, N] of x's dtype, in `out`, contiguous, where it
-        is given."""
+        """As quantization/weight.py defines it, to rounding, plus residual [T, N] -> [T, N]."""
 
-    def quantize_tokens(self, x: Tensor, form: ActivationFormat) -> tuple[Tensor, Tensor]:
-        """x [T, K] -> codes [T, K], scales [T, groups] float32, as quantization/formats.py."""
+    def quantized_refusal(self, form: WeightFormat, activations: ActivationFormat | None, in_size: int) -> str | None:
+        """Why there is no `quantized_linear` for weights [N, in_size] of these formats, or None if there is."""
+
+    def quantized_norm(self, stream: Stream, form: ActivationFormat) -> tuple[QuantizedTokens, Tensor]:
+        """The stream -> (its norm, quantized; its value)."""
+
+    def quantized_silu_mul(self, gate_up: Tensor, form: ActivationFormat) -> QuantizedTokens:
+        """gate_up [T, 2I] -> silu(gate) * up [T, I], quantized."""
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The stream -> (its norm, its value). Leaves its argument as it is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,9 +16,10 @@ class AttentionLimits:
     with a scale for each head. None where it takes any."""
 
     dtypes: Collection[torch.dtype]
-    scaled_dtypes: Collection[torch.dtype] = ()
     head_sizes: Collection[int] | None = None
     block_sizes: Collection[int] | None = None
+    scaled_dtypes: Collection[torch.dtype] = ()
+    scaled_capability: tuple[int, int] | None = None  # the least of a GPU for these; None: any
 
     def refusal(self, head_size: int, block_size: int, dtype: torch.dtype) -> str | None:
         """Why the kernel cannot, or None if it can."""
@@ -28,6 +30,10 @@ class AttentionLimits:
         if self.block_sizes is not None and block_size not in self.block_sizes:
             return f"it takes block sizes {names(self.block_sizes)}, not {block_size}"
         return None
+
+
+# Of Triton's kernels.
+FP8_CACHE: dict[str, Any] = {"scaled_dtypes": (torch.float8_e4m3fn,), "scaled_capability": (8, 9)}
 
 
 def names(values: Collection) -> str:

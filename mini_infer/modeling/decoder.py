@@ -96,11 +96,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(Model):
-    """Parameters are empty until the loader fills them.
-
-    Args:
-        max_len: one more than the last position that may come.
-    """
+    """Parameters are empty until the loader fills them. Positions are below max_len."""
 
     def __init__(self, spec: ModelSpec, max_len: int, build: Build) -> None:
         super().__init__(spec, build.dtype, build.device)

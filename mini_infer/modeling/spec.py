@@ -100,3 +100,9 @@ class ModelSpec:
         attention = self.attention
         dtype = torch.float8_e4m3fn if self.fp8_kv else dtype
         return KVLayout.of_heads(self.num_layers, attention.num_kv_heads, attention.head_dim, dtype)
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """An end-of-sequence entry of a config: one id, several, or none (some files say -1 for none)."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(token for token in values if token >= 0)

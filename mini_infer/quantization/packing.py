@@ -16,25 +16,27 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _TILE = 128  # columns
 
 
-def pack_int4(codes: Tensor) -> Tensor:
-    """codes [N, K], 0 to 15 -> [N, ceil(K / 128) * 64] uint8, as int4 products read them.
+def pack_int4(codes: Tensor, symmetric: bool) -> Tensor:
+    """codes [N, K] int8, -8 to 7 where symmetric and else 0 to 15 -> [N, ceil(K / 128) * 64] uint8, as products read
+    them (kernels/quant_linear.py); symmetric codes plus 8.
 
         of each 128 columns, byte      0          1               63
             its low half           column 0     column 1       column 63
             its high half          column 64    column 65      column 127
 
-    So a program reads bytes that lie together and has two stretches of 64 columns that do. Columns beyond K are 0.
+    What fills the last columns stands for nothing.
     """
     rows, columns = codes.shape
-    padded = torch.nn.functional.pad(codes.to(torch.uint8), (0, -columns % _TILE))
+    padded = torch.nn.functional.pad((codes + 8 if symmetric else codes).to(torch.uint8), (0, -columns % _TILE))
     low, high = padded.view(rows, -1, 2, _TILE // 2).unbind(2)
     return (low | high << 4).flatten(1)
 
 
-def unpack_int4(packed: Tensor, columns: int) -> Tensor:
-    """What `pack_int4` was given: [N, columns] uint8, 0 to 15."""
+def unpack_int4(packed: Tensor, symmetric: bool, columns: int | None = None) -> Tensor:
+    """What `pack_int4` took, int8: [N, columns], by default of a multiple of 128 columns."""
     tiles = packed.view(packed.shape[0], -1, _TILE // 2)
-    return torch.stack((tiles & 15, tiles >> 4), 2).flatten(1)[:, :columns]
+    codes = torch.stack((tiles & 15, tiles >> 4), 2).flatten(1)[:, :columns].to(torch.int8)
+    return codes - 8 if symmetric else codes
 
 
 def pack_words(codes: Tensor, bits: int, places: Sequence[int] | None = None) -> Tensor:

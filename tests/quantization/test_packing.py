@@ -14,15 +14,17 @@ def drawn(rows, columns, bits=4):
 @pytest.mark.parametrize("columns", [1, 63, 128, 200, 384])
 def test_int4_has_column_j_in_the_low_half_of_byte_j_and_64_further_in_its_high_half(columns):
     codes = drawn(3, columns)
-    packed = pack_int4(codes)
+    packed = pack_int4(codes.to(torch.int8), symmetric=False)
+    assert torch.equal(pack_int4(codes.to(torch.int8) - 8, symmetric=True)[:, :columns], packed[:, :columns])
     assert packed.dtype == torch.uint8
     assert packed.shape == (3, -(-columns // 128) * 64)
     for column in range(columns):
         tile, place = divmod(column, 128)
         byte = packed[:, tile * 64 + place % 64]
         assert torch.equal(byte >> 4 if place >= 64 else byte & 15, codes[:, column])
-    assert torch.equal(unpack_int4(packed, columns), codes)
-    assert not unpack_int4(packed, packed.shape[1] * 2)[:, columns:].any()
+    assert torch.equal(unpack_int4(packed, False, columns), codes.to(torch.int8))
+    assert torch.equal(unpack_int4(packed, True, columns), codes.to(torch.int8) - 8)
+    assert not unpack_int4(packed, False)[:, columns:].any()
 
 
 @pytest.mark.parametrize(("bits", "places"), [(4, None), (4, AWQ_PLACES), (8, None)])

@@ -14,7 +14,7 @@ from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.plan import Draft, StepPlan, StepResult, count_drafts
 from mini_infer.core.request import Request
 from mini_infer.modeling.loader import load_spec
-from mini_infer.runtime.worker import draft
+from mini_infer.runtime.worker import served_model
 from mini_infer.runtime.worker.worker import Worker
 from mini_infer.speculative.policy.adaptive import AdaptiveDraftLength
 from mini_infer.speculative.policy.costs import StepCosts
@@ -244,7 +244,7 @@ def test_no_room_for_the_drafts_kv_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     def no_room(*arguments: object) -> None:
         raise ConfigError("a KV cache of 8 blocks takes 9 GiB, which the GPU has not free: lower cache.num_blocks")
 
-    monkeypatch.setattr(draft, "allocate_kv", no_room)
+    monkeypatch.setattr(served_model, "allocate_kv", no_room)
     with pytest.raises(ConfigError, match=r"speculation.draft has as many KV blocks .* cache.num_blocks"):
         make_engine(DRAFT)
 

@@ -7,6 +7,7 @@ x [T, K] --> columns in the weight's order --> Kernels.quantized_linear --> [T, 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mini_infer.core.errors import ModelError
-from mini_infer.kernels.interface import QuantizedWeight
+from mini_infer.kernels.interface import Kernels, Stream
+from mini_infer.kernels.ops import TorchKernels
 from mini_infer.modeling.linear_methods.base import (
     Build,
     LinearMethod,
@@ -29,6 +31,9 @@ from mini_infer.modeling.model import CheckpointTensor
 from mini_infer.quantization.checkpoints import LayerFormat, ModelFormat, Rounded
 from mini_infer.quantization.formats import Number, WeightFormat
 from mini_infer.quantization.packing import pack_int4
+from mini_infer.quantization.weight import QuantizedWeight
+
+logger = logging.getLogger(__name__)
 
 
 def stored_as(model: ModelFormat) -> LinearMethodFactory:
@@ -88,6 +93,11 @@ class QuantizedLinear(LinearMethod):
         if count := math.ceil(scheme.outliers * columns):
             self.outlier_columns = empty_parameter(count, dtype=torch.int64, device=device)
             self.outlier_weight = empty_parameter(rows, count, dtype=build.dtype, device=device)
+        self._kernels: Kernels = build.kernels
+        refusal = build.kernels.quantized_refusal(weights, scheme.activations, columns)
+        if refusal is not None:
+            logger.warning("%s is computed by torch operations, which is slow: %s", name, refusal)
+            self._kernels = TorchKernels()
         self._taken: dict[str, dict[str, Tensor]] = {part: {} for part in shape.parts}  # until all are there
         self._placed = False
 
@@ -122,12 +132,23 @@ class QuantizedLinear(LinearMethod):
     def apply(self, x: Tensor) -> Tensor:
         if self.order is not None:
             x = x.index_select(1, self.order)
-        kernels, columns = self._build.kernels, self.outlier_columns
-        if columns is None or self.outlier_weight is None:
-            return kernels.quantized_linear(x, self.weight, self.bias, self.activations)
-        rest = x.index_fill(1, columns, 0)  # whose scales the outliers have no part in
-        y = kernels.linear(x.index_select(1, columns), self.outlier_weight, None)
-        return y.add_(kernels.quantized_linear(rest, self.weight, self.bias, self.activations))
+        kernels, columns, outliers = self._kernels, self.outlier_columns, None
+        if columns is not None and self.outlier_weight is not None:
+            outliers = self._build.kernels.linear(x.index_select(1, columns), self.outlier_weight, None)
+            x = x.index_fill(1, columns, 0)  # in whose scales the outliers have no part
+        return kernels.quantized_linear(x, self.weight, self.bias, self.activations, outliers)
+
+    def norm_apply(self, stream: Stream, silu_mul: bool) -> tuple[Tensor, Tensor] | None:
+        if self.activations is None or self.order is not None or self.outlier_columns is not None:
+            return None
+        tokens, total = self._kernels.quantized_norm(stream, self.activations)
+        y = self._kernels.quantized_linear(tokens, self.weight, self.bias, self.activations)
+        return (self._build.kernels.silu_mul(y) if silu_mul else y), total
+
+    def apply_add(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        if self.order is not None or self.outlier_columns is not None:
+            return None
+        return self._kernels.quantized_linear(x, self.weight, self.bias, self.activations, residual)
 
     # --- loading --------------------------------------------------------------------------------------------------
 
@@ -191,7 +212,7 @@ class QuantizedLinear(LinearMethod):
             rows = slice(start, start + size)
             new = weight.codes
             if own.number is Number.int4:
-                new = pack_int4(new if own.symmetric is False else new + 8)
+                new = pack_int4(new, own.symmetric)
             codes[rows] = new
             high = slice(start // own.rows, -(-(start + size) // own.rows))
             scales[high] = weight.scales.to(scales.dtype)

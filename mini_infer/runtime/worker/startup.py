@@ -55,11 +55,7 @@ class StartupReport:
 
 
 class Phases:
-    """
-    Args:
-        finish: waits for what a device was given, so that a phase has all of its own work and none of another's.
-        clock: seconds.
-    """
+    """`finish` waits for what a device was given, so that a phase has all of its own work and none of another's."""
 
     def __init__(
         self, finish: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter

@@ -30,11 +30,8 @@ class AttentionBackends:
 
 
 class TorchModel:
-    """
-    Args:
-        known_tokens: of a draft model beside a target that has more. What is no token here stands for nothing, but must
-            not be looked up.
-    """
+    """`known_tokens` are those of a draft model beside a target that has more: what is no token here stands for
+    nothing, but must not be looked up."""
 
     def __init__(
         self,
