@@ -20,7 +20,8 @@ from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import CacheConfig, ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
-from mini_infer.kernels.ops import TorchKernels
+from mini_infer.kernels.ops import TorchKernels, TritonKernels
+from mini_infer.modeling.linear_methods import quantized
 from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel
 from mini_infer.modeling.linear_methods.quantized import QuantizedLinear, SideBySide, stored_as
 from mini_infer.modeling.loader import load_model, load_spec, outline, with_cache
@@ -276,7 +277,7 @@ def test_mixed_leaves_the_columns_with_the_largest_weights_alone() -> None:
     assert method.outlier_columns is not None
     columns = method.outlier_columns.tolist()
     assert {17, 150} <= set(columns)
-    assert len(columns) == 2, "1 % of 200"
+    assert len(columns) == 8, "1 % of 200, in eights"
     x = torch.randn(5, 200)
     x[:, 17] *= 100  # would take all the range of its tokens
     rest = [column for column in range(200) if column not in columns]
@@ -331,6 +332,22 @@ def test_ranks_cannot_share_inputs_that_are_sorted_by_group(tmp_path: Path) -> N
     assert layer.self_attn.qkv_proj.method.sharded_dims()["order"] is None
     with pytest.raises(ModelError, match=r"0\.mlp: ranks cannot share .* act-order \(desc_act=true\).*one rank"):
         layer.mlp.down_proj.method.sharded_dims()
+
+
+@pytest.mark.parametrize(("columns", "slow"), [(128, False), (64, True)])
+def test_a_format_that_kernels_do_not_have_is_computed_by_torch(
+    columns: int, slow: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    quantized._say_slow.cache_clear()
+    shape, found = LinearShape(columns, {"a": 24}, False, Parallel.column), []
+    for kernels in (TorchKernels(), TritonKernels()):
+        build = Build(torch.float32, CPU, kernels, stored_as(rounding("w4a16", 32, False)))
+        method = build.linear_method("", shape, build)
+        method.round(torch.randn(24, columns, generator=torch.Generator().manual_seed(0)), None)
+        found.append(method.apply(torch.ones(3, columns)))
+    torch.testing.assert_close(*found)
+    assert ("by torch operations, which is slow: products of int4" in caplog.text) == slow
 
 
 # --- keys and values in fp8 ---------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ class TestSpec:
         ("modernbert-decoder", {"bos_token_id": 1, "eos_token_id": 2}, "no position_ids"),
         ("jetmoe", {}, "waits for results on the host"),
         ("olmo", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic changes"),
-        ("glm", {"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ("glm", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized"),
     ],
 )
 def test_what_cannot_be_served_says_why(model_type: str, changes: dict[str, Any], reason: str) -> None:

@@ -7,6 +7,7 @@ x [T, K] --> columns in the weight's order --> Kernels.quantized_linear --> [T, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,12 @@ from mini_infer.quantization.packing import pack_int4
 from mini_infer.quantization.weight import QuantizedWeight
 
 logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _say_slow(refusal: str) -> None:
+    """Once, not for every layer."""
+    logger.warning("some products of quantized weights are computed by torch operations, which is slow: %s", refusal)
 
 
 def stored_as(model: ModelFormat) -> LinearMethodFactory:
@@ -90,13 +97,14 @@ class QuantizedLinear(LinearMethod):
         self.activations = scheme.activations
         self.order = empty_parameter(columns, dtype=torch.int64, device=device) if form.act_order else None
         self.outlier_columns = self.outlier_weight = None
-        if count := math.ceil(scheme.outliers * columns):
+        # In eights, so that rows of their weight begin at multiples of 16 bytes.
+        if count := min(8 * math.ceil(scheme.outliers * columns / 8), columns):
             self.outlier_columns = empty_parameter(count, dtype=torch.int64, device=device)
             self.outlier_weight = empty_parameter(rows, count, dtype=build.dtype, device=device)
         self._kernels: Kernels = build.kernels
         refusal = build.kernels.quantized_refusal(weights, scheme.activations, columns)
         if refusal is not None:
-            logger.warning("%s is computed by torch operations, which is slow: %s", name, refusal)
+            _say_slow(refusal)
             self._kernels = TorchKernels()
         self._taken: dict[str, dict[str, Tensor]] = {part: {} for part in shape.parts}  # until all are there
         self._placed = False
