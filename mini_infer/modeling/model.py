@@ -54,16 +54,14 @@ class Model(nn.Module):
             kept in `dtype`.
     """
 
-    kv_scales: nn.Parameter | None
+    kv_scales: Tensor | None
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec, self.dtype, self.device = spec, dtype, device
         self.kv_layout = spec.kv_layout(dtype)
-        self.kv_scales = None
-        if spec.fp8_kv:
-            scales = torch.ones(spec.num_layers, 2, spec.attention.num_kv_heads, device=device)
-            self.kv_scales = nn.Parameter(scales, requires_grad=False)
+        scales = torch.ones(spec.num_layers, 2, spec.attention.num_kv_heads, device=device) if spec.fp8_kv else None
+        self.register_buffer("kv_scales", scales)
 
     @abstractmethod
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:

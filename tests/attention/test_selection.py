@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 from typing import Any
 
@@ -174,3 +175,33 @@ def test_what_the_backends_declare() -> None:
     assert not takes(FlashAttnBackend, device=CPU)
     assert not takes(FlashAttnBackend, dtype=torch.float32)
     assert not takes(FlashAttnBackend, head_size=72)
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "refusal"),
+    [
+        ("sdpa", CPU, None),
+        ("triton", CUDA, None),
+        ("batch_invariant", CUDA, None),
+        ("flash_attn", CUDA, "queries' torch.bfloat16, alike in all layers, not torch.float8_e4m3fn"),
+    ],
+)
+def test_backends_say_whether_they_take_a_cache_in_fp8(choice: str, device: torch.device, refusal: str | None) -> None:
+    if choice not in ("sdpa", "flash_attn"):
+        pytest.importorskip("triton")
+    module, _, name = backends.BACKENDS[AttentionChoice(choice)].partition(":")
+    capabilities = getattr(importlib.import_module(module), name).capabilities
+    needs = dataclasses.replace(NEEDS, layout=layout(128, torch.float8_e4m3fn), device=device)
+    found = capabilities.refusal("prefill", needs)
+    assert found is None if refusal is None else refusal in found
+
+
+def test_old_gpus_have_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from mini_infer.attention.triton import TritonBackend
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    needs = dataclasses.replace(NEEDS, layout=layout(128, torch.float8_e4m3fn))
+    found = TritonBackend.capabilities.refusal("decode", needs)
+    assert found == "it takes torch.float8_e4m3fn on GPUs of compute capability 8.9 and above"
+    assert SdpaBackend.capabilities.refusal("decode", needs) is None, "the stated slower path"
