@@ -81,10 +81,10 @@ class Capabilities:
             if major not in self.gpu_generations:
                 takes = names([f"{generation}.x" for generation in self.gpu_generations])
                 return f"it takes GPUs of compute capability {takes}, not {major}.{minor}"
-        heads = needs.layout.heads
-        if heads is None or heads.dtype != needs.dtype:
+        keys = needs.layout.keys
+        if keys is None or keys.dtype != needs.dtype:
             return f"it takes keys and values [heads, head size] of the queries' {needs.dtype}, alike in all layers"
-        refusal = limits.refusal(heads.head_dim, needs.block_size, needs.dtype)
+        refusal = limits.refusal(keys.shape[1], needs.block_size, needs.dtype)
         if refusal is not None:
             return refusal
         if needs.sliding_window and not self.sliding_window:
@@ -118,13 +118,11 @@ def step_of(
 
 
 class AttentionBackend(ABC):
-    """Makes, once a step, the callables that every layer of that step shares. Both return q's shape and dtype.
+    """Makes, once a step, the callables that every layer of that step shares.
 
     num_heads is a multiple of num_kv_heads, and head h reads KV head h // group. A token's heads are contiguous in q,
-    and its tokens may lie apart.
-
-    Decode rows have batch.decode_query_len tokens each: one, or 1 + k where k drafts are verified. They are the last of
-    their sequences, and a token sees those before it. Rows that differ in their number of tokens are prefill rows.
+    and its tokens may lie apart. Decode rows have batch.decode_query_len tokens each; rows that differ in their number
+    of tokens are prefill rows.
 
     The constructor takes nothing, and raises ImportError with the remedy where an optional dependency is missing.
     """

@@ -93,11 +93,8 @@ class KVManager:
     # --- prefix cache -------------------------------------------------------------------------------------------
 
     def match_prefix(self, request: Request) -> PrefixMatch:
-        """The longest cached prefix of the request's tokens, in whole blocks.
-
-        What the request needs logits of is left to compute: at least its last token. A sibling (n > 1) takes its
-        leader's prompt blocks directly, with the prefix cache on or off.
-        """
+        """The longest cached prefix of the request's tokens, in whole blocks, but for what it needs logits of. A
+        sibling (n > 1) takes its leader's prompt blocks directly, with the prefix cache on or off."""
         limit = request.num_reusable_tokens // self.block_size
         blocks: list[int] = []
         if self.prefix_caching:

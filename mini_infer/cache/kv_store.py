@@ -15,11 +15,9 @@ class KVStore:
         tensor [layers, planes, num_blocks, block_size, *shape]      of keys and values: planes 0 and 1
                                 |  \\_____ one block _____/
 
-    A slot is a token's place: slot = block * block_size + offset. Within a layer each plane is contiguous, which is
-    what paged kernels expect; keys and values together are one tensor as well, so that a gather of both is a single
-    operation.
-
-    It starts as zeros, because readers that gather whole blocks multiply unwritten slots by a probability of 0.
+    A slot is a token's place: slot = block * block_size + offset. Within a layer each plane is contiguous, as paged
+    kernels expect; keys and values are one tensor, so that a gather of both is one operation. It starts as zeros,
+    because readers that gather whole blocks multiply unwritten slots by a probability of 0.
     """
 
     def __init__(self, layout: KVLayout, *, num_blocks: int, block_size: int, device: torch.device) -> None:

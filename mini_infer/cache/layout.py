@@ -32,15 +32,6 @@ class Plane:
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Keys and values [num_kv_heads, head_dim] of one dtype, alike in all layers."""
-
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class KVLayout:
     """The planes of each layer.
 
@@ -73,14 +64,14 @@ class KVLayout:
         return len(self.layers)
 
     @property
-    def heads(self) -> Heads | None:
-        """What `of_heads` was made of; None of any other layout."""
-        shape = self.layers[0][0].shape if self.layers else ()
-        if len(shape) != 2:
+    def keys(self) -> Plane | None:
+        """Plane "k" of shape (num_kv_heads, head_dim), where all layers keep that and values alike, as of
+        `of_heads`."""
+        keys = self.layers[0][0] if self.layers else None
+        if keys is None or len(keys.shape) != 2:
             return None
-        heads = Heads(*shape, self.layers[0][0].dtype)
-        plain = KVLayout.of_heads(self.num_layers, heads.num_kv_heads, heads.head_dim, heads.dtype)
-        return heads if self == plain else None
+        num_kv_heads, head_dim = keys.shape
+        return keys if self == KVLayout.of_heads(self.num_layers, num_kv_heads, head_dim, keys.dtype) else None
 
     def bytes_per_block(self, block_size: int) -> int:
         """Of all layers."""

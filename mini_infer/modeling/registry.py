@@ -16,20 +16,10 @@ from mini_infer.modeling.transformers_probe import transformers_spec
 
 
 def decoder_spec(
-    architecture: str,
-    config: Any,
-    source: str,
-    windows: tuple[int | None, ...],
-    *,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
+    name: str, config: Any, source: str, windows: tuple[int | None, ...], mlp_bias: bool = False, **attends: bool
 ) -> ModelSpec:
-    """A model whose layers differ in their windows alone, for modeling/decoder.py.
-
-    Raises ModelError for what the decoder does not do.
-    """
+    """A model whose layers differ in their windows alone, for modeling/decoder.py. `attends`: what more AttentionSpec
+    has. Raises ModelError for what the decoder does not do."""
     if config.hidden_act != "silu":
         raise ModelError(f"{source}: hidden_act is {config.hidden_act!r}; only 'silu' is supported")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -39,12 +29,10 @@ def decoder_spec(
     if head_dim % 2:
         raise ModelError(f"{source}: head_dim={head_dim} is odd, which rotary embedding cannot be")
     rope = rope_spec(config, source)
-    attention = AttentionSpec(
-        heads, kv_heads, head_dim, head_dim**-0.5, rope=rope, qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm
-    )
+    attention = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope=rope, **attends)
     mlp = MLPSpec(config.intermediate_size, mlp_bias)
     return ModelSpec(
-        architecture=architecture,
+        architecture=name,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         layers=tuple(LayerSpec(replace(attention, window=window), mlp) for window in windows),

@@ -152,9 +152,7 @@ def test_pieces_between_attention_can_be_captured(name: str, tmp_path: Path) -> 
     config = {"model": {"path": str(folder), "device": "cpu"}, "scheduler": {"max_num_seqs": 4}}
     engine = LLMEngine(EngineConfig.from_dict(config))
     part = engine.executor.runner._model
-    store = part.store
-    padding_slot = (store.num_blocks - 1) * store.block_size
-    pieces = PiecewiseGraphs(part._model, store, [64, 128], padding_slot, RecordingGraph)
+    pieces = PiecewiseGraphs(part._model, part.store, [64, 128], RecordingGraph)
     with torch.inference_mode():
         pieces._pieces = {size: pieces.capture_size(size) for size in (128, 64)}
     part._pieces = pieces

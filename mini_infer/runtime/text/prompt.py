@@ -31,11 +31,8 @@ def pair_prompts(
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tuple[str | None, list[int]]:
-    """The prompt's text, where it was given as text, and its token ids.
-
-    Raises:
-        RequestError: empty, of another type, or with a token id outside [0, vocab_size).
-    """
+    """The prompt's text, where it was given as text, and its token ids. Raises RequestError where it is empty, of
+    another type, or has a token id outside [0, vocab_size)."""
     if isinstance(prompt, str):
         return prompt, _checked(tokenizer.encode(prompt), vocab_size)
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):

@@ -66,10 +66,8 @@ class TorchModel:
         return AttentionContext(step.batch, self._attention, backends.prefill.backend, backends.decode.backend)
 
     def capture_pieces(self, sizes: Sequence[int], memory: GraphMemory) -> CaptureReport:
-        """Captures steps of these numbers of tokens, which `forward` then replays. The last block of the store must be
-        nobody's: padding tokens write to it."""
-        padding_slot = (self.store.num_blocks - 1) * self.store.block_size
-        pieces = PiecewiseGraphs(self._model, self.store, sizes, padding_slot)
+        """Captures steps of these numbers of tokens, which `forward` then replays."""
+        pieces = PiecewiseGraphs(self._model, self.store, sizes)
         report = pieces.capture(memory)
         self._pieces = pieces
         return report

@@ -45,8 +45,7 @@ class StepTimes:
     """What steps really take: medians of recent ratios, by drafts and by powers of two of rows.
 
         plain     of steps without drafts: measured seconds over the table's
-        relative  of steps with drafts, in steps without: measured over the table's, so that what slows all steps down,
-                  as long contexts do, cancels out
+        relative  of steps with drafts, in steps without: so what slows all steps down, as long contexts do, cancels out
 
     What is not known of a number of drafts is taken from what it was last with other rows, else from the next smaller
     number, in the end from the table.
