@@ -205,7 +205,11 @@ class EngineConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts of plain values, which `from_dict` takes back."""
-        return _plain(self)
+
+        def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+            return {name: value.value if isinstance(value, Enum) else value for name, value in items}
+
+        return dataclasses.asdict(self, dict_factory=plain)
 
 
 def _build(cls: type, values: Any, path: str) -> Any:
@@ -228,12 +232,6 @@ def _build(cls: type, values: Any, path: str) -> Any:
             value = _build(hint_type, value, name)
         kwargs[key] = value
     return cls(**kwargs)
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    return value.value if isinstance(value, Enum) else value
 
 
 def replace(config: EngineConfig, **sections: dict[str, Any]) -> EngineConfig:

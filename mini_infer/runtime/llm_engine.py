@@ -15,7 +15,7 @@ from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import RequestError
 from mini_infer.core.request import Request, RequestOutput, SamplingParams
 from mini_infer.runtime.engine_core import EngineCore
-from mini_infer.runtime.executor import make_executor
+from mini_infer.runtime.executor.base import make_executor
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.text.detokenizer import Detokenizer
 from mini_infer.runtime.text.grammar import CompiledGrammar, GrammarCompiler

@@ -109,7 +109,15 @@ class HFTokenizer:
         backend = getattr(self._hf, "backend_tokenizer", None)
         if not isinstance(getattr(backend, "decoder", None), ByteLevel):
             return None
-        return [_byte_level(token) for token in self._hf.convert_ids_to_tokens(list(range(self.vocab_size)))]
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        byte_of = {char: byte for byte, char in bytes_to_unicode().items()}  # GPT-2's spelling of bytes
+        tokens = self._hf.convert_ids_to_tokens(list(range(self.vocab_size)))
+        # A token with a foreign character means itself.
+        return [
+            bytes([byte_of[char] for char in token]) if byte_of.keys() >= set(token) else token.encode()
+            for token in (token or "" for token in tokens)
+        ]
 
     @property
     def definition(self) -> str | None:
@@ -122,24 +130,6 @@ class HFTokenizer:
         """SentencePiece's <0x00> to <0xFF>. A run of them is one piece of text: its last byte can change its first."""
         vocab = self._hf.get_vocab()
         return frozenset(vocab[token] for token in map("<0x{:02X}>".format, range(256)) if token in vocab)
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the rest for U+0100 and up, in order."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {**{chr(byte): byte for byte in printable}, **{chr(256 + i): byte for i, byte in enumerate(others)}}
-
-
-_BYTE_OF = _byte_level_alphabet()
-
-
-def _byte_level(token: str | None) -> bytes:
-    """The bytes of a token as it stands in a ByteLevel vocabulary; one with a foreign character means itself."""
-    try:
-        return bytes([_BYTE_OF[char] for char in token or ""])
-    except KeyError:
-        return (token or "").encode()
 
 
 class ByteTokenizer:
