@@ -82,8 +82,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         coerce(self)
-        at_least(self, 1, "block_size", "num_blocks")
-        at_least(self, 0, "num_host_blocks")
+        at_least(self, 1, "block_size", "num_blocks", "num_host_blocks")
         if self.num_host_blocks is not None and self.host_memory_gib is not None:
             raise ConfigError("cache.num_host_blocks and cache.host_memory_gib say the same: set one of them")
         for name in ("memory_gib", "host_memory_gib"):
@@ -188,10 +187,6 @@ class EngineConfig:
                     f"cache.{name}={getattr(self.cache, name)} needs scheduler.preemption=swap: "
                     "recomputing uses no host memory"
                 )
-        if swap and self.cache.num_host_blocks == 0:
-            raise ConfigError(
-                "scheduler.preemption=swap needs host memory: leave cache.num_host_blocks unset, or give at least 1"
-            )
         if self.speculation.has_draft_model and self.model.load_format is LoadFormat.dry:
             raise ConfigError(
                 "speculation.draft.path: a dry model has no weights, and no draft either. Set speculation.method to "

@@ -59,6 +59,12 @@ class Transfer(NamedTuple):
     to_host: bool
     pairs: list[tuple[int, int]]  # (source block, destination block)
 
+    def copy(self, device: Any, host: Any) -> None:
+        """Of arrays by block."""
+        source, destination = (device, host) if self.to_host else (host, device)
+        for place, other in self.pairs:
+            destination[other] = source[place]
+
 
 @dataclass(slots=True)
 class StepPlan:

@@ -80,10 +80,7 @@ class DryModel:
 
     def start(self, transfer: Transfer) -> None:
         """Copies at once."""
-        stores = self._states, self._host_states
-        source, destination = stores if transfer.to_host else stores[::-1]
-        for place, other in transfer.pairs:
-            destination[other] = source[place]
+        transfer.copy(self._states, self._host_states)
         self._transfers_done.append(transfer.transfer_id)
 
     def poll(self, wait: bool = False) -> tuple[int, ...]:

@@ -27,7 +27,12 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
-        self._stream = open_stream(tokenizer, params.skip_special_tokens, prompt_ids)
+        skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        self._stream: ByteStream | WindowStream
+        if tokenizer.token_bytes is not None:
+            self._stream = ByteStream(tokenizer.token_bytes, skipped)
+        else:
+            self._stream = WindowStream(tokenizer, skipped, prompt_ids)
         self._checker = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._min_tokens = params.min_tokens
         self.num_tokens = 0  # taken in, up to the one that completed a stop string
@@ -94,15 +99,6 @@ class StopChecker:
             if any(stop.startswith(text[start:]) for stop in self._stops):
                 return start
         return len(text)
-
-
-def open_stream(
-    tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
-) -> ByteStream | WindowStream:
-    skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-    if tokenizer.token_bytes is not None:
-        return ByteStream(tokenizer.token_bytes, skipped)
-    return WindowStream(tokenizer, skipped, prompt_ids)
 
 
 class ByteStream:
