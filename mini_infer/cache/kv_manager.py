@@ -38,7 +38,6 @@ class _UnderWay:
     """A transfer whose copies have not ended, and blocks that nobody owns any more but they still read or write."""
 
     request: Request | None  # None: it has been freed
-    to_host: bool
     table: list[int] = field(default_factory=list)  # of the device
     num_tokens: int = 0  # that lie in it
     host: list[int] = field(default_factory=list)
@@ -236,7 +235,7 @@ class KVManager:
 
     def _start(self, request: Request, to_host: bool, pairs: list[tuple[int, int]]) -> Transfer:
         self._num_transfers += 1
-        self._under_way[self._num_transfers] = _UnderWay(request, to_host)
+        self._under_way[self._num_transfers] = _UnderWay(request)
         return Transfer(self._num_transfers, to_host, pairs)
 
     def _transfer_of(self, request: Request) -> _UnderWay | None:

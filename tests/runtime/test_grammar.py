@@ -181,9 +181,7 @@ class TestMasks:
         }
         for row, tokens in allowed.items():
             logits[row, next(t for t in range(vocab_size) if t not in tokens)] = torch.nan  # the largest, if it counted
-        tokens = sampler.sample(
-            logits, *arguments, {row: bits(own, vocab_size) for row, own in allowed.items()}
-        )[0]
+        tokens = sampler.sample(logits, *arguments, {row: bits(own, vocab_size) for row, own in allowed.items()})[0]
         for row in range(rows):
             if row in allowed:
                 assert tokens[row] in allowed[row]
