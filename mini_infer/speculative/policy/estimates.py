@@ -111,7 +111,7 @@ def best_lengths(rates: Array, limits: Array, costs: StepCosts, relative: Sequen
     expected = np.zeros((rows, 1 + most))  # drafts that are accepted on average, of so many
     np.cumsum(chances, axis=1, out=expected[:, 1:])
     candidates = [np.minimum(limits, k) for k in range(1 + most)]
-    if costs.shape(rows, 1 + most) is None:
+    if rows > 1 and costs.shape(rows, 1 + most) is None:
         candidates += [np.minimum(limits, (chances >= least).sum(axis=1)) for least in _THRESHOLDS]
     row = np.arange(rows)
     speeds = [
