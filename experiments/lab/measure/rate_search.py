@@ -135,7 +135,7 @@ class Searches:
             shares[index] = kept.value
             return kept.value >= settings.share
 
-        value, reason = 0.0, ""
+        value, reason, rates = 0.0, "", settings.rates
         try:
             found = bisect(len(points), meets)
         except Undecided as why:
@@ -143,11 +143,11 @@ class Searches:
         else:
             kept = f"the SLO ({100 * shares[max(found, 0)]:.0f} % of the requests did)"
             if found < 0:
-                reason = f"{NOT_SHOWN}the knee lies below the range: not even {settings.rates[0]:g}/s met {kept}"
-            elif found == len(settings.rates) - 1:
-                reason = f"{NOT_SHOWN}the knee lies above the range: even {settings.rates[found]:g}/s met {kept}"
+                reason = f"{NOT_SHOWN}the knee lies below the range: not even {rates[0]:g}/s met {kept}"
+            elif found == len(rates) - 1:
+                reason = f"{NOT_SHOWN}the knee lies above the range: even {rates[found]:g}/s met {kept}"
             else:
-                value = settings.rates[found]
+                value = rates[found]
             self.notes.append(f"{self._labels[variant]}, search {repeat + 1}: {self._bracket(found, shares)}.")
         unit = formulas.describe(FOUND).unit
         (at,) = settings.result
