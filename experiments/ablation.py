@@ -103,7 +103,6 @@ class Ablation(Experiment):
         known = ceilings.find(ceilings.FOLDER, self.chosen, "cuda" if on_gpu else "cpu", self.threads)
         vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
-        searches = Searches(spec.search, self._cells, self.variants, partial(self._inputs, vocabulary=vocabulary))
         error_gates = logit_gate.gates(self._gated, spec.gate_logit_error) if spec.gate_logit_error else []
         exact_gates = self._exact_gates(on_gpu, inputs)
         terms = Terms(
@@ -117,6 +116,7 @@ class Ablation(Experiment):
             timeline=self._timeline,
         )
         with closing(Session(terms, self._cells, len(repeats), steps, spec, self._peers, self.aa)) as session:
+            searches = Searches(session, spec.search, partial(self._inputs, vocabulary=vocabulary))
             work = [
                 (
                     f"repeat {repeat + 1} of {len(repeats)}" + (f" at {point.name}" if point.name else ""),
@@ -125,10 +125,7 @@ class Ablation(Experiment):
                 for repeat in repeats
                 for point in self._grid
             ]
-            work += [
-                (f"search {repeat + 1} of {len(repeats)}", partial(searches.round, session, repeat))
-                for repeat in searched
-            ]
+            work += [(f"search {repeat + 1} of {len(repeats)}", partial(searches.round, repeat)) for repeat in searched]
             work += [
                 (f"profile {repeat + 1} at {point.name}", partial(session.profile, repeat, point, inputs[point.name]))
                 for repeat, point in profiled

@@ -42,7 +42,7 @@ class Session:
         self.kernels: list[KernelRow] = []
         self.profile_rows: list[Row] = []
         self.notes: list[str] = []
-        self._labels = terms.labels
+        self.labels = terms.labels
         self._cells = measured
         self._repeats = repeats
         self._aa = aa
@@ -63,14 +63,14 @@ class Session:
                 self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
                 passes.append((cell, self._steady(cell, inputs)))
             except (PeerAbsent, PeerError) as lost:
-                if len(self._absent) + 1 == len(self._labels):
+                if len(self._absent) + 1 == len(self.labels):
                     raise  # there is nothing else to measure
                 why, _, log = str(lost).partition("\n")
                 if isinstance(lost, PeerError):
                     print(log, file=sys.stderr)
                     why = f"it has failed, and is not asked again: {why}"
                 self._absent[cell.variant] = why
-                self.notes.append(f"{self._labels[cell.variant]} is absent: {why}.")
+                self.notes.append(f"{self.labels[cell.variant]} is absent: {why}.")
         absent_cells = [(self._cells[variant, point.name], why) for variant, why in self._absent.items()]
         self.ledger.enter(repeat, passes, absent_cells)
 
@@ -86,7 +86,7 @@ class Session:
                     items = inputs.measured[: cell.workload.in_flight]
                     found, kernels = profile_pass.profile_decode(lent.subject.engine, items, cell.variant, point.name)
             except NoProfile as why:
-                self.notes.append(f"{self._labels[cell.variant]}: no decode step was profiled, because {why}.")
+                self.notes.append(f"{self.labels[cell.variant]}: no decode step was profiled, because {why}.")
                 continue
             if repeat == 0:
                 self.profiles.append(found)
@@ -99,11 +99,12 @@ class Session:
     def order(self, repeat: int, again: bool = False) -> list[str]:
         """The variants that are there, in the order of this repeat; the baseline's second arm where it is asked for."""
         left_out = set(self._absent) if again else {*self._absent, self._aa}
-        return [v for v in stats.abba(list(self._labels), repeat) if v not in left_out]
+        return [v for v in stats.abba(list(self.labels), repeat) if v not in left_out]
 
-    def alone(self, cell: Cell, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:
+    def alone(self, variant: str, point: Point, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:
         """One variant at one point, once; returns its rows, those of repeated attempts first. `again` says why it is
         measured once more."""
+        cell = self._cells[variant, point.name]
         if again:
             self._steps.again(again)
         else:
@@ -127,7 +128,7 @@ class Session:
         return self._watch.medians()
 
     def _next(self, cell: Cell, what: str) -> None:
-        self._steps.next(f"{self._labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
+        self._steps.next(f"{self.labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
 
     def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
         """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
