@@ -73,9 +73,9 @@ def show(arguments: Sequence[str], root: Path) -> None:
     parser.add_argument("experiment")
     parser.add_argument("override", nargs="*", help="as for a run: scale=7b via=http workload.count=8 ...")
     chosen = parser.parse_args(arguments)
-    from experiments.lab import outlook
+    from experiments.lab import catalog
 
-    print(outlook.outlook(chosen.experiment, chosen.override, root))
+    print(catalog.outlook(chosen.experiment, chosen.override, root))
 
 
 def trace(arguments: Sequence[str], root: Path) -> None:

@@ -98,7 +98,7 @@ class Searches:
             self._search(variant, repeat)
 
     def _search(self, variant: str, repeat: int) -> None:
-        settings, points = self._settings, self._settings.points
+        session, settings, points = self._session, self._settings, self._settings.points
         shares: dict[int, float] = {}
 
         def meets(index: int) -> bool:
@@ -106,7 +106,7 @@ class Searches:
             self.visited.add(point.name)
             why = ""
             for _ in range(ATTEMPTS):
-                rows = self._session.alone(variant, point, self._inputs(point), repeat, why)
+                rows = session.alone(session.cells[variant, point.name], self._inputs(point), repeat, why)
                 kept = next(row for row in reversed(rows) if row.metric == KEPT)
                 why = kept.reason
                 if kept.valid:

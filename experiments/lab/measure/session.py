@@ -43,7 +43,7 @@ class Session:
         self.profile_rows: list[Row] = []
         self.notes: list[str] = []
         self.labels = terms.labels
-        self._cells = measured
+        self.cells = measured
         self._repeats = repeats
         self._aa = aa
         self._steps = steps
@@ -58,7 +58,7 @@ class Session:
         """All variants at one point, once. The rows of a peer that is not there, or has failed in this round or one
         before it, say why."""
         passes = []
-        for cell in (self._cells[variant, point.name] for variant in self.order(repeat, again=True)):
+        for cell in (self.cells[variant, point.name] for variant in self.order(repeat, again=True)):
             try:
                 self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
                 passes.append((cell, self._steady(cell, inputs)))
@@ -71,12 +71,12 @@ class Session:
                     why = f"it has failed, and is not asked again: {why}"
                 self._absent[cell.variant] = why
                 self.notes.append(f"{self.labels[cell.variant]} is absent: {why}.")
-        absent_cells = [(self._cells[variant, point.name], why) for variant, why in self._absent.items()]
+        absent_cells = [(self.cells[variant, point.name], why) for variant, why in self._absent.items()]
         self.ledger.enter(repeat, passes, absent_cells)
 
     def profile(self, repeat: int, point: Point, inputs: Inputs) -> None:
         """Of the first repeat the kernels are kept, of all of them how long the GPU waited."""
-        for cell in (self._cells[variant, point.name] for variant in self.order(repeat)):
+        for cell in (self.cells[variant, point.name] for variant in self.order(repeat)):
             self._next(cell, f"profile {repeat + 1}")
             if not cell.kind.can.steps:
                 continue
@@ -101,10 +101,9 @@ class Session:
         left_out = set(self._absent) if again else {*self._absent, self._aa}
         return [v for v in stats.abba(list(self.labels), repeat) if v not in left_out]
 
-    def alone(self, variant: str, point: Point, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:
+    def alone(self, cell: Cell, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:
         """One variant at one point, once; returns its rows, those of repeated attempts first. `again` says why it is
         measured once more."""
-        cell = self._cells[variant, point.name]
         if again:
             self._steps.again(again)
         else:
