@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -170,12 +171,19 @@ class Ablation(Experiment):
         return {c.variant: c.engine for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry}
 
     def _exact_gates(self, on_gpu: bool, inputs: Mapping[str, Inputs]) -> list[Gate]:
+        """Engines alike, such as one behind HTTP and the same one here, are asked once."""
         exact, found = ExactGate("cuda" if on_gpu else "cpu"), []
+        known: list[tuple[list[EngineConfig], list[Gate]]] = []
         for variant, engine in self._gated.items():
-            found.append(exact.of_probes(variant, engine))
-            for point in self._grid if on_gpu else ():
-                asked, config = inputs[point.name], self._cell(variant, point).engine
-                found.append(exact.of_own(variant, point.name, config, asked.prime, asked.measured))
+            engines = [self._cell(variant, point).engine for point in self._grid]
+            gates = next((gates for others, gates in known if others == engines), None)
+            if gates is None:
+                gates = [exact.of_probes(variant, engine)]
+                for point, config in zip(self._grid, engines, strict=True) if on_gpu else ():
+                    asked = inputs[point.name]
+                    gates.append(exact.of_own(variant, point.name, config, asked.prime, asked.measured))
+                known.append((engines, gates))
+            found += [replace(gate, variant=variant) for gate in gates]
         return found
 
     def _inputs(self, point: Point, vocabulary: ModelVocabulary) -> Inputs:
