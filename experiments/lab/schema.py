@@ -253,10 +253,10 @@ def experiment_class(config: DictConfig) -> Any:
         )
     module_name, _, name = target.rpartition(".")
     try:
-        module = importlib.import_module(module_name)
+        found = vars(importlib.import_module(module_name))
     except ModuleNotFoundError as error:
         raise ConfigError(f"experiment._target_={target} cannot be imported: {error}") from error
-    if not hasattr(module, name):
-        classes = [key for key, value in vars(module).items() if hasattr(value, "from_config")]
+    if name not in found:
+        classes = [key for key, value in found.items() if hasattr(value, "from_config")]
         raise ConfigError(f"experiment._target_={target}: no such class in {module_name}{suggest(name, classes)}")
-    return getattr(module, name)
+    return found[name]

@@ -130,6 +130,7 @@ def test_over_http_every_variant_is_served(compose_config):
     settled = settle(compose_config, "prefix_cache", "scale=7b", "via=http")
     experiment = Ablation.from_config(settled.config)
     assert {cell.kind for cell in experiment._cells.values()} == {Kind.served}
+    assert list(experiment._gated) == ["off", "on"]  # no engine is measured on a GPU without a gate
     assert "client_busy" in experiment.metrics
     assert settled.axes.procedure.startswith("mini-infer-serve answers over HTTP")
     with pytest.raises(ConfigError, match=r"vLLM is not served over HTTP by us: .*via=url"):

@@ -88,7 +88,7 @@ def open_subject(kind: Kind, config: EngineConfig, settings: PeerSettings, threa
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"load over HTTP needs {' and '.join(missing)}: pip install 'mini-infer[serve]'")
-    if kind is Kind.http:
+    if kind.can.elsewhere:
         target = find(settings.http)
         found = {"url": settings.http.url, "model": target.model}
         return OverHTTP(kind.label, target, found, settings.client, None)

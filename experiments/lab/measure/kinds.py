@@ -36,6 +36,7 @@ class System:
         open_loop: it takes requests at their times.
         chains: it takes requests that follow others, and priorities.
         always_apart: it cannot run in this process.
+        elsewhere: somebody else has started it: it has an address, and its memory is not ours.
         needs_gpu: it is measured on a CUDA device alone.
     """
 
@@ -49,6 +50,7 @@ class System:
     open_loop: bool = True
     chains: bool = True
     always_apart: bool = False
+    elsewhere: bool = False
     needs_gpu: bool = False
 
 
@@ -60,5 +62,5 @@ SYSTEMS = {
         "vLLM", "experiments.lab.peers.vllm", own_weights=True, caches=True, always_apart=True, needs_gpu=True
     ),
     Kind.served: System("mini-infer over HTTP", ours=True, over_http=True, caches=True, always_apart=True),
-    Kind.http: System("an OpenAI server", over_http=True, own_weights=True, always_apart=True),
+    Kind.http: System("an OpenAI server", over_http=True, own_weights=True, always_apart=True, elsewhere=True),
 }

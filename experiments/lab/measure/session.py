@@ -42,8 +42,8 @@ class Session:
         self.kernels: list[KernelRow] = []
         self.profile_rows: list[Row] = []
         self.notes: list[str] = []
-        self._labels = terms.labels
-        self._cells = measured
+        self.labels = terms.labels
+        self.cells = measured
         self._repeats = repeats
         self._aa = aa
         self._steps = steps
@@ -58,25 +58,25 @@ class Session:
         """All variants at one point, once. The rows of a peer that is not there, or has failed in this round or one
         before it, say why."""
         passes = []
-        for cell in (self._cells[variant, point.name] for variant in self.order(repeat, again=True)):
+        for cell in (self.cells[variant, point.name] for variant in self.order(repeat, again=True)):
             try:
                 self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
                 passes.append((cell, self._steady(cell, inputs)))
             except (PeerAbsent, PeerError) as lost:
-                if len(self._absent) + 1 == len(self._labels):
+                if len(self._absent) + 1 == len(self.labels):
                     raise  # there is nothing else to measure
                 why, _, log = str(lost).partition("\n")
                 if isinstance(lost, PeerError):
                     print(log, file=sys.stderr)
                     why = f"it has failed, and is not asked again: {why}"
                 self._absent[cell.variant] = why
-                self.notes.append(f"{self._labels[cell.variant]} is absent: {why}.")
-        absent_cells = [(self._cells[variant, point.name], why) for variant, why in self._absent.items()]
+                self.notes.append(f"{self.labels[cell.variant]} is absent: {why}.")
+        absent_cells = [(self.cells[variant, point.name], why) for variant, why in self._absent.items()]
         self.ledger.enter(repeat, passes, absent_cells)
 
     def profile(self, repeat: int, point: Point, inputs: Inputs) -> None:
         """Of the first repeat the kernels are kept, of all of them how long the GPU waited."""
-        for cell in (self._cells[variant, point.name] for variant in self.order(repeat)):
+        for cell in (self.cells[variant, point.name] for variant in self.order(repeat)):
             self._next(cell, f"profile {repeat + 1}")
             if not cell.kind.can.steps:
                 continue
@@ -86,7 +86,7 @@ class Session:
                     items = inputs.measured[: cell.workload.in_flight]
                     found, kernels = profile_pass.profile_decode(lent.subject.engine, items, cell.variant, point.name)
             except NoProfile as why:
-                self.notes.append(f"{self._labels[cell.variant]}: no decode step was profiled, because {why}.")
+                self.notes.append(f"{self.labels[cell.variant]}: no decode step was profiled, because {why}.")
                 continue
             if repeat == 0:
                 self.profiles.append(found)
@@ -99,7 +99,7 @@ class Session:
     def order(self, repeat: int, again: bool = False) -> list[str]:
         """The variants that are there, in the order of this repeat; the baseline's second arm where it is asked for."""
         left_out = set(self._absent) if again else {*self._absent, self._aa}
-        return [v for v in stats.abba(list(self._labels), repeat) if v not in left_out]
+        return [v for v in stats.abba(list(self.labels), repeat) if v not in left_out]
 
     def alone(self, cell: Cell, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:
         """One variant at one point, once; returns its rows, those of repeated attempts first. `again` says why it is
@@ -127,7 +127,7 @@ class Session:
         return self._watch.medians()
 
     def _next(self, cell: Cell, what: str) -> None:
-        self._steps.next(f"{self._labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
+        self._steps.next(f"{self.labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
 
     def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
         """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""

@@ -98,7 +98,7 @@ class Peers:
         if process is not None and process.alive:
             process.forget()
         else:
-            if kind is not Kind.http:  # whose memory is not ours to count
+            if not kind.can.elsewhere:
                 self._make_room(config, device)
             free = _free(device)
             self._processes[key] = process = self._start(kind, config)
