@@ -109,8 +109,9 @@ class Ablation(Experiment):
         if measure.aa is Again.always or (measure.aa is Again.auto and hardware.resolve(own) == "cuda"):
             spec, aa = spec.with_baseline_again()
         measured = []
+        asked = schema.of_points(config)
         for point in [*points.grid(spec.points), *spec.search.points]:
-            at_point = schema.with_values(config, point.values)
+            at_point = schema.with_values(asked, point.values)
             load = schema.workload(at_point)
             for variant, changes in spec.variants.items():
                 kind, engine = _variant(at_point, variant, changes or {})
