@@ -83,8 +83,9 @@ class Ablation(Experiment):
         return [*self._grid, *self.spec.search.result]
 
     def _made(self, config: DictConfig) -> Iterator[Cell]:
+        asked = schema.of_points(config)
         for point in [*self._grid, *self.spec.search.points]:
-            at_point = schema.with_values(config, point.values)
+            at_point = schema.with_values(asked, point.values)
             load = schema.workload(at_point)
             for variant, changes in self.spec.variants.items():
                 kind, engine = _variant(at_point, variant, changes or {})

@@ -235,6 +235,13 @@ def merged(node: DictConfig, changes: Mapping[str, Any], where: str) -> DictConf
         raise ConfigError(f"{where}: {describe(error)}") from error
 
 
+def of_points(config: DictConfig) -> DictConfig:
+    """What points may change and variants build on, without the rest of the config, which is long."""
+    part = OmegaConf.masked_copy(config, ["engine", "workload", "axes"])
+    OmegaConf.set_struct(part, True)
+    return part
+
+
 def with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     """A copy of `config` with dotted keys set, checked against the schema like anything typed on a command line."""
     changed = config.copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from omegaconf import OmegaConf, open_dict
 
 from experiments.lab import axes, catalog
 from experiments.lab.execute import execute
+from experiments.lab.judge import exact_gate, logit_gate
 from experiments.lab.kernels import timer as kernel_timer
+from experiments.lab.store import result as store
 
 pytestmark = pytest.mark.slow  # together they take half a minute
 
@@ -94,6 +97,38 @@ def quick_kernels(monkeypatch) -> None:
     monkeypatch.setattr(kernel_timer, "MAX_COPIES", 2)
 
 
+@pytest.fixture(autouse=True)
+def quick_gates(monkeypatch) -> None:
+    """Settings that a gate has seen, of whichever experiment, are not asked again; and of the probes, all of which
+    test_lab_exact_gate.py asks, few are: a prompt that ends behind a chunk's end, equal blocks behind other beginnings."""
+    monkeypatch.setattr(exact_gate, "probes", lambda whole=False: _few(PROBES(whole)))
+    monkeypatch.setattr(exact_gate.ExactGate, "_gate", _gate_once)
+    monkeypatch.setattr(logit_gate, "measure", _logits_once)
+
+
+PROBES, GATE, LOGITS = exact_gate.probes, exact_gate.ExactGate._gate, logit_gate.measure
+GATES: list = []  # what was asked, and the gate
+ERRORS: list = []
+
+
+def _few(probes):
+    prompts = [prompt for prompt, _ in probes]
+    rest = [prompt for prompt in prompts if len(prompt) == exact_gate.CHUNK + 1]
+    return [(prompt, replace(params, max_tokens=10)) for (_, params), prompt in zip(probes, [*prompts[2:5], *rest])]
+
+
+def _gate_once(self, variant, point, *asked):
+    if all(known != asked for known, _ in GATES):
+        GATES.append((asked, GATE(self, variant, point, *asked)))
+    return next(replace(gate, variant=variant, point=point) for known, gate in GATES if known == asked)
+
+
+def _logits_once(config):
+    if all(known != config for known, _ in ERRORS):
+        ERRORS.append((config, LOGITS(config)))
+    return next(error for known, error in ERRORS if known == config)
+
+
 @pytest.mark.parametrize(("name", "scale"), [(name, scale) for name, scale in EVERY if name not in NEEDS_TRITON])
 def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
     places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
@@ -128,6 +163,9 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
 
     (table,) = _tables(tmp_path, name)
     rows = list(csv.DictReader(table.open()))
+    gates = store.read(table.with_suffix(".json")).info.gates
+    assert all(gate.passed for gate in gates if gate.against)  # as each request is answered alone
+    assert {gate.variant for gate in gates if gate.against} == set(config.experiment.variants) or name not in PAIRED
     assert {row["variant"] for row in rows}
     if name not in OWN:
         wrong = {row["reason"] for row in rows if row["valid"] == "false"}

@@ -1,7 +1,6 @@
 """A run that is stopped, or that cannot be written, loses nothing that was measured."""
 
 import errno
-import runpy
 import shutil
 import subprocess
 import sys
@@ -171,17 +170,12 @@ def test_a_mistake_in_the_settings_is_no_incomplete_run():
         rounds.run([("the first round", work)])
 
 
-def test_ctrl_c_ends_the_program_with_its_own_code_and_no_traceback(monkeypatch, capsys, tmp_path):
+def test_ctrl_c_ends_the_program_with_its_own_code_and_no_traceback(run_py, monkeypatch, capsys, tmp_path):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    root = Path(__file__).resolve().parents[2]
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # run.py sets it; here it is taken back afterwards
     monkeypatch.setattr(execute, "execute", interrupted)
-    monkeypatch.setattr(sys, "argv", ["run.py", "experiment=quickstart", f"hydra.run.dir={tmp_path}"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(root / "run.py"), run_name="__main__")
-    assert ended.value.code == 130
+    assert run_py("experiment=quickstart", f"hydra.run.dir={tmp_path}") == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
