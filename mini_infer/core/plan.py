@@ -7,7 +7,6 @@ model. It carries only what changed: a request's tokens and block table travel o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mini_infer.core.request import SamplingParams, TokenLogprob
@@ -66,11 +65,9 @@ class Transfer(NamedTuple):
             destination[other] = source[place]
 
 
-@dataclass(slots=True)
-class StepPlan:
-    """One step's batch, row by row, which nobody changes once it is planned. Row i computes tokens [starts[i],
-    starts[i] + counts[i]) of the request at req_indices[i], and samples one token after the last of them where
-    samples[i].
+class StepPlan(NamedTuple):
+    """One step's batch, row by row. Row i computes tokens [starts[i], starts[i] + counts[i]) of the request at
+    req_indices[i], and samples one token after the last of them where samples[i].
 
     Rows [0, num_decode_rows) are running requests; the rest are prompts or chunks of prompts. A running request's last
     token may have drafts behind it: then a token is sampled after each of its tokens, to verify them. Rows with fewer
@@ -83,23 +80,22 @@ class StepPlan:
     """
 
     step: int
-    req_indices: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
+    req_indices: Sequence[int] = ()
+    starts: Sequence[int] = ()
+    counts: Sequence[int] = ()
+    samples: Sequence[bool] = ()
     num_decode_rows: int = 0
-    admissions: list[Admission] = field(default_factory=list)
-    growths: list[Growth] = field(default_factory=list)
-    masks: dict[int, bytes] = field(default_factory=dict)  # sampling row -> Constraint.mask
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    drafts: dict[int, Sequence[int]] = field(default_factory=dict)  # row -> its drafts, where the host proposed them
+    admissions: Sequence[Admission] = ()
+    growths: Sequence[Growth] = ()
+    masks: Mapping[int, bytes] = NONE  # sampling row -> Constraint.mask
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    drafts: Mapping[int, Sequence[int]] = NONE  # row -> its drafts, where the host proposed them
     num_drafts: int = 0  # of all rows
-    # Rows whose last step's drafts are not read: `starts` is where they begin at most.
-    following: list[int] = field(default_factory=list)
+    following: Sequence[int] = ()  # rows whose last step's drafts are not read: `starts` is where they begin at most
     keeps_up: bool = False  # drafts are worth making these days: a draft model computes prompts beside the target
-    transfers: list[Transfer] = field(default_factory=list)  # to be started; whoever reads their blocks comes later
+    transfers: Sequence[Transfer] = ()  # to be started; whoever reads their blocks comes later
     awaits_transfers: bool = False  # there is nothing to do before one that is under way has ended
-    preempted: list[str] = field(default_factory=list)  # request ids
+    preempted: Sequence[str] = ()  # request ids
     prefix_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache this step
     prefix_hit_tokens: int = 0
 

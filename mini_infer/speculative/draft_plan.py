@@ -27,7 +27,7 @@ def can_follow(
     return (
         not speculator.needs_tokens
         and kv.num_free >= blocks
-        and all(step.plan.num_decode_rows == len(step.rows) for step in planned)
+        and all(step.num_decode_rows == len(step.rows) for step in planned)
         and not any(request.must_be_read for request in running)
     )
 
@@ -38,7 +38,7 @@ def add_drafts(step: PlannedStep, drafts: Mapping[int, Draft], kv: KVManager, wa
     left = step.budget // 2  # prompts must get on, too
     keep_free = max(watermark_blocks, len(step.rows))  # what running requests may need next
     for row, draft in drafts.items():
-        request, known = step.rows[row], step.plan.starts[row] + 1
+        request, known = step.rows[row], step.starts[row] + 1
         # One token is sampled anyway: drafts that could only be accepted beyond the end are none.
         count = min(draft.length, left, request.max_total_tokens - known - 1)
         first = len(request.block_table)
@@ -50,13 +50,13 @@ def add_drafts(step: PlannedStep, drafts: Mapping[int, Draft], kv: KVManager, wa
         if blocks is None:
             continue
         if blocks:
-            step.plan.growths.append(Growth(step.plan.req_indices[row], first, blocks))
-        step.plan.counts[row] += count
-        step.plan.num_drafts += count
+            step.growths.append(Growth(step.req_indices[row], first, blocks))
+        step.counts[row] += count
+        step.num_drafts += count
         if draft.token_ids:
-            step.plan.drafts[row] = draft.token_ids[:count]
+            step.drafts[row] = draft.token_ids[:count]
         request.num_computed_tokens += count
         request.num_in_flight += count
         left -= count
     step.sort_decode_rows()
-    step.budget -= step.plan.num_drafts
+    step.budget -= step.num_drafts

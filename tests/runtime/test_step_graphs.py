@@ -121,7 +121,7 @@ def test_rows_are_built_as_any_step_is() -> None:
 def test_a_block_travels_with_its_row() -> None:
     """One a row; where there is more, all are entered before, and either way the state is the same."""
     rows = [(2, 8, 1), (0, 12, 1), (3, 6, 1)]
-    grows_by_one = dataclasses.replace(plan_of(rows), growths=[Growth(0, 3, [77]), Growth(2, 2, [88])])
+    grows_by_one = plan_of(rows)._replace(growths=[Growth(0, 3, [77]), Growth(2, 2, [88])])
     before, inside = filled_states(), filled_states()
     before.apply(grows_by_one)
     before.pack_rows(grows_by_one, 4)
@@ -130,8 +130,8 @@ def test_a_block_travels_with_its_row() -> None:
     assert got.batch.slot_mapping.tolist() == expected.batch.slot_mapping.tolist() == [352, 308, 126, 396]
     assert got.batch.block_tables.tolist() == expected.batch.block_tables.tolist()
     assert torch.equal(before.rows, inside.rows)
-    two_blocks = dataclasses.replace(grows_by_one, growths=[Growth(0, 3, [77, 78])])
-    twice = dataclasses.replace(grows_by_one, growths=[Growth(0, 3, [77]), Growth(0, 4, [78])])
+    two_blocks = grows_by_one._replace(growths=[Growth(0, 3, [77, 78])])
+    twice = grows_by_one._replace(growths=[Growth(0, 3, [77]), Growth(0, 4, [78])])
     assert small_growths(two_blocks) == small_growths(twice) == []
 
 

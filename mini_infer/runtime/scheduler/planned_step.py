@@ -2,35 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.core.plan import Admission, PromptLogprobs, StepPlan, StepResult
+from mini_infer.core.plan import Admission, Growth, PromptLogprobs, StepPlan, StepResult, Transfer
 from mini_infer.core.request import FinishReason, Request, RequestStatus
+
+_plan_fields = attrgetter(*StepPlan._fields)
 
 
 class PlannedStep:
-    """A plan in the making, and whose rows it has until it is booked. All of it is the scheduler's. `budget` is what is
-    left of the tokens that the step may compute."""
+    """Rows, and what comes with them, until `plan`; after that, whose rows they are. All of it is the scheduler's.
+    `budget` is what is left of the tokens that the step may compute."""
 
     def __init__(self, step: int, now: float, budget: int) -> None:
-        self.plan = StepPlan(step)
+        self.step = step
         self.now = now
         self.budget = budget
         self.rows: list[Request] = []
         self.preempted_since: set[Request] = set()  # after it was planned: their blocks are somebody else's now
         self.short_of_blocks = False  # somebody waits for a block of the next token, or has given way for one
         self.promised = 0  # blocks that will be free soon, and for whom is settled
+        self.req_indices: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.samples: list[bool] = []
+        self.num_decode_rows = 0
+        self.admissions: list[Admission] = []
+        self.growths: list[Growth] = []
+        self.masks: dict[int, bytes] = {}
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        self.drafts: dict[int, Sequence[int]] = {}  # row -> tokens
+        self.num_drafts = 0
+        self.following: list[int] = []
+        self.keeps_up = False
+        self.transfers: list[Transfer] = []
+        self.awaits_transfers = False
+        self.preempted: list[str] = []
+        self.prefix_queried_tokens = 0
+        self.prefix_hit_tokens = 0
 
     def add_decode_rows(self, requests: list[Request]) -> None:
         """The next token of each; they are the step's first rows. A row a request and step: the engine's hottest loop,
         and list comprehensions are the fastest there is."""
-        self.rows, plan = requests, self.plan
-        plan.num_decode_rows = len(requests)
-        plan.req_indices = [request.req_index for request in requests]  # type: ignore[misc]  # who runs has one
-        plan.starts = [request.num_computed_tokens for request in requests]
-        plan.counts = [1] * len(requests)
-        plan.samples = [True] * len(requests)
+        self.rows = requests
+        self.num_decode_rows = len(requests)
+        self.req_indices = [request.req_index for request in requests]  # type: ignore[misc]  # who runs has one
+        self.starts = [request.num_computed_tokens for request in requests]
+        self.counts = [1] * len(requests)
+        self.samples = [True] * len(requests)
         self.budget -= len(requests)
         for request in requests:
             request.num_computed_tokens += 1
@@ -38,12 +60,12 @@ class PlannedStep:
 
     def add_prompt_row(self, request: Request, count: int) -> None:
         """The next `count` tokens of its prompt. It samples where they complete it."""
-        row, start, plan = len(self.rows), request.num_computed_tokens, self.plan
+        row, start = len(self.rows), request.num_computed_tokens
         completes = start + count == request.num_tokens
         assert request.req_index is not None
         if not request.is_announced:
             request.is_announced = True
-            plan.admissions.append(
+            self.admissions.append(
                 Admission(
                     request.req_index,
                     request.request_id,
@@ -57,30 +79,32 @@ class PlannedStep:
             )
         if request.prompt_logprobs is not None and start + 1 < request.prompt_len:
             followed = min(count, request.prompt_len - 1 - start)
-            plan.prompt_logprobs.append(PromptLogprobs(row, followed, request.params.prompt_logprobs or 0))
+            self.prompt_logprobs.append(PromptLogprobs(row, followed, request.params.prompt_logprobs or 0))
         if request.constraint is not None and completes:
-            plan.masks[row] = request.constraint.mask
+            self.masks[row] = request.constraint.mask
         self.rows.append(request)
-        plan.req_indices.append(request.req_index)
-        plan.starts.append(start)
-        plan.counts.append(count)
-        plan.samples.append(completes)
+        self.req_indices.append(request.req_index)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.samples.append(completes)
         self.budget -= count
         request.num_computed_tokens += count
         request.num_in_flight += completes
 
     def sort_decode_rows(self) -> None:
         """Brings rows with fewer drafts before those with more."""
-        plan = self.plan
-        order = sorted(range(plan.num_decode_rows), key=plan.counts.__getitem__)
+        order = sorted(range(self.num_decode_rows), key=self.counts.__getitem__)
         self.rows = [self.rows[row] for row in order]
-        plan.req_indices, plan.starts, plan.counts = (
-            [column[row] for row in order] for column in (plan.req_indices, plan.starts, plan.counts)
+        self.req_indices, self.starts, self.counts = (
+            [column[row] for row in order] for column in (self.req_indices, self.starts, self.counts)
         )
         place = {row: index for index, row in enumerate(order)}
-        plan.masks = {place[row]: mask for row, mask in plan.masks.items()}
-        plan.drafts = {place[row]: tokens for row, tokens in plan.drafts.items()}
-        plan.following = [place[row] for row in plan.following]
+        self.masks = {place[row]: mask for row, mask in self.masks.items()}
+        self.drafts = {place[row]: tokens for row, tokens in self.drafts.items()}
+        self.following = [place[row] for row in self.following]
+
+    def plan(self) -> StepPlan:
+        return StepPlan(*_plan_fields(self))
 
 
 FINISHED = RequestStatus.finished  # up to Python 3.11 looking up an Enum's member takes 0.1 us, too long for each row
@@ -97,10 +121,9 @@ class Ending(NamedTuple):
 
 
 def book_tokens(
-    step: PlannedStep, result: StepResult, now: float, kv: KVManager
+    step: PlannedStep, plan: StepPlan, result: StepResult, now: float, kv: KVManager
 ) -> tuple[list[TokenUpdate], list[Ending]]:
     """Takes in the step's tokens, without those of requests that ended while it ran. Who ends by them is left to do."""
-    plan = step.plan
     for row, entries in result.prompt_logprobs.items():
         prompt_logprobs = step.rows[row].prompt_logprobs
         assert prompt_logprobs is not None

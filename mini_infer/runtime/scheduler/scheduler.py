@@ -105,9 +105,9 @@ class Scheduler:
         left waits for tokens in flight. One without rows may start transfers, or wait for them."""
         self._step += 1
         step = PlannedStep(self._step, now, self.config.max_num_batched_tokens)
-        following = any(in_flight.plan.num_drafts for in_flight in self._planned.values())
+        following = any(in_flight.num_drafts for in_flight in self._planned.values())
         if self._planned and (self._speculator.waits or (following and not self._can_follow())):
-            return step.plan
+            return step.plan()
         admits = not (self._static and len(self._batch))
         if self._by_priority and admits and not following:
             for victim in self._admission.victims():
@@ -117,19 +117,20 @@ class Scheduler:
         newcomer = self._admission.newcomer() if admits and not step.short_of_blocks else None
         prompts = newcomer is not None or bool(self._batch.prefilling)
         drafts = self._speculator.plan(step.rows, prompts)
-        step.plan.keeps_up = self._speculator.keeps_up
+        step.keeps_up = self._speculator.keeps_up
         if drafts and (self.config.chunked_prefill or not prompts):  # a whole prompt may take all that is left
             add_drafts(step, drafts, self.kv, self._watermark_blocks)
         if following:
-            step.plan.following = [row for row, request in enumerate(step.rows) if request.num_in_flight > 2]
+            step.following = [row for row, request in enumerate(step.rows) if request.num_in_flight > 2]
         elif prompts:
             # Drafts may have taken the blocks that were there for the newcomer.
-            self._schedule_prompts(step, self._admission.newcomer() if newcomer and step.plan.num_drafts else newcomer)
-        idle = not (step.rows or step.plan.transfers or self._planned)
-        step.plan.awaits_transfers = idle and bool(self._requests and self.kv.transfers)
-        if not step.plan.empty:
-            self._planned[step.plan.step] = step
-        return step.plan
+            self._schedule_prompts(step, self._admission.newcomer() if newcomer and step.num_drafts else newcomer)
+        idle = not (step.rows or step.transfers or self._planned)
+        step.awaits_transfers = idle and bool(self._requests and self.kv.transfers)
+        plan = step.plan()
+        if not plan.empty:
+            self._planned[step.step] = step
+        return plan
 
     def _can_follow(self) -> bool:
         """Whether the next step can be planned behind drafts that nobody has read yet: it takes no prompts."""
@@ -175,7 +176,7 @@ class Scheduler:
             running = [r for r in running if r not in sit_out and r.status is RequestStatus.running]
         step.add_decode_rows(running)
         if masked:
-            step.plan.masks = {row: r.constraint.mask for row, r in enumerate(running) if r.constraint is not None}
+            step.masks = {row: r.constraint.mask for row, r in enumerate(running) if r.constraint is not None}
 
     def _grow(self, request: Request, target: int, step: PlannedStep) -> bool:
         """Gives a running request a block for its next token where it needs one, if others must give way for it. False
@@ -194,7 +195,7 @@ class Scheduler:
                 return False
         if blocks:
             assert request.req_index is not None
-            step.plan.growths.append(Growth(request.req_index, first, blocks))
+            step.growths.append(Growth(request.req_index, first, blocks))
         if request.constraint is None:
             capacity = len(request.block_table) * self.kv.block_size
             request.grow_after = min(capacity, request.max_total_tokens - 1)
@@ -234,7 +235,7 @@ class Scheduler:
             return False
         self._line.admit_head()
         if request.status is RequestStatus.swapped:
-            step.plan.transfers.append(self.kv.swap_in(request))
+            step.transfers.append(self.kv.swap_in(request))
             self._batch.join(request, RequestStatus.swapping_in)
         else:
             self.kv.admit(request, match)
@@ -243,8 +244,8 @@ class Scheduler:
         if request.num_cached_tokens is None:  # a preempted request that finds its own blocks again is no hit
             request.num_cached_tokens = match.num_tokens
             if self.kv.prefix_caching and request.fork_of is None and request.prompt_logprobs is None:
-                step.plan.prefix_queried_tokens += request.num_tokens
-                step.plan.prefix_hit_tokens += match.num_tokens
+                step.prefix_queried_tokens += request.num_tokens
+                step.prefix_hit_tokens += match.num_tokens
         if request.first_scheduled_time is None:
             request.first_scheduled_time = step.now
         if request.status is RequestStatus.prefilling:
@@ -256,7 +257,7 @@ class Scheduler:
     def _preempt(self, request: Request, step: PlannedStep) -> None:
         """Takes a request out of the batch. Its blocks go to the host or, also where swap space is full, are lost."""
         self._batch.leave(request)
-        step.plan.preempted.append(request.request_id)
+        step.preempted.append(request.request_id)
         request.num_preemptions += 1
         for in_flight in self._planned.values():
             in_flight.preempted_since.add(request)
@@ -267,7 +268,7 @@ class Scheduler:
             if transfer is None:
                 self._recompute(request)
                 return
-            step.plan.transfers.append(transfer)
+            step.transfers.append(transfer)
         self._line.push(request, RequestStatus.swapped)
 
     def _recompute(self, request: Request) -> None:
@@ -291,7 +292,7 @@ class Scheduler:
                 self._batch.move(moved, RequestStatus.prefilling)
         seconds = None if self._last_update is None else now - self._last_update
         self._speculator.book(step.rows, plan, result, seconds)
-        updates, endings = book_tokens(step, result, now, self.kv)
+        updates, endings = book_tokens(step, plan, result, now, self.kv)
         for ending in endings:
             self.finish(*ending[:3])
         for request in step.rows[plan.num_decode_rows :]:
@@ -308,7 +309,7 @@ class Scheduler:
         ended = [request for request in step.rows if not request.finished]
         for request in ended:
             self.finish(request, FinishReason.error)
-        for moved in self.kv.moved_by(step.plan.transfers):
+        for moved in self.kv.moved_by(step.transfers):
             if moved in self._batch:
                 self._batch.leave(moved)
             self._recompute(moved)
