@@ -36,7 +36,7 @@ IMPORTED = (
     "mini_infer.serving.processes.supervisor",
 )
 ROOT = Path(__file__).resolve().parents[2]
-HIGH = 512  # no process's descriptors reach it before it has opened files of its own
+HIGH = 100  # beyond the descriptors that a server has when it starts others
 
 
 class Child:

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from forking import forks
 from http_server import DRY, ROOT, Server, http_client, running, wait_for
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -35,13 +36,15 @@ def server() -> Iterator[Server]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard not in (-1, resource.RLIM_INFINITY) and hard < FILES:
         pytest.skip(f"needs {FILES} open files, and {hard} are allowed")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, hard))
+    parent = forks().process.pid
+    resource.prlimit(parent, resource.RLIMIT_NOFILE, (FEW_FILES, hard))
     try:
-        with running("--model.dry.step_ms", "2", forked=False) as server:
+        with running("--model.dry.step_ms", "2") as server:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, FILES), hard))  # its clients need as many
             yield server
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for pid in (0, parent):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture(autouse=True)
