@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -145,7 +146,7 @@ class SchedulerOverhead(Probe):
             _step(scheduler)
         return scheduler
 
-    def _scheduler(self, kv: KVManager, **changes: int) -> Scheduler:
+    def _scheduler(self, kv: KVManager, **changes: Any) -> Scheduler:
         return Scheduler(replace(self._engine.scheduler, **changes), kv, watermark=0.0)
 
     def _prompts(self, lengths: Sequence[int]) -> list[list[int]]:

@@ -50,23 +50,18 @@ def defaults(conf: Path) -> dict[str, str]:
     return chosen
 
 
-def experiments(conf: Path) -> dict[str, str]:
-    """Experiment -> the question it answers."""
-    found = {}
-    for path in sorted((conf / "experiment").glob("[!_]*.yaml")):
-        node = OmegaConf.load(path)
-        found[path.stem] = str(OmegaConf.select(node, "experiment.question") or "")
-    return found
+def experiments(conf: Path) -> dict[str, Any]:
+    """Experiment -> its file."""
+    return {path.stem: OmegaConf.load(path) for path in sorted((conf / "experiment").glob("[!_]*.yaml"))}
 
 
 def experiment_list(conf: Path) -> str:
     """Name, scales and question of each."""
     rows = []
-    for name, question in experiments(conf).items():
-        node: Any = OmegaConf.load(conf / "experiment" / f"{name}.yaml")
+    for name, node in experiments(conf).items():
         scales = [scale for scale in node.get("scales") or {} if scale != NO_SCALE]
-        ways = list(node.get("via") or {})
-        rows.append((name, " ".join([*scales, *(f"+{way}" for way in ways)]), question))
+        ways = [f"+{way}" for way in node.get("via") or {}]
+        rows.append((name, " ".join([*scales, *ways]), OmegaConf.select(node, "experiment.question") or ""))
     wide = max((len(scales) for _, scales, _ in rows), default=0)
     return _table([(name, f"{scales:<{wide}}  {question}") for name, scales, question in rows])
 

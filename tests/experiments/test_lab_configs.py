@@ -158,9 +158,9 @@ def test_the_program_ends_with_code_2_and_no_traceback(run_py, capsys, arguments
 def test_help_lists_experiments_with_their_questions_and_all_groups(run_py, capsys):
     assert run_py("--help") == 0
     shown = capsys.readouterr().out
-    for name, question in catalog.experiments(CONF).items():
+    for name, node in catalog.experiments(CONF).items():
         assert name in shown
-        assert question in shown
+        assert str(node.experiment.question).strip() in shown
     for group, option in GROUPS:
         assert group in shown
         assert option in shown
