@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from experiments.lab.ablation_spec import AblationSpec
@@ -36,7 +36,9 @@ class Session:
         spec: AblationSpec,
         peers: PeerSettings,
         aa: str | None = None,
+        left_out: Set[str] = frozenset(),
     ) -> None:
+        """`left_out` are the variants that this process does not measure."""
         self.ledger = Ledger(terms)
         self.profiles: list[StepProfile] = []
         self.kernels: list[KernelRow] = []
@@ -46,6 +48,7 @@ class Session:
         self.cells = measured
         self._repeats = repeats
         self._aa = aa
+        self._left_out = left_out
         self._steps = steps
         self._idle_wanted = "gpu_idle_share" in spec.metrics
         self._peers = Peers(peers)
@@ -98,7 +101,7 @@ class Session:
 
     def order(self, repeat: int, again: bool = False) -> list[str]:
         """The variants that are there, in the order of this repeat; the baseline's second arm where it is asked for."""
-        left_out = set(self._absent) if again else {*self._absent, self._aa}
+        left_out = {*self._absent, *self._left_out, *(() if again else (self._aa,))}
         return [v for v in stats.abba(list(self.labels), repeat) if v not in left_out]
 
     def alone(self, cell: Cell, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:
