@@ -14,34 +14,40 @@ from experiments.lab.kernels.timer import copies_needed, prepare
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ProcessSettings
+from experiments.lab.peers.vllm import import_vllm
 from mini_infer.core.config import EngineConfig
+
+NEEDS = "cuda"
 
 
 class KernelPeer:
     about: Mapping[str, Any] = {}
 
-    def prepare(self, case: str, shape: dict[str, Any], dtype: str, variant: str, seed: int) -> dict[str, Any]:
+    @torch.inference_mode()
+    def prepare(
+        self, case: str, shape: dict[str, Any], dtype: str, variant: str, seed: int, kind: str
+    ) -> dict[str, Any]:
         """Makes the inputs that the other implementations get. `case` is module:class. Returns whether the calls are
         captured, and the largest error of a row, before they were timed and after it."""
         self._timer = None  # and the inputs of the shape before
         gc.collect()
         torch.manual_seed(seed)
         module, _, name = case.partition(":")
-        device = torch.device("cuda")
+        device = torch.device(kind)
         made: Case = getattr(importlib.import_module(module), name)(shape, getattr(torch, dtype), device)
-        with torch.inference_mode():
-            copies = copies_needed(made.work.bytes, device)
-            made.allocate(copies)
-            implementation = made.implementation(variant)
-            first = implementation.run(0)
-            error = made.error(first)
-            timer = prepare(implementation, copies, device)
-            timer.burst()
-            first.zero_()  # a plan that is used up computes nothing from the second call on
-            error = max(error, made.error(implementation.run(0)))
+        copies = copies_needed(made.work.bytes, device)
+        made.allocate(copies)
+        implementation = made.implementation(variant)
+        first = implementation.run(0)
+        error = made.error(first)
+        timer = prepare(implementation, copies, device)
+        timer.burst()
+        first.zero_()  # a plan that is used up computes nothing from the second call on
+        error = max(error, made.error(implementation.run(0)))
         self._timer = timer
         return {"error": error, "captured": timer.captured}
 
+    @torch.inference_mode()
     def sample_us(self) -> float:
         assert self._timer is not None
         return self._timer.sample_us()
@@ -49,12 +55,7 @@ class KernelPeer:
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> KernelPeer:
     """Raises PeerAbsent where vLLM's kernels cannot be imported."""
-    try:
-        importlib.import_module("vllm.vllm_flash_attn")
-    except ImportError as error:
-        raise PeerAbsent(
-            f"vLLM's kernels cannot be imported here ({error}): peers.vllm.python or peers.vllm.pythonpath say where"
-        ) from error
+    import_vllm("vllm_flash_attn")
     return KernelPeer()
 
 
@@ -80,8 +81,8 @@ class Apart:
 
     def prepare(self, case: Case, variant: str, seed: int) -> tuple[ApartTimer, float]:
         """A timer and the largest error. Raises VariantAbsent, and PeerError where it fails."""
-        if case.device.type != "cuda":
-            raise VariantAbsent("it is measured on a GPU")
+        if case.device.type != NEEDS:
+            raise VariantAbsent("it runs on a GPU")
         if self._absent:
             raise VariantAbsent(self._absent)
         if self._process is not None and not self._process.alive:
@@ -101,6 +102,7 @@ class Apart:
             dtype=str(case.dtype).removeprefix("torch."),
             variant=variant,
             seed=seed,
+            kind=case.device.type,
         )
         return ApartTimer(self._process, found["captured"]), found["error"]
 

@@ -11,25 +11,23 @@ import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers import wire
-from experiments.lab.peers.base import PeerAbsent
-from experiments.lab.peers.vllm import set_environment
+from experiments.lab.peers.vllm import import_vllm
 from mini_infer.core.config import EngineConfig
 
 
 class Bench:
-    def __init__(self, serve: Any) -> None:
+    def __init__(self, serve: Any, version: str) -> None:
         """`serve` is vLLM's module of that name, with add_cli_args and main."""
         self._serve = serve
         self._parser = argparse.ArgumentParser()
         serve.add_cli_args(self._parser)
-        self.about: Mapping[str, Any] = {"client": f"vllm bench serve {metadata.version('vllm')}"}
+        self.about: Mapping[str, Any] = {"client": f"vllm bench serve {version}"}
 
     def bench(
         self,
@@ -92,11 +90,5 @@ def _spread(first: float, gaps: Sequence[float], count: int) -> list[float]:
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Bench:
     """`config` and `settings` are nothing for it. Raises PeerAbsent where vLLM cannot be imported."""
-    set_environment()
-    try:
-        from vllm.benchmarks import serve
-    except ImportError as error:
-        raise PeerAbsent(
-            f"vLLM cannot be imported here ({error}): peers.vllm.python or peers.vllm.pythonpath say where it is"
-        ) from error
-    return Bench(serve)
+    vllm = import_vllm("benchmarks.serve")
+    return Bench(vllm.benchmarks.serve, vllm.__version__)

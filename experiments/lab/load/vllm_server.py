@@ -14,14 +14,12 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from experiments.lab.peers.base import PeerAbsent
-from experiments.lab.peers.vllm import engine_arguments, set_environment
+from experiments.lab.peers.vllm import engine_arguments, import_vllm
 from mini_infer.core.config import EngineConfig
 
 HOST = "127.0.0.1"
@@ -38,7 +36,7 @@ OWN = (  # tells how much of a prompt was cached; neither logs requests nor samp
 
 
 class Server:
-    def __init__(self, config: EngineConfig, settings: Mapping[str, Any]) -> None:
+    def __init__(self, config: EngineConfig, settings: Mapping[str, Any], version: str) -> None:
         """Raises RuntimeError where it ends before it serves; its log says why."""
         folder = Path(tempfile.mkdtemp())  # in that of this process, and gone with it
         arguments = engine_arguments(config, folder)
@@ -62,7 +60,7 @@ class Server:
             "model": MODEL,
             "api_pid": self._process.pid,
             "engine_pid": engine.pid,
-            "settings": {"server": "vllm serve", "vllm": metadata.version("vllm"), **_told(arguments)},
+            "settings": {"server": "vllm serve", "vllm": version, **_told(arguments)},
         }
 
     def check(self) -> None:
@@ -100,7 +98,7 @@ def write_tokenizer(folder: Path, size: int) -> str:
 
 def _serves(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=POLL_S):
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=POLL_S):
             return True
     except OSError:
         return False
@@ -112,12 +110,5 @@ def _told(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Server:
-    """Raises PeerAbsent where vLLM is not installed, and ConfigError for what it does not have."""
-    set_environment()
-    try:
-        metadata.version("vllm")
-    except metadata.PackageNotFoundError as error:
-        raise PeerAbsent(
-            "vLLM is not installed here: peers.vllm.python or peers.vllm.pythonpath say where it is"
-        ) from error
-    return Server(config, settings)
+    """Raises PeerAbsent where vLLM cannot be imported, and ConfigError for what it does not have."""
+    return Server(config, settings, import_vllm().__version__)

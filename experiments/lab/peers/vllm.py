@@ -10,6 +10,7 @@ cache, policy. All else is vLLM's own choice: attention backend, CUDA graphs, co
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import tempfile
@@ -187,19 +188,11 @@ class _Pass:
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> VLLM:
     """Raises PeerAbsent where vLLM cannot be imported, and ConfigError for what it does not have."""
-    set_environment()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings["multiprocessing"]))
-    try:
-        import vllm
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.llm_engine import LLMEngine
-    except ImportError as error:
-        raise PeerAbsent(
-            f"vLLM cannot be imported here ({error}): peers.vllm.python or peers.vllm.pythonpath say where it is"
-        ) from error
+    vllm = import_vllm("sampling_params", "v1.engine.llm_engine")
     with tempfile.TemporaryDirectory() as folder:
         arguments = engine_arguments(config, Path(folder)) | {"skip_tokenizer_init": True} | settings["args"]
-        engine = LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+        engine = vllm.v1.engine.llm_engine.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
 
     def make_params(output_tokens: int) -> Any:
         return vllm.SamplingParams(
@@ -207,15 +200,24 @@ def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> VLLM:
             max_tokens=output_tokens,
             ignore_eos=True,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
     return VLLM(engine, make_params, describe(vllm.__version__, engine.vllm_config, settings))
 
 
-def set_environment() -> None:
+def import_vllm(*modules: str) -> Any:
+    """The package, and these of its modules. Raises PeerAbsent where they cannot be imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    try:
+        for module in modules:
+            importlib.import_module(f"vllm.{module}")
+        return importlib.import_module("vllm")
+    except ImportError as error:
+        raise PeerAbsent(
+            f"vLLM cannot be imported here ({error}): peers.vllm.python or peers.vllm.pythonpath say where it is"
+        ) from error
 
 
 def engine_arguments(config: EngineConfig, folder: Path) -> dict[str, Any]:
