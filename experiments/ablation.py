@@ -119,7 +119,9 @@ class Ablation(Experiment):
             vocab_size=vocabulary.size,
             timeline=self._timeline,
         )
-        with closing(Session(terms, self._cells, len(repeats), steps, spec, self._peers, self.aa, self._left_out)) as session:
+        with closing(
+            Session(terms, self._cells, len(repeats), steps, spec, self._peers, self.aa, self._left_out)
+        ) as session:
             searches = Searches(session, spec.search, partial(self._inputs, vocabulary=vocabulary))
             work = [
                 (

@@ -126,9 +126,7 @@ class KernelSweep(Experiment):
         steps.plan(len(self.points))
         found = _Found()
         with torch.inference_mode(), closing(Apart(self._peers.vllm)) as apart:
-            measure = partial(
-                self._point, device=device, limits=known.ceilings, found=found, steps=steps, apart=apart
-            )
+            measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps, apart=apart)
             outcome = rounds.run([(f"at {point.name}", partial(measure, point)) for point in self.points])
         if outcome.error is None and not any(row.valid for row in found.rows):
             failures = "; ".join(self._absence(*absent, at) for absent, at in found.absent.items())

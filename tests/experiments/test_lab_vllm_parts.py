@@ -8,10 +8,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from experiments.lab.kernels import elsewhere
+from experiments.lab.kernels import apart
+from experiments.lab.kernels.apart import Apart
 from experiments.lab.kernels.attention import DecodeAttention, FlashDecode, PrefillAttention
 from experiments.lab.kernels.case import VariantAbsent
-from experiments.lab.kernels.elsewhere import Elsewhere
 from experiments.lab.load import bench, subject
 from experiments.lab.load.vllm_server import flags, write_tokenizer
 from experiments.lab.measure.kinds import Kind
@@ -107,8 +107,8 @@ def test_a_request_that_failed_there_is_told():
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(elsewhere, "NEEDS", "cpu")
-    found = Elsewhere(SETTINGS.vllm)
+    monkeypatch.setattr(apart, "NEEDS", "cpu")
+    found = Apart(SETTINGS.vllm)
     yield found
     found.close()
 
@@ -140,14 +140,14 @@ def test_a_plan_that_is_used_up_is_no_fast_kernel(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", fake)
     shape = {"heads": "4/2", "head_dim": 16, "batch": 1, "length": 20}
     case = f"{FlashDecode.__module__}:FlashDecode"
-    assert elsewhere.KernelPeer().prepare(case, shape, "float32", "fa3", 0, "cpu")["error"] > 0.5
+    assert apart.KernelPeer().prepare(case, shape, "float32", "fa3", 0, "cpu")["error"] > 0.5
 
 
 def test_without_vllm_it_is_absent(monkeypatch, tmp_path):
     case = SimpleNamespace(device=torch.device("cuda"))
     with pytest.raises(VariantAbsent, match="runs on a GPU"):
-        Elsewhere(SETTINGS.vllm).prepare(SimpleNamespace(device=torch.device("cpu")), "fa3", 0)
-    nowhere = Elsewhere(VLLMSettings(pythonpath=str(tmp_path)))
+        Apart(SETTINGS.vllm).prepare(SimpleNamespace(device=torch.device("cpu")), "fa3", 0)
+    nowhere = Apart(VLLMSettings(pythonpath=str(tmp_path)))
     for _ in range(2):
         with pytest.raises(VariantAbsent, match=r"vLLM cannot be imported here"):
             nowhere.prepare(case, "fa3", 0)
