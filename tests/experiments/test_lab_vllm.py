@@ -10,7 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from made_up_trace import trace
 
+from experiments.lab.measure.profile import CALM, STEP, STEPS, KernelRow, StepProfile
 from experiments.lab.peers import vllm
 from experiments.lab.peers.vllm import VLLM, engine_arguments, model_folder, open_peer
 from experiments.lab.workloads import Item
@@ -175,7 +177,7 @@ class Beside(InProcess):
 
 
 def peer(engine):
-    return VLLM(engine, lambda output_tokens: output_tokens, {})
+    return VLLM(engine, lambda output_tokens: output_tokens, {}, Path())
 
 
 def test_a_closed_loop_keeps_its_places():
@@ -227,3 +229,43 @@ def test_it_forgets_as_soon_as_no_block_is_held(monkeypatch):
     monkeypatch.setattr(engine, "step", lambda: [])
     with pytest.raises(RuntimeError, match="does not give its prefix cache up"):
         peer(engine).forget()
+
+
+class Profiled(InProcess):
+    """One that writes a made-up trace, with vLLM's name of a step, when its profiler is stopped."""
+
+    def __init__(self, traces, max_model_len=200):
+        super().__init__()
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len))
+        self._traces, self.started_at, self.stopped_at = traces, 0, 0
+
+    def has_unfinished_requests(self):
+        return bool(self.running)
+
+    def start_profile(self):
+        self.started_at = self.steps
+
+    def stop_profile(self):
+        self.stopped_at = self.steps
+        text = json.dumps(trace()).replace(STEP, "execute_context_0(0)_generation_2(2)")
+        (self._traces / "rank0.1.pt.trace.json").write_text(text)
+
+    def abort_request(self, names):
+        for name in names:
+            self.running.pop(name, None)
+
+
+def test_its_kernels_stand_beside_ours(tmp_path):
+    engine = Profiled(tmp_path)
+    subject = VLLM(engine, lambda output_tokens: output_tokens, {}, tmp_path)
+    found = subject.profile([(1, 2), (3,)], "vllm", "batch 2")
+    profile, kernels = StepProfile(**found["profile"]), [KernelRow(**row) for row in found["kernels"]]
+    assert (profile.variant, profile.point, profile.rows, profile.busy_us) == ("vllm", "batch 2", 2, pytest.approx(87))
+    assert {row.role for row in kernels} == {"linear", "attention", "sample"}
+    assert (engine.started_at, engine.stopped_at - engine.started_at) == (CALM + STEPS, STEPS)
+    assert not engine.running
+
+
+def test_without_room_to_decode_there_is_no_profile(tmp_path):
+    found = VLLM(Profiled(tmp_path, 100), lambda output_tokens: output_tokens, {}, tmp_path).profile([(1,)], "v", "p")
+    assert found == {"why": "the model's length leaves 99 tokens after the longest prompt"}

@@ -34,7 +34,8 @@ class System:
         over_http: the load client talks to it.
         client_of: the system with the server that it loads, of those that are a load client.
         ours: it is this engine, which gates check before it is timed.
-        steps: it tells StepRecords, and its steps can be profiled.
+        steps: it tells StepRecords.
+        profiled: its decode steps can be profiled.
         own_weights: of random weights it makes its own; else it has the engine's.
         caches: it has the engine's switch for a prefix cache.
         open_loop: it takes requests at their times.
@@ -50,6 +51,7 @@ class System:
     client_of: Kind | None = None
     ours: bool = False
     steps: bool = False
+    profiled: bool = False
     own_weights: bool = False
     caches: bool = False
     open_loop: bool = True
@@ -60,11 +62,17 @@ class System:
 
 
 SYSTEMS = {
-    Kind.engine: System("mini-infer", ours=True, steps=True, caches=True),
+    Kind.engine: System("mini-infer", ours=True, steps=True, profiled=True, caches=True),
     Kind.hf: System("transformers.generate", "experiments.lab.peers.hf", open_loop=False, chains=False),
     Kind.hf_continuous: System("transformers continuous batching", "experiments.lab.peers.hf_continuous", chains=False),
     Kind.vllm: System(
-        "vLLM", "experiments.lab.peers.vllm", own_weights=True, caches=True, always_apart=True, needs_gpu=True
+        "vLLM",
+        "experiments.lab.peers.vllm",
+        profiled=True,
+        own_weights=True,
+        caches=True,
+        always_apart=True,
+        needs_gpu=True,
     ),
     Kind.served: System("mini-infer over HTTP", ours=True, over_http=True, caches=True, always_apart=True),
     Kind.vllm_served: System(

@@ -15,7 +15,7 @@ from experiments.lab.measure.lending import Lending
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.peers.base import PeerAbsent, PeerError
-from experiments.lab.peers.pool import Peers
+from experiments.lab.peers.pool import Lease, Peers
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
@@ -81,14 +81,18 @@ class Session:
         """Of the first repeat the kernels are kept, of all of them how long the GPU waited."""
         for cell in (self.cells[variant, point.name] for variant in self.order(repeat)):
             self._next(cell, f"profile {repeat + 1}")
-            if not cell.kind.can.steps:
+            if not cell.kind.can.profiled:
                 continue
             try:
                 with self._lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
-                    assert isinstance(lent.subject, EngineSubject)
                     items = inputs.measured[: cell.workload.in_flight]
-                    found, kernels = profile_pass.profile_decode(lent.subject.engine, items, cell.variant, point.name)
-            except NoProfile as why:
+                    if isinstance(lent.subject, Lease):
+                        found, kernels = lent.subject.profile(items, cell.variant, point.name)
+                    else:
+                        assert isinstance(lent.subject, EngineSubject)
+                        engine = lent.subject.engine
+                        found, kernels = profile_pass.profile_decode(engine, items, cell.variant, point.name)
+            except (NoProfile, PeerError) as why:
                 self.notes.append(f"{self.labels[cell.variant]}: no decode step was profiled, because {why}.")
                 continue
             if repeat == 0:

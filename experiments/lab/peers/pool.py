@@ -24,6 +24,7 @@ import torch
 from experiments.lab.load import subject as over_http
 from experiments.lab.measure import hardware
 from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import LivingPeer, PeerAbsent
 from experiments.lab.peers.process import PeerProcess
@@ -55,6 +56,15 @@ class Lease:
 
     def forget(self) -> None:
         self.process.forget()
+
+    def profile(self, items: Sequence[Item], variant: str, point: str) -> tuple[StepProfile, list[KernelRow]]:
+        """Raises NoProfile, as profile_pass does, and PeerError."""
+        assert isinstance(self.process, PeerProcess)
+        prompts = [list(item.prompt) for item in items]
+        found = self.process.call("be profiled", "profile", prompts=prompts, variant=variant, point=point)
+        if "why" in found:
+            raise NoProfile(found["why"])
+        return StepProfile(**found["profile"]), [KernelRow(**row) for row in found["kernels"]]
 
     def close(self) -> None:
         self.end()

@@ -16,10 +16,11 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.lab.measure.profile import CALM, STEPS, NoProfile, analyse
 from experiments.lab.measure.schedule import Schedule
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers.base import PeerAbsent
@@ -65,15 +66,17 @@ class Flight:
 
 
 class VLLM:
-    def __init__(self, engine: Any, make_params: Any, about: Mapping[str, Any]) -> None:
+    def __init__(self, engine: Any, make_params: Any, about: Mapping[str, Any], traces: Path) -> None:
         """
         Args:
             engine: vLLM's LLMEngine.
             make_params: output tokens -> its SamplingParams.
+            traces: the folder that its profiler writes to.
         """
         self._engine = engine
         self._make_params = make_params
         self.about = about
+        self._traces = traces
         self._passes = 0
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
@@ -87,6 +90,41 @@ class VLLM:
             if _outputs_queue(self._engine) is None:
                 self._engine.step()
             time.sleep(0.01)
+
+    def profile(self, prompts: Sequence[Sequence[int]], variant: str, point: str) -> dict[str, Any]:
+        """Decodes all prompts together, some steps without vLLM's profiler and some under it, and aborts them. Returns
+        a StepProfile and KernelRows as dicts, or why there are none."""
+        engine = self._engine
+        room = engine.vllm_config.model_config.max_model_len - max(map(len, prompts))
+        if room < 4 * (STEPS + CALM):
+            return {"why": f"the model's length leaves {room} tokens after the longest prompt"}
+        names = [f"profile-{self._count()}-{index}" for index in range(len(prompts))]
+        try:
+            for name, prompt in zip(names, prompts, strict=True):
+                engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, self._make_params(room))
+            calm = 0
+            while calm < CALM:
+                calm = calm + 1 if len(engine.step()) == len(prompts) else 0
+                if not engine.has_unfinished_requests():
+                    return {"why": f"vLLM does not decode {len(prompts)} requests together"}
+            start = time.perf_counter()
+            self._decode()
+            plain_us = 1e6 * (time.perf_counter() - start) / STEPS
+            engine.start_profile()
+            self._decode()
+            engine.stop_profile()
+        finally:
+            engine.abort_request(names)
+        newest = max(self._traces.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        try:
+            found, kernels = analyse(json.loads(newest.read_text()), variant, point, len(prompts), plain_us)
+        except NoProfile as why:
+            return {"why": str(why)}
+        return {"profile": asdict(found), "kernels": [asdict(row) for row in kernels]}
+
+    def _decode(self) -> None:
+        for _ in range(STEPS):
+            self._engine.step()
 
     def close(self) -> None:
         """Its processes end with the one that it runs in."""
@@ -189,9 +227,19 @@ class _Pass:
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> VLLM:
     """Raises PeerAbsent where vLLM cannot be imported, and ConfigError for what it does not have."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings["multiprocessing"]))
-    vllm = import_vllm("sampling_params", "v1.engine.llm_engine")
+    vllm = import_vllm("config", "sampling_params", "v1.engine.llm_engine")
+    traces = Path(tempfile.mkdtemp())  # in that of this process, and gone with it
+    profiler = vllm.config.ProfilerConfig(
+        profiler="torch",
+        torch_profiler_dir=str(traces),
+        torch_profiler_with_stack=False,
+        torch_profiler_use_gzip=False,
+        torch_profiler_dump_cuda_time_total=False,
+        ignore_frontend=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        arguments = engine_arguments(config, Path(folder)) | {"skip_tokenizer_init": True} | settings["args"]
+        own = {"skip_tokenizer_init": True, "profiler_config": profiler}
+        arguments = engine_arguments(config, Path(folder)) | own | settings["args"]
         engine = vllm.v1.engine.llm_engine.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
 
     def make_params(output_tokens: int) -> Any:
@@ -203,7 +251,7 @@ def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> VLLM:
             output_kind=vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
-    return VLLM(engine, make_params, describe(vllm.__version__, engine.vllm_config, settings))
+    return VLLM(engine, make_params, describe(vllm.__version__, engine.vllm_config, settings), traces)
 
 
 def import_vllm(*modules: str) -> Any:
