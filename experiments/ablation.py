@@ -18,6 +18,7 @@ from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import Gate
 from experiments.lab.measure import ceilings, cells, hardware, rounds
 from experiments.lab.measure.cells import Cell
+from experiments.lab.measure.kinds import SERVED
 from experiments.lab.measure.rate_search import Searches
 from experiments.lab.measure.session import Session
 from experiments.lab.measure.subjects import Kind, require_servable
@@ -71,6 +72,8 @@ class Ablation(Experiment):
             name: _label(name, changes or {}, synthetic=name in synthetic) for name, changes in spec.variants.items()
         }
         self.metrics = {name: formulas.describe(name) for name in spec.metrics}
+        foreign = {cell.variant for cell in self._cells.values() if not cell.kind.can.ours}
+        self._left_out = foreign if self._peers.processes == 0 and len(foreign) < len(self.variants) else set[str]()
         self._timeline: str | None = None
         if spec.timeline is not None:
             self._timeline = points.find_point(self._grid, spec.timeline, "experiment.timeline").name
@@ -100,7 +103,7 @@ class Ablation(Experiment):
         profiles = repeats if set(spec.metrics) & set(formulas.OF_PROFILES) else range(1)
         profiled = [(repeat, point) for repeat in profiles for point in self._profiled if on_gpu]
         searched = repeats if spec.search.rates else ()
-        passes = len(repeats) * len(self._grid) * len(self.variants)
+        passes = len(repeats) * len(self._grid) * (len(self.variants) - len(self._left_out))
         steps.plan(passes + (len(searched) * spec.search.steps + len(profiled)) * len(self._alone))
         known = ceilings.find(ceilings.FOLDER, self.chosen, "cuda" if on_gpu else "cpu", self.threads)
         vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
@@ -117,7 +120,9 @@ class Ablation(Experiment):
             vocab_size=vocabulary.size,
             timeline=self._timeline,
         )
-        with closing(Session(terms, self._cells, len(repeats), steps, spec, self._peers, self.aa)) as session:
+        with closing(
+            Session(terms, self._cells, len(repeats), steps, spec, self._peers, self.aa, self._left_out)
+        ) as session:
             searches = Searches(session, spec.search, partial(self._inputs, vocabulary=vocabulary))
             work = [
                 (
@@ -244,10 +249,10 @@ def _variant(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple
         raise ConfigError(f"{where}.kind must be one of {allowed}; got {changes['kind']!r}") from None
     settings = {key: value for key, value in changes.items() if key not in VARIANT_KEYS}
     if config.axes.via == axes.HTTP:
-        if not kind.can.ours:
+        kind = SERVED.get(kind, kind)
+        if not (kind.can.over_http or kind.can.client_of):
             raise ConfigError(f"{where}: {kind.label} is not served over HTTP by us: start its server, and ask it with "
                               "via=url peers.http.url=...")  # fmt: skip
-        kind = Kind.served
     return kind, schema.engine_config(schema.merged(config.engine, settings, where))
 
 

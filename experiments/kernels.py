@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,12 +18,14 @@ from experiments.lab.explain import suggest
 from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.kernels.apart import Apart, ApartTimer
 from experiments.lab.kernels.attention import DecodeAttention, FlashDecode, PrefillAttention
 from experiments.lab.kernels.case import Case, VariantAbsent, Work
 from experiments.lab.kernels.fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
 from experiments.lab.kernels.timer import Timer, copies_needed, prepare
 from experiments.lab.measure import ceilings, rounds
 from experiments.lab.measure.hardware import Ceilings
+from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
@@ -108,6 +110,7 @@ class KernelSweep(Experiment):
         spec = self.spec
         self.baseline = spec.baseline
         self._model = schema.engine_config(config.engine).model
+        self._peers = schema.build(PeerSettings, config.peers, "peers")
         self.device = self._model.device
         self.variants = {name: label or name.replace("_", " ") for name, label in spec.variants.items()}
         self.metrics = {name: METRICS[name] for name in spec.metrics}
@@ -122,8 +125,8 @@ class KernelSweep(Experiment):
         known = ceilings.find(ceilings.FOLDER, self.chosen, device.type, self.threads)
         steps.plan(len(self.points))
         found: list[_At] = []
-        measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps)
-        with torch.inference_mode():
+        with torch.inference_mode(), closing(Apart(self._peers.vllm)) as apart:
+            measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps, apart=apart)
             outcome = rounds.run([(f"at {point.name}", partial(measure, point)) for point in self.points])
         absent: dict[tuple[str, str], list[str]] = {}
         for at in found:
@@ -147,7 +150,13 @@ class KernelSweep(Experiment):
         )
 
     def _point(
-        self, point: Point, device: torch.device, limits: Ceilings | None, found: list[_At], steps: Steps
+        self,
+        point: Point,
+        device: torch.device,
+        limits: Ceilings | None,
+        found: list[_At],
+        steps: Steps,
+        apart: Apart,
     ) -> None:
         """All repeats of all implementations, with the same inputs, in ABBA order. An implementation that raises an
         error is absent at this point alone."""
@@ -157,14 +166,17 @@ class KernelSweep(Experiment):
         case, at = self._case(point, device), _At(point, device)
         variants = [variant for variant in self.variants if variant in case.variants]
         copies = copies_needed(case.work.bytes, device)
-        timers: dict[str, Timer] = {}
+        timers: dict[str, Timer | ApartTimer] = {}
         with at.costing_only(*variants):
             case.allocate(copies)
         for variant in [variant for variant in variants if variant not in at.failed]:
             with at.costing_only(variant):
-                implementation = case.implementation(variant)
-                error = case.error(implementation.run(0))
-                timers[variant] = prepare(implementation, copies, device)
+                if variant in case.apart:
+                    timers[variant], error = apart.prepare(case, variant, self.settings.seed)
+                else:
+                    implementation = case.implementation(variant)
+                    error = case.error(implementation.run(0))
+                    timers[variant] = prepare(implementation, copies, device)
                 at.gates.append(ErrorGate(variant, point.name, error, self.spec.allowed_error, REFERENCE))
         if not timers and not at.failed:
             reasons = "; ".join(f"{variant}: {why}" for variant, why in at.absent.items())

@@ -111,6 +111,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     from hydra import compose, initialize_config_dir
 
     from experiments.lab import points, schema, typed
+    from experiments.lab.measure.kinds import Kind
     from experiments.lab.store import result as store
 
     conf = root / "conf"
@@ -140,6 +141,13 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
         f"metrics   {', '.join(spec.get('metrics') or [])}",
         f"repeats   {measure.repeats} in each of {measure.processes} processes",
     ]
+    variants = spec.get("variants") or {}
+    kinds = {name: (c or {}).get("kind", "engine") for name, c in variants.items() if not isinstance(c, str)}
+    peers = [name for name, kind in kinds.items() if not Kind(kind).can.ours]
+    if peers:
+        within = settled.config.peers.processes
+        count = measure.processes if within is None else min(within, measure.processes)
+        lines.append(f"peers     {', '.join(peers)}, in {count} of {measure.processes} processes")
     lines += [f"claims    {len(spec.get('claims') or [])}", f"code      {', '.join(spec.get('code') or [])}"]
     lines += [f"note      {note}" for note in settled.notes]
     for path in sorted((root / "results" / experiment / f"{axes.scale}.{axes.via}").glob("*/default.json")):

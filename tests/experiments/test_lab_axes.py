@@ -119,7 +119,7 @@ def test_a_model_in_a_folder_is_named_by_it(compose_config, checkpoint):
 
 def test_what_a_scale_says_is_merged_after_the_experiment_and_before_the_command_line(compose_config):
     config = settle(compose_config, "prefix_cache", "scale=7b").config
-    assert (config.engine.cache.memory_gib, config.engine.model.device.value) == (34, "cuda")
+    assert (config.engine.cache.memory_gib, config.engine.model.device.value) == (31, "cuda")
     assert settle(compose_config, "prefix_cache", "scale=7b", "engine.cache.memory_gib=20").config.engine.cache[
         "memory_gib"
     ] == 20  # fmt: skip
@@ -129,12 +129,13 @@ def test_what_a_scale_says_is_merged_after_the_experiment_and_before_the_command
 def test_over_http_every_variant_is_served(compose_config):
     settled = settle(compose_config, "prefix_cache", "scale=7b", "via=http")
     experiment = Ablation.from_config(settled.config)
-    assert {cell.kind for cell in experiment._cells.values()} == {Kind.served}
+    kinds = {cell.variant: cell.kind for cell in experiment._cells.values()}
+    assert kinds == {"off": Kind.served, "on": Kind.served, "vllm": Kind.vllm_served, "off again": Kind.served}
     assert list(experiment._gated) == ["off", "on"]  # no engine is measured on a GPU without a gate
     assert "client_busy" in experiment.metrics
     assert settled.axes.procedure.startswith("mini-infer-serve answers over HTTP")
-    with pytest.raises(ConfigError, match=r"vLLM is not served over HTTP by us: .*via=url"):
-        Ablation.from_config(settle(compose_config, "prefix_cache", "via=http", "system=vllm").config)
+    with pytest.raises(ConfigError, match=r"transformers.generate is not served over HTTP by us: .*via=url"):
+        Ablation.from_config(settle(compose_config, "prefix_cache", "via=http", "system=hf").config)
 
 
 def test_any_server_is_asked_by_its_address(compose_config):

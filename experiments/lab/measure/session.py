@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from experiments.lab.ablation_spec import AblationSpec
@@ -15,7 +15,7 @@ from experiments.lab.measure.lending import Lending
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.peers.base import PeerAbsent, PeerError
-from experiments.lab.peers.pool import Peers
+from experiments.lab.peers.pool import Lease, Peers
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
@@ -36,7 +36,9 @@ class Session:
         spec: AblationSpec,
         peers: PeerSettings,
         aa: str | None = None,
+        left_out: Set[str] = frozenset(),
     ) -> None:
+        """`left_out` are the variants that this process does not measure."""
         self.ledger = Ledger(terms)
         self.profiles: list[StepProfile] = []
         self.kernels: list[KernelRow] = []
@@ -46,6 +48,7 @@ class Session:
         self.cells = measured
         self._repeats = repeats
         self._aa = aa
+        self._left_out = left_out
         self._steps = steps
         self._idle_wanted = "gpu_idle_share" in spec.metrics
         self._peers = Peers(peers)
@@ -78,14 +81,18 @@ class Session:
         """Of the first repeat the kernels are kept, of all of them how long the GPU waited."""
         for cell in (self.cells[variant, point.name] for variant in self.order(repeat)):
             self._next(cell, f"profile {repeat + 1}")
-            if not cell.kind.can.steps:
+            if not cell.kind.can.profiled:
                 continue
             try:
                 with self._lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
-                    assert isinstance(lent.subject, EngineSubject)
                     items = inputs.measured[: cell.workload.in_flight]
-                    found, kernels = profile_pass.profile_decode(lent.subject.engine, items, cell.variant, point.name)
-            except NoProfile as why:
+                    if isinstance(lent.subject, Lease):
+                        found, kernels = lent.subject.profile(items, cell.variant, point.name)
+                    else:
+                        assert isinstance(lent.subject, EngineSubject)
+                        engine = lent.subject.engine
+                        found, kernels = profile_pass.profile_decode(engine, items, cell.variant, point.name)
+            except (NoProfile, PeerError) as why:
                 self.notes.append(f"{self.labels[cell.variant]}: no decode step was profiled, because {why}.")
                 continue
             if repeat == 0:
@@ -98,7 +105,7 @@ class Session:
 
     def order(self, repeat: int, again: bool = False) -> list[str]:
         """The variants that are there, in the order of this repeat; the baseline's second arm where it is asked for."""
-        left_out = set(self._absent) if again else {*self._absent, self._aa}
+        left_out = {*self._absent, *self._left_out, *(() if again else (self._aa,))}
         return [v for v in stats.abba(list(self.labels), repeat) if v not in left_out]
 
     def alone(self, cell: Cell, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:

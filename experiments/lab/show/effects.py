@@ -14,8 +14,13 @@ from experiments.lab.store.rows import Table
 
 TARGET = "target"  # begins the source of a claim
 CHECKS = ("client_busy", "preemptions")  # claims on these say that the measurement is sound, not what was found
-PEER_KINDS = ("vllm", "hf", "hf_continuous")  # of variants; of implementations of a kernel, what others wrote
-PEER_KERNELS = ("fa4", "flash_attn", "sdpa", "torch", "compile")
+PEER_KINDS = (
+    "vllm",
+    "vllm_served",
+    "hf",
+    "hf_continuous",
+)  # of variants; of implementations of a kernel, what others wrote
+PEER_KERNELS = ("fa3", "fa4", "flash_attn", "sdpa", "torch", "compile")
 Cell = tuple[str, str]  # variant, point
 
 
