@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from omegaconf import OmegaConf
 
 from experiments.lab.show.index import readme_with

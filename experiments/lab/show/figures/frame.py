@@ -74,7 +74,7 @@ def png(figure: Figure, page: str) -> bytes:
     buffer = io.BytesIO()
     with default_style():  # savefig would draw it once more, for sizes that the layout has found
         FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None, "Description": f"{MADE_FOR}{page}"})
-    figure.set_layout_engine("none")  # everything has its place by now, and finding it takes as long as drawing
+    figure.set_layout_engine(None)  # everything has its place by now, and with an engine a file is drawn twice
     return buffer.getvalue()
 
 
