@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from experiments.lab.store.wandb_tracker import WandbTracker
 
 from experiments.lab import sweep
 from experiments.lab.execute import execute
@@ -16,7 +17,6 @@ from experiments.lab.show import report
 from experiments.lab.store import result as store
 from experiments.lab.store import trackers
 from experiments.lab.store.trackers import Grouping
-from experiments.lab.store.wandb_tracker import WandbTracker
 from mini_infer.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow  # together they take half a minute

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ _SHORT = {  # what a metric is called where a line has no room
     "mfu": "compute used",
 }
 _UNITS = ("_ms", "_s", "_us", "_rps")
+RATIOS = ("formula_share", "formula_speedup", "draft_cost", "verify_cost", "r_squared")  # without a unit, and no shares
 
 
 def short(name: str, info: RunInfo) -> str:
@@ -45,13 +47,22 @@ def short(name: str, info: RunInfo) -> str:
     return f"{text} of {group}" if group and group not in text else text
 
 
+def value(amount: float, name: str, info: RunInfo, unit: bool = True) -> str:
+    """`13.4 ms`; of a share `78.5 %`; and no unit that the metric's short name has already."""
+    if is_share(name, info) and 0 <= amount <= 1:
+        return share(amount)
+    own = info.metrics[name].unit
+    return f"{number(amount)} {own}" if unit and own and own not in short(name, info).split() else number(amount)
+
+
 def is_share(name: str, info: RunInfo) -> bool:
-    return info.metrics[name].unit == ""
+    return info.metrics[name].unit == "" and name not in RATIOS
 
 
 def point(name: str) -> str:
-    """`hit_rate=0.5` as `hit rate 0.5`."""
-    return name.replace("=", " ").replace("_", " ")
+    """`hit_rate=0.5` as `hit rate 0.5`, and `count=64` as `64 requests`."""
+    name = re.sub(r"\bcount=1\b", "1 request", name)
+    return re.sub(r"\bcount=(\d+)", r"\1 requests", name).replace("=", " ").replace("_", " ")
 
 
 def number(value: float) -> str:
@@ -112,19 +123,22 @@ def commit(origin: Provenance) -> str:
 
 def claim(claim: Claim, info: RunInfo) -> str:
     """`output tokens per second of mini-infer at concurrency=8: at least 1.5x that of transformers`"""
-    metric = info.metrics[claim.metric]
-    subject = f"{metric.label} of {info.variants[claim.variant]}" if len(info.variants) > 1 else metric.label
-    at = f" at {claim.point}" if claim.point else ""
-    side = "at least" if claim.bound.is_floor else "at most"
-    if claim.upper is not None:
-        return f"{subject}{at}: from {number(claim.value)} to {number(claim.upper)} {metric.unit}".rstrip()
+    label = info.metrics[claim.metric].label
+    subject = f"{label} of {info.variants[claim.variant]}" if len(info.variants) > 1 else label
+    text = f"{subject}{f' at {claim.point}' if claim.point else ''}: {bound(claim, info)}"
     if not claim.bound.is_ratio:
-        return f"{subject}{at}: {side} {number(claim.value)} {metric.unit}".rstrip()
+        return text
     if claim.reference_variant != claim.variant:
-        reference = f"that of {info.variants[str(claim.reference_variant)]}"
-    else:
-        reference = f"that at {claim.reference_point}"
-    return f"{subject}{at}: {side} {number(claim.value)}x {reference}"
+        return f"{text} that of {info.variants[str(claim.reference_variant)]}"
+    return f"{text} that at {claim.reference_point}"
+
+
+def bound(claim: Claim, info: RunInfo) -> str:
+    """`at least 1.5x`"""
+    unit = "x" if claim.bound.is_ratio else f" {info.metrics[claim.metric].unit}".rstrip()
+    if claim.upper is not None:
+        return f"from {number(claim.value)} to {number(claim.upper)}{unit}"
+    return f"{'at least' if claim.bound.is_floor else 'at most'} {number(claim.value)}{unit}"
 
 
 def measured(judgement: Judgement, info: RunInfo) -> str:
