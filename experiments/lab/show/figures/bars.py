@@ -145,7 +145,7 @@ def _repeats(
     number: bool,
     rotation: int = 0,
 ) -> None:
-    """Every repeat as a dot, and the median behind all that is drawn of a bar. `across`: the values are on the x axis."""
+    """Every repeat as a dot, and the median behind what is drawn of a bar. `across`: values are on the x axis."""
     for index, (place, values) in enumerate(zip(places, repeats, strict=True)):
         dots = [(value, place) if across else (place, value) for value in values.values()]
         ax.plot(*zip(*dots, strict=True), ".", color=INK, markersize=3, alpha=0.6, zorder=4)
