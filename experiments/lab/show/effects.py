@@ -51,8 +51,8 @@ class Effect:
         """How many times better than the reference; without one, than the target."""
         found = self.ratio
         if self.reference is None and self.own is not None and self.target and self.own.median > 0:
-            ends = (_over(end, self.target) for end in (self.own.low, self.own.high))
-            found = Estimate(self.own.median / self.target, *ends, self.own.n)
+            own, unit = self.own, self.target
+            found = Estimate(own.median / unit, _over(own.low, unit), _over(own.high, unit), own.n)
         if found is None or self.better is Better.higher or found.median <= 0:
             return found
         return Estimate(1 / found.median, _over(1, found.high), _over(1, found.low), found.n)

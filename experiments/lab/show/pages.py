@@ -124,7 +124,8 @@ def _of_the_limit(result: Result) -> list[str]:
     ]
     for cell in cells:
         names = ("floor_ms", "step_ms", "mbu", "mfu")
-        floor, step, *used = (found and found.median for found in (effects.value(result, n, cell) for n in names))
+        found = [effects.value(result, name, cell) for name in names]
+        floor, step, *used = (each.median if each else 0.0 for each in found)
         where = ", ".join(part for part in (info.variants[cell[0]], wording.point(cell[1])) if part)
         if floor and step:
             text = f"of the {wording.number(step)} ms of a step the hardware needs at least {wording.number(floor)}"

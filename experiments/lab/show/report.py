@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from itertools import groupby
 from pathlib import Path
 
@@ -38,7 +38,8 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     ages = {store.run_path(r.info): since(r.info) for r in found}
     known = lambda info: ages[store.run_path(info)]  # noqa: E731
     (reports / FIGURES).mkdir(parents=True, exist_ok=True)
-    written, svgs = [], {}
+    written: list[Path] = []
+    svgs: dict[str, str] = {}
     for page, group in groupby(found, key=_page):
         if only not in (None, page):
             continue
@@ -54,7 +55,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
         written.append(reports / f"{page}.md")
         store.write_atomic(written[-1], _linked(report_page(own, missing, known), reports))
         if not missing:
-            _remove_figures(reports, lambda owner, name, page=page, drawn=drawn: owner == page and name not in drawn)
+            _remove_figures(reports, [page], drawn)
     store.write_atomic(reports / INDEX, index_page(found, damaged, known))
     if only is None:
         _remove_stale(reports, {_page(r) for r in found} | _pages_of(damaged))
@@ -122,14 +123,14 @@ def _remove_stale(reports: Path, known: Collection[str]) -> None:
     for path in reports.glob("*.md"):
         if path.name != INDEX and path.stem not in known and path.read_bytes().startswith(MARK.encode()):
             path.unlink()
-    _remove_figures(reports, lambda owner, name: owner not in known)
+    owners = {frame.made_for(path) for path in (reports / FIGURES).glob("*.png")}
+    _remove_figures(reports, owners - {None, *known}, ())
 
 
-def _remove_figures(reports: Path, unwanted: Callable[[str, str], bool]) -> None:
-    """Of those we made; by the page on which one belongs, and its name."""
+def _remove_figures(reports: Path, pages: Collection[str | None], kept: Collection[str]) -> None:
+    """Those of some pages, but for the names that are kept."""
     for path in (reports / FIGURES).glob("*.png"):
-        owner = frame.made_for(path)
-        if owner is not None and unwanted(owner, path.name):
+        if path.name not in kept and frame.made_for(path) in pages:
             path.unlink()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -173,7 +174,7 @@ def _blocks(ax: Axes, course: Callable[..., Shape], steps: Sequence[StepRow]) ->
     used = course(lambda s: percent * full(s) * s.kv_used_blocks, lasts=True)
     reserved = course(lambda s: percent * s.kv_used_blocks, lasts=True)
     held = course(lambda s: percent * (s.kv_used_blocks + s.kv_cached_blocks), lasts=True)
-    dotted = {"fill": True, "edgecolor": "white", "linewidth": 0}
+    dotted: dict[str, Any] = {"fill": True, "edgecolor": "white", "linewidth": 0}
     ax.stairs(used.largest, used.edges, fill=True, color=USED, label="KV in use")
     if (reserved.largest - used.largest).max() > SEEN:
         ax.stairs(reserved.largest, used.edges, baseline=used.largest, facecolor=UNUSED, hatch="////",
