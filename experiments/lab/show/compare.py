@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,22 +122,13 @@ def _left_out(a: Result, b: Result) -> list[str]:
 def _differences(a: Result, b: Result) -> list[str]:
     """Config, device and versions, key by key."""
     first, second = (
-        _flat({**r.info.config, "device": r.info.provenance.device, "versions": r.info.provenance.versions})
+        wording.flat({**r.info.config, "device": r.info.provenance.device, "versions": r.info.provenance.versions})
         for r in (a, b)
     )
     keys = [key for key in dict.fromkeys([*first, *second]) if not key.startswith("paths.")]
     differ = [key for key in keys if first.get(key, MISSING) != second.get(key, MISSING)]
     lines = [f"  {key}: {_shown(first.get(key, MISSING))} -> {_shown(second.get(key, MISSING))}" for key in differ]
     return lines or ["  nothing"]
-
-
-def _flat(value: Any, key: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not value:
-        return {key: value}
-    found: dict[str, Any] = {}
-    for name, item in value.items():
-        found |= _flat(item, f"{key}.{name}" if key else str(name))
-    return found
 
 
 def _shown(value: Any) -> str:

@@ -32,8 +32,8 @@ counted. [docs/metrics.md](../docs/metrics.md) has the formulas."""
 
 def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
     """A fold each, as markdown; `picture` writes the line that shows one."""
-    info, sheet = result.info, Sheet(result)
-    grids = [*pairs.grids(result), *sheet.grids(list(info.metrics))]
+    info = result.info
+    grids = [*pairs.grids(result), *Sheet(result).grids(list(info.metrics))]
     profiles = [grid for point in profile.points(result) for grid in profile.tables(point, result)]
     dropped = [row for row in result.rows if row.is_fault]  # the notes say who is absent
     return [
@@ -45,7 +45,7 @@ def details(result: Result, picture: Callable[[Picture], str]) -> list[str]:
         fold(f"INVALID: {len(dropped):,} values were kept but not counted", _invalid(dropped, info)),
         fold("Where a decode step's time goes", profiles and f"{profile.describe(result)}\n\n{_markdown(profiles)}"),
         fold("What was generated", _samples(info)),
-        fold("How it was measured, and how to run it again", _made(result, sheet.repeats)),
+        fold("How it was measured, and how to run it again", _made(result)),
     ]
 
 
@@ -58,8 +58,8 @@ def _markdown(grids: Sequence[Grid]) -> str:
     return "\n\n".join(grid.markdown() for grid in grids)
 
 
-def _made(result: Result, repeats: int) -> str:
-    info = result.info
+def _made(result: Result) -> str:
+    info, repeats = result.info, result.repeats
     counted = f"{repeats} repeats" if repeats != 1 else "one repeat, which has no interval"
     used = {"floor_ms", "mbu", "mfu"} & set(info.metrics)
     ceilings = f" Measured ceilings: {wording.settings(info.ceilings)}." if info.ceilings and used else ""

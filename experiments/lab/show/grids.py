@@ -62,7 +62,6 @@ class Sheet:
 
     def __init__(self, result: Result) -> None:
         self.info = result.info
-        self.repeats = max((row.repeat + 1 for row in result.rows), default=0)
         self._turns = len({(row.process, row.repeat) for row in result.rows})
         self.table = result.table
         self._lacking: dict[Cell, str] = {}  # what stands where a cell that was tried has no value

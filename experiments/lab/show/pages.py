@@ -78,12 +78,11 @@ def moved(info: RunInfo, since: Since) -> str:
 
 def _strip(result: Result, since: Since) -> str:
     info, again = result.info, marks.again(result)
-    repeats = max((row.repeat + 1 for row in result.rows), default=0)
     seeds = [p.seed for p in info.processes] or [info.config.get("measure", {}).get("seed", 0)]
     gates, failed = len(info.every_gate), sum(not gate.passed for gate in info.every_gate)
     facts = {
         "measured": f"{info.provenance.started[:10]}, {info.hardware}",
-        "processes x repeats": f"{len(info.processes) or 1} x {repeats}",
+        "processes x repeats": f"{len(info.processes) or 1} x {result.repeats}",
         "seeds": ", ".join(map(str, seeds)),
         "A/A": wording.interval(again.ratio, "x") if again else "not measured",
         "INVALID": f"**{invalid(result):,} of {len(result.rows):,}**" if invalid(result) else "none",

@@ -102,16 +102,23 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell(text) for text in line)} |" for line in every)
 
 
-def settings(values: Mapping[str, Any], inside: str = "") -> str:
-    """`kind trace, rate_per_s 4, cut.requests 100`: nested keys are joined by dots, what is not set is left out."""
-    parts = []
+def flat(values: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            parts.append(settings(value, f"{inside}{key}."))
-        elif value not in (None, "", [], ()):
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{inside}{key}.") if nested else {f"{inside}{key}": value}
+    return found
+
+
+def settings(values: Mapping[str, Any]) -> str:
+    """`kind trace, rate_per_s 4, cut.requests 100`: what is not set is left out."""
+    parts = []
+    for key, value in flat(values).items():
+        if value not in (None, "", [], (), {}):
             shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-            parts.append(f"{inside}{key} {number(shown) if isinstance(shown, float) else shown}")
-    return ", ".join(part for part in parts if part)
+            parts.append(f"{key} {number(shown) if isinstance(shown, float) else shown}")
+    return ", ".join(parts)
 
 
 def commit(origin: Provenance) -> str:

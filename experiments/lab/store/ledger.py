@@ -67,29 +67,27 @@ class Ledger:
         Args:
             absent: what could not be measured, and why.
         """
-        found = Round()
-        baseline = next(((c, attempts[-1]) for c, attempts in passes if c.variant == self._terms.baseline), None)
+        found, labels = Round(), self._terms.labels
+        baseline = next(((c, _tokens(each[-1])) for c, each in passes if c.variant == self._terms.baseline), None)
         for cell, attempts in passes:
+            key, last = (cell.variant, cell.point.name), attempts[-1]
             for measured in attempts:
                 self._judge(found, repeat, cell, measured)
-            found.requests.extend(request_rows(cell.variant, cell.point.name, repeat, attempts[-1].served))
+            found.requests.extend(request_rows(*key, repeat, last.served))
             if repeat == 0 and cell.kind.can.steps and cell.point.name == self._terms.timeline:
-                found.steps.extend(step_rows(cell.variant, cell.point.name, attempts[-1].served))
-            requests = attempts[-1].served.requests
-            if not all(request.tells_tokens for request in requests):
-                label = self._terms.labels[cell.variant]
-                found.notes.append(f"{label}: its tokens are not compared, because it does not tell their ids.")
-                continue
-            found.tokens[cell.variant, cell.point.name] = [r.token_ids for r in requests]
-            if baseline is None or not all(r.tells_tokens for r in baseline[1].served.requests):
-                continue
-            if _weights(cell) == _weights(baseline[0]):
-                self._compare(found, cell, attempts[-1], baseline[1])
-            else:
-                found.notes.append(
-                    f"{self._terms.labels[cell.variant]}: its tokens are not compared with the baseline's, because the "
-                    "random weights of the two differ."
-                )
+                found.steps.extend(step_rows(*key, last.served))
+            tokens = _tokens(last)
+            why = "because it does not tell their ids"
+            if tokens is not None:
+                found.tokens[key] = tokens
+                if baseline is None or baseline[1] is None:
+                    continue
+                if _weights(cell) == _weights(baseline[0]):
+                    found.comparisons[key] = compare(baseline[1], tokens)
+                    continue
+                why = "because the random weights of the two differ"
+            others = " with the baseline's" if tokens is not None else ""
+            found.notes.append(f"{labels[cell.variant]}: its tokens are not compared{others}, {why}.")
         for cell, why in absent:
             found.rows.extend(cells.absent_rows(cell, repeat, self._terms.metrics, why))
         self.rounds.append(found)
@@ -100,13 +98,8 @@ class Ledger:
 
     def gates(self, keys: Sequence[Key], needed_share: float) -> list[Gate]:
         """Of those that have been measured."""
-        gates = []
-        for variant, point in keys:
-            key = (variant, point)
-            comparisons = [r.comparisons[key] for r in self.rounds if key in r.comparisons]
-            if comparisons:
-                gates.append(gate(variant, point, comparisons, needed_share))
-        return gates
+        found = {key: [r.comparisons[key] for r in self.rounds if key in r.comparisons] for key in keys}
+        return [gate(*key, comparisons, needed_share) for key, comparisons in found.items() if comparisons]
 
     def _judge(self, found: Round, repeat: int, cell: Cell, measured: Pass) -> None:
         terms, served = self._terms, measured.served
@@ -133,10 +126,11 @@ class Ledger:
         if served.steady().window is not None:
             found.notes.append(f"Ramps of the open loop are left out{at}: {RAMPS}.")
 
-    def _compare(self, found: Round, cell: Cell, measured: Pass, expected: Pass) -> None:
-        key = (cell.variant, cell.point.name)
-        reference = [request.token_ids for request in expected.served.requests]
-        found.comparisons[key] = compare(reference, found.tokens[key])
+
+def _tokens(measured: Pass) -> Tokens | None:
+    """Of each request; None where one does not tell them."""
+    requests = measured.served.requests
+    return [r.token_ids for r in requests] if all(r.tells_tokens for r in requests) else None
 
 
 def _weights(cell: Cell) -> str:
