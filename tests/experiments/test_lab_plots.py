@@ -12,8 +12,8 @@ from PIL import Image
 from experiments.lab.judge import distributions
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.show.figures import frame, gallery, timeline
-from experiments.lab.show.figures.panels import draw as draw_panels
 from experiments.lab.show.figures.frame import BOUND
+from experiments.lab.show.figures.panels import draw as draw_panels
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError
@@ -68,7 +68,7 @@ def test_the_same_result_gives_the_same_bytes():
     given = result(sizes=(1,))
     plot = PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"), LINES))
     assert frame.png(draw_panels(plot, given), "demo") == frame.png(draw_panels(plot, given), "demo")
-    assert frame.svg(draw_panels(plot, given)) == frame.svg(draw_panels(plot, given))
+    assert frame.svg(draw_panels(plot, given), "f") == frame.svg(draw_panels(plot, given), "f")
 
 
 def test_bars_show_median_interval_and_every_repeat():
