@@ -156,5 +156,5 @@ def virtual_time(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
     monkeypatch.setattr(subjects, "LLMEngine", engine)
     monkeypatch.setattr(lending, "clock", clock)
     # The dry model's sleep alone: a thread that another test left behind must not move this clock.
-    monkeypatch.setattr(dry, "time", SimpleNamespace(sleep=clock.sleep))
+    monkeypatch.setattr(dry, "time", SimpleNamespace(sleep=clock.sleep, perf_counter=clock))
     return clock
