@@ -145,7 +145,7 @@ def test_a_plan_that_is_used_up_is_no_fast_kernel(monkeypatch):
 
 def test_without_vllm_it_is_absent(monkeypatch, tmp_path):
     case = SimpleNamespace(device=torch.device("cuda"))
-    with pytest.raises(VariantAbsent, match="runs on a GPU"):
+    with pytest.raises(VariantAbsent, match="it runs on cuda, not cpu"):
         Apart(SETTINGS.vllm).prepare(SimpleNamespace(device=torch.device("cpu")), "fa3", 0)
     nowhere = Apart(VLLMSettings(pythonpath=str(tmp_path)))
     for _ in range(2):

@@ -82,7 +82,7 @@ class Apart:
     def prepare(self, case: Case, variant: str, seed: int) -> tuple[ApartTimer, float]:
         """A timer and the largest error. Raises VariantAbsent, and PeerError where it fails."""
         if case.device.type != NEEDS:
-            raise VariantAbsent("it runs on a GPU")
+            raise VariantAbsent(f"it runs on {NEEDS}, not {case.device.type}")
         if self._absent:
             raise VariantAbsent(self._absent)
         if self._process is not None and not self._process.alive:
