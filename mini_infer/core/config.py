@@ -82,7 +82,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         coerce(self)
-        at_least(self, 1, "block_size", "num_blocks", "num_host_blocks")
+        at_least(self, 1, "block_size", "num_blocks")
+        at_least(self, 0, "num_host_blocks")
         if self.num_host_blocks is not None and self.host_memory_gib is not None:
             raise ConfigError("cache.num_host_blocks and cache.host_memory_gib say the same: set one of them")
         for name in ("memory_gib", "host_memory_gib"):
@@ -139,9 +140,7 @@ class GraphsConfig:
 
     capture: When = When.auto  # CUDA graphs of decode steps, and in pieces of steps with prompts; never: of neither
     max_batch: int | None = None  # rows of the largest graph, larger batches run eagerly; default: max_num_seqs
-    max_prefill_tokens: int = (
-        2048  # tokens of the largest step captured in pieces, taken as the next multiple of 64; 0: none
-    )
+    max_prefill_tokens: int = 2048  # tokens of the largest step captured in pieces, in steps of 64; 0: none
 
     def __post_init__(self) -> None:
         coerce(self)
@@ -187,6 +186,10 @@ class EngineConfig:
                     f"cache.{name}={getattr(self.cache, name)} needs scheduler.preemption=swap: "
                     "recomputing uses no host memory"
                 )
+        if swap and self.cache.num_host_blocks == 0:
+            raise ConfigError(
+                "scheduler.preemption=swap needs host memory: leave cache.num_host_blocks unset, or give at least 1"
+            )
         if self.speculation.has_draft_model and self.model.load_format is LoadFormat.dry:
             raise ConfigError(
                 "speculation.draft.path: a dry model has no weights, and no draft either. Set speculation.method to "

@@ -397,7 +397,7 @@ def test_request_id_in_use(engine: LLMEngine) -> None:
             "less than the longest prompt",
         ),
         ({"cache": {"num_host_blocks": 3}}, "needs scheduler.preemption=swap"),
-        ({"scheduler": {"preemption": "swap"}, "cache": {"num_host_blocks": 0}}, "num_host_blocks must be at least 1"),
+        ({"scheduler": {"preemption": "swap"}, "cache": {"num_host_blocks": 0}}, "needs host memory"),
         ({"cache": {"block_sise": 8}}, "unknown setting 'cache.block_sise'; did you mean 'block_size'"),
         ({"cash": {}}, "unknown setting 'cash'; did you mean 'cache'"),
         ({"cache": {"block_size": "many"}}, "cache.block_size must be int"),
