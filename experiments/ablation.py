@@ -98,18 +98,18 @@ class Ablation(Experiment):
         for cell in self._cells.values():
             if cell.engine.model.load_format is not LoadFormat.dry:
                 resolve_device(cell.engine.model)  # before anything is loaded
-        spec, repeats, on_gpu = self.spec, range(self.settings.repeats), hardware.resolve(self.device) == "cuda"
+        spec, repeats, device = self.spec, range(self.settings.repeats), hardware.resolve(self.device)
         # Of a share of idle time every repeat counts; else profiles are looked at, and one is enough.
         profiles = repeats if set(spec.metrics) & set(formulas.OF_PROFILES) else range(1)
-        profiled = [(repeat, point) for repeat in profiles for point in self._profiled if on_gpu]
+        profiled = [(repeat, point) for repeat in profiles for point in self._profiled if _can_profile(device)]
         searched = repeats if spec.search.rates else ()
         passes = len(repeats) * len(self._grid) * (len(self.variants) - len(self._left_out))
         steps.plan(passes + (len(searched) * spec.search.steps + len(profiled)) * len(self._alone))
-        known = ceilings.find(ceilings.FOLDER, self.chosen, "cuda" if on_gpu else "cpu", self.threads)
+        known = ceilings.find(ceilings.FOLDER, self.chosen, device, self.threads)
         vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
         error_gates = logit_gate.gates(self._gated, spec.gate_logit_error) if spec.gate_logit_error else []
-        exact_gates = self._exact_gates(on_gpu, inputs)
+        exact_gates = self._exact_gates(device, inputs)
         terms = Terms(
             metrics=[name for name in spec.metrics if name not in (*formulas.OF_PROFILES, *formulas.OF_SEARCHES)],
             baseline=spec.baseline,
@@ -142,7 +142,7 @@ class Ablation(Experiment):
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in spec.search.points} - searches.visited
         notes = [*(note for found in ledger.rounds for note in found.notes), *session.notes]
-        if self._profiled and not on_gpu:
+        if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(
             rows=[*(row for found in ledger.rounds for row in found.rows), *searches.rows, *session.profile_rows],
@@ -176,16 +176,16 @@ class Ablation(Experiment):
         at = [self._cell(variant, self._grid[0]) for variant in self._alone if self.settings.gates]
         return {c.variant: c.engine for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry}
 
-    def _exact_gates(self, on_gpu: bool, inputs: Mapping[str, Inputs]) -> list[Gate]:
+    def _exact_gates(self, device: str, inputs: Mapping[str, Inputs]) -> list[Gate]:
         """Engines alike, such as one behind HTTP and the same one here, are asked once."""
-        exact, found = ExactGate("cuda" if on_gpu else "cpu"), []
+        exact, found = ExactGate(device), []
         known: list[tuple[list[EngineConfig], list[Gate]]] = []
         for variant, engine in self._gated.items():
             engines = [self._cell(variant, point).engine for point in self._grid]
             gates = next((gates for others, gates in known if others == engines), None)
             if gates is None:
                 gates = [exact.of_probes(variant, engine)]
-                for point, config in zip(self._grid, engines, strict=True) if on_gpu else ():
+                for point, config in zip(self._grid, engines, strict=True) if device == "cuda" else ():
                     asked = inputs[point.name]
                     gates.append(exact.of_own(variant, point.name, config, asked.prime, asked.measured))
                 known.append((engines, gates))
@@ -236,6 +236,10 @@ def _label(name: str, changes: Mapping[str, Any], synthetic: bool) -> str:
     """In every table and figure. Acceptance that is a setting is called so."""
     label = changes.get("label") or name.replace("_", " ")
     return f"{label} (synthetic)" if synthetic and "synthetic" not in label else label
+
+
+def _can_profile(device: str) -> bool:
+    return device == "cuda"
 
 
 def _variant(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple[Kind, EngineConfig]:
