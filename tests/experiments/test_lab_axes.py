@@ -229,6 +229,23 @@ def test_compare_with_what_was_published(repository):
     assert text.index(OTHER_MACHINE) < text.index("B/A")
     with pytest.raises(StoreError, match="was not published at HEAD~1"):
         runs.published(path, "HEAD~1", folder)
+    with pytest.raises(StoreError, match="git knows no revision 'nonsense'"):
+        runs.published(path, "nonsense", folder)
+
+
+def test_what_was_published_is_found_where_it_lay_then(repository):
+    root, git = repository
+    path = store.write(root / "results", demo())
+    moved = path.parents[1] / "h200" / path.name
+    git("add", "results")
+    git("commit", "-qm", "published")
+    moved.parent.mkdir()
+    for old in path.parent.iterdir():
+        git("mv", str(old), str(moved.parent))
+    git("commit", "-qm", "moved")
+    folder = root / "was"
+    folder.mkdir()
+    assert store.read(runs.published(moved, "HEAD~1", folder)) == store.read(moved)
 
 
 def test_stale_results_are_those_whose_code_has_commits_since(repository):

@@ -69,11 +69,15 @@ def test_what_pages_use_of_markdown(markdown, markup):
     Checked(of(markdown))
 
 
-def test_figures_share_their_styles():
-    figure = '<svg><use href="#x" style="fill:red"/></svg>'
-    text = of("![A](figures/a.png)\n\n![B](figures/b.png)", {"a.png": figure, "b.png": figure})
-    assert text.count("fill:red") == 1
+def test_figures_share_their_hatches_and_styles():
+    figure = '<svg><use href="#{0}" style="fill:url(#{0}h)"/><pattern id="{0}h"><path/></pattern></svg>'
+    pages = "![A](figures/a.png)\n\n![B](figures/b.png)"
+    text = of(pages, {"a.png": figure.format("f0"), "b.png": figure.format("f1")})
+    assert text.count("<pattern") == 1
+    assert text.count(".s0{fill:url(#hatch0)}") == 1
     assert text.count('class="s0"') == 2
+    assert 'href="#f0"' in text
+    assert 'href="#f1"' in text
 
 
 def test_a_picture_that_is_not_there_leaves_its_name():
@@ -94,7 +98,7 @@ def test_the_file_has_every_page_and_picture_and_nothing_from_elsewhere(tmp_path
     assert len(found.ids) == len(set(found.ids)), "ids are the document's"
     shown = re.findall(r"]\(figures/", (tmp_path / "reports/demo.md").read_text())
     assert len(shown) == 4
-    assert found.seen.count("svg") == 4 + 2
+    assert found.seen.count("svg") == 4 + 2 + 1, "and one for the hatches of all"
     assert "img" not in found.seen
     inside = {link[1:] for link in found.links if link.startswith("#")}
     assert inside <= set(found.ids)

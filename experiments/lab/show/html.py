@@ -56,21 +56,27 @@ def document(pages: Mapping[str, str], figures: Mapping[str, str]) -> str:
         figures: file name of a picture -> the <svg> that takes its place, whose ids are no other figure's.
     """
     styles: dict[str, str] = {}  # what many figures have in common, once: with the class that stands for each
+    hatches: dict[str, str] = {}  # likewise, with their ids
 
-    def shared(found: re.Match[str]) -> str:
-        return f'class="{styles.setdefault(found[1], f"s{len(styles)}")}"'
+    def shared(svg: str) -> str:
+        for name, hatch in re.findall(r'(?s)<pattern id="(\w+)"(.*?</pattern>)', svg):
+            svg = svg.replace(name, hatches.setdefault(hatch, f"hatch{len(hatches)}"))
+        svg = re.sub(r"(?s)<pattern.*?</pattern>", "", svg)
+        return re.sub(r'style="([^"]*)"', lambda x: f'class="{styles.setdefault(x[1], f"s{len(styles)}")}"', svg)
 
-    alone = {name: re.sub(r'style="([^"]*)"', shared, svg) for name, svg in sorted(figures.items())}
+    alone = {name: shared(svg) for name, svg in sorted(figures.items())}
     parser = _parser(alone)
     sections = "\n".join(
         f'<section id="{html.escape(name)}">\n{parser.render(text)}</section>' for name, text in pages.items()
     )
     classes = "\n".join(f".{name}{{{style}}}" for style, name in styles.items())
+    patterns = "".join(f'<pattern id="{name}"{hatch}' for hatch, name in hatches.items())
     first = next(iter(pages))
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>mini-infer: reports</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}{classes}</style></head>\n'
         f'<body><nav><a href="#{first}">All reports</a></nav>\n'
+        f'<svg width="0" height="0" style="position:absolute"><defs>{patterns}</defs></svg>\n'
         f"{sections}\n"
         f'<div id="tip" hidden></div><script>{SCRIPT}</script></body></html>\n'
     )

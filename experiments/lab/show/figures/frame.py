@@ -22,7 +22,7 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image  # matplotlib writes its PNGs with it
 
 from experiments.lab.judge.metrics import Metric
@@ -180,7 +180,7 @@ def log_ticks(axis: Axis, span: float) -> None:
     subs = (1.0, 2.0, 5.0) if span < 300 else (1.0,)
     axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())  # of the marks between them each would cost as much as a label
 
 
 def ticks(axis: Axis, places: Sequence[float], names: Sequence[str] | None = None) -> None:
