@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,8 @@ from experiments.lab.judge import formulas, logit_gate
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import Gate
 from experiments.lab.measure import ceilings, cells, hardware, rounds
-from experiments.lab.measure.ceilings import Found
 from experiments.lab.measure.cells import Cell
+from experiments.lab.measure.kinds import SERVED
 from experiments.lab.measure.rate_search import Searches
 from experiments.lab.measure.session import Session
 from experiments.lab.measure.subjects import Kind, require_servable
@@ -62,7 +63,7 @@ class Ablation(Experiment):
         self._cells = {cell.key: cell for cell in self._made(config)}
         if spec.keep_engines:
             _require_keepable(list(self._cells.values()))
-        if self._peers.http.url is None and any(cell.kind is Kind.http for cell in self._cells.values()):
+        if self._peers.http.url is None and any(cell.kind.can.elsewhere for cell in self._cells.values()):
             raise ConfigError("via=url needs the server's address: peers.http.url=http://localhost:8000, say")
         # Of the points that a search may visit it knows in the end which they were.
         self.points = [*self._grid, *spec.search.points, *spec.search.result]
@@ -71,6 +72,8 @@ class Ablation(Experiment):
             name: _label(name, changes or {}, synthetic=name in synthetic) for name, changes in spec.variants.items()
         }
         self.metrics = {name: formulas.describe(name) for name in spec.metrics}
+        foreign = {cell.variant for cell in self._cells.values() if not cell.kind.can.ours}
+        self._left_out = foreign if self._peers.processes == 0 and len(foreign) < len(self.variants) else set[str]()
         self._timeline: str | None = None
         if spec.timeline is not None:
             self._timeline = points.find_point(self._grid, spec.timeline, "experiment.timeline").name
@@ -83,8 +86,9 @@ class Ablation(Experiment):
         return [*self._grid, *self.spec.search.result]
 
     def _made(self, config: DictConfig) -> Iterator[Cell]:
+        asked = schema.of_points(config)
         for point in [*self._grid, *self.spec.search.points]:
-            at_point = schema.with_values(config, point.values)
+            at_point = schema.with_values(asked, point.values)
             load = schema.workload(at_point)
             for variant, changes in self.spec.variants.items():
                 kind, engine = _variant(at_point, variant, changes or {})
@@ -94,47 +98,55 @@ class Ablation(Experiment):
         for cell in self._cells.values():
             if cell.engine.model.load_format is not LoadFormat.dry:
                 resolve_device(cell.engine.model)  # before anything is loaded
-        spec, device = self.spec, hardware.resolve(self.device)
-        profiles = self._profile_repeats if _can_profile(device) else 0
-        alone = [variant for variant in self.variants if variant != self.aa]
-        each = len(self._grid) * len(self.variants) + (spec.search.steps if spec.search.rates else 0) * len(alone)
-        steps.plan(self.settings.repeats * each + profiles * len(self._profiled) * len(alone))
+        spec, repeats, device = self.spec, range(self.settings.repeats), hardware.resolve(self.device)
+        # Of a share of idle time every repeat counts; else profiles are looked at, and one is enough.
+        profiles = repeats if set(spec.metrics) & set(formulas.OF_PROFILES) else range(1)
+        profiled = [(repeat, point) for repeat in profiles for point in self._profiled if _can_profile(device)]
+        searched = repeats if spec.search.rates else ()
+        passes = len(repeats) * len(self._grid) * (len(self.variants) - len(self._left_out))
+        steps.plan(passes + (len(searched) * spec.search.steps + len(profiled)) * len(self._alone))
         known = ceilings.find(ceilings.FOLDER, self.chosen, device, self.threads)
         vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
-        searches = Searches(spec.search, self._cells, self.variants, partial(self._inputs, vocabulary=vocabulary))
         error_gates = logit_gate.gates(self._gated, spec.gate_logit_error) if spec.gate_logit_error else []
         exact_gates = self._exact_gates(device, inputs)
-        terms = self._terms(vocabulary.size, known)
-        with closing(Session(terms, self._cells, self.settings.repeats, steps, spec, self._peers, self.aa)) as session:
+        terms = Terms(
+            metrics=[name for name in spec.metrics if name not in (*formulas.OF_PROFILES, *formulas.OF_SEARCHES)],
+            baseline=spec.baseline,
+            labels=self.variants,
+            contexts={
+                key: cells.context(cell, spec.slo, known.ceilings, known.problem) for key, cell in self._cells.items()
+            },
+            vocab_size=vocabulary.size,
+            timeline=self._timeline,
+        )
+        with closing(
+            Session(terms, self._cells, len(repeats), steps, spec, self._peers, self.aa, self._left_out)
+        ) as session:
+            searches = Searches(session, spec.search, partial(self._inputs, vocabulary=vocabulary))
             work = [
                 (
-                    f"repeat {repeat + 1} of {self.settings.repeats}" + (f" at {point.name}" if point.name else ""),
+                    f"repeat {repeat + 1} of {len(repeats)}" + (f" at {point.name}" if point.name else ""),
                     partial(session.round, repeat, point, inputs[point.name]),
                 )
-                for repeat in range(self.settings.repeats)
+                for repeat in repeats
                 for point in self._grid
             ]
-            if spec.search.rates:
-                work += [
-                    (f"search {repeat + 1} of {self.settings.repeats}", partial(searches.round, session, repeat))
-                    for repeat in range(self.settings.repeats)
-                ]
+            work += [(f"search {repeat + 1} of {len(repeats)}", partial(searches.round, repeat)) for repeat in searched]
             work += [
                 (f"profile {repeat + 1} at {point.name}", partial(session.profile, repeat, point, inputs[point.name]))
-                for repeat in range(profiles)
-                for point in self._profiled
+                for repeat, point in profiled
             ]
             outcome = rounds.run(work)
         ledger = session.ledger
-        compared = [(v, p.name) for p in self._grid for v in alone if v != spec.baseline]
+        compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in spec.search.points} - searches.visited
+        notes = [*(note for found in ledger.rounds for note in found.notes), *session.notes]
+        if self._profiled and not _can_profile(device):
+            notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(
             rows=[*(row for found in ledger.rounds for row in found.rows), *searches.rows, *session.profile_rows],
-            gates=[
-                *exact_gates,
-                *ledger.gates(compared),
-            ],
+            gates=[*exact_gates, *ledger.gates(compared)],
             samples=self._samples(inputs, session, vocabulary),
             status=outcome.status,
             error=outcome.error,
@@ -142,7 +154,7 @@ class Ablation(Experiment):
             requests=[row for found in ledger.rounds for row in found.requests],
             workload=self._workload(inputs),
             ceilings=known.ceilings,
-            notes=[*self._notes(session, device), *searches.notes],
+            notes=[*dict.fromkeys(notes), *searches.notes],
             error_gates=error_gates,
             profiles=session.profiles,
             kernels=session.kernels,
@@ -153,40 +165,31 @@ class Ablation(Experiment):
         )
 
     @property
-    def _profile_repeats(self) -> int:
-        return self.settings.repeats if any(name in formulas.OF_PROFILES for name in self.spec.metrics) else 1
-
-    def _terms(self, vocab_size: int, known: Found) -> Terms:
-        spec = self.spec
-        return Terms(
-            metrics=[name for name in spec.metrics if name not in (*formulas.OF_PROFILES, *formulas.OF_SEARCHES)],
-            baseline=spec.baseline,
-            labels=self.variants,
-            contexts={
-                key: cells.context(cell, spec.slo, known.ceilings, known.problem) for key, cell in self._cells.items()
-            },
-            vocab_size=vocab_size,
-            timeline=self._timeline,
-        )
+    def _alone(self) -> list[str]:
+        """The variants, without the baseline's second arm."""
+        return [variant for variant in self.variants if variant != self.aa]
 
     @property
     def _gated(self) -> dict[str, EngineConfig]:
         """Every variant that is this engine, the baseline too, at the first point; a dry model has no numbers worth the
         name."""
-        at = [
-            self._cell(variant, self._grid[0])
-            for variant in self.variants
-            if self.settings.gates and variant != self.aa
-        ]
+        at = [self._cell(variant, self._grid[0]) for variant in self._alone if self.settings.gates]
         return {c.variant: c.engine for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry}
 
     def _exact_gates(self, device: str, inputs: Mapping[str, Inputs]) -> list[Gate]:
+        """Engines alike, such as one behind HTTP and the same one here, are asked once."""
         exact, found = ExactGate(device), []
+        known: list[tuple[list[EngineConfig], list[Gate]]] = []
         for variant, engine in self._gated.items():
-            found.append(exact.of_probes(variant, engine))
-            for point in self._grid if device == "cuda" else ():
-                asked, config = inputs[point.name], self._cell(variant, point).engine
-                found.append(exact.of_own(variant, point.name, config, asked.prime, asked.measured))
+            engines = [self._cell(variant, point).engine for point in self._grid]
+            gates = next((gates for others, gates in known if others == engines), None)
+            if gates is None:
+                gates = [exact.of_probes(variant, engine)]
+                for point, config in zip(self._grid, engines, strict=True) if device == "cuda" else ():
+                    asked = inputs[point.name]
+                    gates.append(exact.of_own(variant, point.name, config, asked.prime, asked.measured))
+                known.append((engines, gates))
+            found += [replace(gate, variant=variant) for gate in gates]
         return found
 
     def _inputs(self, point: Point, vocabulary: ModelVocabulary) -> Inputs:
@@ -208,12 +211,6 @@ class Ablation(Experiment):
         values = {key: [one.get(key) for one in described] for key in keys}
         return {key: of[0] if all(value == of[0] for value in of) else of for key, of in values.items()}
 
-    def _notes(self, session: Session, device: str) -> list[str]:
-        notes = [note for found in session.ledger.rounds for note in found.notes] + session.notes
-        if self._profiled and not _can_profile(device):
-            notes.append("No decode step was profiled: that takes a GPU.")
-        return list(dict.fromkeys(notes))
-
     def _samples(self, inputs: Mapping[str, Inputs], session: Session, vocabulary: ModelVocabulary) -> list[Sample]:
         """From the last point that was measured: the prompts with the longest outputs, and what became of them."""
         tokens_of = session.ledger.tokens
@@ -226,7 +223,7 @@ class Ablation(Experiment):
         samples = []
         for index in longest[: self.spec.samples]:
             authors: dict[str, list[str]] = {}
-            for variant in (variant for variant in self.variants if variant != self.aa):
+            for variant in self._alone:
                 tokens = tokens_of((variant, point))
                 if tokens is not None:
                     authors.setdefault(vocabulary.decode(tokens[index]), []).append(variant)
@@ -255,11 +252,11 @@ def _variant(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple
         allowed = ", ".join(k.value for k in Kind)
         raise ConfigError(f"{where}.kind must be one of {allowed}; got {changes['kind']!r}") from None
     settings = {key: value for key, value in changes.items() if key not in VARIANT_KEYS}
-    if config.axes.via == axes.HTTP and kind is Kind.engine:
-        kind = Kind.served
-    elif config.axes.via == axes.HTTP and kind is not Kind.served:
-        raise ConfigError(f"{where}: {kind.label} is not served over HTTP by us: start its server, and ask it with "
-                          "via=url peers.http.url=...")  # fmt: skip
+    if config.axes.via == axes.HTTP:
+        kind = SERVED.get(kind, kind)
+        if not (kind.can.over_http or kind.can.client_of):
+            raise ConfigError(f"{where}: {kind.label} is not served over HTTP by us: start its server, and ask it with "
+                              "via=url peers.http.url=...")  # fmt: skip
     return kind, schema.engine_config(schema.merged(config.engine, settings, where))
 
 
@@ -267,8 +264,8 @@ def _require_keepable(measured: Sequence[Cell]) -> None:
     """Raises ConfigError where a variant could not keep its engine, or would keep what the others need."""
     first: dict[str, EngineConfig] = {}
     for cell in measured:
-        if cell.kind is Kind.http:
-            continue  # its memory is not ours
+        if cell.kind.can.elsewhere:
+            continue
         if first.setdefault(cell.variant, cell.engine) != cell.engine:
             raise ConfigError(
                 "experiment.keep_engines=true needs points that change the workload alone, and "

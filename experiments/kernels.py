@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,12 +18,14 @@ from experiments.lab.explain import suggest
 from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.kernels.apart import Apart, ApartTimer
 from experiments.lab.kernels.attention import DecodeAttention, FlashDecode, PrefillAttention
 from experiments.lab.kernels.case import Case, VariantAbsent, Work
 from experiments.lab.kernels.fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
 from experiments.lab.kernels.timer import Timer, copies_needed, prepare
 from experiments.lab.measure import ceilings, rounds
 from experiments.lab.measure.hardware import Ceilings
+from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
@@ -108,6 +110,7 @@ class KernelSweep(Experiment):
         spec = self.spec
         self.baseline = spec.baseline
         self._model = schema.engine_config(config.engine).model
+        self._peers = schema.build(PeerSettings, config.peers, "peers")
         self.device = self._model.device
         self.variants = {name: label or name.replace("_", " ") for name, label in spec.variants.items()}
         self.metrics = {name: METRICS[name] for name in spec.metrics}
@@ -121,78 +124,81 @@ class KernelSweep(Experiment):
         device = resolve_device(self._model)
         known = ceilings.find(ceilings.FOLDER, self.chosen, device.type, self.threads)
         steps.plan(len(self.points))
-        found = _Found()
-        measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps)
-        with torch.inference_mode():
+        found: list[_At] = []
+        with torch.inference_mode(), closing(Apart(self._peers.vllm)) as apart:
+            measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps, apart=apart)
             outcome = rounds.run([(f"at {point.name}", partial(measure, point)) for point in self.points])
-        if outcome.error is None and not any(row.valid for row in found.rows):
-            failures = "; ".join(self._absence(*absent, at) for absent, at in found.absent.items())
-            raise MiniInferError(f"nothing was measured. {failures}")
-        notes = [self._absence(*absent, at) for absent, at in found.absent.items()]
-        notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in found.called]
+        absent: dict[tuple[str, str], list[str]] = {}
+        for at in found:
+            for missing in (*at.absent.items(), *at.failed.items()):
+                absent.setdefault(missing, []).append(at.point.name)
+        notes = [self._absence(*missing, where) for missing, where in absent.items()]
+        if outcome.error is None and not any(row.valid for at in found for row in at.rows):
+            raise MiniInferError(f"nothing was measured. {'; '.join(notes)}")
+        called = dict.fromkeys(variant for at in found for variant in at.called)
+        notes += [f"{self.variants[v]}: called one by one, since it cannot be captured." for v in called]
         if known.ceilings is None and any(name in self.metrics for name in OF_CEILINGS):
             notes.append(f"Utilization is left out, because {known.problem}.")
         return Findings(
-            found.rows,
+            [row for at in found for row in at.rows],
             status=outcome.status,
             error=outcome.error,
             ceilings=known.ceilings,
             notes=notes,
-            error_gates=found.gates,
+            error_gates=[gate for at in found for gate in at.gates],
             procedure=PROCEDURE,
         )
 
-    def _point(self, point: Point, device: torch.device, limits: Ceilings | None, found: _Found, steps: Steps) -> None:
+    def _point(
+        self,
+        point: Point,
+        device: torch.device,
+        limits: Ceilings | None,
+        found: list[_At],
+        steps: Steps,
+        apart: Apart,
+    ) -> None:
         """All repeats of all implementations, with the same inputs, in ABBA order. An implementation that raises an
         error is absent at this point alone."""
         steps.next(point.name)
         gc.collect()  # of the point before
         torch.manual_seed(self.settings.seed)
-        case = self._case(point, device)
+        case, at = self._case(point, device), _At(point, device)
         variants = [variant for variant in self.variants if variant in case.variants]
         copies = copies_needed(case.work.bytes, device)
-        timers: dict[str, Timer] = {}
-        gates, rows = [], []
-        absent: dict[str, str] = {}
-        failed: dict[str, str] = {}
-        with _costing_only(variants, failed, point, device):
+        timers: dict[str, Timer | ApartTimer] = {}
+        with at.costing_only(*variants):
             case.allocate(copies)
-        for variant in [variant for variant in variants if variant not in failed]:
-            with _costing_only([variant], failed, point, device):
-                try:
+        for variant in [variant for variant in variants if variant not in at.failed]:
+            with at.costing_only(variant):
+                if variant in case.apart:
+                    timers[variant], error = apart.prepare(case, variant, self.settings.seed)
+                else:
                     implementation = case.implementation(variant)
-                except VariantAbsent as why:
-                    absent[variant] = str(why)
-                    continue
-                error = case.error(implementation.run(0))
-                timers[variant] = prepare(implementation, copies, device)
-                gates.append(ErrorGate(variant, point.name, error, self.spec.allowed_error, REFERENCE))
-        if not timers and not failed:
-            reasons = "; ".join(f"{variant}: {why}" for variant, why in absent.items())
+                    error = case.error(implementation.run(0))
+                    timers[variant] = prepare(implementation, copies, device)
+                at.gates.append(ErrorGate(variant, point.name, error, self.spec.allowed_error, REFERENCE))
+        if not timers and not at.failed:
+            reasons = "; ".join(f"{variant}: {why}" for variant, why in at.absent.items())
             raise ConfigError(f"nothing can be measured at {point.name}. {reasons or 'No variant is one of its case'}")
         for repeat in range(self.settings.repeats):
-            for variant in stats.abba(list(timers), repeat):
-                if variant in failed:
-                    continue
-                with _costing_only([variant], failed, point, device):
+            for variant in (v for v in stats.abba(list(timers), repeat) if v not in at.failed):
+                with at.costing_only(variant):
                     values = _values(timers[variant].sample_us(), case.work, self.spec.dtype, limits)
-                    rows += [
-                        Row(variant, point.name, repeat, name, values[name], self.metrics[name].unit)
-                        for name in self.metrics
+                    at.rows += [
+                        Row(variant, point.name, repeat, name, values[name], metric.unit)
+                        for name, metric in self.metrics.items()
                         if name in values
                     ]
-        found.rows += [row for row in rows if row.variant not in failed]
-        found.rows += [
+        at.rows = [row for row in at.rows if row.variant not in at.failed] + [
             Row(variant, point.name, 0, name, 0.0, metric.unit, False, f"{ABSENT}{why}")
-            for variant, why in failed.items()
+            for variant, why in at.failed.items()
             for name, metric in self.metrics.items()
         ]
-        found.gates += [gate for gate in gates if gate.variant not in failed]
-        for variant, timer in timers.items():
-            if device.type == "cuda" and not timer.captured and variant not in (*failed, *found.called):
-                found.called.append(variant)
-        for missing in (*absent.items(), *failed.items()):
-            found.absent.setdefault(missing, []).append(point.name)
+        at.gates = [gate for gate in at.gates if gate.variant not in at.failed]
+        on_gpu = device.type == "cuda"
+        at.called = [v for v, timer in timers.items() if on_gpu and not timer.captured and v not in at.failed]
+        found.append(at)
 
     def _absence(self, variant: str, why: str, at: Sequence[str]) -> str:
         """In words; `at` where, which is left out where it is everywhere that the variant could be."""
@@ -209,21 +215,39 @@ class CudaLost(MiniInferError):
     """What runs on the GPU after an illegal memory access fails too, whatever it is."""
 
 
-@contextmanager
-def _costing_only(
-    variants: Sequence[str], failed: dict[str, str], point: Point, device: torch.device
-) -> Iterator[None]:
-    """An error is the reason why these variants are absent at the point. Raises CudaLost where it is more than that."""
-    try:
-        yield
-    except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        if _is_lost(device):
-            raise CudaLost(
-                f"{', '.join(variants)} at {point.name} failed with {reason}. After that the GPU takes no more work "
-                "from this process, so the rest is not measured"
-            ) from error
-        failed |= dict.fromkeys(variants, f"it failed with {reason}")
+@dataclass
+class _At:
+    """What is found at one point.
+
+    Attributes:
+        absent: implementation -> why it cannot run here.
+        failed: implementation -> the error that it raised.
+        called: those that could not be captured.
+    """
+
+    point: Point
+    device: torch.device
+    rows: list[Row] = field(default_factory=list)
+    gates: list[ErrorGate] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    called: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def costing_only(self, *variants: str) -> Iterator[None]:
+        """An error is the reason why these are absent here. Raises CudaLost where it is more than that."""
+        try:
+            yield
+        except VariantAbsent as why:
+            self.absent |= dict.fromkeys(variants, str(why))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            if _is_lost(self.device):
+                raise CudaLost(
+                    f"{', '.join(variants)} at {self.point.name} failed with {reason}. After that the GPU takes no "
+                    "more work from this process, so the rest is not measured"
+                ) from error
+            self.failed |= dict.fromkeys(variants, f"it failed with {reason}")
 
 
 def _is_lost(device: torch.device) -> bool:
@@ -234,16 +258,6 @@ def _is_lost(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-@dataclass
-class _Found:
-    """Of the points that are done."""
-
-    rows: list[Row] = field(default_factory=list)
-    gates: list[ErrorGate] = field(default_factory=list)
-    absent: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # variant, why -> points
-    called: list[str] = field(default_factory=list)
 
 
 def _points(sweeps: Sequence[Sweep]) -> list[tuple[Point, Sweep]]:

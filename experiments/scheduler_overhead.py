@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -115,10 +116,7 @@ class SchedulerOverhead(Probe):
         length = point.values["prompt_tokens"]
         block = self._engine.cache.block_size
         kv = KVManager(length // block + 2, block, length + 1, prefix_caching=True)
-        config = replace(
-            self._engine.scheduler, max_num_batched_tokens=max(length, self._engine.scheduler.max_num_seqs)
-        )
-        scheduler = Scheduler(config, kv, watermark=0.0)
+        scheduler = self._scheduler(kv, max_num_batched_tokens=max(length, self._engine.scheduler.max_num_seqs))
         (prompt,) = self._prompts([length])
         scheduler.add(_request("first", prompt, length + 1))
         while scheduler.num_unfinished:
@@ -141,13 +139,15 @@ class SchedulerOverhead(Probe):
         blocks = running * -(-longest // block)
         kv = KVManager(blocks, block, longest, layout=cache.layout, prefix_caching=cache.prefix_caching)
         budget = max(self._engine.scheduler.max_num_batched_tokens, running)
-        config = replace(self._engine.scheduler, max_num_seqs=running, max_num_batched_tokens=budget)
-        scheduler = Scheduler(config, kv, watermark=0.0)
+        scheduler = self._scheduler(kv, max_num_seqs=running, max_num_batched_tokens=budget)
         for index, prompt in enumerate(self._prompts([PROMPT + i % block for i in range(running)])):
             scheduler.add(_request(f"running-{index}", prompt, longest))
         while scheduler.num_running < running:
             _step(scheduler)
         return scheduler
+
+    def _scheduler(self, kv: KVManager, **changes: Any) -> Scheduler:
+        return Scheduler(replace(self._engine.scheduler, **changes), kv, watermark=0.0)
 
     def _prompts(self, lengths: Sequence[int]) -> list[list[int]]:
         return [self._rng.integers(0, VOCABULARY, length).tolist() for length in lengths]

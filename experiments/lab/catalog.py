@@ -8,9 +8,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from experiments.lab.axes import NO_SCALE
+from experiments.lab.axes import NO_SCALE, nodes
 from experiments.lab.commands import COMMANDS
+from experiments.lab.explain import suggest
 from experiments.lab.schema import RECORDED
+from mini_infer.core.errors import ConfigError
 
 POINTS = "experiment.points."
 EXAMPLES = (
@@ -48,23 +50,18 @@ def defaults(conf: Path) -> dict[str, str]:
     return chosen
 
 
-def experiments(conf: Path) -> dict[str, str]:
-    """Experiment -> the question it answers."""
-    found = {}
-    for path in sorted((conf / "experiment").glob("[!_]*.yaml")):
-        node = OmegaConf.load(path)
-        found[path.stem] = str(OmegaConf.select(node, "experiment.question") or "")
-    return found
+def experiments(conf: Path) -> dict[str, Any]:
+    """Experiment -> its file."""
+    return {path.stem: OmegaConf.load(path) for path in sorted((conf / "experiment").glob("[!_]*.yaml"))}
 
 
 def experiment_list(conf: Path) -> str:
     """Name, scales and question of each."""
     rows = []
-    for name, question in experiments(conf).items():
-        node: Any = OmegaConf.load(conf / "experiment" / f"{name}.yaml")
+    for name, node in experiments(conf).items():
         scales = [scale for scale in node.get("scales") or {} if scale != NO_SCALE]
-        ways = list(node.get("via") or {})
-        rows.append((name, " ".join([*scales, *(f"+{way}" for way in ways)]), question))
+        ways = [f"+{way}" for way in node.get("via") or {}]
+        rows.append((name, " ".join([*scales, *ways]), OmegaConf.select(node, "experiment.question") or ""))
     wide = max((len(scales) for _, scales, _ in rows), default=0)
     return _table([(name, f"{scales:<{wide}}  {question}") for name, scales, question in rows])
 
@@ -106,6 +103,59 @@ def help_text(conf: Path) -> str:
             "--hydra-help tells about Hydra's own flags.",
         ]
     )
+
+
+def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
+    """What a run would measure, before it does. Raises ConfigError as a run would; Hydra's own errors come as they
+    are."""
+    from hydra import compose, initialize_config_dir
+
+    from experiments.lab import points, schema, typed
+    from experiments.lab.measure.kinds import Kind
+    from experiments.lab.store import result as store
+
+    conf = root / "conf"
+    known = experiments(conf)
+    if experiment not in known:
+        raise ConfigError(f"unknown experiment {experiment!r}{suggest(experiment, known)}")
+    schema.register(conf)
+    given = [f"experiment={experiment}", *shorthand(overrides, conf)]
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        settled = typed.settle(compose("config", overrides=given), experiment, given)
+    spec = schema.plain(settled.config.experiment)
+    axes, measure = settled.axes, settled.config.measure
+    measured = {f"scale={scale} via={via}": None for scale, via, _ in nodes(settled.config)}
+    lines = [
+        f"{spec['title']}",
+        f"  {spec['question']}",
+        "",
+        f"scale     {axes.scale}, via {axes.via}; there are: {', '.join(measured) or 'no others'}",
+        f"model     {settled.config.engine.model.path}, {settled.config.engine.model.dtype.name} on "
+        f"{settled.config.engine.model.device.name}",
+    ]
+    if "variants" in spec:
+        lines.append(f"variants  {', '.join(spec['variants'])} (baseline {spec.get('baseline')})")
+    grid = points.grid(spec.get("points") or {})
+    lines.append(f"points    {len(grid)}" + (f": {'; '.join(point.name for point in grid)}" if grid[0].name else ""))
+    lines += [
+        f"metrics   {', '.join(spec.get('metrics') or [])}",
+        f"repeats   {measure.repeats} in each of {measure.processes} processes",
+    ]
+    variants = spec.get("variants") or {}
+    kinds = {name: (c or {}).get("kind", "engine") for name, c in variants.items() if not isinstance(c, str)}
+    peers = [name for name, kind in kinds.items() if not Kind(kind).can.ours]
+    if peers:
+        within = settled.config.peers.processes
+        count = measure.processes if within is None else min(within, measure.processes)
+        lines.append(f"peers     {', '.join(peers)}, in {count} of {measure.processes} processes")
+    lines += [f"claims    {len(spec.get('claims') or [])}", f"code      {', '.join(spec.get('code') or [])}"]
+    lines += [f"note      {note}" for note in settled.notes]
+    for path in sorted((root / "results" / experiment / f"{axes.scale}.{axes.via}").glob("*/default.json")):
+        info = store.read(path).info
+        lines.append(
+            f"last run  {info.provenance.seconds / 60:.0f} minutes on {info.hardware}, {info.provenance.started}"
+        )
+    return "\n".join(lines)
 
 
 def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:

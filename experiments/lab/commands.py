@@ -21,8 +21,7 @@ class Command:
 
 
 def report(arguments: Sequence[str], root: Path) -> None:
-    parser = _parser("report")
-    parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
+    parser = _parser("report", root / "results")
     parser.add_argument("--reports", type=Path, default=root / "reports", metavar="DIR", help="default: reports/")
     chosen = parser.parse_args(arguments)
     from experiments.lab.show.report import rebuild
@@ -35,11 +34,10 @@ def report(arguments: Sequence[str], root: Path) -> None:
 
 
 def compare(arguments: Sequence[str], root: Path) -> None:
-    parser = _parser("compare")
+    parser = _parser("compare", root / "results")
     parser.add_argument("A", help=RUN)
     parser.add_argument("B", nargs="?", help="likewise; left out with --rev")
     parser.add_argument("--rev", help="compares what was published at this revision of git (A) with what A is now (B)")
-    parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
     chosen = parser.parse_args(arguments)
     if (chosen.B is None) == (chosen.rev is None):
         parser.error("name two runs, or one and --rev REVISION")
@@ -55,8 +53,7 @@ def compare(arguments: Sequence[str], root: Path) -> None:
 
 
 def stale(arguments: Sequence[str], root: Path) -> None:
-    parser = _parser("stale")
-    parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
+    parser = _parser("stale", root / "results")
     chosen = parser.parse_args(arguments)
     from experiments.lab.store import history
     from experiments.lab.store import result as store
@@ -76,16 +73,15 @@ def show(arguments: Sequence[str], root: Path) -> None:
     parser.add_argument("experiment")
     parser.add_argument("override", nargs="*", help="as for a run: scale=7b via=http workload.count=8 ...")
     chosen = parser.parse_args(arguments)
-    from experiments.lab import outlook
+    from experiments.lab import catalog
 
-    print(outlook.outlook(chosen.experiment, chosen.override, root))
+    print(catalog.outlook(chosen.experiment, chosen.override, root))
 
 
 def trace(arguments: Sequence[str], root: Path) -> None:
-    parser = _parser("trace")
+    parser = _parser("trace", root / "results")
     parser.add_argument("run", metavar="RUN", help=RUN)
     parser.add_argument("--out", type=Path, help="default: outputs/<page>-<hardware>-<run>.trace.json")
-    parser.add_argument("--results", type=Path, default=root / "results", metavar="DIR", help="default: results/")
     chosen = parser.parse_args(arguments)
     from experiments.lab.show import perfetto
     from experiments.lab.store import result as store
@@ -110,5 +106,10 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"python run.py {name}", description=COMMANDS[name].help, allow_abbrev=False)
+def _parser(name: str, results: Path | None = None) -> argparse.ArgumentParser:
+    """Of a command that reads results, those are its default folder."""
+    about = COMMANDS[name].help
+    parser = argparse.ArgumentParser(prog=f"python run.py {name}", description=about, allow_abbrev=False)
+    if results is not None:
+        parser.add_argument("--results", type=Path, default=results, metavar="DIR", help="default: results/")
+    return parser

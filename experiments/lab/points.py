@@ -60,8 +60,8 @@ def _combined(combination: Sequence[tuple[str, Any]], axes: Mapping[str, Any], n
     return Point(" ".join(words), settings, labels)
 
 
-def point(values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> Point:
-    names = names or short_names(list(values))
+def point(values: Mapping[str, Any]) -> Point:
+    names = short_names(list(values))
     return Point(" ".join(f"{names[key]}={value}" for key, value in values.items()), dict(values))
 
 

@@ -235,6 +235,13 @@ def merged(node: DictConfig, changes: Mapping[str, Any], where: str) -> DictConf
         raise ConfigError(f"{where}: {describe(error)}") from error
 
 
+def of_points(config: DictConfig) -> DictConfig:
+    """What points may change and variants build on, without the rest of the config, which is long."""
+    part = OmegaConf.masked_copy(config, ["engine", "workload", "axes"])
+    OmegaConf.set_struct(part, True)
+    return part
+
+
 def with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     """A copy of `config` with dotted keys set, checked against the schema like anything typed on a command line."""
     changed = config.copy()
@@ -253,10 +260,10 @@ def experiment_class(config: DictConfig) -> Any:
         )
     module_name, _, name = target.rpartition(".")
     try:
-        module = importlib.import_module(module_name)
+        found = vars(importlib.import_module(module_name))
     except ModuleNotFoundError as error:
         raise ConfigError(f"experiment._target_={target} cannot be imported: {error}") from error
-    if not hasattr(module, name):
-        classes = [key for key, value in vars(module).items() if hasattr(value, "from_config")]
+    if name not in found:
+        classes = [key for key, value in found.items() if hasattr(value, "from_config")]
         raise ConfigError(f"experiment._target_={target}: no such class in {module_name}{suggest(name, classes)}")
-    return getattr(module, name)
+    return found[name]

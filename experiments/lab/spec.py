@@ -55,15 +55,13 @@ class PanelSpec:
     mark_label: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind is PanelKind.lines and self.x is None:
-            raise ConfigError(f"the panel of {self.metric!r} draws lines: name the point's key along its x axis in `x`")
-        if self.kind is PanelKind.curve and self.x is None:
-            raise ConfigError(f"the panel of {self.metric!r} draws a curve: name the metric along its x axis in `x`")
-        if self.kind is PanelKind.formula and self.x is None:
-            raise ConfigError(
-                f"the panel of {self.metric!r} draws a formula: name the point's key, or the metric, along its x axis "
-                "in `x`"
-            )
+        along = {
+            PanelKind.lines: "lines: name the point's key",
+            PanelKind.curve: "a curve: name the metric",
+            PanelKind.formula: "a formula: name the point's key, or the metric,",
+        }
+        if self.kind in along and self.x is None:
+            raise ConfigError(f"the panel of {self.metric!r} draws {along[self.kind]} along its x axis in `x`")
         if self.mark is not None and self.kind is not PanelKind.formula:
             raise ConfigError(f"the panel of {self.metric!r}: `mark` goes with kind: formula")
         if self.kind is PanelKind.bars and self.log_y:

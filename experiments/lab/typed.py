@@ -21,7 +21,7 @@ from mini_infer.core.errors import ConfigError
 # What a page's name says already, or where things are, and not what is measured.
 NOT_CHANGES = (
     *("experiment", "scale", "via", "hardware", "model", "engine.model.path"),
-    *("paths", "tracker", "peers.hf.python", "peers.vllm.python", "peers.http.url"),
+    *("paths", "tracker", "peers.hf.python", "peers.vllm.python", "peers.vllm.pythonpath", "peers.http.url"),
 )
 MODEL = ("model", "engine.model.path", "engine.model.hf_config")  # keys that say which model it is
 

@@ -81,18 +81,18 @@ class Capabilities:
             if major not in self.gpu_generations:
                 takes = names([f"{generation}.x" for generation in self.gpu_generations])
                 return f"it takes GPUs of compute capability {takes}, not {major}.{minor}"
-        heads = needs.layout.heads
-        if heads is None or heads.dtype not in (needs.dtype, *limits.scaled_dtypes):
+        keys = needs.layout.keys
+        if keys is None or keys.dtype not in (needs.dtype, *limits.scaled_dtypes):
             also = f" or {names(limits.scaled_dtypes)}" if limits.scaled_dtypes else ""
-            kept = "" if heads is None else f", not {heads.dtype}"
+            kept = "" if keys is None else f", not {keys.dtype}"
             return (
                 f"it takes keys and values [heads, head size] of the queries' {needs.dtype}{also}, alike in all "
                 f"layers{kept}"
             )
-        least = limits.scaled_capability if heads.scaled and needs.device.type == "cuda" else None
+        least = limits.scaled_capability if keys.scaled and needs.device.type == "cuda" else None
         if least is not None and torch.cuda.get_device_capability(needs.device) < least:
-            return f"it takes {heads.dtype} on GPUs of compute capability {least[0]}.{least[1]} and above"
-        refusal = limits.refusal(heads.head_dim, needs.block_size, needs.dtype)
+            return f"it takes {keys.dtype} on GPUs of compute capability {least[0]}.{least[1]} and above"
+        refusal = limits.refusal(keys.shape[1], needs.block_size, needs.dtype)
         if refusal is not None:
             return refusal
         if needs.sliding_window and not self.sliding_window:
@@ -127,13 +127,11 @@ def step_of(
 
 
 class AttentionBackend(ABC):
-    """Makes, once a step, the callables that every layer of that step shares. Both return q's shape and dtype.
+    """Makes, once a step, the callables that every layer of that step shares.
 
     num_heads is a multiple of num_kv_heads, and head h reads KV head h // group. A token's heads are contiguous in q,
-    and its tokens may lie apart.
-
-    Decode rows have batch.decode_query_len tokens each: one, or 1 + k where k drafts are verified. They are the last of
-    their sequences, and a token sees those before it. Rows that differ in their number of tokens are prefill rows.
+    and its tokens may lie apart. Decode rows have batch.decode_query_len tokens each; rows that differ in their number
+    of tokens are prefill rows.
 
     The constructor takes nothing, and raises ImportError with the remedy where an optional dependency is missing.
     """

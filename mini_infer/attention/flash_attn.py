@@ -129,17 +129,8 @@ def _changing(
     q: Tensor, keys: Tensor, values: Tensor, out: Tensor, rows: Rows, scale: float, left: int | None
 ) -> dict[int, Any]:
     """Place among the kernel's arguments -> argument."""
-    return {
-        0: q,
-        1: keys,
-        2: values,
-        3: out,
-        5: scale,
-        6: rows.query_starts,
-        9: rows.seq_lens,
-        10: rows.block_tables,
-        11: left,
-    }
+    starts, lens, tables = rows.query_starts, rows.seq_lens, rows.block_tables
+    return {0: q, 1: keys, 2: values, 3: out, 5: scale, 6: starts, 9: lens, 10: tables, 11: left}
 
 
 class _Call(NamedTuple):

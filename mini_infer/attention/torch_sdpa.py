@@ -78,11 +78,9 @@ class SdpaBackend(AttentionBackend):
     def _decode_rows(
         self, positions: Tensor, block_tables: Tensor, seq_lens: np.ndarray, attention: ModelAttention
     ) -> Attend:
-        """Decode rows in one call, padded to the longest. positions [R, n], block_tables [R, W], seq_lens [R].
-
-        q [R * n, num_heads, head_dim] is seen as [R, num_kv_heads, n * group, head_dim], so each KV head serves its
-        group of query heads as if they were further query tokens.
-        """
+        """Decode rows in one call, padded to the longest. positions [R, n], block_tables [R, W], seq_lens [R]. q [R *
+        n, num_heads, head_dim] is seen as [R, num_kv_heads, n * group, head_dim]: a KV head's group of query heads are
+        as further query tokens."""
         (rows, n), length = positions.shape, int(seq_lens.max())
         gather = _Gather(attention.store, block_tables, length, self._scratch)
         k, v = gather.k.transpose(1, 2), gather.v.transpose(1, 2)
@@ -111,11 +109,8 @@ class SdpaBackend(AttentionBackend):
         return attend
 
     def _prompt(self, num_tokens: int, length: int, block_table: Tensor, attention: ModelAttention) -> Attend:
-        """One prompt, or a chunk of one. block_table [1, W].
-
-        q [n, num_heads, head_dim] is seen as [num_kv_heads, group, n, head_dim], with K and V expanded over the group
-        at stride 0.
-        """
+        """One prompt, or a chunk of one. block_table [1, W]. q [n, num_heads, head_dim] is seen as [num_kv_heads,
+        group, n, head_dim], with K and V expanded over the group at stride 0."""
         gather = _Gather(attention.store, block_table, length, self._scratch)
         windows, kv_heads = attention.windows_within(length), gather.k.shape[2]
         # By window: the first key that a query may see, and the mask [n, keys from there on], None where it is causal.
@@ -160,10 +155,8 @@ class _Scratch:
 
 
 class _Gather:
-    """The blocks of some rows of block tables [R, W], as K and V of shape [R, length, num_kv_heads, head_dim].
-
-    Keys and values come in one index_select: they are rows b and num_blocks + b of the same matrix.
-    """
+    """The blocks of some rows of block tables [R, W], as K and V of shape [R, length, num_kv_heads, head_dim]: in one
+    index_select, since they are rows b and num_blocks + b of the same matrix."""
 
     def __init__(self, store: KVStore, block_tables: Tensor, length: int, scratch: _Scratch) -> None:
         self._store = store
@@ -213,10 +206,8 @@ def _alike(lens: np.ndarray) -> list[np.ndarray]:
 
 
 def _mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """0 where the query at position p sees the key, positions (p - window, p], and -inf elsewhere.
-
-    queries [..., n], keys [L] -> [..., n, L]. Additive, because a boolean mask is converted in every layer.
-    """
+    """0 where the query at position p sees the key, positions (p - window, p], and -inf elsewhere: queries [..., n],
+    keys [L] -> [..., n, L]. Additive, because a boolean mask is converted in every layer."""
     hidden = keys > queries[..., None]
     if window is not None:
         hidden |= keys <= queries[..., None] - window

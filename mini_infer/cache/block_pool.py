@@ -56,11 +56,8 @@ class BlockPool:
             ref_counts[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Gives back one reference of each block of a table.
-
-        Last block first: the end of a prefix becomes the older entry of the LRU order, so a chain is evicted
-        from its end and what remains of it can still be hit.
-        """
+        """Gives back one reference of each block of a table, the last first: so a chain is evicted from its end, and
+        what remains of it can still be hit."""
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:

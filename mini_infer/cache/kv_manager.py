@@ -38,7 +38,6 @@ class _UnderWay:
     """A transfer whose copies have not ended, and blocks that nobody owns any more but they still read or write."""
 
     request: Request | None  # None: it has been freed
-    to_host: bool
     table: list[int] = field(default_factory=list)  # of the device
     num_tokens: int = 0  # that lie in it
     host: list[int] = field(default_factory=list)
@@ -93,11 +92,8 @@ class KVManager:
     # --- prefix cache -------------------------------------------------------------------------------------------
 
     def match_prefix(self, request: Request) -> PrefixMatch:
-        """The longest cached prefix of the request's tokens, in whole blocks.
-
-        What the request needs logits of is left to compute: at least its last token. A sibling (n > 1) takes its
-        leader's prompt blocks directly, with the prefix cache on or off.
-        """
+        """The longest cached prefix of the request's tokens, in whole blocks, but for what it needs logits of. A
+        sibling (n > 1) takes its leader's prompt blocks directly, with the prefix cache on or off."""
         limit = request.num_reusable_tokens // self.block_size
         blocks: list[int] = []
         if self.prefix_caching:
@@ -239,7 +235,7 @@ class KVManager:
 
     def _start(self, request: Request, to_host: bool, pairs: list[tuple[int, int]]) -> Transfer:
         self._num_transfers += 1
-        self._under_way[self._num_transfers] = _UnderWay(request, to_host)
+        self._under_way[self._num_transfers] = _UnderWay(request)
         return Transfer(self._num_transfers, to_host, pairs)
 
     def _transfer_of(self, request: Request) -> _UnderWay | None:

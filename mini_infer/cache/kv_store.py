@@ -15,11 +15,9 @@ class KVStore:
         tensor [layers, planes, num_blocks, block_size, *shape]      of keys and values: planes 0 and 1
                                 |  \\_____ one block _____/
 
-    A slot is a token's place: slot = block * block_size + offset. Within a layer each plane is contiguous, which is
-    what paged kernels expect; keys and values together are one tensor as well, so that a gather of both is a single
-    operation.
-
-    It starts as zeros, because readers that gather whole blocks multiply unwritten slots by a probability of 0.
+    A slot is a token's place: slot = block * block_size + offset. Within a layer each plane is contiguous, as paged
+    kernels expect; keys and values are one tensor, so that a gather of both is one operation. It starts as zeros,
+    because readers that gather whole blocks multiply unwritten slots by a probability of 0.
 
     Args:
         scales: [layers, 2, num_kv_heads] float32, what 8-bit keys and values are multiplied by; default: ones.
@@ -40,8 +38,8 @@ class KVStore:
         self.device = device
         self.tensors: list[Tensor] = []
         self._scales: list[Tensor] | None = None
-        if (heads := layout.heads) is not None and heads.scaled:
-            scales = torch.ones(layout.num_layers, 2, heads.num_kv_heads, device=device) if scales is None else scales
+        if (keys := layout.keys) is not None and keys.scaled:
+            scales = torch.ones(layout.num_layers, 2, keys.shape[0], device=device) if scales is None else scales
             self._scales = list(scales.detach())
         # Views are made once: on a CPU, indexing costs as much as a small kernel.
         self._planes: dict[tuple[int, str], Tensor] = {}

@@ -27,22 +27,13 @@ class Plane:
         return (self,) if self.scales is None else (self, *self.scales.stored)
 
     @property
-    def bytes_per_token(self) -> int:
-        return sum(math.prod(plane.shape) * plane.dtype.itemsize for plane in self.stored)
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Keys and values [num_kv_heads, head_dim] of one dtype, alike in all layers."""
-
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
+    def scaled(self) -> bool:
+        """In 8 bits, with a scale for each head that all tokens share, beside the store's tensors."""
+        return self.dtype.itemsize == 1
 
     @property
-    def scaled(self) -> bool:
-        """In 8 bits, with a scale for each head of keys and of values, the same for all tokens."""
-        return self.dtype.itemsize == 1
+    def bytes_per_token(self) -> int:
+        return sum(math.prod(plane.shape) * plane.dtype.itemsize for plane in self.stored)
 
 
 @dataclass(frozen=True)
@@ -78,14 +69,14 @@ class KVLayout:
         return len(self.layers)
 
     @property
-    def heads(self) -> Heads | None:
-        """What `of_heads` was made of; None of any other layout."""
-        shape = self.layers[0][0].shape if self.layers else ()
-        if len(shape) != 2:
+    def keys(self) -> Plane | None:
+        """Plane "k" of shape (num_kv_heads, head_dim), where all layers keep that and values alike, as of
+        `of_heads`."""
+        keys = self.layers[0][0] if self.layers else None
+        if keys is None or len(keys.shape) != 2:
             return None
-        heads = Heads(*shape, self.layers[0][0].dtype)
-        plain = KVLayout.of_heads(self.num_layers, heads.num_kv_heads, heads.head_dim, heads.dtype)
-        return heads if self == plain else None
+        num_kv_heads, head_dim = keys.shape
+        return keys if self == KVLayout.of_heads(self.num_layers, num_kv_heads, head_dim, keys.dtype) else None
 
     def bytes_per_block(self, block_size: int) -> int:
         """Of all layers."""

@@ -147,9 +147,7 @@ class GraphsConfig:
 
     capture: When = When.auto  # CUDA graphs of decode steps, and in pieces of steps with prompts; never: of neither
     max_batch: int | None = None  # rows of the largest graph, larger batches run eagerly; default: max_num_seqs
-    max_prefill_tokens: int = (
-        2048  # tokens of the largest step captured in pieces, taken as the next multiple of 64; 0: none
-    )
+    max_prefill_tokens: int = 2048  # tokens of the largest step captured in pieces, in steps of 64; 0: none
 
     def __post_init__(self) -> None:
         coerce(self)
@@ -212,7 +210,11 @@ class EngineConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dicts of plain values, which `from_dict` takes back."""
-        return _plain(self)
+
+        def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+            return {name: value.value if isinstance(value, Enum) else value for name, value in items}
+
+        return dataclasses.asdict(self, dict_factory=plain)
 
 
 def _build(cls: type, values: Any, path: str) -> Any:
@@ -235,12 +237,6 @@ def _build(cls: type, values: Any, path: str) -> Any:
             value = _build(hint_type, value, name)
         kwargs[key] = value
     return cls(**kwargs)
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    return value.value if isinstance(value, Enum) else value
 
 
 def replace(config: EngineConfig, **sections: dict[str, Any]) -> EngineConfig:

@@ -58,6 +58,12 @@ class Transfer(NamedTuple):
     to_host: bool
     pairs: list[tuple[int, int]]  # (source block, destination block)
 
+    def copy(self, device: Any, host: Any) -> None:
+        """Of arrays by block."""
+        source, destination = (device, host) if self.to_host else (host, device)
+        for place, other in self.pairs:
+            destination[other] = source[place]
+
 
 class StepPlan(NamedTuple):
     """One step's batch, row by row. Row i computes tokens [starts[i], starts[i] + counts[i]) of the request at

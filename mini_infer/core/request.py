@@ -153,6 +153,11 @@ class RequestMetrics:
     num_cached_tokens: int
     num_preemptions: int
 
+    @classmethod
+    def of(cls, request: Request) -> RequestMetrics:
+        cached, times = request.num_cached_tokens or 0, tuple(request.token_times)
+        return cls(request.arrival_time, request.first_scheduled_time, times, cached, request.num_preemptions)
+
 
 @dataclass(slots=True)  # not frozen: hundreds are made in a step, and a frozen one costs three times as much
 class CompletionOutput:

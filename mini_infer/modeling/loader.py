@@ -135,4 +135,4 @@ def resolve_dtype(config: ModelConfig, spec: ModelSpec, device: torch.device) ->
         if spec.dtype is not None or config.load_format is not LoadFormat.auto:
             return spec.dtype or torch.bfloat16
         return checkpoint_dtype(resolve_folder(config.path))
-    return {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}[config.dtype]
+    return getattr(torch, config.dtype.value)

@@ -42,14 +42,12 @@ class CheckpointTensor:
 
 
 class Model(nn.Module):
-    """A decoder-only model on one device.
+    """A decoder-only model on one device, with hidden states and logits of one `dtype`.
 
     On the meta device it takes no memory, and all but `forward` and `compute_logits` can be asked of it: that is how
     sizes are known before weights are loaded.
 
     Attributes:
-        dtype: of hidden states and logits.
-        kv_layout: what the KV cache holds of a token in each layer.
         kv_scales: [layers, 2, num_kv_heads] float32, what 8-bit keys and values are multiplied by; None where they are
             kept in `dtype`.
     """
@@ -85,11 +83,8 @@ class Model(nn.Module):
 
     @abstractmethod
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
-        """Random weights of the true shapes, norms' ones apart, which are 1.
-
-        `draw` fills a floating tensor in place. Called in one order, it draws the same from run to run and, but for
-        rounding, in every dtype.
-        """
+        """Random weights of the true shapes, norms' ones apart, which are 1. `draw` fills a floating tensor in place;
+        called in one order, it draws the same from run to run and, but for rounding, in every dtype."""
 
     def weight_bytes(self) -> int:
         """Bytes that the weights take on the device, shared ones once; also where they are not loaded."""

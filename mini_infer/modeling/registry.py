@@ -16,21 +16,9 @@ from mini_infer.modeling.transformers_probe import transformers_spec
 from mini_infer.quantization.checkpoint_config import checkpoint_format
 
 
-def decoder_spec(
-    architecture: str,
-    config: Any,
-    source: str,
-    windows: tuple[int | None, ...],
-    *,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-) -> ModelSpec:
-    """A model whose layers differ in their windows alone, for modeling/decoder.py.
-
-    Raises ModelError for what the decoder does not do.
-    """
+def decoder_spec(name: str, config: Any, source: str, mlp_bias: bool = False, **attends: bool) -> ModelSpec:
+    """A model whose layers differ in their windows alone, for modeling/decoder.py. `attends`: what more AttentionSpec
+    has. Raises ModelError for what the decoder does not do."""
     if config.hidden_act != "silu":
         raise ModelError(f"{source}: hidden_act is {config.hidden_act!r}; only 'silu' is supported")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -40,15 +28,13 @@ def decoder_spec(
     if head_dim % 2:
         raise ModelError(f"{source}: head_dim={head_dim} is odd, which rotary embedding cannot be")
     rope = rope_spec(config, source)
-    attention = AttentionSpec(
-        heads, kv_heads, head_dim, head_dim**-0.5, rope=rope, qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm
-    )
+    attention = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope=rope, **attends)
     mlp = MLPSpec(config.intermediate_size, mlp_bias)
     return ModelSpec(
-        architecture=architecture,
+        architecture=name,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        layers=tuple(LayerSpec(replace(attention, window=window), mlp) for window in windows),
+        layers=tuple(LayerSpec(replace(attention, window=window), mlp) for window in layer_windows(config, source)),
         norm_eps=config.rms_norm_eps,
         tie_word_embeddings=config.tie_word_embeddings,
         max_model_len=stretched_length(config),
@@ -69,12 +55,14 @@ def stretched_length(config: Any) -> int:
 
 
 def layer_windows(config: Any, source: str) -> tuple[int | None, ...]:
-    """Each layer's window, by the config's layer_types."""
-    known = {"full_attention": None, "sliding_attention": config.sliding_window}
-    for kind in config.layer_types:
+    """Each layer's window, by the config's layer_types, or the one that it has for all."""
+    window = None if config.model_type == "llama" else config.sliding_window  # Llama's code has none
+    known = {"full_attention": None, "sliding_attention": window}
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    for kind in kinds:
         if kind not in known:
             raise ModelError(f"{source}: layer type {kind!r} is not supported; only {', '.join(known)} are")
-    return tuple(known[kind] for kind in config.layer_types)
+    return tuple(known[kind] for kind in kinds)
 
 
 def rope_spec(config: Any, source: str) -> RopeSpec:
@@ -97,31 +85,19 @@ def rope_spec(config: Any, source: str) -> RopeSpec:
     return RopeSpec(theta, tuple(scaled.tolist()), float(attention_factor))
 
 
-def _llama(name: str, config: Any, source: str) -> ModelSpec:
-    bias, windows = config.attention_bias, (None,) * config.num_hidden_layers
-    return decoder_spec(name, config, source, windows, qkv_bias=bias, o_bias=bias, mlp_bias=config.mlp_bias)
-
-
-def _qwen2(name: str, config: Any, source: str) -> ModelSpec:
-    return decoder_spec(name, config, source, layer_windows(config, source), qkv_bias=True)
-
-
-def _qwen3(name: str, config: Any, source: str) -> ModelSpec:
-    bias, windows = config.attention_bias, layer_windows(config, source)
-    return decoder_spec(name, config, source, windows, qkv_bias=bias, o_bias=bias, qk_norm=True)
-
-
-def _mistral(name: str, config: Any, source: str) -> ModelSpec:
-    return decoder_spec(name, config, source, (config.sliding_window,) * config.num_hidden_layers)
-
-
 # Architecture -> the model_type of its transformers config class, which knows defaults and older spellings, and what
-# makes the spec of (architecture, config, source).
-ARCHITECTURES: dict[str, tuple[str, Callable[[str, Any, str], ModelSpec]]] = {
-    "LlamaForCausalLM": ("llama", _llama),
-    "Qwen2ForCausalLM": ("qwen2", _qwen2),
-    "Qwen3ForCausalLM": ("qwen3", _qwen3),
-    "MistralForCausalLM": ("mistral", _mistral),
+# `decoder_spec` is told of it.
+ARCHITECTURES: dict[str, tuple[str, Callable[[Any], dict[str, bool]]]] = {
+    "LlamaForCausalLM": (
+        "llama",
+        lambda c: {"qkv_bias": c.attention_bias, "o_bias": c.attention_bias, "mlp_bias": c.mlp_bias},
+    ),
+    "Qwen2ForCausalLM": ("qwen2", lambda c: {"qkv_bias": True}),
+    "Qwen3ForCausalLM": (
+        "qwen3",
+        lambda c: {"qkv_bias": c.attention_bias, "o_bias": c.attention_bias, "qk_norm": True},
+    ),
+    "MistralForCausalLM": ("mistral", lambda c: {}),
 }
 
 # A config.json without these would silently get the sizes of the family's 7B model.
@@ -156,10 +132,9 @@ def parse_spec(raw: dict[str, Any], source: str, implementation: Implementation 
             raise ModelError(f"{source}: missing {', '.join(missing)}")
         from transformers import AutoConfig  # takes seconds to import, and a dry model needs none of it
 
-        model_type, read = ARCHITECTURES[name]
-        values = {key: value for key, value in raw.items() if key != "model_type"}
-        spec = read(name, AutoConfig.for_model(model_type, **values), source)
-        return replace(spec, quantization=quantization)
+        model_type, parts = ARCHITECTURES[name]
+        config = AutoConfig.for_model(model_type, **{key: raw[key] for key in raw if key != "model_type"})
+        return replace(decoder_spec(name, config, source, **parts(config)), quantization=quantization)
     except ModelError:
         raise
     except Exception as error:  # transformers raises whatever its validators do

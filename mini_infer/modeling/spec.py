@@ -28,11 +28,6 @@ class AttentionSpec:
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head's q and k
 
-    @property
-    def activation_width(self) -> int:
-        """Numbers of a token: q, k and v merged, and q again."""
-        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-
 
 @dataclass(frozen=True)
 class MLPSpec:
@@ -40,10 +35,6 @@ class MLPSpec:
 
     intermediate_size: int
     bias: bool = False
-
-    @property
-    def activation_width(self) -> int:
-        return 3 * self.intermediate_size
 
 
 @dataclass(frozen=True)
@@ -92,8 +83,10 @@ class ModelSpec:
     @property
     def activation_width(self) -> int:
         """About how many numbers a token takes in the widest layer, counted as if none were freed before its end."""
-        widths = (layer.attention.activation_width + layer.feed_forward.activation_width for layer in self.layers)
-        return 4 * self.hidden_size + max(widths)
+        heads, head_dim = self.attention.num_heads + self.attention.num_kv_heads, self.attention.head_dim
+        # The stream and its norms; q, k and v merged, and q again; gate, up and their product.
+        widest = max(layer.feed_forward.intermediate_size for layer in self.layers)
+        return 4 * self.hidden_size + 2 * heads * head_dim + 3 * widest
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """Of a model that computes in `dtype`."""

@@ -9,7 +9,7 @@ results on the host fails there, for it finds none.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -53,9 +53,8 @@ def transformers_spec(raw: dict[str, Any], names: list[str], source: str, ours: 
             f"{ours}, and what transformers knows as a causal language model by its model_type"
         )
     try:
-        for refused, reason in _refusals(config, architecture):
-            if refused:
-                raise _CannotServeError(reason)
+        if (reason := _refusal(config, architecture)) is not None:
+            raise _CannotServeError(reason)
         calls, hidden_size, vocab_size = _probe(config)
     except _CannotServeError as error:
         name = architecture.__name__
@@ -110,37 +109,32 @@ def _remembering_mask(mask_function: Callable[..., Tensor], q_length: int, kv_le
     return mask
 
 
-def _refusals(config: Any, architecture: Any) -> Iterator[tuple[object, str]]:
-    """(whether it holds, reason) of all that a config can say."""
-    yield config.is_encoder_decoder, "it is the decoder of an encoder-decoder, which attends to an encoder's states"
-    yield config.get_text_config() is not config, "it takes more than text, and only decoders of text are served"
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    others = ", ".join(kinds)
-    yield (
-        getattr(architecture, "_is_stateful", False) or any("attention" not in kind for kind in kinds),
-        f"its layers keep a state{f' ({others})' if kinds else ''} that is not each token's keys and values, which is "
-        "all the cache holds",
-    )
-    yield kinds, f"layers of kind {others} are not supported; only full and sliding attention are"
-    yield (
-        getattr(config, "alibi", config.model_type in _ALIBI),
-        "it uses ALiBi, a bias of positions on attention scores, which no attention backend here does",
-    )
-    yield (
-        not architecture._can_set_attn_implementation(),
-        "its code attends by itself, not through an attention function that could be replaced",
-    )
-    yield (
-        not getattr(config, "max_position_embeddings", None),
-        "its config does not say how many positions there are (max_position_embeddings)",
-    )
+def _refusal(config: Any, architecture: Any) -> str | None:
+    """Why a config says that it cannot be served, or None."""
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    kinds = ", ".join(others)
+    stateful = getattr(architecture, "_is_stateful", False) or any("attention" not in kind for kind in others)
     rope = getattr(config, "rope_parameters", None) or {}
-    for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = values.get("rope_type")
-        yield (
-            kind in ("dynamic", "longrope"),
-            f"rope type {kind} changes the keys already cached as a sequence grows",
-        )
+    ropes = [values.get("rope_type") for values in (rope, *rope.values()) if isinstance(values, dict)]
+    stretched = next((kind for kind in ropes if kind in ("dynamic", "longrope")), None)
+    reasons = {
+        "it is the decoder of an encoder-decoder, which attends to an encoder's states": config.is_encoder_decoder,
+        "it takes more than text, and only decoders of text are served": config.get_text_config() is not config,
+        f"its layers keep a state{f' ({kinds})' if kinds else ''} that is not each token's keys and values, which is "
+        "all the cache holds": stateful,
+        f"layers of kind {kinds} are not supported; only full and sliding attention are": kinds,
+        "it uses ALiBi, a bias of positions on attention scores, which no attention backend here does": getattr(
+            config, "alibi", config.model_type in _ALIBI
+        ),
+        "its code attends by itself, not through an attention function that could be replaced": (
+            not architecture._can_set_attn_implementation()
+        ),
+        "its config does not say how many positions there are (max_position_embeddings)": (
+            not getattr(config, "max_position_embeddings", None)
+        ),
+        f"rope type {stretched} changes the keys already cached as a sequence grows": stretched,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _probe(config: Any) -> tuple[list[AttentionSpec], int, int]:

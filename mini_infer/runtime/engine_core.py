@@ -107,7 +107,8 @@ class EngineCore:
             if executing is None:
                 self._start_over()
             else:
-                self._give_up(executing)
+                # Only the KV of its requests is unknown now: blocks become shareable once their step is booked.
+                self.post_ended(self.scheduler.fail(executing))
             raise
         if not self.scheduler.num_unfinished:
             self.drop_in_flight()
@@ -120,11 +121,6 @@ class EngineCore:
             num_dropped = sum(ending.num_dropped for ending in endings)
             # Where nothing was read, what was just launched is told of when it is.
             self._observe(step or _InFlightStep(StepPlan(plan.step), None, kv, 0), result, updates, num_dropped, end)
-
-    def _give_up(self, plan: StepPlan) -> None:
-        """The KV of the plan's requests is unknown now. Nobody else's is: blocks become shareable only once their step
-        is booked."""
-        self.post_ended(self.scheduler.fail(plan))
 
     def _start_over(self) -> None:
         """After an error or an interrupt in the bookkeeping itself nothing in it can be trusted."""

@@ -8,14 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import NoneType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import RequestError
 from mini_infer.core.request import Request, RequestOutput, SamplingParams
 from mini_infer.runtime.engine_core import EngineCore
-from mini_infer.runtime.executor import make_executor
+from mini_infer.runtime.executor.base import make_executor
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.text.detokenizer import Detokenizer
 from mini_infer.runtime.text.grammar import CompiledGrammar, GrammarCompiler
@@ -184,15 +184,12 @@ class LLMEngine:
             raise RequestError(f"a request {request_id!r} is running already: choose another request_id", "request_id")
         checked_text(cache_salt, "cache_salt")
         checked = self._check(prompt, params)
-        return self._enqueue(checked, request_id, priority, arrival_time, cache_salt, stream)
+        about: dict[str, Any] = {"priority": priority, "arrival_time": arrival_time, "cache_salt": cache_salt}
+        return self._enqueue(checked, request_id, stream, **about)
 
     def prepare(self, params: SamplingParams) -> None:
-        """Does beforehand what takes long when a request is added: a new grammar is compiled, and for the first one the
-        vocabulary is read. May be called in any thread, while the engine works in its own.
-
-        Raises:
-            RequestError: the grammar cannot be followed.
-        """
+        """Does beforehand what takes long when a request is added: a new grammar is compiled. May be called in any
+        thread, while the engine works in its own. Raises RequestError where the grammar cannot be followed."""
         if params.grammar is not None:
             self._grammars.compile(params.grammar)
 
@@ -236,11 +233,10 @@ class LLMEngine:
         self,
         checked: _Checked,
         request_id: str | None = None,
-        priority: int = 0,
-        arrival_time: float | None = None,
-        cache_salt: str = "",
         stream: bool = True,
         inbox: deque[RequestOutput] | None = None,
+        arrival_time: float | None = None,
+        **about: Any,
     ) -> str:
         text, token_ids, params, grammar = checked
         number = self._num_requests
@@ -262,11 +258,10 @@ class LLMEngine:
                 eos_token_ids=self.executor.eos_token_ids,
                 # The n completions differ, and none of them repeats the request with the next seed.
                 seed=(seed + index * 0x9E3779B97F4A7C15) % 2**63,
-                priority=priority,
                 arrival_time=self.clock() if arrival_time is None else arrival_time,
-                cache_salt=cache_salt,
                 fork_of=leader,
                 constraint=None if grammar is None else grammar.start(),
+                **about,
             )
             leader = leader or request
             sequences.append((request, Detokenizer(self.tokenizer, params, token_ids)))

@@ -55,10 +55,7 @@ class DraftKV:
         """Takes in what has been swapped, who has come, which tables have grown, and where requests stand now. For
         every plan, in order."""
         for transfer in plan.transfers:
-            stores = self._complete, self._on_host
-            source, destination = stores if transfer.to_host else stores[::-1]
-            for place, other in transfer.pairs:
-                destination[other] = source[place]
+            transfer.copy(self._complete, self._on_host)
         for req_index, first, blocks in plan.growths:
             self._tables[req_index, first : first + len(blocks)] = blocks
             self._complete[blocks] = False

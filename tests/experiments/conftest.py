@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+import logging
+import runpy
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
@@ -23,8 +29,27 @@ ROOT = Path(__file__).resolve().parents[2]
 TEST_CONF = Path(__file__).resolve().parent / "conf"  # experiment=probe
 
 
+@pytest.fixture(scope="session", autouse=True)
+def configs_are_parsed_once() -> Iterator[None]:
+    """Hydra parses some forty files for a composition, and the same ones for the next."""
+    parse, known = yaml.load, {}
+
+    def parse_once(stream: Any, Loader: Any) -> Any:
+        if Loader.__name__ != "OmegaConfLoader":  # which copies what it is given
+            return parse(stream, Loader)
+        text = stream.read()
+        if text not in known:
+            known[text] = parse(text, Loader)
+        return copy.deepcopy(known[text])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(yaml, "load", parse_once)
+        patch.setattr(schema, "register", cache(schema.register))
+        yield
+
+
 @pytest.fixture(scope="session")
-def compose_config() -> Callable[..., DictConfig]:
+def compose_config(configs_are_parsed_once: None) -> Callable[..., DictConfig]:
     schema.register(ROOT / "conf")
     OmegaConf.register_new_resolver("lab.help", lambda: "", replace=True)
 
@@ -35,6 +60,28 @@ def compose_config() -> Callable[..., DictConfig]:
             return compose("config", overrides=[*here, *overrides])
 
     return lambda *overrides: copy.deepcopy(composed(*overrides))
+
+
+@pytest.fixture
+def run_py(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs run.py as if its arguments had been typed, in this process, which has imported all that it needs. Returns
+    the exit code; what it prints is capsys's."""
+
+    def run(*arguments: str) -> int:
+        handlers, on_sigterm = list(logging.root.handlers), signal.getsignal(signal.SIGTERM)
+        with monkeypatch.context() as patch:
+            patch.setenv("HYDRA_FULL_ERROR", "1")  # run.py sets it; here it is taken back afterwards
+            patch.setattr(sys, "argv", [str(ROOT / "run.py"), *arguments])
+            try:
+                runpy.run_path(str(ROOT / "run.py"), run_name="__main__")
+            except SystemExit as ended:
+                return ended.code if isinstance(ended.code, int) else 1
+            finally:
+                logging.root.handlers[:] = handlers  # Hydra has put its own there
+                signal.signal(signal.SIGTERM, on_sigterm)
+        return 0
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -109,5 +156,5 @@ def virtual_time(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
     monkeypatch.setattr(subjects, "LLMEngine", engine)
     monkeypatch.setattr(lending, "clock", clock)
     # The dry model's sleep alone: a thread that another test left behind must not move this clock.
-    monkeypatch.setattr(dry, "time", SimpleNamespace(sleep=clock.sleep))
+    monkeypatch.setattr(dry, "time", SimpleNamespace(sleep=clock.sleep, perf_counter=clock))
     return clock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from omegaconf import OmegaConf, open_dict
 
 from experiments.lab import axes, catalog
 from experiments.lab.execute import execute
+from experiments.lab.judge import exact_gate, logit_gate
 from experiments.lab.kernels import timer as kernel_timer
+from experiments.lab.store import result as store
 
 pytestmark = pytest.mark.slow  # together they take half a minute
 
@@ -94,6 +97,37 @@ def quick_kernels(monkeypatch) -> None:
     monkeypatch.setattr(kernel_timer, "MAX_COPIES", 2)
 
 
+@pytest.fixture(autouse=True)
+def quick_gates(monkeypatch) -> None:
+    """Settings that a gate has seen, of whichever experiment, are not asked again. Of the probes, all of which
+    test_lab_exact_gate.py asks, few are: equal blocks behind other beginnings, and the end of a chunk."""
+    monkeypatch.setattr(exact_gate, "probes", lambda whole=False: _few(PROBES(whole)))
+    monkeypatch.setattr(exact_gate.ExactGate, "_gate", _gate_once)
+    monkeypatch.setattr(logit_gate, "measure", _logits_once)
+
+
+PROBES, GATE, LOGITS = exact_gate.probes, exact_gate.ExactGate._gate, logit_gate.measure
+GATES: list = []  # what was asked, and the gate
+ERRORS: list = []
+
+
+def _few(probes):
+    chosen = [*probes[2:5], *(probe for probe in probes if len(probe[0]) == exact_gate.CHUNK + 1)]
+    return [(prompt, replace(params, max_tokens=10)) for prompt, params in chosen]
+
+
+def _gate_once(self, variant, point, *asked):
+    if all(known != asked for known, _ in GATES):
+        GATES.append((asked, GATE(self, variant, point, *asked)))
+    return next(replace(gate, variant=variant, point=point) for known, gate in GATES if known == asked)
+
+
+def _logits_once(config):
+    if all(known != config for known, _ in ERRORS):
+        ERRORS.append((config, LOGITS(config)))
+    return next(error for known, error in ERRORS if known == config)
+
+
 @pytest.mark.parametrize(("name", "scale"), [(name, scale) for name, scale in EVERY if name not in NEEDS_TRITON])
 def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
     places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
@@ -128,6 +162,9 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
 
     (table,) = _tables(tmp_path, name)
     rows = list(csv.DictReader(table.open()))
+    gates = [gate for gate in store.read(table.with_suffix(".json")).info.gates if gate.against]
+    assert all(gate.passed for gate in gates)  # each request gets what it is answered alone
+    assert name not in PAIRED or {gate.variant for gate in gates} == set(config.experiment.variants)
     assert {row["variant"] for row in rows}
     if name not in OWN:
         wrong = {row["reason"] for row in rows if row["valid"] == "false"}

@@ -119,7 +119,7 @@ def test_a_model_in_a_folder_is_named_by_it(compose_config, checkpoint):
 
 def test_what_a_scale_says_is_merged_after_the_experiment_and_before_the_command_line(compose_config):
     config = settle(compose_config, "prefix_cache", "scale=7b").config
-    assert (config.engine.cache.memory_gib, config.engine.model.device.value) == (34, "cuda")
+    assert (config.engine.cache.memory_gib, config.engine.model.device.value) == (31, "cuda")
     assert settle(compose_config, "prefix_cache", "scale=7b", "engine.cache.memory_gib=20").config.engine.cache[
         "memory_gib"
     ] == 20  # fmt: skip
@@ -129,11 +129,13 @@ def test_what_a_scale_says_is_merged_after_the_experiment_and_before_the_command
 def test_over_http_every_variant_is_served(compose_config):
     settled = settle(compose_config, "prefix_cache", "scale=7b", "via=http")
     experiment = Ablation.from_config(settled.config)
-    assert {cell.kind for cell in experiment._cells.values()} == {Kind.served}
+    kinds = {cell.variant: cell.kind for cell in experiment._cells.values()}
+    assert kinds == {"off": Kind.served, "on": Kind.served, "vllm": Kind.vllm_served, "off again": Kind.served}
+    assert list(experiment._gated) == ["off", "on"]  # no engine is measured on a GPU without a gate
     assert "client_busy" in experiment.metrics
     assert settled.axes.procedure.startswith("mini-infer-serve answers over HTTP")
-    with pytest.raises(ConfigError, match=r"vLLM is not served over HTTP by us: .*via=url"):
-        Ablation.from_config(settle(compose_config, "prefix_cache", "via=http", "system=vllm").config)
+    with pytest.raises(ConfigError, match=r"transformers.generate is not served over HTTP by us: .*via=url"):
+        Ablation.from_config(settle(compose_config, "prefix_cache", "via=http", "system=hf").config)
 
 
 def test_any_server_is_asked_by_its_address(compose_config):
@@ -227,6 +229,23 @@ def test_compare_with_what_was_published(repository):
     assert text.index(OTHER_MACHINE) < text.index("B/A")
     with pytest.raises(StoreError, match="was not published at HEAD~1"):
         runs.published(path, "HEAD~1", folder)
+    with pytest.raises(StoreError, match="git knows no revision 'nonsense'"):
+        runs.published(path, "nonsense", folder)
+
+
+def test_what_was_published_is_found_where_it_lay_then(repository):
+    root, git = repository
+    path = store.write(root / "results", demo())
+    moved = path.parents[1] / "h200" / path.name
+    git("add", "results")
+    git("commit", "-qm", "published")
+    moved.parent.mkdir()
+    for old in path.parent.iterdir():
+        git("mv", str(old), str(moved.parent))
+    git("commit", "-qm", "moved")
+    folder = root / "was"
+    folder.mkdir()
+    assert store.read(runs.published(moved, "HEAD~1", folder)) == store.read(moved)
 
 
 def test_stale_results_are_those_whose_code_has_commits_since(repository):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.lab.measure import clocks, nvml
+from experiments.lab.measure import clocks
 
 REAL_TAKE = clocks.take
 
@@ -47,16 +47,16 @@ class Library:
 
 
 def test_a_gpu_tells_clock_power_temperature_and_energy(monkeypatch):
-    gpu = nvml.Gpu(Library(), None)
-    assert gpu.read() == nvml.GpuState(1980.0, 700.0, 61.0, 1070.0)
-    monkeypatch.setattr(nvml, "find", lambda device: gpu)
+    gpu = clocks.Gpu(Library(), None)
+    assert gpu.read() == clocks.GpuState(1980.0, 700.0, 61.0, 1070.0)
+    monkeypatch.setattr(clocks, "find_gpu", lambda device: gpu)
     watch = clocks.Watch("cuda")
     assert watch.after(watch.before()).joules == 70.0
     assert watch.medians() == {"clock_mhz": 1980.0, "power_w": 700.0, "temperature_c": 61.0}
-    assert nvml.Gpu(Library(failed=3), None).read() is None
+    assert clocks.Gpu(Library(failed=3), None).read() is None
 
 
 def test_where_nobody_knows_the_gpu_nothing_depends_on_it():
-    assert nvml.find("cpu") is None
+    assert clocks.find_gpu("cpu") is None
     watch = clocks.Watch("cpu")
     assert (watch.after(watch.before()).joules, watch.medians()) == (None, {})

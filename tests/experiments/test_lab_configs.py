@@ -1,7 +1,5 @@
 """Every config composes and converts; every mistake in one is an error that names the key and the way out."""
 
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,13 +41,6 @@ def test_every_experiment_composes_and_checks_its_settings(compose_config, name,
         assert (ROOT / path).is_file(), path
     for plot in experiment.spec.plots:
         assert {panel.metric for panel in plot.panels} <= set(experiment.metrics)
-
-
-@pytest.mark.parametrize(("group", "option"), GROUPS)
-def test_every_option_composes_into_valid_settings(compose_config, group, option):
-    config = compose_config(f"{group}={option}")
-    schema.engine_config(config.engine)
-    assert schema.workload(config).in_flight >= 1
 
 
 def test_the_default_config_is_the_engines_own(compose_config):
@@ -148,31 +139,21 @@ def test_a_mistake_in_an_experiment_is_found_before_anything_runs(compose_config
         raise ConfigError(text)
 
 
-def run_py(monkeypatch, *arguments):
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # run.py sets it; here it is taken back afterwards
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "run.py"), *arguments])
-    runpy.run_path(str(ROOT / "run.py"), run_name="__main__")
-
-
 @pytest.mark.parametrize("arguments", [[], ["experiment=quikstart"], ["report", "everything"]])
-def test_the_program_ends_with_code_2_and_no_traceback(monkeypatch, capsys, arguments):
-    with pytest.raises(SystemExit) as ended:
-        run_py(monkeypatch, *arguments)
-    assert ended.value.code == 2
+def test_the_program_ends_with_code_2_and_no_traceback(run_py, capsys, arguments):
+    assert run_py(*arguments) == 2
     shown = capsys.readouterr().err
     assert "Traceback" not in shown
     if not arguments:
         assert all(name in shown for name in catalog.experiments(CONF))
 
 
-def test_help_lists_experiments_with_their_questions_and_all_groups(monkeypatch, capsys):
-    with pytest.raises(SystemExit) as ended:
-        run_py(monkeypatch, "--help")
-    assert ended.value.code == 0
+def test_help_lists_experiments_with_their_questions_and_all_groups(run_py, capsys):
+    assert run_py("--help") == 0
     shown = capsys.readouterr().out
-    for name, question in catalog.experiments(CONF).items():
+    for name, node in catalog.experiments(CONF).items():
         assert name in shown
-        assert question in shown
+        assert str(node.experiment.question).strip() in shown
     for group, option in GROUPS:
         assert group in shown
         assert option in shown

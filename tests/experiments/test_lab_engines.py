@@ -13,7 +13,6 @@ from experiments.lab.measure.kinds import Kind
 from experiments.lab.peers.base import PeerError
 from experiments.lab.show import report
 from experiments.lab.show.answer import answer
-from experiments.lab.show.effects import judgements
 from experiments.lab.store import result as store
 from mini_infer.core.errors import ConfigError
 
@@ -43,7 +42,7 @@ def test_an_absent_peer_is_told_and_is_no_error(with_vllm, tmp_path, baseline, c
     assert {row.reason for row in absent} == {"absent: vLLM is measured on a CUDA device, and this run is on the CPU"}
     assert not any(row.valid for row in absent)
     assert all(row.valid for row in result.rows if row.variant == "engine")
-    assert {j.reason for j in judgements(result)} == {"not measured, because transformers is absent"}
+    assert {j.reason for j in result.judgements} == {"not measured, because transformers is absent"}
     assert result.info.gates == ()
     assert "Absent: vLLM." in answer(result)
     assert "- vLLM is absent: vLLM is measured on a CUDA device, and this run is on the CPU." in page

@@ -199,7 +199,7 @@ def test_what_points_say_stands_in_the_svg_as_often_as_there_are_points():
     gates = [equal("new", f"concurrency={n}") for n in (1, 8)]
     given = result(gates=gates, variants={"base": 'a "b" <c>', "new": "on"})
     lines = PanelSpec("ttft_p50_ms", PanelKind.lines, x="workload.concurrency")
-    text = frame.svg(panels.draw(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"), lines)), given))
+    text = frame.svg(panels.draw(PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"), lines)), given), "f")
     root = ElementTree.fromstring(text)  # a name with quotes breaks nothing
     told = {e.get("data-tip"): e for e in root.iter() if e.get("data-tip")}
     of_lines = [tip for tip in told if frame.NEXT in tip]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from made_up import result
 
-from experiments.lab.show.screen import moved
+from experiments.lab.show.pages import moved
 from experiments.lab.store.history import commits_since
 
 
@@ -60,5 +60,5 @@ def test_where_git_cannot_tell_nobody_says_that_it_can(repository, tmp_path_fact
 def test_the_words_for_it():
     info = result().info
     assert [moved(info, lambda _, n=n: n) for n in (None, 0, 1, 12)] == [
-        "not known", "", "1 commit since", "12 commits since",
+        "no git history here", "as measured", "1 commit since", "12 commits since",
     ]  # fmt: skip

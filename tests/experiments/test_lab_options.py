@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from hydra.errors import MissingConfigException
-from omegaconf import OmegaConf
 
 from experiments.lab import catalog, schema
 from experiments.lab.commands import COMMANDS
@@ -40,31 +39,26 @@ def choices(cls=EngineConfig, prefix=""):
 MECHANISMS = [(key, values) for key, values in choices() if key not in NO_MECHANISM]
 
 
-@pytest.fixture(scope="module")
-def reached(compose_config):
-    """Every value that a setting takes by the choice of one option of one group."""
-    found = {key: set() for key, _ in MECHANISMS}
-    models = {OmegaConf.load(CONF / "model" / f"{name}.yaml").get("load_format"): name for name in GROUPS["model"]}
-    engine_groups = {group: options for group, options in GROUPS.items() if group.startswith("engine/")}
-    for group, options in {**engine_groups, "model": models.values()}.items():
-        for option in options:
-            engine = schema.engine_config(compose_config(f"{group}={option}").engine)
-            for key in found:
-                value = engine
-                for part in key.split("."):
-                    value = getattr(value, part)
-                found[key].add(value)
-    return found
-
-
 def test_the_mechanisms_are_found():
     assert {"cache.layout", "cache.prefix_caching", "scheduler.chunked_prefill"} <= {key for key, _ in MECHANISMS}
     assert {key for key, _ in choices()} >= NO_MECHANISM
 
 
-@pytest.mark.parametrize(("key", "values"), MECHANISMS, ids=[key for key, _ in MECHANISMS])
-def test_every_mechanism_has_a_group_for_all_it_can_be(reached, key, values):
-    assert reached[key] == set(values)
+def test_every_option_is_valid_and_every_mechanism_has_one_for_all_it_can_be(compose_config):
+    reached = {key: set() for key, _ in MECHANISMS}
+    for group, option in [(group, option) for group, options in GROUPS.items() for option in options]:
+        config = compose_config(f"{group}={option}")
+        try:
+            engine, workload = schema.engine_config(config.engine), schema.workload(config)
+        except ConfigError as error:
+            pytest.fail(f"{group}={option}: {error}")
+        assert workload.in_flight >= 1, f"{group}={option}"
+        for key in reached if group == "model" or group.startswith("engine/") else ():
+            value = engine
+            for part in key.split("."):
+                value = getattr(value, part)
+            reached[key].add(value)
+    assert reached == {key: set(values) for key, values in MECHANISMS}
 
 
 def test_the_prefix_cache_follows_the_layout_unless_it_is_chosen(compose_config):

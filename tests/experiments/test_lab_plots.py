@@ -68,7 +68,7 @@ def test_the_same_result_gives_the_same_bytes():
     given = result(sizes=(1,))
     plot = PlotSpec("plot", "A title", (PanelSpec("output_tokens_per_s"), LINES))
     assert frame.png(draw_panels(plot, given), "demo") == frame.png(draw_panels(plot, given), "demo")
-    assert frame.svg(draw_panels(plot, given)) == frame.svg(draw_panels(plot, given))
+    assert frame.svg(draw_panels(plot, given), "f") == frame.svg(draw_panels(plot, given), "f")
 
 
 def test_bars_show_median_interval_and_every_repeat():

@@ -128,6 +128,24 @@ def test_an_odd_number_of_repeats_is_rounded_up_and_said(config, monkeypatch):
     assert found.notes[0].startswith("measure.repeats=5 was rounded up to 6: variants take turns in ABBA order")
 
 
+def test_peers_may_be_measured_in_fewer_processes(config, monkeypatch):
+    made = config("peers.processes=1")
+    OmegaConf.update(made, "experiment.variants.engine.kind", "hf", force_add=True)
+    own = [Ablation.from_config(processes.seeded(made, index)) for index in range(3)]
+    assert [experiment._left_out for experiment in own] == [set(), {"engine"}, {"engine"}]
+    assert [experiment._left_out for experiment in [Ablation.from_config(made)]] == [set()]
+    found_by(monkeypatch, *[findings(1.0)] * 3)
+    assert measure(made).notes[0].startswith("Other systems than mini-infer are measured in 1 of 3 processes")
+    alone = config("peers.processes=0", "system=hf")  # what is measured alone is measured
+    assert Ablation.from_config(alone)._left_out == set()
+
+
+def test_what_a_process_leaves_out_has_no_rows(config):
+    made = config("peers.processes=0", "measure.processes=1", "measure.gates=false", "model=tiny")
+    OmegaConf.update(made, "experiment.variants.engine.kind", "hf", force_add=True)
+    assert {row.variant for row in measure(made).rows} == {"transformers"}
+
+
 # --- stopped -------------------------------------------------------------------------------------------------------
 
 

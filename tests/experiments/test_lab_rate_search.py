@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from experiments import ablation
 from experiments.lab.judge import formulas, validity
 from experiments.lab.measure.kinds import Kind
-from experiments.lab.measure.rate_search import RateSearch, bisect
+from experiments.lab.measure.rate_search import RateSearch
 from experiments.lab.measure.session import Session
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
 from experiments.lab.show.progress import Steps
@@ -55,13 +55,6 @@ def measure(experiment):
 
 def found(findings):
     return [(row.value, row.reason) for row in findings.rows if row.metric == "slo_rate_rps"]
-
-
-@pytest.mark.parametrize("last", range(-1, 7))
-def test_bisection_finds_every_boundary_in_as_many_tries_as_steps(last):
-    tries = []
-    assert bisect(7, lambda index: (tries.append(index), index <= last)[1]) == last
-    assert len(tries) == 3
 
 
 def test_rates_rise_by_one_factor():

@@ -16,7 +16,7 @@ from experiments.lab.show import effects, pages, report
 from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.figures import frame
 from experiments.lab.show.grids import SCREEN, Sheet
-from experiments.lab.show.screen import screen
+from experiments.lab.show.pages import screen
 from experiments.lab.spec import PanelSpec, PlotSpec
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Sample, StoreError
@@ -115,7 +115,7 @@ def test_a_claim_on_an_absolute_figure_or_on_another_point():
     text = answer(result(claims=(absolute,)))
     assert re.match(r"Whole prompts: concurrency 1: time to first token 8\d\.\d ms\. ", text)
     text = answer(result(claims=(growth,)))
-    assert re.match(r"Whole prompts: concurrency 8: 3\.\d+x the time to first token of concurrency 1\.", text)
+    assert re.match(r"Whole prompts: concurrency 8: time to first token 3\.\d+x that at concurrency 1 \(", text)
 
 
 def test_the_baseline_beside_itself_stands_on_top_where_it_differs():
@@ -273,7 +273,7 @@ def test_a_report_says_what_was_found(tmp_path):
         "**There is no answer: its tokens differ from the baseline's",
         "| 2026-01-01, cpu | 1 x 5 | 0 | not measured | none | 2 inconclusive | **1 of 2 FAILED** | no git",
         "> **tokens differ from the baseline's**, on cpu",
-        "- **Peers**: none ran beside it; the original project +20 %.\n- **To reach**: 1.2x.",
+        "- **Peers**: none ran beside it.\n- **The original project**: +20 %.\n- **To reach**: 1.2x.",
         "<details><summary>Claims and gates</summary>",
         "at concurrency=1 | **supported** | 900 of 900 tokens | the gate |",
         "at concurrency=8 | **refuted** | 1 of 3 tokens (first difference: request 0, token 1: 2 became 5) | the gate",
@@ -369,18 +369,19 @@ def test_the_index_is_a_matrix_of_mechanisms_and_settings(tmp_path):
     header = next(index for index, line in enumerate(lines) if line.startswith("| mechanism"))
     assert lines[header] == "| mechanism | CPU | small | 7B | served | GPUs |"
     cells = [cell.strip() for cell in lines[header + 2].split("|")[1:-1]]
-    one = "[1.52x tokens/s](demo.md)<br>2 of 2 claims supported"
-    refuting = "[1.52x tokens/s](demo.md)<br>1 of 2 claims supported, **1 refuted**<br>*3 commits since*"
-    served = "[1.52x tokens/s](demo.small.http.md)<br>2 of 2 claims supported<br>*3 commits since*"
+    one = "[1.52x tokens/s (6,500 against 4,291)](demo.md)<br>2 of 2 claims supported"
+    refuting = one.replace("2 of 2 claims supported", "1 of 2 claims supported, **1 refuted**")
+    served = one.replace("demo.md", "demo.small.http.md")
     assert cells == ["demo", one, "", refuting, served, one]
     assert lines[header + 3] == "| other | [no claim](other.md) |  |  |  |  |"
-    assert lines[-1] == f"| [demo](demo.md) | cpu | `a=1` | {one} |"
+    assert lines[-3] == f"| [demo](demo.md) | cpu | `a=1` | {one} |"
+    assert lines[-1].startswith("Of the code as it is: [demo](demo.md), [other](other.md). For the others, commits")
 
 
 def test_the_index_warns_of_failed_gates(tmp_path):
     gates = [different("new", "concurrency=8")]
     index = (built(tmp_path, result(gates=gates, **PLAIN)) / "README.md").read_text()
-    assert "[no figure that counts](demo.md)" in index
+    assert "[no figure of tokens/s that counts (its tokens differ from the baseline's" in index
     assert "**tokens differ from the baseline's**" in index
 
 
@@ -412,10 +413,11 @@ def test_rebuilding_changes_no_byte(tmp_path):
 def test_two_processes_make_the_same_bytes(tmp_path):
     steps = engine_steps("base", 30) + engine_steps("new", 600)
     first = contents(built(tmp_path, result(steps=steps, requests=requests())))
-    command = [sys.executable, str(ROOT / "run.py"), "report"]
+    without_torch = "sys.modules['torch'] = None; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", f"import runpy, sys; {without_torch}", str(ROOT / "run.py"), "report"]
     command += ["--results", str(tmp_path / "results"), "--reports", str(tmp_path / "again")]
     environment = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
-    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=120, check=True)
+    subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, timeout=120, check=True)
     assert contents(tmp_path / "again") == first
 
 

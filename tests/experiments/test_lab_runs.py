@@ -10,7 +10,7 @@ from experiments.lab.execute import execute
 from experiments.lab.measure import lending
 from experiments.lab.measure.subjects import EngineSubject, Kind
 from experiments.lab.peers.hf import HFGenerate
-from experiments.lab.show import effects, report
+from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
 from experiments.lab.store import result as store
 from experiments.lab.workloads import Item
@@ -115,7 +115,7 @@ def test_planted_faults_are_caught(on_dry_model, monkeypatch, tmp_path, fault, p
     faulty = [row for row in result.rows if row.variant == "engine"]
     assert all((not row.valid and reason in row.reason) if reason else row.valid for row in faulty)
     assert all(row.valid for row in result.rows if row.variant != "engine")
-    assert {j.verdict.value for j in effects.judgements(result)} == {"inconclusive"}
+    assert {j.verdict.value for j in result.judgements} == {"inconclusive"}
     assert ("INVALID:" in path.read_text()) == bool(reason)
 
 

@@ -1,10 +1,9 @@
 """A run that is stopped, or that cannot be written, loses nothing that was measured."""
 
 import errno
-import runpy
+import os
 import shutil
-import subprocess
-import sys
+import signal
 import tempfile
 from pathlib import Path
 
@@ -14,11 +13,11 @@ from experiments.lab import execute
 from experiments.lab.measure import cells, rounds
 from experiments.lab.measure.rounds import IncompleteRun
 from experiments.lab.show import report
+from experiments.lab.show.progress import Steps
 from experiments.lab.store import result as store
 from experiments.lab.store.result import StoreError
 from mini_infer.core.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 PASSES = 2 * 2  # variants and points
 
 
@@ -171,45 +170,30 @@ def test_a_mistake_in_the_settings_is_no_incomplete_run():
         rounds.run([("the first round", work)])
 
 
-def test_ctrl_c_ends_the_program_with_its_own_code_and_no_traceback(monkeypatch, capsys, tmp_path):
+def test_ctrl_c_ends_the_program_with_its_own_code_and_no_traceback(run_py, monkeypatch, capsys, tmp_path):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    root = Path(__file__).resolve().parents[2]
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # run.py sets it; here it is taken back afterwards
     monkeypatch.setattr(execute, "execute", interrupted)
-    monkeypatch.setattr(sys, "argv", ["run.py", "experiment=quickstart", f"hydra.run.dir={tmp_path}"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(root / "run.py"), run_name="__main__")
-    assert ended.value.code == 130
+    assert run_py("experiment=quickstart", f"hydra.run.dir={tmp_path}") == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_time_limit_keeps_what_was_measured(tmp_path):
+def test_a_time_limit_keeps_what_was_measured(run_py, monkeypatch, tmp_path):
     """`timeout` and batch systems send SIGTERM."""
     places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
     slow = ["model=dry", "engine.model.dry.step_ms=30", "engine.model.dry.max_model_len=2048", "measure.repeats=50"]
-    few = [
-        "engine.model.device=cpu",
-        "workload.prompt_tokens=8",
-        "workload.output_tokens=9",
-    ]
-    command = [
-        sys.executable,
-        "run.py",
-        "experiment=overlap",
-        f"hydra.run.dir={tmp_path / 'out'}",
-        *places,
-        *slow,
-        *few,
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    while "repeat 2 of 50" not in process.stderr.readline():
-        assert process.poll() is None
-    process.terminate()
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    few = ["engine.model.device=cpu", "workload.prompt_tokens=8", "workload.output_tokens=9"]
+    shown, limits = Steps.next, iter([signal.SIGTERM])
+
+    def terminated(self, what):
+        shown(self, what)
+        if "repeat 2 of 50" in what:
+            for limit in limits:
+                os.kill(os.getpid(), limit)  # while the measuring process goes on
+
+    monkeypatch.setattr(Steps, "next", terminated)
+    assert run_py("experiment=overlap", f"hydra.run.dir={tmp_path / 'out'}", *places, *slow, *few) == 130
     (kept,) = (tmp_path / "results" / "overlap").glob("*/cpu/*.json")
     assert store.read(kept).info.status.startswith("incomplete: process 1 of 3: interrupted in ")

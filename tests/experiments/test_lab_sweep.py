@@ -1,13 +1,10 @@
 """Sweeps: a failing job is reported at the end and stops nobody, whichever launcher runs the jobs."""
 
+import importlib
 import importlib.util
 import json
 import multiprocessing
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
@@ -20,7 +17,6 @@ from experiments.lab.store.lock import exclusive
 from experiments.lab.sweep import DONE, FAILED, LOST, Outcome
 from mini_infer.core.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 needs_joblib = pytest.mark.skipif(
     importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None, reason="the extra `sweep` is not installed"
 )
@@ -141,6 +137,7 @@ def test_a_report_says_when_jobs_disturbed_each_other(in_job, launcher, words):
 SMALL = [
     "experiment=scheduler_overhead",
     "measure.repeats=1",
+    "measure.processes=1",
     "experiment.running=[2,4,8]",
     "experiment.steps=10",
     "experiment.prompt_tokens=[64]",
@@ -151,59 +148,60 @@ SMALL = [
 ]
 
 
-def run_sweep(folder, *overrides):
-    """run.py in a process of its own, with one job that works and one whose settings are refused."""
-    arguments = [
-        *SMALL,
-        "measure.seed=0,-1",
-        f"paths.results={folder / 'results'}",
-        f"paths.reports={folder / 'reports'}",
-        f"hydra.sweep.dir={folder / 'sweep'}",
-        *overrides,
-    ]
-    return subprocess.run(
-        [sys.executable, "run.py", "-m", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+@pytest.fixture
+def run_sweep(run_py, capsys, tmp_path):
+    """One job that works, and one whose settings are refused. Returns the exit code, stdout and stderr."""
+
+    def run(*overrides):
+        code = run_py(
+            "-m",
+            *SMALL,
+            "measure.seed=0,-1",
+            f"paths.results={tmp_path / 'results'}",
+            f"paths.reports={tmp_path / 'reports'}",
+            f"hydra.sweep.dir={tmp_path / 'sweep'}",
+            *overrides,
+        )
+        return code, *capsys.readouterr()
+
+    return run
 
 
-def check_sweep(folder, done):
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "sweep: 1 of 2 jobs done" in done.stdout
-    assert "measure.seed=-1: measure.seed must be 0 or more, got -1" in done.stdout
-    assert "Traceback" not in done.stderr
+def check_sweep(folder, code, shown, errors):
+    assert code == 1, shown + errors
+    assert "sweep: 1 of 2 jobs done" in shown
+    assert "measure.seed=-1: measure.seed must be 0 or more, got -1" in shown
+    assert "Traceback" not in errors
     (result,) = store.read_all(folder / "results")
     assert result.rows
     assert (folder / "reports" / "scheduler_overhead.md").is_file()
     return result
 
 
-@pytest.mark.slow
-def test_a_sweep_goes_on_after_a_failure(tmp_path):
-    done = run_sweep(tmp_path)
-    assert check_sweep(tmp_path, done).info.notes == ()
-    assert "disturb" not in done.stderr
+def test_a_sweep_goes_on_after_a_failure(tmp_path, run_sweep):
+    code, shown, errors = run_sweep()
+    assert check_sweep(tmp_path, code, shown, errors).info.notes == ()
+    assert "disturb" not in errors
 
 
 @pytest.mark.slow
 @needs_joblib
-def test_a_sweep_through_joblib(tmp_path):
-    done = run_sweep(tmp_path, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    (note,) = check_sweep(tmp_path, done).info.notes
+def test_a_sweep_through_joblib(tmp_path, run_sweep):
+    try:
+        code, shown, errors = run_sweep("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    finally:
+        importlib.import_module("joblib.externals.loky").get_reusable_executor().shutdown()
+    (note,) = check_sweep(tmp_path, code, shown, errors).info.notes
     assert "2 at a time on this machine" in note
-    assert done.stderr.count("warning: jobs run 2 at a time on this machine and disturb each other's timings") == 1
+    assert errors.count("warning: jobs run 2 at a time on this machine and disturb each other's timings") == 1
 
 
 @pytest.mark.slow
 @needs_submitit
-def test_a_sweep_through_submitit(tmp_path):
-    done = run_sweep(tmp_path, "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5")
-    check_sweep(tmp_path, done)
-    assert done.stderr.count("disturb each other's timings") == 1
+def test_a_sweep_through_submitit(tmp_path, run_sweep):
+    code, shown, errors = run_sweep("hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5")
+    check_sweep(tmp_path, code, shown, errors)
+    assert errors.count("disturb each other's timings") == 1
 
 
 @needs_submitit
@@ -212,17 +210,9 @@ def test_a_cluster_can_be_configured(compose_config):
     assert config.experiment.question
 
 
-@pytest.mark.slow
-def test_a_sweep_over_nothing_is_no_success(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "run.py", "-m", "experiment=glob(nothing*)", f"hydra.sweep.dir={tmp_path}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1
-    assert "does a glob(...) match nothing?" in done.stdout
+def test_a_sweep_over_nothing_is_no_success(tmp_path, run_py, capsys):
+    assert run_py("-m", "experiment=glob(nothing*)", f"hydra.sweep.dir={tmp_path}") == 1
+    assert "does a glob(...) match nothing?" in capsys.readouterr().out
 
 
 # --- one at a time -------------------------------------------------------------------------------------------------

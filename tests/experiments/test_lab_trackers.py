@@ -5,6 +5,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,6 @@ from experiments.lab.schema import TrackerKind, TrackerSettings
 from experiments.lab.show import report
 from experiments.lab.store import result as store
 from experiments.lab.store import trackers
-from experiments.lab.store.trackers import Grouping
-from experiments.lab.store.wandb_tracker import WandbTracker
 from mini_infer.core.errors import ConfigError
 
 pytestmark = pytest.mark.slow  # together they take half a minute
@@ -71,88 +70,111 @@ def stored(run):
 WANDB = TrackerSettings(TrackerKind.wandb)
 
 
-class Noting:
-    """A tracker that remembers."""
+class Run:
+    """Of a W&B that remembers what it is told, and may fail where it is told to."""
 
-    def __init__(self):
-        self.runs = []
+    def __init__(self, made, fails, **told):
+        self.__dict__.update(told)
+        self.made, self.fails, self.logged, self.axes = made, fails, [], {}
+        self.settings = SimpleNamespace(sync_dir=f"/runs/{len(made)}")
+        self.summary = {}
+        made.append(self)
 
-    def start(self, name, group, job, config, tags):
-        self.runs.append(
-            SimpleNamespace(name=name, group=group, job=job, config=config, tags=tags, series={}, tables={}, figures=[])
-        )
+    def __enter__(self):
+        return self
 
-    def series(self, name, x, rows):
-        self.runs[-1].series[name] = (x, list(rows))
+    def __exit__(self, *error):
+        self._fail("finish")
 
-    def summary(self, values):
-        self.runs[-1].summary = values
+    def _fail(self, where):
+        if where == self.fails:
+            raise OSError(28, "No space left on device")
 
-    def table(self, name, columns, rows):
-        self.runs[-1].tables[name] = (columns, rows)
+    def define_metric(self, name, step_metric):
+        self._fail("define_metric")
+        self.axes[name.removesuffix("/*")] = step_metric.rpartition("/")[2]
 
-    def figure(self, name, path):
-        self.runs[-1].figures.append((name, path.is_file()))
+    def log(self, values):
+        self._fail("log")
+        self.logged.append(values)
 
-    def finish(self):
-        self.runs[-1].finished = True
+    def curve(self, name):
+        return [{key.removeprefix(f"{name}/"): v for key, v in row.items()} for row in self.logged
+                if all(key.startswith(f"{name}/") for key in row)]  # fmt: skip
 
-    def close(self):
-        return "noted"
+    def one(self, name):
+        (found,) = [row[name] for row in self.logged if name in row]
+        return found
 
 
-def test_what_a_tracker_is_told(stored):
+@pytest.fixture
+def wandb(monkeypatch):
+    """In the place of the package; returns its runs, and a namespace whose `fails` names what fails."""
+    told = SimpleNamespace(runs=[], fails="")
+
+    def init(**settings):
+        run = Run(told.runs, told.fails, **settings)
+        run._fail("init")
+        return run
+
+    package = SimpleNamespace(
+        init=init,
+        Settings=lambda **given: SimpleNamespace(**given),
+        Table=lambda columns, data, **_: SimpleNamespace(columns=columns, data=data),
+        Image=lambda path: path,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    return told
+
+
+def test_what_a_tracker_is_told(stored, wandb, tmp_path, capsys):
     result, figures = stored
-    tracker = Noting()
-    trackers.log(tracker, result, figures, Grouping.of(result.info, None))
-    baseline, engine, tables = tracker.runs
-    assert [r.name for r in tracker.runs] == ["baseline", "mini-infer", "report"]
-    assert {(r.group, r.job, r.finished) for r in tracker.runs} == {("quickstart", "quickstart", True)}
+    trackers.track(result, figures, WANDB, tmp_path)
+    assert capsys.readouterr().out.startswith(f"tracker  3 W&B runs in {tmp_path}/outputs/wandb; send them with: ")
+    baseline, engine, tables = wandb.runs
+    assert [r.name for r in wandb.runs] == ["baseline", "mini-infer", "report"]
+    assert {(r.group, r.job_type) for r in wandb.runs} == {("quickstart", "quickstart")}
     assert engine.config["variant"] == "engine"
     assert engine.config["config"]["engine"]["model"]["load_format"] == "dry"
-    assert engine.tags == ("quickstart", "cpu")
+    assert engine.tags == ["quickstart", "cpu"]
     assert engine.summary["output_tokens_per_s concurrency=3"] > 0
-    x, curve = engine.series["points"]
-    assert x == "workload.concurrency"
-    assert [row[x] for row in curve] == [1, 3]
+    curve = engine.curve("points")
+    assert engine.axes["points"] == "workload.concurrency"
+    assert [row["workload.concurrency"] for row in curve] == [1, 3]
     assert {"ttft_ms", "ttft_ms low", "ttft_ms high"} <= set(curve[0])
-    x, steps = engine.series["steps concurrency=3"]
-    assert x == "start_s"
+    steps = engine.curve("steps concurrency=3")
+    assert engine.axes["steps concurrency=3"] == "start_s"
     assert len(steps) == sum(row.variant == "engine" for row in result.steps) > 3
     assert sum(row["decode_tokens"] for row in steps) == 3 * 4  # the first token of each comes with its prompt
-    columns, medians = tables.tables["medians"]
-    assert columns[:4] == ["metric", "point", "variant", "median"]
-    assert len(medians) == 2 * 2 * len(result.info.metrics)
-    assert {row[-1] for row in medians} == {None, "passed"}
-    assert len(tables.tables["claims"][1]) == len(result.info.claims)
-    assert len(tables.tables["values"][1]) == len(result.rows)
-    assert ("speed", True) in tables.figures
-    assert baseline.figures == engine.figures == []
+    medians = tables.one("medians")
+    assert medians.columns[:4] == ["metric", "point", "variant", "median"]
+    assert len(medians.data) == 2 * 2 * len(result.info.metrics)
+    assert {row[-1] for row in medians.data} == {None, "passed"}
+    assert len(tables.one("claims").data) == len(result.info.claims)
+    assert len(tables.one("values").data) == len(result.rows)
+    assert Path(tables.one("figures/speed")).is_file()
+    assert not any("figures/speed" in row for run in (baseline, engine) for row in run.logged)
 
 
 def test_curves_go_over_the_setting_with_the_most_values():
-    info = SimpleNamespace(
-        metrics={"m": SimpleNamespace(share=False)},
-        points={
-            f"{a} {b} {c}": {"w.size": a, "w.batch": b, "engine.mode": c}
-            for a in (1, 2, 3)
-            for b in (8, 16)
-            for c in ("x",)
-        },
-    )
-    rows = [store.Row("v", point, 0, "m", float(at["w.size"]), "s") for point, at in info.points.items()]
-    found = trackers._point_series(SimpleNamespace(info=info, rows=rows), "v")
+    points = {
+        f"{a} {b} {c}": {"w.size": a, "w.batch": b, "engine.mode": c}
+        for a in (1, 2, 3)
+        for b in (8, 16)
+        for c in ("x",)
+    }
+    medians = {("v", point, "m"): {"median": float(at["w.size"])} for point, at in points.items()}
+    info = SimpleNamespace(metrics={"m": None}, points=points)
+    found = trackers._over_points(SimpleNamespace(info=info), "v", medians)
     assert {name for name, _, _ in found} == {"points batch=8 mode=x", "points batch=16 mode=x"}
     assert all(x == "w.size" and [row["m"] for row in curve] == [1, 2, 3] for _, x, curve in found)
 
 
-def test_jobs_of_a_sweep_are_grouped(stored, monkeypatch, tmp_path):
-    tracker = Noting()
+def test_jobs_of_a_sweep_are_grouped(stored, wandb, monkeypatch, tmp_path):
     monkeypatch.setattr(sweep, "name", lambda: "2026-01-02 03-04-05")
-    monkeypatch.setattr(trackers, "_open", lambda settings, root: tracker)
     trackers.track(*stored, WANDB, tmp_path)
-    (grouping,) = {Grouping(run.group, run.tags) for run in tracker.runs}
-    assert grouping == Grouping("quickstart, sweep 2026-01-02 03-04-05", ("quickstart", "cpu", "2026-01-02 03-04-05"))
+    assert {run.group for run in wandb.runs} == {"quickstart, sweep 2026-01-02 03-04-05"}
+    assert wandb.runs[0].tags == ["quickstart", "cpu", "2026-01-02 03-04-05"]
 
 
 def test_wandb_offline_writes_runs_under_outputs(run, capsys):
@@ -178,20 +200,9 @@ def test_no_tracker_is_the_default_and_imports_nothing(stored, monkeypatch, tmp_
     assert capsys.readouterr() == ("", "")
 
 
-class Failing(Noting):
-    def __init__(self, where):
-        super().__init__()
-        self._where = where
-
-    def __getattribute__(self, name):
-        if name in ("start", "series", "summary", "table", "figure", "finish", "close") and name == self._where:
-            raise OSError(28, "No space left on device")
-        return super().__getattribute__(name)
-
-
-@pytest.mark.parametrize("where", ["start", "series", "summary", "table", "figure", "finish", "close"])
-def test_a_tracker_that_fails_is_one_line(stored, monkeypatch, tmp_path, capsys, where):
-    monkeypatch.setattr(trackers, "_open", lambda settings, root: Failing(where))
+@pytest.mark.parametrize("where", ["init", "define_metric", "log", "finish"])
+def test_a_tracker_that_fails_is_one_line(stored, wandb, tmp_path, capsys, where):
+    wandb.fails = where
     trackers.track(*stored, WANDB, tmp_path)
     shown = capsys.readouterr().err
     assert shown == "tracker: [Errno 28] No space left on device. Results and report are stored all the same\n"
@@ -204,7 +215,7 @@ def test_a_missing_package_costs_no_measurement(run, monkeypatch, capsys):
     assert "pip install wandb. Results and report are stored" in capsys.readouterr().err
 
 
-def sync_with(monkeypatch, tmp_path, outcome):
+def sync_with(monkeypatch, outcome):
     """What `close` says when `wandb sync` ends so."""
 
     def run(command, **kwargs):
@@ -215,13 +226,12 @@ def sync_with(monkeypatch, tmp_path, outcome):
         return outcome
 
     monkeypatch.setattr(subprocess, "run", run)
-    tracker = WandbTracker(TrackerSettings(TrackerKind.wandb, sync=True, folder=str(tmp_path)), tmp_path)
-    return tracker.close()
+    return trackers._sent(["a run"], TrackerSettings(TrackerKind.wandb, sync=True))
 
 
-def test_runs_are_sent_after_they_were_written(monkeypatch, tmp_path):
+def test_runs_are_sent_after_they_were_written(monkeypatch):
     done = subprocess.CompletedProcess([], 0, "", "")
-    assert sync_with(monkeypatch, tmp_path, done).endswith("sent to W&B")
+    assert sync_with(monkeypatch, done).endswith("sent to W&B")
 
 
 @pytest.mark.parametrize(
@@ -236,8 +246,8 @@ def test_runs_are_sent_after_they_were_written(monkeypatch, tmp_path):
         (subprocess.CompletedProcess([], 3, "", ""), "could not be sent (wandb sync failed)"),
     ],
 )
-def test_a_missing_login_or_network_leaves_them_in_files(monkeypatch, tmp_path, outcome, reason):
-    said = sync_with(monkeypatch, tmp_path, outcome)
+def test_a_missing_login_or_network_leaves_them_in_files(monkeypatch, outcome, reason):
+    said = sync_with(monkeypatch, outcome)
     assert reason in said
     assert "send them with: wandb sync" in said
 

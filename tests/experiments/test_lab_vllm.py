@@ -6,31 +6,38 @@ import queue
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from made_up_trace import trace
 
+from experiments.lab.measure.profile import CALM, STEP, STEPS, KernelRow, StepProfile
 from experiments.lab.peers import vllm
 from experiments.lab.peers.vllm import VLLM, engine_arguments, model_folder, open_peer
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
+SHAPE = {"model_type": "qwen3", "vocab_size": 100}
+DUMMY = {"load_format": "dummy", "hf_config": SHAPE}
 
-def arguments(**sections):
-    return engine_arguments(EngineConfig.from_dict(sections))
+
+@pytest.fixture
+def arguments(tmp_path):
+    return lambda **sections: engine_arguments(EngineConfig.from_dict(sections), tmp_path)
 
 
-def test_our_settings_have_their_names_there():
+def test_our_settings_have_their_names_there(arguments):
     found = arguments(
         model={"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 4096},
         cache={"block_size": 32, "prefix_caching": False, "gpu_memory_utilization": 0.4},
         scheduler={"max_num_seqs": 64, "max_num_batched_tokens": 2048, "policy": "priority"},
     )
     assert found == {
+        "model": "tiny-target",
         "dtype": "bfloat16",
         "load_format": "dummy",
-        "skip_tokenizer_init": True,
         "max_model_len": 4096,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 2048,
@@ -43,7 +50,7 @@ def test_our_settings_have_their_names_there():
     }
 
 
-def test_kv_memory_in_bytes_or_blocks_takes_the_place_of_a_share():
+def test_kv_memory_in_bytes_or_blocks_takes_the_place_of_a_share(arguments):
     found = arguments(cache={"memory_gib": 2.0, "num_blocks": 100})
     assert found["kv_cache_memory_bytes"] == 2**31
     assert found["num_gpu_blocks_override"] == 100
@@ -57,18 +64,46 @@ def test_kv_memory_in_bytes_or_blocks_takes_the_place_of_a_share():
         ({"scheduler": {"batching": "static"}}, "scheduler.batching=static"),
         ({"scheduler": {"preemption": "swap"}}, "scheduler.preemption=swap"),
         ({"model": {"load_format": "dry"}}, "model.load_format=dry"),
+        ({"speculation": {"method": "suffix"}}, "speculation.method=suffix"),
+        ({"speculation": {"method": "ngram"}}, "speculation.adaptive=true"),
     ],
 )
-def test_what_it_does_not_have_is_refused(sections, setting):
+def test_what_it_does_not_have_is_refused(sections, setting, arguments):
     with pytest.raises(ConfigError, match=rf"the variant kind `vllm` has no {setting}"):
         arguments(**sections)
 
 
-def test_a_shape_becomes_a_folder(tmp_path):
-    shape = EngineConfig.from_dict({"model": {"load_format": "dummy", "hf_config": {"model_type": "qwen3"}}})
-    assert model_folder(shape, tmp_path) == str(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "qwen3"}
-    assert model_folder(EngineConfig(model="/a/folder"), tmp_path) == "/a/folder"
+def test_a_shape_becomes_a_folder(arguments, tmp_path):
+    assert json.loads(Path(arguments(model=DUMMY)["model"], "config.json").read_text()) == SHAPE
+    assert model_folder("/a/folder", None, tmp_path) == "/a/folder"
+
+
+def test_drafts_are_the_same_ones(arguments):
+    lookup = {"method": "ngram", "num_tokens": 3, "ngram_min": 1, "adaptive": False}
+    assert arguments(speculation=lookup)["speculative_config"] == {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 4,
+    }
+    draft = {"load_format": "dummy", "hf_config": {**SHAPE, "vocab_size": 90}}
+    synthetic = {"method": "synthetic", "acceptance": 0.5, "num_tokens": 3, "adaptive": False, "draft": draft}
+    found = arguments(model=DUMMY, speculation=synthetic)["speculative_config"]
+    assert json.loads(Path(found.pop("model"), "config.json").read_text()) == SHAPE  # rows for the target's tokens
+    assert found == {
+        "method": "draft_model",
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [0.5, 0.25, 0.125],  # of all drafts up to each place
+    }
+
+
+def test_a_trained_draft_is_a_folder(arguments):
+    given = {"method": "draft", "adaptive": False, "draft": {"path": "tiny-draft"}}
+    found = arguments(speculation=given)["speculative_config"]
+    assert (found["method"], Path(found["model"]).joinpath("config.json").exists()) == ("draft_model", True)
+    with pytest.raises(ConfigError, match="drafts with a model or with ngram"):
+        arguments(speculation={"method": "synthetic", "acceptance": 0.5, "adaptive": False})
 
 
 def test_it_is_absent_where_it_cannot_be_imported():
@@ -142,7 +177,7 @@ class Beside(InProcess):
 
 
 def peer(engine):
-    return VLLM(engine, lambda output_tokens: output_tokens, {})
+    return VLLM(engine, lambda output_tokens: output_tokens, {}, Path())
 
 
 def test_a_closed_loop_keeps_its_places():
@@ -194,3 +229,43 @@ def test_it_forgets_as_soon_as_no_block_is_held(monkeypatch):
     monkeypatch.setattr(engine, "step", lambda: [])
     with pytest.raises(RuntimeError, match="does not give its prefix cache up"):
         peer(engine).forget()
+
+
+class Profiled(InProcess):
+    """One that writes a made-up trace, with vLLM's name of a step, when its profiler is stopped."""
+
+    def __init__(self, traces, max_model_len=200):
+        super().__init__()
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len))
+        self._traces, self.started_at, self.stopped_at = traces, 0, 0
+
+    def has_unfinished_requests(self):
+        return bool(self.running)
+
+    def start_profile(self):
+        self.started_at = self.steps
+
+    def stop_profile(self):
+        self.stopped_at = self.steps
+        text = json.dumps(trace()).replace(STEP, "execute_context_0(0)_generation_2(2)")
+        (self._traces / "rank0.1.pt.trace.json").write_text(text)
+
+    def abort_request(self, names):
+        for name in names:
+            self.running.pop(name, None)
+
+
+def test_its_kernels_stand_beside_ours(tmp_path):
+    engine = Profiled(tmp_path)
+    subject = VLLM(engine, lambda output_tokens: output_tokens, {}, tmp_path)
+    found = subject.profile([(1, 2), (3,)], "vllm", "batch 2")
+    profile, kernels = StepProfile(**found["profile"]), [KernelRow(**row) for row in found["kernels"]]
+    assert (profile.variant, profile.point, profile.rows, profile.busy_us) == ("vllm", "batch 2", 2, pytest.approx(87))
+    assert {row.role for row in kernels} == {"linear", "attention", "sample"}
+    assert (engine.started_at, engine.stopped_at - engine.started_at) == (CALM + STEPS, STEPS)
+    assert not engine.running
+
+
+def test_without_room_to_decode_there_is_no_profile(tmp_path):
+    found = VLLM(Profiled(tmp_path, 100), lambda output_tokens: output_tokens, {}, tmp_path).profile([(1,)], "v", "p")
+    assert found == {"why": "the model's length leaves 99 tokens after the longest prompt"}

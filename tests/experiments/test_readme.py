@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from omegaconf import OmegaConf
 
 from experiments.lab.show.index import readme_with
@@ -18,19 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.slow
-def test_the_ten_line_experiment(tmp_path: Path) -> None:
+def test_the_ten_line_experiment(run_py: Callable[..., int], tmp_path: Path) -> None:
     (text,) = re.findall(r"```yaml\n(# @package _global_.*?)```", README, flags=re.DOTALL)
     assert len(text.splitlines()) <= 10
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "block_size.yaml").write_text(text)
-    command = [sys.executable, "run.py", "--config-dir", str(tmp_path), "experiment=block_size"]
     # A model without weights and few requests: the same path through the lab, in seconds.
-    quick = ["model=dry", "measure.repeats=1", "workload.count=4"]
+    quick = ["model=dry", "measure.repeats=1", "measure.processes=1", "workload.count=4"]
     places = [f"paths.{name}={tmp_path / name}" for name in ("results", "reports")]
     places.append(f"hydra.run.dir={tmp_path / 'out'}")
-    done = subprocess.run([*command, *quick, *places], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert run_py("--config-dir", str(tmp_path), "experiment=block_size", *quick, *places) == 0
     tables = (tmp_path / "results" / "block_size").glob("dry.in_process/cpu/*.csv")
     (result,) = (path for path in tables if not path.name.endswith(".requests.csv"))
     measured = {(row["variant"], row["metric"]) for row in csv.DictReader(result.open())}

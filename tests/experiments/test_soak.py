@@ -12,14 +12,14 @@ from mini_infer.runtime.llm_engine import RECORDS_KEPT
 
 
 @pytest.mark.slow
-def test_ten_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "soak" / "memory.csv"
-    assert main(["--minutes", "0.17", "--out", str(out)]) == 0
+    assert main(["--minutes", "0.09", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     for outcome in ("left", "refused", "streamed", "whole"):
         assert f"{outcome} " in said
     rows = list(csv.DictReader(out.open()))
-    assert len(rows) > 20
+    assert len(rows) > 10
     assert all(float(row["api_mib"]) > 10 and float(row["engine_mib"]) > 10 for row in rows)
 
 

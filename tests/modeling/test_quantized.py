@@ -382,8 +382,8 @@ def test_keys_and_values_are_kept_in_fp8_with_a_folders_scales(
     scales |= {attention.format(1, "k"): torch.tensor([0.5, 1, 2, 4]), attention.format(1, "v"): torch.ones(1)}
     kv_folder(tmp_path, scales)
     own = load(tmp_path)
-    assert own.kv_layout.heads is not None
-    assert own.kv_layout.heads.dtype is torch.float8_e4m3fn
+    assert own.kv_layout.keys is not None
+    assert own.kv_layout.keys.dtype is torch.float8_e4m3fn
     assert own.kv_scales is not None
     assert own.kv_scales[:, :, 0].tolist() == [[0.5, 0.25], [0.5, 1.0]]
     assert own.kv_scales[1, 0].tolist() == [0.5, 1, 2, 4]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from small_tokenizers import byte_level, metaspace, sentencepiece, word_piece
 
 from mini_infer.core.request import SamplingParams
-from mini_infer.runtime.text.detokenizer import ByteStream, Detokenizer, StopChecker, WindowStream, open_stream
+from mini_infer.runtime.text.detokenizer import ByteStream, Detokenizer, StopChecker, WindowStream
 from mini_infer.runtime.text.tokenizer import ByteTokenizer, NoTokenizer
 
 FAMILIES = {
@@ -133,9 +133,9 @@ class TestDeltas:
 
 class TestWays:
     def test_byte_level_goes_by_the_table(self):
-        assert isinstance(open_stream(byte_level(), True), ByteStream)
-        assert isinstance(open_stream(ByteTokenizer(), True), ByteStream)
-        assert isinstance(open_stream(sentencepiece(), True), WindowStream)
+        assert isinstance(Detokenizer(byte_level(), SamplingParams())._stream, ByteStream)
+        assert isinstance(Detokenizer(ByteTokenizer(), SamplingParams())._stream, ByteStream)
+        assert isinstance(Detokenizer(sentencepiece(), SamplingParams())._stream, WindowStream)
 
     @given(st.data())
     def test_both_ways_agree(self, data):

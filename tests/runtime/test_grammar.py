@@ -175,15 +175,13 @@ class TestMasks:
             param_rows=torch.from_numpy(np.stack(encoded)), sampled_positions=torch.ones(rows, dtype=torch.int64)
         )
         arguments = (step, np.arange(rows), np.ones(rows, np.int64), torch.zeros(rows, 9, dtype=torch.int32))
-        free = sampler.sample(logits, *arguments).token_ids
+        free = sampler.sample(logits, *arguments)[0]
         allowed = {
             row: sorted(rng.choice(vocab_size, size=rng.integers(1, 4), replace=False)) for row in range(0, 40, 3)
         }
         for row, tokens in allowed.items():
             logits[row, next(t for t in range(vocab_size) if t not in tokens)] = torch.nan  # the largest, if it counted
-        tokens = sampler.sample(
-            logits, *arguments, {row: bits(own, vocab_size) for row, own in allowed.items()}
-        ).token_ids
+        tokens = sampler.sample(logits, *arguments, {row: bits(own, vocab_size) for row, own in allowed.items()})[0]
         for row in range(rows):
             if row in allowed:
                 assert tokens[row] in allowed[row]

@@ -72,9 +72,7 @@ def make(**sections: dict[str, Any]) -> LLMEngine:
 def with_pieces(engine: LLMEngine, sizes: list[int]) -> PiecewiseGraphs:
     """Puts recorded graphs where a GPU's would be."""
     model = engine.executor.runner._model
-    store = model.store
-    padding_index = (store.num_blocks - 1) * store.block_size
-    pieces = PiecewiseGraphs(model._model, store, sizes, padding_index, RecordingGraph)
+    pieces = PiecewiseGraphs(model._model, model.store, sizes, RecordingGraph)
     with torch.inference_mode():
         for size in sizes[::-1]:
             pieces._pieces[size] = pieces.capture_size(size)

@@ -44,30 +44,39 @@ class Arrival:
     abort_after: int | None  # steps after its arrival
 
 
+def made_up(seed: int) -> tuple[list[int], SamplingParams]:
+    rng = random.Random(seed)
+    pick = rng.choice
+    prefix = pick(PREFIXES)
+    tail = [rng.randint(32, 126) for _ in range(rng.randint(0, 6))]
+    prompt = (prefix[: rng.randint(0, len(prefix))] + tail)[: MAX_LEN - 1] or [33]
+    return prompt, SamplingParams(
+        n=pick([1, 1, 1, 3]),
+        temperature=pick([0.0, 0.0, 1.5]),
+        max_tokens=pick([rng.randint(1, 30), None]),
+        min_tokens=pick([0, 1]),
+        ignore_eos=pick([False, True]),
+        seed=rng.randint(0, 3),
+        stop_token_ids=pick([(), (65, 66, 67)]),
+        stop=pick([(), (), ("a",), ("A", "ab", "Z"), ("e", "x1")]),
+        include_stop_str_in_output=pick([False, True]),
+        logprobs=pick([None, None, 1]),
+        presence_penalty=pick([0.0, 0.0, 1.5]),
+        frequency_penalty=pick([0.0, 0.0, 2.0]),
+        repetition_penalty=pick([1.0, 1.0, 2.5]),
+        logit_bias=pick([(), (), {65: 5.0, 66: -100.0}]),
+        grammar=pick([None, None, None, "json_object", ("regex", "[A-F]{2,9}(x|yz)*")]),
+        prompt_logprobs=pick([None, None, None, 0, 2]),
+    )
+
+
+# Each is run alone once, and in the company of any others in many histories.
+REQUESTS = [made_up(seed) for seed in range(160)]
+
+
 @st.composite
 def arrivals(draw: st.DrawFn) -> Arrival:
-    prefix = draw(st.sampled_from(PREFIXES))
-    shared = draw(st.integers(0, len(prefix)))
-    tail = draw(st.lists(st.integers(32, 126), max_size=6))
-    prompt = (prefix[:shared] + tail)[: MAX_LEN - 1] or [33]
-    params = SamplingParams(
-        n=draw(st.sampled_from([1, 1, 1, 3])),
-        temperature=draw(st.sampled_from([0.0, 0.0, 1.5])),
-        max_tokens=draw(st.one_of(st.integers(1, 30), st.none())),
-        min_tokens=draw(st.sampled_from([0, 1])),
-        ignore_eos=draw(st.booleans()),
-        seed=draw(st.integers(0, 3)),
-        stop_token_ids=draw(st.sampled_from([(), (65, 66, 67)])),
-        stop=draw(st.sampled_from([(), (), ("a",), ("A", "ab", "Z"), ("e", "x1")])),
-        include_stop_str_in_output=draw(st.booleans()),
-        logprobs=draw(st.sampled_from([None, None, 1])),
-        presence_penalty=draw(st.sampled_from([0.0, 0.0, 1.5])),
-        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 2.0])),
-        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 2.5])),
-        logit_bias=draw(st.sampled_from([(), (), {65: 5.0, 66: -100.0}])),
-        grammar=draw(st.sampled_from([None, None, None, "json_object", ("regex", "[A-F]{2,9}(x|yz)*")])),
-        prompt_logprobs=draw(st.sampled_from([None, None, None, 0, 2])),
-    )
+    prompt, params = draw(st.sampled_from(REQUESTS))
     return Arrival(
         step=draw(st.integers(0, 25)),
         prompt=prompt,

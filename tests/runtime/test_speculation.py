@@ -169,8 +169,7 @@ def test_drafts_that_were_drawn_are_often_right() -> None:
     assert first == tokens(make_engine({**DRAFT, "num_tokens": 3}, seed=0), params)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6])
-def test_as_many_drafts_as_pay_are_made_of_the_right_tokens(without: LLMEngine, temperature: float) -> None:
+def test_as_many_drafts_as_pay_are_made_of_the_right_tokens(expected: list) -> None:
     """Whatever this machine says of costs; with them set so that drafts come and go."""
     engine = make_engine(
         {**DRAFT, "num_tokens": 3, "adaptive": True}, scheduler={"max_num_seqs": 4, "overlap": "always"}
@@ -178,11 +177,11 @@ def test_as_many_drafts_as_pay_are_made_of_the_right_tokens(without: LLMEngine, 
     lengths = engine.scheduler._speculator.policy
     assert isinstance(lengths, AdaptiveDraftLength)
     lengths.costs = StepCosts({(1, 1): 1.0, (1, 4): 1.1, (4, 1): 1.0, (4, 4): 3.0}, {1: 0.01, 4: 0.2})
-    assert tokens(engine, GREEDY) == tokens(without, GREEDY)
+    assert tokens(engine, GREEDY) == expected
     widths = [len(r.drafted) for r in engine.records if r.decode_tokens]
     assert len(set(widths)) > 1
     assert not any(r.drafted for r in engine.records if r.prefill_tokens), "nobody knows what they would cost there"
-    params = SamplingParams(temperature=temperature, seed=1, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0.6, seed=1, max_tokens=16, ignore_eos=True)
     assert all(len(output[0]) == 16 for output in tokens(engine, params))
     check_scheduler(engine.scheduler)
 

@@ -80,10 +80,11 @@ def test_who_says_how_threads_wait_is_obeyed():
         assert waiting_asleep({name: "1"}) == {}
 
 
-@pytest.mark.parametrize(("first", "policy"), [("mini_infer", "passive"), ("torch", "None")])
-def test_threads_sleep_where_the_package_is_imported_before_torch(first, policy):
+@pytest.mark.parametrize(("before", "policy"), [("pass", "passive"), ("sys.modules['torch'] = os", "None")])
+def test_threads_sleep_where_the_package_is_imported_before_torch(before, policy):
+    """In the place of torch, which takes seconds to import, stands another module."""
     environment = {name: value for name, value in os.environ.items() if waiting_asleep({name: value})}
-    code = f"import os, {first}, mini_infer; print(os.environ.get('OMP_WAIT_POLICY'))"
+    code = f"import os, sys; {before}; import mini_infer; print(os.environ.get('OMP_WAIT_POLICY'))"
     shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == policy
 

@@ -37,7 +37,6 @@ class TestHFTokenizer:
         assert tokenizer.decode(token_ids, skip_special_tokens=False) == (
             "<bos>user: Hello\nassistant: 日本\nassistant:"
         )
-        assert len(tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)) < len(token_ids)
 
     def test_special_tokens(self):
         tokenizer = byte_level()
@@ -146,8 +145,6 @@ class TestByteTokenizer:
         assert tokenizer.decode(tokenizer.apply_chat_template(CHAT), skip_special_tokens=False) == (
             "<im_start>user\nHello<im_end>\n<im_start>assistant\n日本<im_end>\n<im_start>assistant\n"
         )
-        without = tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)
-        assert without[-2:] == [tokenizer.IM_END, ord("\n")]
 
 
 @pytest.mark.parametrize("make", [ByteTokenizer, byte_level])

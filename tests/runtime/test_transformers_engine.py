@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from experiments.lab.judge.probe import probe_logits
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.runtime.graphs.pieces import PiecewiseGraphs
 
+Tokens = list[list[int]]
 VOCAB, MAX_LEN, NEW_TOKENS = 200, 96, 16
 SIZES = {
     "vocab_size": VOCAB,
@@ -64,15 +66,22 @@ MACHINES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
-    return request.param, *save(request.param, tmp_path_factory.mktemp(request.param))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tokens]:
+    return save(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def save(name: str, folder: Path) -> tuple[Path, Any]:
+def save(name: str, folder: Path) -> tuple[Path, Tokens]:
+    """The folder, and what the model generates."""
+    model, tokens = reference(name)
+    model.save_pretrained(folder)
+    return folder, tokens
+
+
+@cache
+def reference(name: str) -> tuple[Any, Tokens]:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
-    model.save_pretrained(folder)
-    return folder, model
+    return model, generated(model)
 
 
 def prompts() -> list[list[int]]:
@@ -82,7 +91,7 @@ def prompts() -> list[list[int]]:
     return [*(shared + shared[:n] for n in (3, 10, 1)), lone, lone[:1], (lone[:3] * 9)[:25], long]
 
 
-def generated(model: Any) -> list[list[int]]:
+def generated(model: Any) -> Tokens:
     tokens = []
     for prompt in prompts():
         ids = torch.tensor([prompt])
@@ -92,7 +101,7 @@ def generated(model: Any) -> list[list[int]]:
     return tokens
 
 
-def run(folder: Path, machine: dict[str, Any]) -> tuple[LLMEngine, list[list[int]]]:
+def run(folder: Path, machine: dict[str, Any]) -> tuple[LLMEngine, Tokens]:
     model = {"path": str(folder), "device": "cpu", "implementation": "transformers"}
     engine = LLMEngine(EngineConfig.from_dict({"model": model, **machine}))
     outputs = engine.generate(prompts(), SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
@@ -100,10 +109,10 @@ def run(folder: Path, machine: dict[str, Any]) -> tuple[LLMEngine, list[list[int
     return engine, [output.outputs[0].token_ids for output in outputs]
 
 
-def test_greedy_tokens_equal_generate(checkpoint: tuple[str, Path, Any]) -> None:
-    _, folder, model = checkpoint
+def test_greedy_tokens_equal_generate(checkpoint: tuple[Path, Tokens]) -> None:
+    folder, expected = checkpoint
     engine, tokens = run(folder, MACHINES["recompute, drafts"])
-    assert tokens == generated(model)
+    assert tokens == expected
     records = engine.records
     assert any(record.preempted for record in records)
     assert any(record.num_prefilling for record in records), "no prompt was cut into chunks"
@@ -116,9 +125,9 @@ def test_greedy_tokens_equal_generate(checkpoint: tuple[str, Path, Any]) -> None
 @pytest.mark.parametrize("machine", [name for name in MACHINES if name != "recompute, drafts"])
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])
 def test_under_every_mechanism(name: str, machine: str, tmp_path: Path) -> None:
-    folder, model = save(name, tmp_path)
+    folder, expected = save(name, tmp_path)
     engine, tokens = run(folder, MACHINES[machine])
-    assert tokens == generated(model)
+    assert tokens == expected
     engine.close()
 
 
@@ -137,10 +146,10 @@ def test_both_ways_of_a_llama(tmp_path: Path) -> None:
 
 
 def test_a_draft_model_may_be_one_of_them(tmp_path: Path) -> None:
-    folder, model = save("gpt2", tmp_path)
+    folder, expected = save("gpt2", tmp_path)
     draft = {"method": "draft", "draft": {"path": str(folder)}, "num_tokens": 3, "adaptive": False}
     engine, tokens = run(folder, {"speculation": draft})
-    assert tokens == generated(model)
+    assert tokens == expected
     assert any(sum(record.accepted) for record in engine.records)
     engine.close()
 
@@ -148,17 +157,15 @@ def test_a_draft_model_may_be_one_of_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "gemma3", "deepseek_v3"])
 def test_pieces_between_attention_can_be_captured(name: str, tmp_path: Path) -> None:
     """With graphs that record operations on a CPU and repeat them, put where a GPU's would be."""
-    folder, model = save(name, tmp_path)
+    folder, expected = save(name, tmp_path)
     config = {"model": {"path": str(folder), "device": "cpu"}, "scheduler": {"max_num_seqs": 4}}
     engine = LLMEngine(EngineConfig.from_dict(config))
     part = engine.executor.runner._model
-    store = part.store
-    padding_slot = (store.num_blocks - 1) * store.block_size
-    pieces = PiecewiseGraphs(part._model, store, [64, 128], padding_slot, RecordingGraph)
+    pieces = PiecewiseGraphs(part._model, part.store, [64, 128], RecordingGraph)
     with torch.inference_mode():
         pieces._pieces = {size: pieces.capture_size(size) for size in (128, 64)}
     part._pieces = pieces
     assert len(pieces._pieces[64].before) == 2, "a cut at each layer's attention"
     tokens = engine.generate(prompts(), SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
-    assert [output.outputs[0].token_ids for output in tokens] == generated(model)
+    assert [output.outputs[0].token_ids for output in tokens] == expected
     engine.close()

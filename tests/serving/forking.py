@@ -36,7 +36,7 @@ IMPORTED = (
     "mini_infer.serving.processes.supervisor",
 )
 ROOT = Path(__file__).resolve().parents[2]
-HIGH = 512  # no process's descriptors reach it before it has opened files of its own
+HIGH = 100  # beyond the descriptors that a server has when it starts others
 
 
 class Child:
@@ -167,16 +167,12 @@ class Forks:
         pid = self._ask((arguments, dict(environment), list(places)), list(places.values()))
         return Child(pid, self._ask)
 
-    def server(self, flags: Sequence[str], environment: Mapping[str, str], output: int | None = None) -> Child:
-        """
-        Args:
-            output: takes what it prints; else that comes from its stdout, a pipe of text.
-        """
-        ours, theirs = os.pipe() if output is None else (None, output)
+    def server(self, flags: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """Its stdout is a pipe, of text, into which stderr goes too."""
+        ours, theirs = os.pipe()
         child = self.start(["mini_infer.cli.serve", *flags], environment, {1: theirs, 2: theirs})
-        if ours is not None:
-            os.close(theirs)
-            child.stdout = open(ours)  # noqa: SIM115
+        os.close(theirs)
+        child.stdout = open(ours)  # noqa: SIM115
         return child
 
     def _ask(self, question: Any, descriptors: Sequence[int] = ()) -> Any:

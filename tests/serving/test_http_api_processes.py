@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from http_server import DRY, ROOT, Server, refusal, running, wait_for
+from http_server import DRY, ROOT, Server, http_client, running, wait_for
 
 from experiments.lab.load.server import cpu_seconds
 
@@ -35,7 +35,7 @@ def server() -> Iterator[Server]:
 
 def clients(server: Server, stack: ExitStack, count: int) -> list[httpx.Client]:
     """Each with a connection of its own."""
-    return [stack.enter_context(httpx.Client(base_url=server.url, timeout=30)) for _ in range(count)]
+    return [stack.enter_context(http_client(server.url)) for _ in range(count)]
 
 
 def api_pid(client: httpx.Client) -> int:
@@ -154,7 +154,7 @@ def test_sigterm_lets_all_finish_and_a_process_that_dies_is_replaced() -> None:
 
 
 def test_a_client_waits_while_all_processes_are_replaced_and_one_fails_to_start() -> None:
-    with running(*SLOW) as server:
+    with running(*SLOW, forked=False) as server:
         engine = server.http.get("/healthz").json()["engine_pid"]
 
         def processes() -> set[int]:
@@ -213,7 +213,8 @@ def test_a_process_that_dies_before_it_served_ends_all() -> None:
 
 
 def test_settings_that_the_engine_refuses_are_one_message() -> None:
-    code, said = refusal(*DRY, "--api-processes", "2", "--model.max_model_len", "9999999")
-    assert code == 2
-    assert said.startswith("mini-infer-serve: error: model.max_model_len=9999999 is beyond")
-    assert said.count("\n") == 1
+    command = [sys.executable, "-m", "mini_infer.cli.serve", *DRY, "--api-processes", "2"]
+    done = subprocess.run([*command, "--model.max_model_len", "9999999"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("mini-infer-serve: error: model.max_model_len=9999999 is beyond")
+    assert done.stderr.count("\n") == 1

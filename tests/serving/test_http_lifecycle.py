@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import ROOT, Server, running, wait_for
+from http_server import ROOT, Server, http_client, running, wait_for
 
 from mini_infer.serving.api.web import _pass_signals_to
 
@@ -281,9 +281,9 @@ def test_uvicorn_reads_the_environment() -> None:
     command = [sys.executable, "-m", "uvicorn", "mini_infer.serving.api.app:app", "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **own}, stderr=subprocess.DEVNULL)
     try:
-        url = f"http://127.0.0.1:{port}"
-        wait_for(lambda: _answers(url), timeout=30)
-        health = httpx.get(f"{url}/healthz").json()
+        with http_client(f"http://127.0.0.1:{port}") as client:
+            wait_for(lambda: _answers(client), timeout=30)
+            health = client.get("/healthz").json()
         assert health["model"] == "mine"
         assert health["settings"]["cache"]["block_size"] == 32
         os.kill(health["engine_pid"], signal.SIGKILL)
@@ -293,9 +293,9 @@ def test_uvicorn_reads_the_environment() -> None:
         process.wait()
 
 
-def _answers(url: str) -> bool:
+def _answers(client: httpx.Client) -> bool:
     try:
-        return httpx.get(f"{url}/readyz").status_code == 200
+        return client.get("/readyz").status_code == 200
     except httpx.ConnectError:
         return False
 

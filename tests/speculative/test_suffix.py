@@ -39,9 +39,9 @@ def close(got: Continuation, expected: Continuation) -> bool:
     return got[0] == expected[0] and got[1] == pytest.approx(expected[1])
 
 
-def index_of(text: Sequence[int], outputs: Sequence[Sequence[int]] = (), **options: float) -> SuffixIndex:
+def index_of(text: Sequence[int], outputs: Sequence[Sequence[int]] = ()) -> SuffixIndex:
     """Of a request whose salt has these finished outputs."""
-    return SuffixIndex(text, kept(outputs), **options)
+    return SuffixIndex(text, kept(outputs))
 
 
 def kept(outputs: Sequence[Sequence[int]], max_tokens: int = 4_000) -> FinishedOutputs:
@@ -54,14 +54,14 @@ def kept(outputs: Sequence[Sequence[int]], max_tokens: int = 4_000) -> FinishedO
 @given(st.lists(texts, min_size=1, max_size=4), st.integers(1, 6), st.sampled_from([0.0, 0.1, 0.4]))
 def test_a_request_continues_its_own_text(pieces: list[list[int]], k: int, bound: float) -> None:
     """After each of several extensions."""
-    index = SuffixIndex([], kept([]), min_probability=bound)
+    index = SuffixIndex([], kept([]))
     text: list[int] = []
     for piece in pieces:
         index.extend(piece)
         text += piece
         expected = continuation([text], text, k, bound)
         assert close(index._own.continuation(text, k, bound), expected)
-        assert index.propose(k) == expected[0]
+        assert index.propose(k) == continuation([text], text, k, 0.1)[0]
 
 
 @given(st.lists(texts, min_size=1, max_size=4), texts, st.integers(1, 6))
@@ -98,8 +98,10 @@ def test_a_period_goes_on() -> None:
 
 def test_a_draft_ends_where_it_is_probably_wrong() -> None:
     text = [7, 1, 2, 3, 7, 1, 2, 4, 7, 1, 2, 5, 7]
-    assert index_of(text, min_probability=0.2).propose(3) == [1, 2]
-    assert index_of(text, min_probability=0.05).propose(3) == [1, 2, 5]
+    followers = Followers()
+    followers.count(text)
+    assert followers.continuation(text, 3, 0.2)[0] == [1, 2]
+    assert followers.continuation(text, 3, 0.05)[0] == [1, 2, 5]
 
 
 def test_an_output_that_ended_is_not_gone_on_with() -> None:

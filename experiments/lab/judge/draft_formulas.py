@@ -51,10 +51,6 @@ def _drafted(served: Served) -> int:
     return sum(sum(record.drafted) for record in served.records)
 
 
-def _at(place: int, counts: Callable[[StepRecord], tuple[int, ...]]) -> Callable[[StepRecord], int]:
-    return lambda record: counts(record)[place] if place < len(counts(record)) else 0
-
-
 def _of_drafts(compute: Callable[[Served], tuple[float, float]]) -> Compute:
     """A ratio, where there were drafts at all."""
 
@@ -75,15 +71,16 @@ def _tried(served: Served) -> int:
 
 
 def _acceptance_at(place: int) -> Compute:
-    def ratio(served: Served) -> tuple[float, float]:
-        accepted, drafted = _at(place, lambda r: r.accepted), _at(place, lambda r: r.drafted)
-        return sum(map(accepted, served.records)), sum(map(drafted, served.records))
-
-    return _of_drafts(ratio)
+    return _of_drafts(
+        lambda served: (
+            sum(sum(record.accepted[place : place + 1]) for record in served.records),
+            sum(sum(record.drafted[place : place + 1]) for record in served.records),
+        )
+    )
 
 
 def _verified_rows(served: Served) -> int:
-    return sum(map(_at(0, lambda r: r.drafted), served.records))
+    return sum(sum(record.drafted[:1]) for record in served.records)
 
 
 def _draft_time_share(served: Served) -> float | Missing:

@@ -74,7 +74,7 @@ class ExactGate:
         self.device = device
         self._on_gpu = device == "cuda"
         self._how = "; batch-invariant numerics, to the bit" if self._on_gpu else ""
-        self._alone: list[tuple[EngineConfig, list[Question], Answers]] = []
+        self._alone: list[tuple[EngineConfig, Question, Answer]] = []
 
     def of_own(
         self, variant: str, point: str, config: EngineConfig, prime: Sequence[Item], items: Sequence[Item]
@@ -131,13 +131,15 @@ class ExactGate:
         ]
 
     def _expected(self, config: EngineConfig, questions: list[Question]) -> Answers:
-        for known, asked, answers in self._alone:
-            if (known, asked) == (config, questions):
-                return answers
-        with closing(LLMEngine(config)) as engine:
-            answers = [answer for question in questions for answer in _answers(engine, [question])]
-        self._alone.append((config, questions, answers))
-        return answers
+        """Each question is asked once of the same engine."""
+        known = [(asked, answer) for other, asked, answer in self._alone if other == config]
+        new = [question for question in questions if all(asked != question for asked, _ in known)]
+        if new:
+            with closing(LLMEngine(config)) as engine:
+                answers = [_answers(engine, [question])[0] for question in new]
+            known += zip(new, answers, strict=True)
+            self._alone += [(config, question, answer) for question, answer in zip(new, answers, strict=True)]
+        return [next(answer for asked, answer in known if asked == question) for question in questions]
 
 
 def plain(config: EngineConfig) -> EngineConfig:

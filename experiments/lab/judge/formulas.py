@@ -104,34 +104,34 @@ def _longest_gap(served: Served, context: Context) -> float | Missing:
     return max((1e3 * gap for _, gap in _gaps(served)), default=NOTHING)
 
 
-def _rate(count: Callable[[Served, Context], float]) -> Compute:
-    return lambda served, context: count(served, context) / served.seconds if served.seconds > 0 else NOTHING
+def _rate(count: Callable[[Served], float]) -> Compute:
+    return lambda served, context: count(served) / served.seconds if served.seconds > 0 else NOTHING
 
 
-def _output_tokens(served: Served, context: Context) -> float:
+def _output_tokens(served: Served) -> float:
     return sum(served.in_window(request.token_times) for request in served.requests)
 
 
-def _input_tokens(served: Served, context: Context) -> float:
+def _input_tokens(served: Served) -> float:
     return sum(r.prompt_tokens for r in served.requests if served.in_window(r.token_times[:1]))
 
 
-def _completed(served: Served, context: Context) -> float:
+def _completed(served: Served) -> float:
     """Of an open loop without its ramps those that end meanwhile."""
     complete = [request for request in served.requests if not request.error]
     return len(complete) if served.window is None else sum(served.in_window(r.token_times[-1:]) for r in complete)
 
 
-def _good(served: Served, context: Context) -> float:
-    return sum(1 for request in served.counted if context.slo.met_by(request))
+def _goodput(served: Served, context: Context) -> float | Missing:
+    return sum(map(context.slo.met_by, served.counted)) / served.seconds if served.seconds > 0 else NOTHING
 
 
 def _kept_share(served: Served, context: Context) -> float | Missing:
-    return _good(served, context) / len(served.counted) if served.counted else NOTHING
+    return sum(map(context.slo.met_by, served.counted)) / len(served.counted) if served.counted else NOTHING
 
 
 def _hit_rate(served: Served, context: Context) -> float | Missing:
-    if not served.records and not (served.host is not None and served.host.tells_cached):
+    if not served.records and not (served.host and served.host.tells_cached):
         return NOT_A_PEERS
     asked = sum(request.prompt_tokens for request in served.requests)
     return sum(request.cached_tokens for request in served.requests) / asked if asked else NOTHING
@@ -154,19 +154,20 @@ def _batch_size(served: Served) -> float | Missing:
     return sum(decoding) / len(decoding) if decoding else NOTHING
 
 
+def _over_http(compute: Callable[[Served, HostUse], float | Missing]) -> Compute:
+    return lambda served, context: NOT_OVER_HTTP if served.host is None else compute(served, served.host)
+
+
 def _cpu_us(seconds: Callable[[HostUse], float | None]) -> Compute:
     """A streamed token."""
 
-    def compute(served: Served, context: Context) -> float | Missing:
-        if served.host is None:
-            return NOT_OVER_HTTP
-        used = seconds(served.host)
+    def compute(served: Served, host: HostUse) -> float | Missing:
+        used, tokens = seconds(host), _output_tokens(served)
         if used is None:
             return NOT_TOLD
-        tokens = _output_tokens(served, context)
         return 1e6 * used / tokens if tokens else NOTHING
 
-    return compute
+    return _over_http(compute)
 
 
 def _joules_per_token(served: Served, context: Context) -> float | Missing:
@@ -174,9 +175,7 @@ def _joules_per_token(served: Served, context: Context) -> float | Missing:
     return NO_COUNTER if served.joules is None or not tokens else served.joules / tokens
 
 
-def _tokens_per_read(served: Served, context: Context) -> float | Missing:
-    if served.host is None:
-        return NOT_OVER_HTTP
+def _tokens_per_read(served: Served, host: HostUse) -> float | Missing:
     reads = sum(len(set(request.token_times)) for request in served.requests)
     return sum(len(request.token_times) for request in served.requests) / reads if reads else NOTHING
 
@@ -204,7 +203,7 @@ SERVING: dict[str, Formula] = {
     "output_tokens_per_s": of_request("output tokens per second", "tokens/s", _HIGH, _rate(_output_tokens)),
     "input_tokens_per_s": of_request("prompt tokens per second", "tokens/s", _HIGH, _rate(_input_tokens)),
     "requests_per_s": of_request("requests per second", "requests/s", _HIGH, _rate(_completed)),
-    "goodput_rps": of_request("requests per second that met every SLO", "requests/s", _HIGH, _rate(_good)),
+    "goodput_rps": of_request("requests per second that met every SLO", "requests/s", _HIGH, _goodput),
     "slo_share": of_request("share of the requests that met every SLO", "", _HIGH, _kept_share),
     "slo_rate_rps": of_pass(
         "highest rate of arrivals at which requests met the SLO", "requests/s", _HIGH, lambda s, c: NOT_SEARCHED
@@ -258,9 +257,11 @@ SERVING: dict[str, Formula] = {
         "share of the time that the busiest process of the load client computes",
         "",
         _LOW,
-        lambda s, c: NOT_OVER_HTTP if s.host is None else s.host.client_busy,
+        _over_http(lambda served, host: host.client_busy),
     ),
-    "tokens_per_read": of_pass("tokens that a client reads at once, mean", "tokens", _LOW, _tokens_per_read),
+    "tokens_per_read": of_pass(
+        "tokens that a client reads at once, mean", "tokens", _LOW, _over_http(_tokens_per_read)
+    ),
     "mbu": of_pass("memory bandwidth utilization", "", _HIGH, _roofline(lambda u: u.mbu)),
     "mfu": of_pass("compute utilization", "", _HIGH, _roofline(lambda u: u.mfu)),
     "floor_ms": of_pass(

@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from experiments.lab.measure.hardware import Ceilings
 from mini_infer.core.plan import StepRecord
-from mini_infer.modeling.spec import ModelSpec
+
+if TYPE_CHECKING:  # a report is made without torch, which takes longer to import than all else
+    import torch
+
+    from mini_infer.modeling.spec import ModelSpec
 
 MIB = 2**20
 GB = 1e9

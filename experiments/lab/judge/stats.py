@@ -54,11 +54,7 @@ def median(values: Sequence[float]) -> float:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """The median, with a Student t interval of the mean (Student 1908): of the logarithms where all values are above
-    0, as times, rates and ratios are, which vary by factors; else of the values.
-
-    A percentile bootstrap (Efron 1979) is too narrow for a handful of repeats: it cannot leave their range, which
-    misses the true median of five in 6 % of all cases by construction, and in practice in 6 to 12 %.
-    """
+    0, as times, rates and ratios are, which vary by factors; else of the values. docs/metrics.md says why."""
     centre = median(values)
     n = len(values)
     if n == 1:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, heads, require_triton, row_error
+from experiments.lab.kernels.timer import prepare
 from mini_infer.attention.backend import Kind, Requirements, select_backend
 from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.cache.kv_store import KVStore
@@ -25,7 +26,8 @@ from mini_infer.core.errors import ConfigError
 
 CHECKED_ROWS = 4  # sequences whose output is compared with the reference's
 CHECKED_QUERIES = 8  # of each
-SINGLE_PASS, SPLIT_K, FA4 = "single_pass", "split_k", "fa4"
+SINGLE_PASS, SPLIT_K, FA4, FA3 = "single_pass", "split_k", "fa4", "fa3"
+FA3_SPLITS = (0, 32)  # FA3 chooses the number of splits; vLLM's bound where it captures CUDA graphs
 
 
 class _Attention(Case):
@@ -39,6 +41,8 @@ class _Attention(Case):
         "block_size": 16,
     }
     kind: Kind = "decode"
+
+    apart = (FA3,)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -110,6 +114,49 @@ class _Attention(Case):
         self._held.append(step)
         return Implementation(lambda copy: step(copy, self._q[copy]), backend.capabilities.graph_safe)
 
+    def _fa3(self, copies: int) -> Implementation:
+        """FlashAttention-3 as vLLM calls it, planned once for all layers of a step."""
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+        store, batch = self._store, self._batch
+        starts = torch.arange(self.count + 1, dtype=torch.int32, device=self.device) * self.queries
+        outputs = [torch.empty_like(q) for q in self._q]
+        plan: dict[str, Any] = {"max_seqlen_q": self.queries, "max_seqlen_k": self.length, "cu_seqlens_q": starts}
+
+        def with_splits(splits: int) -> Implementation:
+            metadata = get_scheduler_metadata(
+                batch_size=self.count,
+                num_heads_q=self._heads,
+                num_heads_kv=self._kv_heads,
+                headdim=self.shape["head_dim"],
+                cache_seqlens=batch.seq_lens,
+                qkv_dtype=self.dtype,
+                page_size=self.shape["block_size"],
+                causal=True,
+                num_splits=splits,
+                **plan,
+            )
+            self._held.append(metadata)
+            return Implementation(
+                lambda copy: flash_attn_varlen_func(
+                    q=self._q[copy],
+                    k=store.keys(copy),
+                    v=store.values(copy),
+                    out=outputs[copy],
+                    seqused_k=batch.seq_lens,
+                    block_table=batch.block_tables,
+                    softmax_scale=self._scale,
+                    causal=True,
+                    scheduler_metadata=metadata,
+                    num_splits=splits,
+                    fa_version=3,
+                    **plan,
+                )
+            )
+
+        candidates = [with_splits(splits) for splits in FA3_SPLITS]
+        return min(candidates, key=lambda candidate: prepare(candidate, copies, self.device).sample_us())
+
     def error(self, output: Any) -> float:
         rows = np.unique(np.linspace(0, self.count - 1, CHECKED_ROWS).round().astype(int)).tolist()
         queries = np.unique(np.linspace(0, self.queries - 1, CHECKED_QUERIES).round().astype(int)).tolist()
@@ -132,11 +179,13 @@ class FlashDecode(_Attention):
     """By the kernel: one pass over the keys, Flash Decoding, FlashAttention-4."""
 
     name = "flash_decode"
-    variants = (SINGLE_PASS, SPLIT_K, FA4)
+    variants = (SINGLE_PASS, SPLIT_K, FA4, FA3)
 
     def implementation(self, variant: str) -> Implementation:
         if variant == FA4:
             return self._backend(AttentionChoice.flash_attn, self._store.layout.num_layers)
+        if variant == FA3:
+            return self._fa3(self._store.layout.num_layers)
         require_triton(self.device)
         from mini_infer.kernels.flash_decode import flash_decode, split_rows
         from mini_infer.kernels.paged_decode import paged_decode
@@ -169,9 +218,11 @@ class DecodeAttention(_Attention):
     """By the engine's backend."""
 
     name = "decode"
-    variants = tuple(choice.value for choice in AttentionChoice if choice is not AttentionChoice.auto)
+    variants = (*(choice.value for choice in AttentionChoice if choice is not AttentionChoice.auto), FA3)
 
     def implementation(self, variant: str) -> Implementation:
+        if variant == FA3:
+            return self._fa3(self._store.layout.num_layers)
         return self._backend(AttentionChoice(variant), self._store.layout.num_layers)
 
 

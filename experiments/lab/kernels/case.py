@@ -44,6 +44,7 @@ class Case(ABC):
     name: ClassVar[str]
     settings: ClassVar[Mapping[str, Any]]  # of a shape, with their defaults; None where it must be given
     variants: ClassVar[tuple[str, ...]]
+    apart: ClassVar[tuple[str, ...]] = ()  # of the variants, those that only the process of a peer can run
 
     def __init__(self, shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         """Raises ConfigError where the shape says too little, too much, or the impossible."""

@@ -8,7 +8,7 @@ import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from experiments.lab.load.clients import Clients
@@ -16,6 +16,7 @@ from experiments.lab.load.server import cpu_seconds
 from experiments.lab.load.target import Target
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.traces import Served
+from experiments.lab.peers import wire
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ClientSettings, HTTPSettings, PeerSettings
@@ -25,13 +26,15 @@ from mini_infer.core.errors import ConfigError
 
 NEEDS = ("httptools", "msgspec")
 SERVER = "experiments.lab.load.server"
+VLLM_SERVER = "experiments.lab.load.vllm_server"
+BENCH = "experiments.lab.load.bench"
 ANSWERS_S = 10.0  # a server that takes longer to name its model is not there
 
 
 class OverHTTP:
     """
     Args:
-        server: the process that holds it, where it is one of ours.
+        server: the process that holds it, where this run has started it.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class OverHTTP:
     ) -> None:
         self.name = name
         self.about = about
+        self.target = target
         self._clients = Clients(target, clients)
         self._server = server
         self._closed = False
@@ -48,7 +52,7 @@ class OverHTTP:
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         try:
             before = self._cpu()
-            served = self._clients.serve(items, concurrency, f"{self._run}-{self._forgot}")
+            served = self._clients.serve(items, concurrency, self.salt)
             if self._server is None:
                 return served
             self._server.call("serve", "check")
@@ -57,11 +61,16 @@ class OverHTTP:
             self.close()
             raise
         assert served.host is not None
-        return replace(served, host=replace(served.host, api_s=api_s, engine_s=engine_s))
+        # Of prompts of which it found nothing vLLM's says nothing.
+        return replace(served, host=replace(served.host, api_s=api_s, engine_s=engine_s, tells_cached=True))
 
     def forget(self) -> None:
         """Another salt: prefixes that were cached under the last one cannot be hit."""
         self._forgot += 1
+
+    @property
+    def salt(self) -> str:
+        return f"{self._run}-{self._forgot}"
 
     @property
     def alive(self) -> bool:
@@ -78,6 +87,42 @@ class OverHTTP:
         return () if self._server is None else cpu_seconds(self._server.about)
 
 
+class Bench:
+    """The load of `vllm bench serve` on a server that lives."""
+
+    def __init__(self, name: str, server: OverHTTP, process: PeerProcess) -> None:
+        self.name = name
+        self._server = server
+        self._process = process
+        self.about: Mapping[str, Any] = {**server.about, **process.about}
+
+    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
+        """Raises ConfigError where it cannot ask for the items."""
+        lengths = {item.output_tokens for item in items}
+        if len(lengths) > 1:
+            raise ConfigError("`vllm bench serve` asks for one output length: choose workload=fixed")
+        found = self._process.call(
+            "serve",
+            "bench",
+            target=asdict(self._server.target),
+            prompts=[list(item.prompt) for item in items],
+            output_tokens=lengths.pop(),
+            concurrency=concurrency,
+            salt=self._server.salt,
+        )
+        return wire.unpack_served(found)
+
+    def forget(self) -> None:
+        self._server.forget()
+
+    @property
+    def alive(self) -> bool:
+        return self._server.alive and self._process.alive
+
+    def close(self) -> None:
+        """Others use both."""
+
+
 def open_subject(kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int) -> OverHTTP:
     """
     Raises:
@@ -88,10 +133,14 @@ def open_subject(kind: Kind, config: EngineConfig, settings: PeerSettings, threa
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"load over HTTP needs {' and '.join(missing)}: pip install 'mini-infer[serve]'")
-    if kind is Kind.http:
+    if kind.can.elsewhere:
         target = find(settings.http)
         found = {"url": settings.http.url, "model": target.model}
         return OverHTTP(kind.label, target, found, settings.client, None)
+    if kind is Kind.vllm_served:
+        server = PeerProcess(kind.label, VLLM_SERVER, config, settings.vllm)
+        target = _target(server.about["url"], server.about["model"])
+        return OverHTTP(kind.label, target, server.about["settings"], settings.client, server)
     server = PeerProcess(kind.label, SERVER, config, settings.served, threads=threads)
     target = _target(server.about["url"], server.about["model"])
     startup = server.about["startup"]

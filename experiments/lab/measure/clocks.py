@@ -3,18 +3,20 @@
 What stays changed shows: a lower clock frequency, a throttled container, a neighbour who keeps the core busy. What
 comes and goes does not: the fastest of many short pieces counts, and where that is slower than it should be, the work
 is repeated for a while until it is not.
+
+And what a GPU says of itself: clock, power, temperature and the energy it has used, from NVIDIA's management library.
+It is part of the driver, and is called as it is. Where it is missing, or does not answer, nothing depends on it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import statistics
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-
-from experiments.lab.measure import nvml
-from experiments.lab.measure.nvml import GpuState
+from typing import Any
 
 PIECES = 10
 HASHES = 40  # of a block: a millisecond or two
@@ -24,6 +26,8 @@ CLOSE = 1.02  # times the wanted time is close enough to stop waiting
 MATRIX = 4096  # on a GPU: about 0.2 ms on an H200
 PRODUCTS = 8  # timed together
 GPU_S = 0.1  # of products: an idle GPU lowers its clock, and takes tens of milliseconds to raise it
+LIBRARY = "libnvidia-ml.so.1"
+_SM, _SENSOR = 1, 0  # NVML_CLOCK_SM, NVML_TEMPERATURE_GPU
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,55 @@ class Speed:
     gpu_s: float | None = None
 
 
+@dataclass(frozen=True)
+class GpuState:
+    """One reading. `joules` counts from when the driver was loaded; None where the GPU has no such counter."""
+
+    clock_mhz: float
+    power_w: float
+    temperature_c: float
+    joules: float | None
+
+
+class Gpu:
+    """A handle of the library on one GPU."""
+
+    def __init__(self, library: Any, handle: ctypes.c_void_p) -> None:
+        self._library = library
+        self._handle = handle
+
+    def read(self) -> GpuState | None:
+        clock = self._ask(ctypes.c_uint, "nvmlDeviceGetClockInfo", _SM)
+        power = self._ask(ctypes.c_uint, "nvmlDeviceGetPowerUsage")
+        heat = self._ask(ctypes.c_uint, "nvmlDeviceGetTemperature", _SENSOR)
+        energy = self._ask(ctypes.c_ulonglong, "nvmlDeviceGetTotalEnergyConsumption")
+        if clock is None or power is None or heat is None:
+            return None
+        return GpuState(float(clock), power / 1e3, float(heat), None if energy is None else energy / 1e3)
+
+    def _ask(self, kind: Any, function: str, *arguments: int) -> int | None:
+        value = kind()
+        failed = getattr(self._library, function)(self._handle, *arguments, ctypes.byref(value))
+        return None if failed else int(value.value)
+
+
+def find_gpu(device: str) -> Gpu | None:
+    """The GPU that `cuda` means in this process; None of a CPU, or where the library does not know it."""
+    if device != "cuda":
+        return None
+    import torch
+
+    try:
+        library = ctypes.CDLL(LIBRARY)
+        handle = ctypes.c_void_p()
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}".encode()
+        if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return Gpu(library, handle)
+
+
 class Watch:
     """Clocks of `device` (cpu or cuda) around passes. Each should start at the best speed seen so far.
 
@@ -70,7 +123,7 @@ class Watch:
     def __init__(self, device: str) -> None:
         self.states: list[GpuState] = []
         self._device = device
-        self._gpu = nvml.find(device)
+        self._gpu = find_gpu(device)
         self._best: Speed | None = None
         self._joules: float | None = None
 

@@ -12,6 +12,9 @@ class Kind(str, Enum):
     hf_continuous = "hf_continuous"  # transformers' continuous batching
     vllm = "vllm"
     served = "served"  # mini-infer behind its own HTTP server
+    vllm_served = "vllm_served"  # vLLM behind its own
+    served_bench = "served_bench"  # the load of `vllm bench serve` on `served`
+    vllm_bench = "vllm_bench"  # and on `vllm_served`
     http = "http"  # any server that speaks the OpenAI API, at peers.http.url
 
     @property
@@ -29,36 +32,64 @@ class System:
     Attributes:
         module: with its `open_peer`, of those that can run in a process of their own; "" of others.
         over_http: the load client talks to it.
+        client_of: the system with the server that it loads, of those that are a load client.
         ours: it is this engine, which gates check before it is timed.
-        steps: it tells StepRecords, and its steps can be profiled.
+        steps: it tells StepRecords.
+        profiled: its decode steps can be profiled.
         own_weights: of random weights it makes its own; else it has the engine's.
         caches: it has the engine's switch for a prefix cache.
         open_loop: it takes requests at their times.
         chains: it takes requests that follow others, and priorities.
         always_apart: it cannot run in this process.
+        elsewhere: somebody else has started it: it has an address, and its memory is not ours.
         needs_gpu: it is measured on a CUDA device alone.
     """
 
     label: str
     module: str = ""
     over_http: bool = False
+    client_of: Kind | None = None
     ours: bool = False
     steps: bool = False
+    profiled: bool = False
     own_weights: bool = False
     caches: bool = False
     open_loop: bool = True
     chains: bool = True
     always_apart: bool = False
+    elsewhere: bool = False
     needs_gpu: bool = False
 
 
 SYSTEMS = {
-    Kind.engine: System("mini-infer", ours=True, steps=True, caches=True),
+    Kind.engine: System("mini-infer", ours=True, steps=True, profiled=True, caches=True),
     Kind.hf: System("transformers.generate", "experiments.lab.peers.hf", open_loop=False, chains=False),
     Kind.hf_continuous: System("transformers continuous batching", "experiments.lab.peers.hf_continuous", chains=False),
     Kind.vllm: System(
-        "vLLM", "experiments.lab.peers.vllm", own_weights=True, caches=True, always_apart=True, needs_gpu=True
+        "vLLM",
+        "experiments.lab.peers.vllm",
+        profiled=True,
+        own_weights=True,
+        caches=True,
+        always_apart=True,
+        needs_gpu=True,
     ),
     Kind.served: System("mini-infer over HTTP", ours=True, over_http=True, caches=True, always_apart=True),
-    Kind.http: System("an OpenAI server", over_http=True, own_weights=True, always_apart=True),
+    Kind.vllm_served: System(
+        "vLLM over HTTP", over_http=True, own_weights=True, caches=True, always_apart=True, needs_gpu=True
+    ),
+    Kind.served_bench: System(
+        "vllm bench serve", client_of=Kind.served, open_loop=False, chains=False, always_apart=True
+    ),
+    Kind.vllm_bench: System(
+        "vllm bench serve on vLLM",
+        client_of=Kind.vllm_served,
+        own_weights=True,
+        open_loop=False,
+        chains=False,
+        always_apart=True,
+        needs_gpu=True,
+    ),
+    Kind.http: System("an OpenAI server", over_http=True, own_weights=True, always_apart=True, elsewhere=True),
 }
+SERVED = {Kind.engine: Kind.served, Kind.vllm: Kind.vllm_served}  # behind its own HTTP server

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import schema
+from experiments.lab import axes, schema
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.gate import ErrorGate, Gate
+from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps, keep_interrupts
 from experiments.lab.store.provenance import ProcessInfo
@@ -47,6 +48,13 @@ def measure(config: DictConfig, steps: Steps) -> Findings:
         notes.append(
             f"measure.repeats={settings.repeats} was rounded up to {settings.repeats + 1}: variants take turns in ABBA "
             "order, which an odd number does not balance."
+        )
+    with_peers = schema.build(PeerSettings, config.peers, "peers").processes
+    beside = settings.system is None and config.axes.via != axes.URL  # a system that is measured alone always is
+    if beside and with_peers is not None and 0 < with_peers < settings.processes:
+        notes.append(
+            f"Other systems than mini-infer are measured in {with_peers} of {settings.processes} processes "
+            "(peers.processes), because each takes long to start."
         )
     found: list[Findings] = []
     for index in range(settings.processes):
@@ -89,6 +97,8 @@ def seeded(config: DictConfig, process: int) -> DictConfig:
             OmegaConf.update(own, key, seed_of(base, seed, process))
     OmegaConf.update(own, "measure.seed", seed_of(seed, 0, process))
     OmegaConf.update(own, "measure.gates", config.measure.gates and process == 0)
+    if config.peers.processes is not None:
+        OmegaConf.update(own, "peers.processes", max(0, config.peers.processes - process))
     return own
 
 

@@ -23,16 +23,22 @@ from itertools import pairwise
 from typing import Any
 
 STEP = "decode step"  # the annotation around one
+VLLM_STEP = "execute_context"  # begins that of vLLM
+STEPS = 25  # that are profiled
+CALM = 8  # decode steps before them, and between two looks
 ROLES = ("linear", "attention", "norm", "rope", "silu", "sample", "rows", "copy", "other")
 # In this order: FlashAttention is made with CUTLASS, and the argmax of a sampler is one of many reductions. Of our own
 # kernels some are named by how they work: those of gemv.py, and of the sampler all.
 # "rows" is what a step reads before its first layer and books behind its last: tokens, embeddings, block tables.
 _ROLE_PATTERNS = (
-    ("rows", r"embedding|indexSelect|(vectorized_gather|index_elementwise)_kernel|^_(gather|settle)$"),
+    (
+        "rows",
+        r"(?<!rotary_)embedding|slot_mapping|block_table|indexSelect|(vectorized_gather|index_elementwise)_kernel|^_(gather|settle)$",
+    ),
     ("copy", r"memcpy|memset|direct_copy|CatArray"),
-    ("attention", r"flash|fmha|attention|attn|paged_(decode|prefill)|^_split_rows_kernel$"),
+    ("attention", r"flash|prepare_varlen|fmha|attention|attn|paged_(decode|prefill)|^_split_rows_kernel$"),
     ("linear", r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma|^_(fma|dot)_kernel$"),
-    ("norm", r"norm"),
+    ("norm", r"norm|rsqrt"),
     ("rope", r"rope|rotary"),
     ("silu", r"silu|swiglu"),
     ("sample", r"sample|argmax|top_?k|radix|sort|softmax|multinomial|^(_maxima|guess|gather|find_cut|_weigh|_pick)$"),
@@ -156,7 +162,9 @@ def short_name(name: str) -> str:
 def _steps(trace: Mapping[str, Any]) -> list[list[_Ran]]:
     """What each annotated step launched, in the order in which it ran; steps without any kernel are left out."""
     events = [event for event in trace.get("traceEvents", []) if event.get("ph") == "X"]
-    starts = sorted(e["ts"] for e in events if e.get("cat") == "user_annotation" and e.get("name") == STEP)
+    starts = sorted(
+        e["ts"] for e in events if e.get("cat") == "user_annotation" and e["name"].startswith((STEP, VLLM_STEP))
+    )
     launched = {_correlation(e): e["ts"] for e in events if e.get("cat") in _LAUNCH}
     found: dict[int, list[_Ran]] = defaultdict(list)
     for event in events:

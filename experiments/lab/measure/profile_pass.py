@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from experiments.lab.measure import profile
-from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
+from experiments.lab.measure.profile import CALM, STEPS, KernelRow, NoProfile, StepProfile
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine, SamplingParams
 
-STEPS = 25  # that are profiled
-CALM = 8  # decode steps before them, and between two looks
 _numbers = count()  # passes share no request names and no cached prefixes
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from experiments.lab.judge import formulas
-from experiments.lab.measure.cells import Cell
 from experiments.lab.points import Point
 from experiments.lab.spec import RATE
 from experiments.lab.store.rows import NOT_SHOWN, Row
@@ -74,18 +74,6 @@ class RateSearch:
         return [Point("search", dict(self.at), {"search": "result"})] if self.rates else []
 
 
-def bisect(count: int, meets: Callable[[int], bool]) -> int:
-    """The last of 0 .. count - 1 that meets, where all before it do; -1 where none does. 2 ** n - 1 take n tries."""
-    low, high = -1, count
-    while high - low > 1:
-        middle = (low + high) // 2
-        if meets(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 class Undecided(Exception):
     """A pass does not count, so that nobody knows where to go on."""
 
@@ -97,27 +85,20 @@ class Searches:
         visited: names of the points that were measured.
     """
 
-    def __init__(
-        self,
-        settings: RateSearch,
-        cells: Mapping[tuple[str, str], Cell],
-        labels: Mapping[str, str],
-        inputs: Callable[[Point], Inputs],
-    ) -> None:
+    def __init__(self, session: Session, settings: RateSearch, inputs: Callable[[Point], Inputs]) -> None:
         self.rows: list[Row] = []
         self.notes: list[str] = []
         self.visited: set[str] = set()
+        self._session = session
         self._settings = settings
-        self._cells = cells
-        self._labels = labels
         self._inputs = inputs
 
-    def round(self, session: Session, repeat: int) -> None:
-        for variant in session.order(repeat):
-            self._search(session, variant, repeat)
+    def round(self, repeat: int) -> None:
+        for variant in self._session.order(repeat):
+            self._search(variant, repeat)
 
-    def _search(self, session: Session, variant: str, repeat: int) -> None:
-        settings, points = self._settings, self._settings.points
+    def _search(self, variant: str, repeat: int) -> None:
+        session, settings, points = self._session, self._settings, self._settings.points
         shares: dict[int, float] = {}
 
         def meets(index: int) -> bool:
@@ -125,7 +106,7 @@ class Searches:
             self.visited.add(point.name)
             why = ""
             for _ in range(ATTEMPTS):
-                rows = session.alone(self._cells[variant, point.name], self._inputs(point), repeat, why)
+                rows = session.alone(session.cells[variant, point.name], self._inputs(point), repeat, why)
                 kept = next(row for row in reversed(rows) if row.metric == KEPT)
                 why = kept.reason
                 if kept.valid:
@@ -135,20 +116,20 @@ class Searches:
             shares[index] = kept.value
             return kept.value >= settings.share
 
-        value, reason = 0.0, ""
+        value, reason, rates = 0.0, "", settings.rates
         try:
-            found = bisect(len(points), meets)
+            found = bisect_left(range(len(points)), True, key=lambda index: not meets(index)) - 1
         except Undecided as why:
             reason = str(why)
         else:
             kept = f"the SLO ({100 * shares[max(found, 0)]:.0f} % of the requests did)"
             if found < 0:
-                reason = f"{NOT_SHOWN}the knee lies below the range: not even {settings.rates[0]:g}/s met {kept}"
-            elif found == len(settings.rates) - 1:
-                reason = f"{NOT_SHOWN}the knee lies above the range: even {settings.rates[found]:g}/s met {kept}"
+                reason = f"{NOT_SHOWN}the knee lies below the range: not even {rates[0]:g}/s met {kept}"
+            elif found == len(rates) - 1:
+                reason = f"{NOT_SHOWN}the knee lies above the range: even {rates[found]:g}/s met {kept}"
             else:
-                value = settings.rates[found]
-            self.notes.append(f"{self._labels[variant]}, search {repeat + 1}: {self._bracket(found, shares)}.")
+                value = rates[found]
+            self.notes.append(f"{self._session.labels[variant]}, search {repeat + 1}: {self._bracket(found, shares)}.")
         unit = formulas.describe(FOUND).unit
         (at,) = settings.result
         self.rows.append(Row(variant, at.name, repeat, FOUND, value, unit, not reason, reason))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from experiments.lab.ablation_spec import AblationSpec
@@ -15,7 +15,7 @@ from experiments.lab.measure.lending import Lending
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.peers.base import PeerAbsent, PeerError
-from experiments.lab.peers.pool import Peers
+from experiments.lab.peers.pool import Lease, Peers
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
@@ -36,16 +36,19 @@ class Session:
         spec: AblationSpec,
         peers: PeerSettings,
         aa: str | None = None,
+        left_out: Set[str] = frozenset(),
     ) -> None:
+        """`left_out` are the variants that this process does not measure."""
         self.ledger = Ledger(terms)
         self.profiles: list[StepProfile] = []
         self.kernels: list[KernelRow] = []
         self.profile_rows: list[Row] = []
         self.notes: list[str] = []
-        self._labels = terms.labels
-        self._cells = measured
+        self.labels = terms.labels
+        self.cells = measured
         self._repeats = repeats
         self._aa = aa
+        self._left_out = left_out
         self._steps = steps
         self._idle_wanted = "gpu_idle_share" in spec.metrics
         self._peers = Peers(peers)
@@ -58,35 +61,39 @@ class Session:
         """All variants at one point, once. The rows of a peer that is not there, or has failed in this round or one
         before it, say why."""
         passes = []
-        for cell in (self._cells[variant, point.name] for variant in self.order(repeat, again=True)):
+        for cell in (self.cells[variant, point.name] for variant in self.order(repeat, again=True)):
             try:
                 self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
                 passes.append((cell, self._steady(cell, inputs)))
             except (PeerAbsent, PeerError) as lost:
-                if len(self._absent) + 1 == len(self._labels):
+                if len(self._absent) + 1 == len(self.labels):
                     raise  # there is nothing else to measure
                 why, _, log = str(lost).partition("\n")
                 if isinstance(lost, PeerError):
                     print(log, file=sys.stderr)
                     why = f"it has failed, and is not asked again: {why}"
                 self._absent[cell.variant] = why
-                self.notes.append(f"{self._labels[cell.variant]} is absent: {why}.")
-        absent_cells = [(self._cells[variant, point.name], why) for variant, why in self._absent.items()]
+                self.notes.append(f"{self.labels[cell.variant]} is absent: {why}.")
+        absent_cells = [(self.cells[variant, point.name], why) for variant, why in self._absent.items()]
         self.ledger.enter(repeat, passes, absent_cells)
 
     def profile(self, repeat: int, point: Point, inputs: Inputs) -> None:
         """Of the first repeat the kernels are kept, of all of them how long the GPU waited."""
-        for cell in (self._cells[variant, point.name] for variant in self.order(repeat)):
+        for cell in (self.cells[variant, point.name] for variant in self.order(repeat)):
             self._next(cell, f"profile {repeat + 1}")
-            if not cell.kind.can.steps:
+            if not cell.kind.can.profiled:
                 continue
             try:
                 with self._lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
-                    assert isinstance(lent.subject, EngineSubject)
                     items = inputs.measured[: cell.workload.in_flight]
-                    found, kernels = profile_pass.profile_decode(lent.subject.engine, items, cell.variant, point.name)
-            except NoProfile as why:
-                self.notes.append(f"{self._labels[cell.variant]}: no decode step was profiled, because {why}.")
+                    if isinstance(lent.subject, Lease):
+                        found, kernels = lent.subject.profile(items, cell.variant, point.name)
+                    else:
+                        assert isinstance(lent.subject, EngineSubject)
+                        engine = lent.subject.engine
+                        found, kernels = profile_pass.profile_decode(engine, items, cell.variant, point.name)
+            except (NoProfile, PeerError) as why:
+                self.notes.append(f"{self.labels[cell.variant]}: no decode step was profiled, because {why}.")
                 continue
             if repeat == 0:
                 self.profiles.append(found)
@@ -98,8 +105,8 @@ class Session:
 
     def order(self, repeat: int, again: bool = False) -> list[str]:
         """The variants that are there, in the order of this repeat; the baseline's second arm where it is asked for."""
-        left_out = set(self._absent) if again else {*self._absent, self._aa}
-        return [v for v in stats.abba(list(self._labels), repeat) if v not in left_out]
+        left_out = {*self._absent, *self._left_out, *(() if again else (self._aa,))}
+        return [v for v in stats.abba(list(self.labels), repeat) if v not in left_out]
 
     def alone(self, cell: Cell, inputs: Inputs, repeat: int, again: str = "") -> list[Row]:
         """One variant at one point, once; returns its rows, those of repeated attempts first. `again` says why it is
@@ -127,7 +134,7 @@ class Session:
         return self._watch.medians()
 
     def _next(self, cell: Cell, what: str) -> None:
-        self._steps.next(f"{self._labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
+        self._steps.next(f"{self.labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
 
     def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
         """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""

@@ -79,34 +79,29 @@ class MemoryWatch:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._dry = config.model.load_format is LoadFormat.dry
-        if self._dry:
-            return
-        spec = with_cache(load_spec(config.model), config.cache)
-        self._device = resolve_device(config.model)
-        dtype = resolve_dtype(config.model, spec, self._device)
-        model = outline(spec, dtype)
-        self._weights, self._block = model.weight_bytes(), model.kv_layout.bytes_per_block(config.cache.block_size)
+        self._dry = config.model.load_format is LoadFormat.dry  # which holds no weights and no KV
+        self._on_gpu = not self._dry and resolve_device(config.model).type == "cuda"
         self._reserved = 0
+        if not self._dry and not self._on_gpu:
+            spec = with_cache(load_spec(config.model), config.cache)
+            model = outline(spec, resolve_dtype(config.model, spec, resolve_device(config.model)))
+            self._weights, self._block = model.weight_bytes(), model.kv_layout.bytes_per_block(config.cache.block_size)
 
     def start(self) -> None:
-        if not self._dry and self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._reserved = torch.cuda.memory_reserved(self._device)
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            self._reserved = torch.cuda.memory_reserved()
 
     def peak(self, records: Sequence[StepRecord]) -> int | None:
-        """Since `start`; None of the dry model, which holds no weights and no KV."""
-        if self._dry:
-            return None
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        return self._weights + self._block * max((record.kv.used_blocks for record in records), default=0)
+        """Since `start`; None of the dry model."""
+        if self._on_gpu:
+            return int(torch.cuda.max_memory_allocated())
+        most = max((record.kv.used_blocks for record in records), default=0)
+        return None if self._dry else self._weights + self._block * most
 
     def growth(self) -> int:
         """Bytes that torch's allocator took from the GPU since `start`."""
-        if self._dry or self._device.type != "cuda":
-            return 0
-        return max(0, int(torch.cuda.memory_reserved(self._device)) - self._reserved)
+        return max(0, int(torch.cuda.memory_reserved()) - self._reserved) if self._on_gpu else 0
 
 
 def _measured_costs(engine: LLMEngine) -> StepCosts | None:

@@ -24,6 +24,7 @@ import torch
 from experiments.lab.load import subject as over_http
 from experiments.lab.measure import hardware
 from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import LivingPeer, PeerAbsent
 from experiments.lab.peers.process import PeerProcess
@@ -56,6 +57,15 @@ class Lease:
     def forget(self) -> None:
         self.process.forget()
 
+    def profile(self, items: Sequence[Item], variant: str, point: str) -> tuple[StepProfile, list[KernelRow]]:
+        """Raises NoProfile, as profile_pass does, and PeerError."""
+        assert isinstance(self.process, PeerProcess)
+        prompts = [list(item.prompt) for item in items]
+        found = self.process.call("be profiled", "profile", prompts=prompts, variant=variant, point=point)
+        if "why" in found:
+            raise NoProfile(found["why"])
+        return StepProfile(**found["profile"]), [KernelRow(**row) for row in found["kernels"]]
+
     def close(self) -> None:
         self.end()
 
@@ -67,6 +77,7 @@ class Peers:
         self._held: dict[str, int] = {}  # bytes of the GPU that they took when they started
         self._leased: set[str] = set()  # keys of those whose turn it is
         self._absent: dict[Kind, str] = {}
+        self._bench: PeerProcess | None = None  # of `vllm bench serve`
 
     def __enter__(self) -> Peers:
         return self
@@ -78,6 +89,8 @@ class Peers:
         """Kills them all."""
         for key in list(self._processes):
             self._stop(key)
+        if self._bench is not None:
+            self._bench.close()
 
     def open(self, kind: Kind, config: EngineConfig) -> Lease | None:
         """The peer, ready for a pass; None where `kind` runs in this process, for which there is room on the GPU now.
@@ -85,6 +98,10 @@ class Peers:
         Raises PeerAbsent, ConfigError and PeerError, as PeerProcess does.
         """
         device = hardware.resolve(config.model.device)
+        if kind.can.client_of is not None:
+            server = self.open(kind.can.client_of, config)
+            assert server is not None
+            return Lease(self._client(kind, server.process), server.end)
         if not self._has_own_process(kind, device):
             self._make_room(config, device)
             return None
@@ -98,13 +115,20 @@ class Peers:
         if process is not None and process.alive:
             process.forget()
         else:
-            if kind is not Kind.http:  # whose memory is not ours to count
+            if not kind.can.elsewhere:
                 self._make_room(config, device)
             free = _free(device)
             self._processes[key] = process = self._start(kind, config)
             self._held[key] = free - _free(device)
         self._leased.add(key)
         return Lease(process, partial(self._leased.discard, key))
+
+    def _client(self, kind: Kind, server: LivingPeer) -> LivingPeer:
+        """Another load client on a server that lives."""
+        assert isinstance(server, over_http.OverHTTP)
+        if self._bench is None or not self._bench.alive:
+            self._bench = PeerProcess(kind.label, over_http.BENCH, EngineConfig(), self._settings.vllm)
+        return over_http.Bench(kind.label, server, self._bench)
 
     def _has_own_process(self, kind: Kind, device: str) -> bool:
         if kind.can.always_apart or not kind.can.module:

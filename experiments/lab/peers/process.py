@@ -26,7 +26,7 @@ from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
-LAST_LINES = 15  # of its log, in an error
+LAST_LINES = 40  # of its log, in an error
 GONE_S = 10.0  # after a kill, the processes it had started have so long to leave the GPU
 
 

@@ -44,10 +44,12 @@ class VLLMSettings(ProcessSettings):
         multiprocessing: its engine core runs beside its client in another process, which is its default; false: both
             in one.
         args: more arguments of its EngineArgs, by name.
+        api_processes: of its server.
     """
 
     multiprocessing: bool = True
     args: dict[str, Any] = field(default_factory=dict)
+    api_processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,19 @@ class ClientSettings(ProcessSettings):
 
 @dataclass(frozen=True)
 class PeerSettings:
+    """
+    Attributes:
+        processes: so many of measure.processes measure peers, the first ones; default: all. Each starts its peers anew,
+            which of vLLM takes a minute.
+    """
+
+    processes: int | None = None
     hf: HFSettings = field(default_factory=HFSettings)  # of hf and hf_continuous
-    vllm: VLLMSettings = field(default_factory=VLLMSettings)
+    vllm: VLLMSettings = field(default_factory=VLLMSettings)  # its engine, its server and its load client
     served: ServedSettings = field(default_factory=ServedSettings)  # mini-infer's own server
     http: HTTPSettings = field(default_factory=HTTPSettings)
-    client: ClientSettings = field(default_factory=ClientSettings)  # the load on served and http
+    client: ClientSettings = field(default_factory=ClientSettings)  # the load on servers
+
+    def __post_init__(self) -> None:
+        if self.processes is not None and self.processes < 0:
+            raise ConfigError(f"peers.processes must be 0 or more, got {self.processes}")

@@ -10,21 +10,25 @@ cache, policy. All else is vLLM's own choice: attention backend, CUDA graphs, co
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.lab.measure.profile import CALM, STEPS, NoProfile, analyse
 from experiments.lab.measure.schedule import Schedule
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Batching, EngineConfig, Layout, LoadFormat, Preemption
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.speculation_config import SpeculationConfig, SpeculationMethod
+from mini_infer.modeling.checkpoint import read_json, resolve_folder
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # the model is a folder
@@ -62,15 +66,17 @@ class Flight:
 
 
 class VLLM:
-    def __init__(self, engine: Any, make_params: Any, about: Mapping[str, Any]) -> None:
+    def __init__(self, engine: Any, make_params: Any, about: Mapping[str, Any], traces: Path) -> None:
         """
         Args:
             engine: vLLM's LLMEngine.
             make_params: output tokens -> its SamplingParams.
+            traces: the folder that its profiler writes to.
         """
         self._engine = engine
         self._make_params = make_params
         self.about = about
+        self._traces = traces
         self._passes = 0
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
@@ -84,6 +90,41 @@ class VLLM:
             if _outputs_queue(self._engine) is None:
                 self._engine.step()
             time.sleep(0.01)
+
+    def profile(self, prompts: Sequence[Sequence[int]], variant: str, point: str) -> dict[str, Any]:
+        """Decodes all prompts together, some steps without vLLM's profiler and some under it, and aborts them. Returns
+        a StepProfile and KernelRows as dicts, or why there are none."""
+        engine = self._engine
+        room = engine.vllm_config.model_config.max_model_len - max(map(len, prompts))
+        if room < 4 * (STEPS + CALM):
+            return {"why": f"the model's length leaves {room} tokens after the longest prompt"}
+        names = [f"profile-{self._count()}-{index}" for index in range(len(prompts))]
+        try:
+            for name, prompt in zip(names, prompts, strict=True):
+                engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, self._make_params(room))
+            calm = 0
+            while calm < CALM:
+                calm = calm + 1 if len(engine.step()) == len(prompts) else 0
+                if not engine.has_unfinished_requests():
+                    return {"why": f"vLLM does not decode {len(prompts)} requests together"}
+            start = time.perf_counter()
+            self._decode()
+            plain_us = 1e6 * (time.perf_counter() - start) / STEPS
+            engine.start_profile()
+            self._decode()
+            engine.stop_profile()
+        finally:
+            engine.abort_request(names)
+        newest = max(self._traces.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        try:
+            found, kernels = analyse(json.loads(newest.read_text()), variant, point, len(prompts), plain_us)
+        except NoProfile as why:
+            return {"why": str(why)}
+        return {"profile": asdict(found), "kernels": [asdict(row) for row in kernels]}
+
+    def _decode(self) -> None:
+        for _ in range(STEPS):
+            self._engine.step()
 
     def close(self) -> None:
         """Its processes end with the one that it runs in."""
@@ -185,21 +226,21 @@ class _Pass:
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> VLLM:
     """Raises PeerAbsent where vLLM cannot be imported, and ConfigError for what it does not have."""
-    arguments = engine_arguments(config) | settings["args"]
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings["multiprocessing"]))
-    try:
-        import vllm
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.llm_engine import LLMEngine
-    except ImportError as error:
-        raise PeerAbsent(
-            f"vLLM cannot be imported here ({error}): peers.vllm.python or peers.vllm.pythonpath say where it is"
-        ) from error
+    vllm = import_vllm("config", "sampling_params", "v1.engine.llm_engine")
+    traces = Path(tempfile.mkdtemp())  # in that of this process, and gone with it
+    profiler = vllm.config.ProfilerConfig(
+        profiler="torch",
+        torch_profiler_dir=str(traces),
+        torch_profiler_with_stack=False,
+        torch_profiler_use_gzip=False,
+        torch_profiler_dump_cuda_time_total=False,
+        ignore_frontend=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        arguments["model"] = model_folder(config, Path(folder))
-        engine = LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+        own = {"skip_tokenizer_init": True, "profiler_config": profiler}
+        arguments = engine_arguments(config, Path(folder)) | own | settings["args"]
+        engine = vllm.v1.engine.llm_engine.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
 
     def make_params(output_tokens: int) -> Any:
         return vllm.SamplingParams(
@@ -207,16 +248,33 @@ def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> VLLM:
             max_tokens=output_tokens,
             ignore_eos=True,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=vllm.sampling_params.RequestOutputKind.DELTA,
         )
 
-    return VLLM(engine, make_params, describe(vllm.__version__, engine.vllm_config, settings))
+    return VLLM(engine, make_params, describe(vllm.__version__, engine.vllm_config, settings), traces)
 
 
-def engine_arguments(config: EngineConfig) -> dict[str, Any]:
-    """Our settings by the names of vLLM's EngineArgs, the model's folder aside."""
-    cache, scheduler, model = config.cache, config.scheduler, config.model
+def import_vllm(*modules: str) -> Any:
+    """The package, and these of its modules. Raises PeerAbsent where they cannot be imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        for module in modules:
+            importlib.import_module(f"vllm.{module}")
+        return importlib.import_module("vllm")
+    except ImportError as error:
+        raise PeerAbsent(
+            f"vLLM cannot be imported here ({error}): peers.vllm.python or peers.vllm.pythonpath say where it is"
+        ) from error
+
+
+def engine_arguments(config: EngineConfig, folder: Path) -> dict[str, Any]:
+    """Our settings by the names of vLLM's EngineArgs. In `folder` lies what it reads of models that are no folders."""
+    cache, scheduler, model, speculation = config.cache, config.scheduler, config.model, config.speculation
+    drafts = speculation.method is not SpeculationMethod.none
     missing = {
+        "speculation.method=suffix": speculation.method is SpeculationMethod.suffix,  # a package of its own
+        "speculation.adaptive=true": drafts and speculation.adaptive,
         "cache.layout=contiguous": cache.layout is not Layout.paged,
         "scheduler.batching=static": scheduler.batching is not Batching.continuous,
         "scheduler.preemption=swap": scheduler.preemption is not Preemption.recompute,
@@ -225,10 +283,10 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     for setting, is_set in missing.items():
         if is_set:
             raise ConfigError(f"the variant kind `vllm` has no {setting}: leave it out of that variant")
-    arguments = {
+    arguments: dict[str, Any] = {
+        "model": model_folder(model.path, model.hf_config, folder / "model"),
         "dtype": model.dtype.value,
         "load_format": model.load_format.value,
-        "skip_tokenizer_init": True,
         "max_model_len": model.max_model_len,
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
@@ -244,15 +302,40 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     if cache.memory_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(cache.memory_gib * 2**30)
         arguments["gpu_memory_utilization"] = NO_CLAIM
+    if drafts:
+        arguments["speculative_config"] = _speculative_config(speculation, arguments["model"], folder / "draft")
     return arguments
 
 
-def model_folder(config: EngineConfig, folder: Path) -> str:
-    """A folder with the model's config.json: its own, or `folder` with what model.hf_config says."""
-    if config.model.hf_config is None:
-        return config.model.path
-    (folder / "config.json").write_text(json.dumps(config.model.hf_config))
+def model_folder(path: str, hf_config: Mapping[str, Any] | None, folder: Path) -> str:
+    """A folder with the model's config.json: its own, or `folder` with what `hf_config` says."""
+    if hf_config is None:
+        return path
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf_config))
     return str(folder)
+
+
+def _speculative_config(speculation: SpeculationConfig, target: str, folder: Path) -> dict[str, Any]:
+    """vLLM's synthetic acceptance takes the rate at which all drafts up to a place are accepted, ours that of a draft
+    behind accepted ones. It wants equal vocabularies: a draft of random weights gets the target's."""
+    found: dict[str, Any] = {"num_speculative_tokens": speculation.num_tokens}
+    if speculation.method is SpeculationMethod.ngram:
+        lookup = {"prompt_lookup_min": speculation.ngram_min, "prompt_lookup_max": speculation.ngram_max}
+        return {**found, "method": "ngram", **lookup}
+    draft = speculation.draft
+    if not draft.given:
+        raise ConfigError("the variant kind `vllm` drafts with a model or with ngram: set speculation.draft")
+    if draft.hf_config is None:
+        model = str(resolve_folder(str(draft.path)))
+    else:
+        vocabulary = read_json(Path(target) / "config.json")["vocab_size"]
+        model = model_folder("", {**draft.hf_config, "vocab_size": vocabulary}, folder)
+    found |= {"method": "draft_model", "model": model}
+    if speculation.rate is not None:
+        rates = [speculation.rate**place for place in range(1, speculation.num_tokens + 1)]
+        found |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    return found
 
 
 def describe(version: str, config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,7 +349,15 @@ def describe(version: str, config: Any, settings: Mapping[str, Any]) -> dict[str
         for part in path.split("."):
             value = getattr(value, part, None)
         about[name] = value if type(value) in (bool, int) or value is None else _name(value)
+    if config.speculative_config is not None:
+        about["speculation"] = _drafting(config.speculative_config)
     return {**about, "attention": _attention(config), **settings["args"]}
+
+
+def _drafting(config: Any) -> str:
+    rates = getattr(config, "synthetic_acceptance_rates", None)
+    synthetic = f", all accepted up to each place at {', '.join(f'{rate:.3f}' for rate in rates)}" if rates else ""
+    return f"{config.method}, {config.num_speculative_tokens} drafts{synthetic}"
 
 
 def _name(value: Any) -> str:

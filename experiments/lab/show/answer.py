@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-
 from experiments.lab.judge import marks, pairs, stats
-from experiments.lab.judge.claims import Verdict
 from experiments.lab.judge.metrics import Better
-from experiments.lab.show import effects, wording
-from experiments.lab.show.effects import Effect, judgements
+from experiments.lab.show import effects, verdicts, wording
+from experiments.lab.show.effects import Effect
 from experiments.lab.store.result import COMPLETE, Result, RunInfo
-from experiments.lab.store.rows import Table
 
 PARTS = 3  # of a sentence: two that matter, and what it costs
 OFF = ("without", "off", "none of them", "eager", "kernel by kernel")  # labels of a baseline without the mechanism
@@ -20,38 +15,15 @@ LARGE = 0.1  # a loss that cannot be excluded, and is worth naming
 
 
 def answer(result: Result) -> str:
-    """The sentence, and the count of verdicts."""
-    return " ".join(part for part in (sentence(result), tally(result)) if part)
-
-
-def sentence(result: Result) -> str:
-    """`90 % shared: 7.56x requests/s (10.4 -> 78.8); 0 % shared: no loss above 1.1 % in requests/s.`"""
-    of_pairs = pairs.sentence(result)
-    if of_pairs:
-        return of_pairs
-    found = _chosen(effects.of_claims(result))
-    if not found:
-        return _without_claims(result)
-    if all(effect.own is None for effect in found):
-        return f"There is no answer: {found[0].reason or 'no valid measurement'}."
-    who = {_who(effect, result.info) for effect in found}
-    shared = who.pop() if len(who) == 1 else None
-    parts, before = [], ("", "")
-    for effect in found:
-        here = ("" if shared is not None else _who(effect, result.info), wording.point(effect.cell[1]))
-        parts.append(_part(effect, result.info, here if here != before else ()))
-        before = here
-    text = f"{shared}: {'; '.join(parts)}" if shared else "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def tally(result: Result) -> str:
-    """`Claims: 2 supported, 1 refuted.`, and what counts against the numbers."""
-    parts = [f"Claims: {verdicts(result)}."] if result.info.claims else []
-    failed = sum(1 for gate in result.info.every_gate if not gate.passed)
+    """The sentence, the count of verdicts, and what counts against the numbers."""
+    info = result.info
+    parts = [sentence(result)]
+    if info.claims:
+        parts.append(f"Claims: {verdicts.counted(result)}.")
+    failed = sum(1 for gate in info.every_gate if not gate.passed)
     if failed:
-        parts.append(f"Gate: {failed} of {len(result.info.every_gate)} comparisons FAILED.")
-    absent = dict.fromkeys(result.info.variants[row.variant] for row in result.rows if row.is_absent)
+        parts.append(f"Gate: {failed} of {len(info.every_gate)} comparisons FAILED.")
+    absent = dict.fromkeys(info.variants[row.variant] for row in result.rows if row.is_absent)
     if absent:
         parts.append(f"Absent: {', '.join(absent)}.")
     if invalid(result):
@@ -59,10 +31,57 @@ def tally(result: Result) -> str:
     return " ".join(parts)
 
 
-def verdicts(result: Result) -> str:
-    """`2 supported, 1 refuted`"""
-    counts = Counter(j.verdict for j in judgements(result))
-    return ", ".join(f"{counts[v]} {v.value}" for v in Verdict if counts[v])
+def sentence(result: Result) -> str:
+    """`90 % shared: 7.56x requests/s (10.4 -> 78.8); 0 % shared: no loss above 1.1 % in requests/s.`"""
+    info, of_pairs = result.info, pairs.sentence(result)
+    if of_pairs:
+        return of_pairs
+    found = _chosen(effects.of_claims(result))
+    if not found:
+        return _without_claims(result)
+    if all(effect.own is None for effect in found):
+        return f"There is no answer: {found[0].reason or 'no valid measurement'}."
+    who = {_who(effect, info) for effect in found}
+    shared = who.pop() if len(who) == 1 else ""
+    parts, before = [], ("", "")
+    for effect in found:
+        here = ("" if shared else _who(effect, info), wording.point(effect.cell[1]))
+        parts.append(": ".join(part for part in (*(here if here != before else ()), in_words(effect, info)) if part))
+        before = here
+    text = ": ".join(part for part in (shared, "; ".join(parts)) if part)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def in_words(effect: Effect, info: RunInfo) -> str:
+    """`1.62x tokens/s (440 -> 708)`, without who and where."""
+    short, ratio, told = wording.short(effect.metric, info), effect.ratio, figures(effect, info)
+    if effect.own is None:
+        return f"no figure of {short} that counts ({effect.reason or 'no valid measurement'})"
+    if effect.at_another_point and effect.reference is not None:
+        times = f"{wording.number(ratio.median)}x " if ratio else ""
+        return f"{short} {times}that at {wording.point(effect.reference[1])} ({told})"
+    if ratio is None or ratio.low is None or ratio.high is None:
+        return f"{short} {told}" + (" (one valid repeat)" if effect.own.n == 1 else "")
+    if effect.told == 0:
+        gain = effect.gain
+        loss = 1 - gain.low if gain is not None and gain.low is not None else 1.0
+        if effect.guards and loss <= LARGE:
+            return f"no loss above {100 * loss:.2g} % in {short}"
+        return f"no difference shown in {short} ({wording.interval(ratio, 'x')})"
+    if effect.better is Better.higher and not wording.is_share(effect.metric, info):
+        short, told = f"{wording.number(ratio.median)}x {short}", f"({told})"
+    return f"{short} {told}" + ("" if effect.told > 0 else ": worse")
+
+
+def figures(effect: Effect, info: RunInfo) -> str:
+    """`88.9 -> 13.4 ms` where a mechanism is switched on, else `13.4 ms against 88.9`."""
+    if effect.own is None:
+        return wording.NOTHING
+    own = wording.value(effect.own.median, effect.metric, info)
+    if effect.base is None:
+        return own
+    base = wording.value(effect.base.median, effect.metric, info, unit=False)
+    return f"{base} -> {own}" if _is_off(effect, info) else f"{own} against {base}"
 
 
 def invalid(result: Result) -> int:
@@ -81,20 +100,6 @@ def flags(result: Result) -> list[str]:
     return [*found, *marks.of(result)]
 
 
-def figures(effect: Effect, info: RunInfo, against: bool = False) -> str:
-    """`88.9 -> 13.4 ms`, or `13.4 ms against 88.9`; of a share in percent."""
-    unit = info.metrics[effect.metric].unit
-    own, base = (None if each is None else each.median for each in (effect.own, effect.base))
-    if own is None:
-        return wording.NOTHING
-    as_share = unit == "" and 0 <= own <= 1 and 0 <= (base or 0) <= 1
-    text = [wording.share(v) if as_share else wording.number(v) for v in (own, base) if v is not None]
-    unit = f" {unit}" if unit and unit != wording.short(effect.metric, info) else ""
-    if len(text) == 1:
-        return f"{text[0]}{unit}"
-    return f"{text[0]}{unit} against {text[1]}" if against else f"{text[1]} -> {text[0]}{unit}"
-
-
 def _chosen(found: list[Effect]) -> list[Effect]:
     """The first, the next of another metric, and what guards against a loss; else whatever comes next."""
     if not found:
@@ -102,50 +107,17 @@ def _chosen(found: list[Effect]) -> list[Effect]:
     first, rest = found[0], found[1:]
     other = next((effect for effect in rest if effect.metric != first.metric), None)
     guard = next((effect for effect in reversed(rest) if effect.guards and effect is not other), None)
-    chosen = [first, *(effect for effect in (other, guard) if effect is not None)]
+    chosen = [effect for effect in (first, other, guard) if effect is not None]
     return [*chosen, *(effect for effect in rest if effect not in chosen)][:PARTS]
 
 
 def _who(effect: Effect, info: RunInfo) -> str:
     own = info.variants[effect.cell[0]]
-    if effect.reference is None or effect.reference[0] == effect.cell[0]:
+    if effect.reference is None or effect.at_another_point:
         return own if len(info.variants) > 1 else ""
-    base = info.variants[effect.reference[0]]
-    if base in OFF:
+    if _is_off(effect, info):
         return "" if own in ON else own
-    return f"{own} against {base}"
-
-
-def _part(effect: Effect, info: RunInfo, at: Sequence[str]) -> str:
-    short, against = wording.short(effect.metric, info), bool(effect.reference) and not _is_off(effect, info)
-    ratio = effect.ratio
-    if effect.own is None:
-        text = f"no figure of {short} that counts ({effect.reason or 'no valid measurement'})"
-    elif effect.reference is not None and effect.reference[0] == effect.cell[0]:
-        times = wording.number(ratio.median) if ratio else wording.NOTHING
-        text = f"{times}x the {short} of {wording.point(effect.reference[1])}"
-    elif ratio is None or ratio.low is None or ratio.high is None:
-        alone = " (one valid repeat)" if effect.own is not None and effect.own.n == 1 else ""
-        text = f"{short} {figures(effect, info, against)}{alone}"
-    elif effect.told == 0:
-        text = _nothing_shown(effect, short)
-    elif effect.better is Better.higher and not wording.is_share(effect.metric, info):
-        text = f"{wording.number(ratio.median)}x {short} ({figures(effect, info, against)})"
-        text += "" if effect.told > 0 else ": worse"
-    else:
-        text = f"{short} {figures(effect, info, against)}" + ("" if effect.told > 0 else ": worse")
-    return ": ".join(part for part in (*at, text) if part)
-
-
-def _nothing_shown(effect: Effect, short: str) -> str:
-    gain = effect.gain
-    assert gain is not None
-    assert gain.low is not None
-    loss = 1 - gain.low
-    if effect.guards and loss <= LARGE:
-        return f"no loss above {100 * loss:.2g} % in {short}"
-    assert effect.ratio is not None
-    return f"no difference shown in {short} ({wording.interval(effect.ratio, 'x')})"
+    return f"{own} against {info.variants[effect.reference[0]]}"
 
 
 def _is_off(effect: Effect, info: RunInfo) -> bool:
@@ -153,27 +125,22 @@ def _is_off(effect: Effect, info: RunInfo) -> bool:
 
 
 def _without_claims(result: Result) -> str:
-    """The first metric at the last point that has it, and which variant is best there."""
+    """The first metric at the last point that has it, and which variant is best there: where the paired ratio to the
+    next one shows a difference."""
     info = result.info
-    for name in info.metrics:
-        for at in reversed(info.points):
-            found = {v: effects.value(result, name, (v, at)) for v in info.variants if v != info.aa}
-            shown = [f"{info.variants[v]} {wording.interval(e)}" for v, e in found.items() if e is not None]
-            if shown:
-                text = f"{wording.short(name, info)} {', '.join(shown)}.{_best(result, name, at)}"
-                return ": ".join(part for part in (wording.point(at), text) if part)
+    for name, at in ((name, at) for name in info.metrics for at in reversed(info.points)):
+        own = {v: values for v in info.variants if v != info.aa and (values := result.table.values(v, at, name))}
+        found = {v: stats.absolute(values) for v, values in own.items()}
+        if not found:
+            continue
+        shown = ", ".join(f"{info.variants[v]} {wording.interval(each)}" for v, each in found.items())
+        text = f"{f'{wording.point(at)}: ' if at else ''}{wording.short(name, info)} {shown}."
+        higher = info.metrics[name].better is Better.higher
+        first, second, *_ = [*sorted(found, key=lambda v: found[v].median, reverse=higher), "", ""]
+        ratio = stats.ratio(own[first], own[second]) if second else None
+        if ratio is None or ratio.low is None or ratio.high is None:
+            return text
+        if ratio.low <= 1 <= ratio.high:
+            return f"{text} {info.variants[first]} and {info.variants[second]} cannot be told apart."
+        return f"{text} Best: {info.variants[first]}, {wording.interval(ratio, 'x')} of {info.variants[second]}."
     return "There is no answer: no valid measurement."
-
-
-def _best(result: Result, metric: str, point: str) -> str:
-    """The variant with the best median, where the paired ratio to the next one shows a difference."""
-    info, table = result.info, Table(result.rows)
-    values = {v: table.values(v, point, metric) for v in info.variants if v != info.aa}
-    higher = info.metrics[metric].better is Better.higher
-    ranked = sorted((v for v in values if values[v]), key=lambda v: stats.absolute(values[v]).median, reverse=higher)
-    found = stats.ratio(values[ranked[0]], values[ranked[1]]) if len(ranked) > 1 else None
-    if found is None or found.low is None or found.high is None:
-        return ""
-    if found.low <= 1 <= found.high:
-        return f" {info.variants[ranked[0]]} and {info.variants[ranked[1]]} cannot be told apart."
-    return f" Best: {info.variants[ranked[0]]}, {wording.interval(found, 'x')} of {info.variants[ranked[1]]}."

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.show import wording
-from experiments.lab.show.grids import INVALID, MISSING, SCREEN, Grid, metric_title
+from experiments.lab.show.grids import MISSING, SCREEN, Grid, Sheet, metric_title
 from experiments.lab.store import result as store
 from experiments.lab.store.result import COMPLETE, Result, StoreError
-from experiments.lab.store.rows import Table, Turn
 
 SPEED = ("s", "ms", "us", "ns")  # units, and any rate a second: faster or slower; of others: better or worse
 NONE_SHOWN = "no difference shown"
@@ -32,20 +30,21 @@ def compare(a: Path, b: Path, revision: str = "") -> str:
     first, second = store.read(a), store.read(b)
     if a.resolve() == b.resolve():
         raise StoreError(f"A and B are the same result, {a}")
-    if first.info.experiment != second.info.experiment:
+    if first.info.experiment != second.info.experiment and not revision:  # by which it may have had another name
         names = f"A is a run of {first.info.experiment} and B of {second.info.experiment}"
         raise StoreError(f"{names}: compare two runs of one experiment")
-    verdicts: Counter[str] = Counter()
-    grids = [grid for name in first.info.metrics for grid in _grids(first, second, name, verdicts)]
+    sheets = Sheet(first), Sheet(second)
+    grids = [grid for name in first.info.metrics for grid in _grids(*sheets, name)]
     if not grids:
         raise StoreError("A and B have no variant, point and metric in common: there is nothing to compare")
+    verdicts = Counter(row[-1] for grid in grids for row in grid.rows)
     counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
     parts = [
-        f"{first.info.experiment}: {first.info.title}",
+        f"{second.info.experiment}: {second.info.title}",
         "\n".join([_origin("A", f"{b} at {revision}" if revision else a, first), _origin("B", b, second)]),
         *([OTHER_MACHINE] if wording.device(first.info) != wording.device(second.info) else []),
         *(grid.text() for grid in grids),
-        f"{sum(verdicts.values())} rows: {counted}.\n{FOOTNOTE}",
+        f"{verdicts.total()} rows: {counted}.\n{FOOTNOTE}",
         *_left_out(first, second),
         "\n".join(["What differs beside the numbers (A -> B):", *_differences(first, second)]),
     ]
@@ -53,13 +52,13 @@ def compare(a: Path, b: Path, revision: str = "") -> str:
 
 
 def _origin(name: str, path: Path | str, result: Result) -> str:
-    origin = result.info.provenance
-    status = "" if result.info.status == COMPLETE else f"; {result.info.status.upper()}"
-    lines = [f"{name}  {path}", f"   {origin.started}, {wording.commit(origin)}{status}"]
-    return "\n".join([*lines, f"   {wording.device(result.info)}"])
+    origin, status = result.info.provenance, result.info.status
+    incomplete = "" if status == COMPLETE else f"; {status.upper()}"
+    measured = f"   {origin.started}, {wording.commit(origin)}{incomplete}"
+    return "\n".join([f"{name}  {path}", measured, f"   {wording.device(result.info)}"])
 
 
-def _grids(a: Result, b: Result, metric: str, verdicts: Counter[str]) -> list[Grid]:
+def _grids(a: Sheet, b: Sheet, metric: str) -> list[Grid]:
     """One table; where that is too wide for a screen, one a point."""
     info = a.info
     if metric not in b.info.metrics or info.metrics[metric].unit != b.info.metrics[metric].unit:
@@ -68,9 +67,8 @@ def _grids(a: Result, b: Result, metric: str, verdicts: Counter[str]) -> list[Gr
     for point in (point for point in info.points if point in b.info.points):
         for variant in (variant for variant in info.variants if variant in b.info.variants):
             cells = _cells(a, b, variant, point, metric)
-            if cells is not None:
+            if cells:
                 rows.setdefault(point, []).append((info.variants[variant], *cells))
-                verdicts[cells[-1]] += 1
     title, header = metric_title(info.metrics[metric]), ("", "A", "B", "B/A", "")
     joined = tuple((f"{line[0]} {point}".strip(), *line[1:]) for point, lines in rows.items() for line in lines)
     grid = Grid(title, header, joined)
@@ -79,30 +77,24 @@ def _grids(a: Result, b: Result, metric: str, verdicts: Counter[str]) -> list[Gr
     return [Grid(f"{title} at {point}", header, tuple(lines)) for point, lines in rows.items()]
 
 
-def _cells(a: Result, b: Result, variant: str, point: str, metric: str) -> tuple[str, str, str, str] | None:
-    """Median of A, of B, their ratio, and the verdict; None where neither has a row."""
-    values = [Table(r.rows).values(variant, point, metric) for r in (a, b)]
-    shown = [_value(r, own, variant, point, metric) for r, own in zip((a, b), values, strict=True)]
+def _cells(a: Sheet, b: Sheet, variant: str, point: str, metric: str) -> tuple[str, ...]:
+    """Median of A, of B, their ratio, and the verdict; nothing where one of them has no row."""
+    shown = [sheet.value(variant, point, metric) for sheet in (a, b)]
     if MISSING in shown:
-        return None
-    problem = next((f"{text} in {name}" for text, name in zip(shown, "AB", strict=True) if text == INVALID), "")
-    failed = [name for name, r in (("A", a), ("B", b)) if r.info.fails(variant, point)]
-    if problem or failed:
-        return shown[0], shown[1], MISSING, problem or f"gate FAILED in {failed[0]}"
-    theirs, ours = (list(own.values()) for own in values)
-    if set(ours) == set(theirs) and len(set(ours)) == 1:
-        return shown[0], shown[1], "1" if ours[0] else MISSING, "the same"
-    if min(*ours, *theirs) <= 0:
-        return shown[0], shown[1], MISSING, "no ratio to 0"
-    found = stats.apart(values[1], values[0])
-    return shown[0], shown[1], wording.interval(found, "x"), _verdict(found, a.info.metrics[metric])
-
-
-def _value(result: Result, values: Mapping[Turn, float], variant: str, point: str, metric: str) -> str:
-    if values:
-        return wording.interval(stats.absolute(values, result.info.metrics[metric].share))
-    tried = any((row.variant, row.point, row.metric) == (variant, point, metric) for row in result.rows)
-    return INVALID if tried else MISSING
+        return ()
+    theirs, ours = (sheet.table.values(variant, point, metric) for sheet in (a, b))
+    for name, sheet, values, text in (("A", a, theirs, shown[0]), ("B", b, ours, shown[1])):
+        if not values:
+            return (*shown, MISSING, f"{text} in {name}")
+        if sheet.info.fails(variant, point):
+            return (*shown, MISSING, f"gate FAILED in {name}")
+    every = {*theirs.values(), *ours.values()}
+    if len(every) == 1:
+        return (*shown, "1" if every != {0.0} else MISSING, "the same")
+    if min(every) <= 0:
+        return (*shown, MISSING, "no ratio to 0")
+    found = stats.apart(ours, theirs)
+    return (*shown, wording.interval(found, "x"), _verdict(found, a.info.metrics[metric]))
 
 
 def _verdict(found: stats.Estimate, metric: Metric) -> str:
@@ -129,24 +121,14 @@ def _left_out(a: Result, b: Result) -> list[str]:
 
 def _differences(a: Result, b: Result) -> list[str]:
     """Config, device and versions, key by key."""
-    every = []
-    for result in (a, b):
-        origin = result.info.provenance
-        config = {key: value for key, value in result.info.config.items() if key != "paths"}
-        every.append(_flat({**config, "device": origin.device, "versions": origin.versions}))
-    first, second = every
-    keys = [key for key in dict.fromkeys([*first, *second]) if first.get(key, MISSING) != second.get(key, MISSING)]
-    lines = [f"  {key}: {_shown(first.get(key, MISSING))} -> {_shown(second.get(key, MISSING))}" for key in keys]
+    first, second = (
+        wording.flat({**r.info.config, "device": r.info.provenance.device, "versions": r.info.provenance.versions})
+        for r in (a, b)
+    )
+    keys = [key for key in dict.fromkeys([*first, *second]) if not key.startswith("paths.")]
+    differ = [key for key in keys if first.get(key, MISSING) != second.get(key, MISSING)]
+    lines = [f"  {key}: {_shown(first.get(key, MISSING))} -> {_shown(second.get(key, MISSING))}" for key in differ]
     return lines or ["  nothing"]
-
-
-def _flat(value: Any, key: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not value:
-        return {key: value}
-    found: dict[str, Any] = {}
-    for name, item in value.items():
-        found |= _flat(item, f"{key}.{name}" if key else str(name))
-    return found
 
 
 def _shown(value: Any) -> str:

@@ -6,16 +6,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from experiments.lab.judge import stats
-from experiments.lab.judge.claims import AIM, Claim, Judgement, judge
+from experiments.lab.judge.claims import AIM, Claim
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.store.result import Result, RunInfo
-from experiments.lab.store.rows import Table
 
 TARGET = "target"  # begins the source of a claim
 CHECKS = ("client_busy", "preemptions")  # claims on these say that the measurement is sound, not what was found
-PEER_KINDS = ("vllm", "hf", "hf_continuous")  # of variants; of implementations of a kernel, what others wrote
-PEER_KERNELS = ("fa4", "flash_attn", "sdpa", "torch", "compile")
+PEER_KINDS = (
+    "vllm",
+    "vllm_served",
+    "hf",
+    "hf_continuous",
+)  # of variants; of implementations of a kernel, what others wrote
+PEER_KERNELS = ("fa3", "fa4", "flash_attn", "sdpa", "torch", "compile")
 Cell = tuple[str, str]  # variant, point
 
 
@@ -43,15 +47,20 @@ class Effect:
     reason: str = ""
 
     @property
+    def at_another_point(self) -> bool:
+        """Whether the variant is compared with itself."""
+        return self.reference is not None and self.reference[0] == self.cell[0]
+
+    @property
     def gain(self) -> Estimate | None:
         """How many times better than the reference; without one, than the target."""
-        if self.reference is not None:
-            return None if self.ratio is None else self._upwards(self.ratio)
-        if self.own is None or not self.target or self.own.median <= 0:
-            return None
-        low, high = self.own.low, self.own.high
-        share = Estimate(self.own.median / self.target, _over(low, self.target), _over(high, self.target), self.own.n)
-        return self._upwards(share)
+        found = self.ratio
+        if self.reference is None and self.own is not None and self.target and self.own.median > 0:
+            own, unit = self.own, self.target
+            found = Estimate(own.median / unit, _over(own.low, unit), _over(own.high, unit), own.n)
+        if found is None or self.better is Better.higher or found.median <= 0:
+            return found
+        return Estimate(1 / found.median, _over(1, found.high), _over(1, found.low), found.n)
 
     @property
     def ticks(self) -> tuple[float | None, float | None]:
@@ -68,25 +77,20 @@ class Effect:
             return 0
         return 1 if gain.low > 1 else -1 if gain.high < 1 else 0
 
-    def _upwards(self, found: Estimate) -> Estimate:
-        if self.better is Better.higher or found.median <= 0:
-            return found
-        return Estimate(1 / found.median, _over(1, found.high), _over(1, found.low), found.n)
 
-
-def judgements(result: Result) -> list[Judgement]:
-    return [judge(claim, result.rows, result.info.every_gate) for claim in result.info.claims]
+def quantity(claim: Claim) -> tuple[str | None, ...]:
+    """What a claim is about; an aim is about the same as its target."""
+    reference = (claim.reference_variant, claim.reference_point) if claim.bound.is_ratio else ()
+    return (claim.metric, claim.variant, claim.point, *reference)
 
 
 def of_claims(result: Result) -> list[Effect]:
     """In the order of the claims; several claims on one quantity are one effect, and checks are none."""
     found: dict[tuple[str, Cell, Cell | None], Effect] = {}
-    for j in judgements(result):
-        if j.claim.metric in CHECKS:
-            continue
-        effect = _of(result, j.claim.metric, (j.claim.variant, j.claim.point), _reference(j.claim, result), j.reason)
-        key = (effect.metric, effect.cell, effect.reference)
-        found[key] = _with_bound(found.get(key, effect), j.claim)
+    for j in result.judgements:
+        if j.claim.metric not in CHECKS:
+            key = (j.claim.metric, (j.claim.variant, j.claim.point), _reference(j.claim, result))
+            found[key] = _with_bound(found[key] if key in found else between(result, *key, j.reason), j.claim)
     return list(found.values())
 
 
@@ -97,16 +101,29 @@ def shown(result: Result, most: int) -> list[Effect]:
     if info.baseline is not None and len(found) < most:
         metric = claimed[0].metric if claimed else next(iter(info.metrics))
         known = {(effect.metric, effect.cell) for effect in found}
-        for point in info.points:
-            for variant in info.variants:
-                if variant not in (info.baseline, info.aa, *peers(info)) and (metric, (variant, point)) not in known:
-                    more = _of(result, metric, (variant, point), (info.baseline, point))
-                    found += [more] if more.gain is not None and not info.fails(variant, point) else []
+        left_out = (info.baseline, info.aa, *peers(info))
+        for cell in ((v, point) for point in info.points for v in info.variants if v not in left_out):
+            if (metric, cell) not in known and not info.fails(*cell):
+                more = between(result, metric, cell, (info.baseline, cell[1]))
+                found += [more] if more.gain is not None else []
     return found[:most]
 
 
+def between(result: Result, metric: str, cell: Cell, reference: Cell | None, reason: str = "") -> Effect:
+    """What was measured of both; nothing where a gate speaks against one of them."""
+    info, better = result.info, result.info.metrics[metric].better
+    if info.fails(*cell) or (reference and info.fails(*reference)):
+        return Effect(metric, cell, reference, better, None, None, None, reason=reason)
+    own, base = value(result, metric, cell), value(result, metric, reference) if reference else None
+    values = [result.table.values(*each, metric) for each in (cell, reference) if each]
+    paired = stats.ratio(*values) if reference else None
+    if paired is not None and paired.median <= 0:
+        paired = None  # nothing of it was left, and a ratio says nothing
+    return Effect(metric, cell, reference, better, own, base, paired, reason=reason)
+
+
 def value(result: Result, metric: str, cell: Cell) -> Estimate | None:
-    values = Table(result.rows).values(*cell, metric)
+    values = result.table.values(*cell, metric)
     return stats.absolute(values) if values else None
 
 
@@ -122,25 +139,14 @@ def variant_kinds(info: RunInfo) -> dict[str, str]:
     return {name: v.get("kind", "") if isinstance(v, dict) else name for name, v in variants.items()}
 
 
-def _of(result: Result, metric: str, cell: Cell, reference: Cell | None, reason: str = "") -> Effect:
-    table, better = Table(result.rows), result.info.metrics[metric].better
-    own, base = value(result, metric, cell), value(result, metric, reference) if reference else None
-    if result.info.fails(*cell) or (reference and result.info.fails(*reference)):
-        return Effect(metric, cell, reference, better, None, None, None, reason=reason)
-    paired = stats.ratio(table.values(*cell, metric), table.values(*reference, metric)) if reference else None
-    if paired is not None and paired.median <= 0:
-        paired = None  # nothing of it was left, and a ratio says nothing
-    return Effect(metric, cell, reference, better, own, base, paired, reason=reason)
-
-
 def _reference(claim: Claim, result: Result) -> Cell | None:
     """Of an absolute claim, too: what the baseline does at the same point."""
     if claim.bound.is_ratio:
         return str(claim.reference_variant), str(claim.reference_point)
-    baseline, table = result.info.baseline, Table(result.rows)
+    baseline = result.info.baseline
     if baseline in (None, claim.variant) or claim.upper is not None:
         return None
-    values = table.values(str(baseline), claim.point, claim.metric).values()
+    values = result.table.values(str(baseline), claim.point, claim.metric).values()
     return (str(baseline), claim.point) if values and min(values) > 0 else None
 
 

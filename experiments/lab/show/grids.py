@@ -62,9 +62,8 @@ class Sheet:
 
     def __init__(self, result: Result) -> None:
         self.info = result.info
-        self.repeats = max((row.repeat + 1 for row in result.rows), default=0)
         self._turns = len({(row.process, row.repeat) for row in result.rows})
-        self._table = result.table
+        self.table = result.table
         self._lacking: dict[Cell, str] = {}  # what stands where a cell that was tried has no value
         for row in result.rows:
             cell = (row.variant, row.point, row.metric)
@@ -160,7 +159,7 @@ class Sheet:
 
     def value(self, variant: str, point: str, metric: str) -> str:
         """Median and interval; and how many repeats, where some are missing."""
-        values = self._table.values(variant, point, metric)
+        values = self.table.values(variant, point, metric)
         if not values:
             return self._lacking.get((variant, point, metric), MISSING)
         text = wording.interval(stats.absolute(values, self.info.metrics[metric].share))
@@ -168,9 +167,9 @@ class Sheet:
 
     def ratio(self, variant: str, point: str, metric: str) -> str:
         if variant == self.info.baseline:
-            return "1" if self._table.values(variant, point, metric) else MISSING
-        baseline = self._table.values(str(self.info.baseline), point, metric)
-        found = stats.ratio(self._table.values(variant, point, metric), baseline)
+            return "1" if self.table.values(variant, point, metric) else MISSING
+        baseline = self.table.values(str(self.info.baseline), point, metric)
+        found = stats.ratio(self.table.values(variant, point, metric), baseline)
         return MISSING if found is None else wording.interval(found, "x")
 
     @property
@@ -203,7 +202,7 @@ class Sheet:
 
     def _median_of(self, metric: str) -> Column:
         def text(variant: str, point: str, _: str) -> str:
-            values = self._table.values(variant, point, metric)
+            values = self.table.values(variant, point, metric)
             return wording.number(stats.median(list(values.values()))) if values else MISSING
 
         return text

@@ -6,7 +6,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
@@ -49,52 +48,35 @@ _TAGS = re.compile(r"</?(details|summary)>|<br>|<!--")  # what pages use of HTML
 _PAGE = re.compile(r"([\w.,=+-]+)\.md")  # beside the others
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """What many figures have in common, once: hatches by their id, and styles with the class that stands for each."""
-
-    hatches: dict[str, str]
-    styles: dict[str, str]
-
-    @property
-    def classes(self) -> str:
-        return "\n".join(f".{name}{{{style}}}" for style, name in self.styles.items())
-
-    def without(self, svg: str, prefix: str) -> str:
-        """The figure without them, and with ids that are no other figure's."""
-        for name, text in re.findall(r'(?s)(?=<pattern id="(\w+)")(<pattern.*?</pattern>)', svg):
-            self.hatches[name] = text
-        svg = re.sub(r"(?s)<pattern.*?</pattern>", "", svg)
-        svg = re.sub(r'<g id="\w+"', "<g", svg)
-        svg = re.sub(r'style="([^"]*)"', lambda found: f'class="{self._class(found[1])}"', svg)
-        return re.sub(r'(\bid="|url\(#|href="#)(\w+)', lambda found: self._renamed(found, prefix), svg)
-
-    def _class(self, style: str) -> str:
-        return self.styles.setdefault(style, f"s{len(self.styles)}")
-
-    def _renamed(self, found: re.Match[str], prefix: str) -> str:
-        return found[0] if found[2] in self.hatches else f"{found[1]}{prefix}{found[2]}"
-
-
 def document(pages: Mapping[str, str], figures: Mapping[str, str]) -> str:
     """The whole file.
 
     Args:
         pages: name -> markdown, the index first; a link to `name.md` leads there.
-        figures: file name of a picture -> the <svg> that takes its place.
+        figures: file name of a picture -> the <svg> that takes its place, whose ids are no other figure's.
     """
-    shared = _Shared({}, {})
-    alone = {name: shared.without(svg, f"f{number}-") for number, (name, svg) in enumerate(sorted(figures.items()))}
+    styles: dict[str, str] = {}  # what many figures have in common, once: with the class that stands for each
+    hatches: dict[str, str] = {}  # likewise, with their ids
+
+    def shared(svg: str) -> str:
+        for name, hatch in re.findall(r'(?s)<pattern id="(\w+)"(.*?</pattern>)', svg):
+            svg = svg.replace(name, hatches.setdefault(hatch, f"hatch{len(hatches)}"))
+        svg = re.sub(r"(?s)<pattern.*?</pattern>", "", svg)
+        return re.sub(r'style="([^"]*)"', lambda x: f'class="{styles.setdefault(x[1], f"s{len(styles)}")}"', svg)
+
+    alone = {name: shared(svg) for name, svg in sorted(figures.items())}
     parser = _parser(alone)
     sections = "\n".join(
         f'<section id="{html.escape(name)}">\n{parser.render(text)}</section>' for name, text in pages.items()
     )
+    classes = "\n".join(f".{name}{{{style}}}" for style, name in styles.items())
+    patterns = "".join(f'<pattern id="{name}"{hatch}' for hatch, name in hatches.items())
     first = next(iter(pages))
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>mini-infer: reports</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}{shared.classes}</style></head>\n'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}{classes}</style></head>\n'
         f'<body><nav><a href="#{first}">All reports</a></nav>\n'
-        f'<svg width="0" height="0" style="position:absolute"><defs>{"".join(shared.hatches.values())}</defs></svg>\n'
+        f'<svg width="0" height="0" style="position:absolute"><defs>{patterns}</defs></svg>\n'
         f"{sections}\n"
         f'<div id="tip" hidden></div><script>{SCRIPT}</script></body></html>\n'
     )

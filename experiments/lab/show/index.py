@@ -9,12 +9,9 @@ from pathlib import Path
 from experiments.lab.axes import IN_PROCESS, NO_SCALE
 from experiments.lab.judge import pairs
 from experiments.lab.judge.claims import Verdict
-from experiments.lab.judge.metrics import Better
-from experiments.lab.show import effects, wording
-from experiments.lab.show.answer import figures, flags, sentence
-from experiments.lab.show.effects import judgements, variant_kinds
+from experiments.lab.show import answer, effects, wording
+from experiments.lab.show.effects import variant_kinds
 from experiments.lab.show.pages import MARK, overrides
-from experiments.lab.show.screen import moved
 from experiments.lab.store.history import Since
 from experiments.lab.store.result import Result, RunInfo, page_name
 
@@ -24,28 +21,26 @@ BEGIN, END = "<!-- results: begin (made by `python run.py report`) -->", "<!-- r
 ABOUT = """\
 What each mechanism was worth, by what it was measured on: *small* and *7B* are models on one GPU (kernels stand under
 the model whose shapes they have), *served* is over HTTP. A figure is of the first claim of its page, beside the
-baseline's, and comes from a file in `results/`; `python run.py report` makes these pages from them again. *n commits
-since* says how often the code that a page names has changed after it was measured."""
+baseline's, and comes from a file in `results/`; `python run.py report` makes these pages from them again."""
 
 
 def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since) -> str:
-    others = [r for r in results if r.info.run != "default"]
     cells: dict[str, dict[str, list[str]]] = {}
     for result in results:
         if result.info.run == "default":
             row = cells.setdefault(result.info.experiment, {})
-            row.setdefault(column(result.info), []).append(_cell(result, since))
+            row.setdefault(column(result.info), []).append(_cell(result))
     lines = [(name, *("<br><br>".join(row.get(c, [])) for c in COLUMNS)) for name, row in cells.items()]
+    others = [(_link(r.info), r.info.hardware, overrides(r.info), _cell(r)) for r in results if r.info.run != "default"]
     parts = [
         MARK,
         "# Reports",
         ABOUT,
         *(f"> **CANNOT BE READ**: `results/{path.as_posix()}`" for path in damaged),
         wording.table(("mechanism", *COLUMNS), lines),
+        *(["## Other runs", wording.table(("experiment", "hardware", "with", "found"), others)] if others else []),
+        _age(results, since),
     ]
-    if others:
-        found = [(_link(r.info), r.info.hardware, overrides(r.info), _cell(r, since)) for r in others]
-        parts += ["## Other runs", wording.table(("experiment", "hardware", "with", "found"), found)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -81,42 +76,35 @@ def _readme_table(results: Sequence[Result]) -> str:
             known = best.get(result.info.experiment)
             if known is None or order.index(place) < order.index(column(known.info)):
                 best[result.info.experiment] = result
-    lines = [(f"[{r.info.title}](reports/{page_name(r.info)}.md)", sentence(r)) for r in best.values()]
+    lines = [(f"[{r.info.title}](reports/{page_name(r.info)}.md)", answer.sentence(r)) for r in best.values()]
     return wording.table(("", f"measured on {', '.join(dict.fromkeys(r.info.hardware for r in best.values()))}"), lines)
 
 
-def _cell(result: Result, since: Since) -> str:
-    """The effect, its verdicts, and whether the code has moved since."""
-    info, behind = result.info, moved(result.info, since)
+def _cell(result: Result) -> str:
+    """The effect and its verdicts; what is beyond a claim, its aim, stands on the page."""
+    info, names = result.info, pairs.metrics(result)
+    found = effects.of_claims(result)
+    text = answer.in_words(found[0], info) if found else "no claim"
+    if names and pairs.of(result, names[0]):
+        text = f"{len(pairs.of(result, names[0]))} pairs"
     over = " over HTTP" if column(info) == CPU and _is_served(info) else ""
-    parts = [f"[{_effect(result)}]({page_name(info)}.md){over}"]
-    found = [j.verdict for j in judgements(result)]
-    if found:
-        counted = f"{found.count(Verdict.supported)} of {len(found)} claims supported"
-        refuted = found.count(Verdict.refuted)
-        parts.append(counted + (f", **{refuted} refuted**" if refuted else ""))
-    parts += [f"**{flag.partition(' (')[0]}**" for flag in flags(result)]
-    parts += [f"*{behind}*"] if behind and behind != "not known" else []
+    parts = [f"[{text}]({page_name(info)}.md){over}"]
+    claims = [judged.verdict for judged in result.judgements]
+    told = [f"{claims.count(Verdict.supported)} of {len(claims)} claims supported"] if claims else []
+    told += [f"**{claims.count(Verdict.refuted)} refuted**"] if Verdict.refuted in claims else []
+    parts += [", ".join(told)] if told else []
+    parts += [f"**{flag.partition(' (')[0]}**" for flag in answer.flags(result)]
     return "<br>".join(parts)
 
 
-def _effect(result: Result) -> str:
-    """In a few words."""
-    names = pairs.metrics(result)
-    if names and pairs.of(result, names[0]):
-        return f"{len(pairs.of(result, names[0]))} pairs"
-    found = effects.of_claims(result)
-    if not found or found[0].own is None:
-        return "no figure that counts" if found else "no claim"
-    first, info = found[0], result.info
-    short = wording.short(first.metric, info)
-    if first.gain is None or first.reference is None:
-        return f"{short} {figures(first, info)}"
-    if first.told == 0:
-        return f"{short}: no difference shown"
-    if first.better is Better.higher:
-        return f"{wording.number(first.gain.median)}x {short}"
-    return f"{short} {figures(first, info)}"
+def _age(results: Sequence[Result], since: Since) -> str:
+    """Which results are of the code as it is."""
+    fresh = list(dict.fromkeys(_link(r.info) for r in results if since(r.info) == 0))
+    told = f"Of the code as it is: {', '.join(fresh)}. " if fresh else ""
+    changed = f"For {'the others' if fresh else 'all pages'}, commits have touched the code that they name since"
+    if len(fresh) == len({page_name(r.info) for r in results}):
+        return "All pages were measured on the code as it is."
+    return f"{told}{changed}: each says how many, and `python run.py stale` lists them."
 
 
 def _link(info: RunInfo) -> str:

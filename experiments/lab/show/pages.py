@@ -1,14 +1,17 @@
-"""The page of an experiment as markdown: one screen that answers, and everything else folded below it."""
+"""The page of an experiment as markdown: one screen that answers (the answer, whether to believe it, how much and how,
+and what it is to be measured by), and everything else folded below it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from experiments.lab.show.answer import flags
+from experiments.lab.judge import marks
+from experiments.lab.show import effects, verdicts, wording
+from experiments.lab.show.answer import flags, invalid, sentence
 from experiments.lab.show.details import details, fold
+from experiments.lab.show.figures import gallery
 from experiments.lab.show.figures.gallery import Picture
-from experiments.lab.show.screen import screen
 from experiments.lab.store.history import Since
 from experiments.lab.store.result import Result, RunInfo, page_name
 
@@ -26,10 +29,17 @@ def report_page(results: Sequence[Result], damaged: Sequence[Path], since: Since
         *(f"> **NOT IN THIS REPORT**: `results/{path.as_posix()}` cannot be read." for path in damaged),
         *(f"> **{flag}**, on {heading(r.info)}" for r in results for flag in flags(r)),
         first.question,
-        *(part for result in results for part in _result(result, since, len(results) > 1)),
-        fold("What the numbers do not say", "\n".join(f"- {limit}" for limit in limits)),
-        fold("The code", "\n".join(f"- [{path}](../{path})" for path in code)),
     ]
+    for result in results:
+
+        def line(picture: Picture, info: RunInfo = result.info) -> str:
+            return f"![{picture.title}]({FIGURES}/{figure_name(info, picture.name)})"
+
+        if len(results) > 1 or result.info.run != "default":
+            parts.append(f"## {heading(result.info)}")
+        parts += [screen(result, since, line), *details(result, line)]
+    parts.append(fold("What the numbers do not say", "\n".join(f"- {limit}" for limit in limits)))
+    parts.append(fold("The code", "\n".join(f"- [{path}](../{path})" for path in code)))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -47,9 +57,87 @@ def figure_name(info: RunInfo, picture: str) -> str:
     return f"{page_name(info)}-{info.hardware}{run}-{picture}.png"
 
 
-def _result(result: Result, since: Since, several: bool) -> list[str]:
-    def line(picture: Picture) -> str:
-        return f"![{picture.title}]({FIGURES}/{figure_name(result.info, picture.name)})"
+def screen(result: Result, since: Since, picture: Callable[[Picture], str]) -> str:
+    """`picture` writes the line that shows one."""
+    parts = [
+        f"**{sentence(result)}**",
+        _strip(result, since),
+        *(picture(each) for each in gallery.of(result).first),
+        "\n".join(f"- {line}" for line in (*_beside_others(result), *_of_the_limit(result))),
+    ]
+    return "\n\n".join(part for part in parts if part)
 
-    named = [f"## {heading(result.info)}"] if several or result.info.run != "default" else []
-    return [*named, screen(result, since, line), *details(result, line)]
+
+def moved(info: RunInfo, since: Since) -> str:
+    """How far the code has gone on."""
+    count = since(info)
+    if count is None:
+        return "no git history here"
+    return f"{count} commit{'s' if count != 1 else ''} since" if count else "as measured"
+
+
+def _strip(result: Result, since: Since) -> str:
+    info, again = result.info, marks.again(result)
+    seeds = [p.seed for p in info.processes] or [info.config.get("measure", {}).get("seed", 0)]
+    gates, failed = len(info.every_gate), sum(not gate.passed for gate in info.every_gate)
+    facts = {
+        "measured": f"{info.provenance.started[:10]}, {info.hardware}",
+        "processes x repeats": f"{len(info.processes) or 1} x {result.repeats}",
+        "seeds": ", ".join(map(str, seeds)),
+        "A/A": wording.interval(again.ratio, "x") if again else "not measured",
+        "INVALID": f"**{invalid(result):,} of {len(result.rows):,}**" if invalid(result) else "none",
+        "claims": verdicts.counted(result) or "none",
+        "gates": f"**{failed} of {gates} FAILED**" if failed else f"{gates} passed" if gates else "none",
+        "code": moved(info, since),
+    }
+    return wording.table(tuple(facts), [tuple(facts.values())])
+
+
+def _beside_others(result: Result) -> list[str]:
+    """The first claim's figure beside those of peers at the same point, the original project's, and what is to be
+    reached."""
+    info, beside = result.info, []
+    for effect in effects.of_claims(result)[:1]:
+        (variant, point), metric = effect.cell, effect.metric
+        for peer in effects.peers(info):
+            pair = effects.between(result, metric, effect.cell, (peer, point))
+            if peer != variant and pair.gain and pair.base:
+                times = f"{wording.number(pair.gain.median)}x as good as {_named(info, peer)}"
+                beside.append(f"{times} ({wording.value(pair.base.median, metric, info)})")
+        if beside and effect.own:
+            at = f" at {wording.point(point)}" if point else ""
+            own = f"{info.variants[variant]} {wording.value(effect.own.median, metric, info)}"
+            beside = [f"**Peers**, {wording.short(metric, info)}{at}: {own}, {' and '.join(beside)}."]
+    return [
+        *(beside or ["**Peers**: none ran beside it."]),
+        *([f"**The original project**: {info.original}."] if info.original else []),
+        *([f"**To reach**: {info.target}."] if info.target else []),
+    ]
+
+
+def _of_the_limit(result: Result) -> list[str]:
+    """What the hardware allows, where the first claim's figure was measured."""
+    info = result.info
+    cells = [effect.cell for effect in effects.of_claims(result)] or [
+        (v, p) for v in info.variants for p in info.points
+    ]
+    for cell in cells:
+        names = ("floor_ms", "step_ms", "mbu", "mfu")
+        found = [effects.value(result, name, cell) for name in names]
+        floor, step, *used = (each.median if each else 0.0 for each in found)
+        where = ", ".join(part for part in (info.variants[cell[0]], wording.point(cell[1])) if part)
+        if floor and step:
+            text = f"of the {wording.number(step)} ms of a step the hardware needs at least {wording.number(floor)}"
+            return [f"**Limit**: {text}: {wording.share(min(1.0, floor / step))} ({where})."]
+        shares = {use: what for use, what in zip(used, ("memory bandwidth", "computing power"), strict=True) if use}
+        if shares:
+            most = max(shares)
+            return [f"**Limit**: {wording.share(min(1.0, most))} of the {shares[most]} is used ({where})."]
+    return []
+
+
+def _named(info: RunInfo, variant: str) -> str:
+    """With its version, where it says one."""
+    facts = info.peers.get(variant, ({},))[-1]
+    version = next((str(facts[key]) for key in ("vllm", "transformers") if key in facts), "")
+    return f"{info.variants[variant]} {version}".strip()

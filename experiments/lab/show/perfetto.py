@@ -29,17 +29,9 @@ def write(result: Result, path: Path) -> int:
             "experiment.timeline of its YAML ({} for the only point), and run it again"
         )
     found = events(result)
-    document = {
-        "traceEvents": found,
-        "displayTimeUnit": "ms",
-        "otherData": {
-            "experiment": info.experiment,
-            "hardware": info.hardware,
-            "run": info.run,
-            "commit": info.provenance.commit or "none",
-            "started": info.provenance.started,
-        },
-    }
+    told = {"experiment": info.experiment, "hardware": info.hardware, "run": info.run}
+    told |= {"commit": info.provenance.commit or "none", "started": info.provenance.started}
+    document = {"traceEvents": found, "displayTimeUnit": "ms", "otherData": told}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         store.write_atomic(path, json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
@@ -52,22 +44,16 @@ def events(result: Result) -> list[Event]:
     """Names first, then everything in the order of time."""
     names: list[Event] = []
     timed: list[Event] = []
-    cells = dict.fromkeys((step.variant, step.point) for step in result.steps)
-    for pid, (variant, point) in enumerate(cells, start=1):
+    for pid, (variant, point) in enumerate(dict.fromkeys((s.variant, s.point) for s in result.steps), start=1):
         title = f"{result.info.variants[variant]} {point}".strip()
-        names += [_name("process_name", pid, title), _name("thread_name", pid, "engine steps")]
-        steps = [s for s in result.steps if (s.variant, s.point) == (variant, point)]
-        requests = first_pass(result, variant, point)
-        for step in steps:
-            timed += _step(step, pid)
-        for number, request in enumerate(requests):
+        for kind, name in (("process_name", title), ("thread_name", "engine steps")):
+            names.append({"ph": "M", "name": kind, "pid": pid, "tid": ENGINE, "ts": 0, "args": {"name": name}})
+        for step in result.steps:
+            timed += _step(step, pid) if (step.variant, step.point) == (variant, point) else ()
+        for number, request in enumerate(first_pass(result, variant, point)):
             timed += _request(request, pid, f"{pid}.{number}")
     timed.sort(key=lambda event: event["ts"])  # stable: what ends goes before what begins at the same moment
     return [*names, *timed]
-
-
-def _name(kind: str, pid: int, name: str) -> Event:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": ENGINE, "ts": 0, "args": {"name": name}}
 
 
 def _step(step: StepRow, pid: int) -> Iterator[Event]:
@@ -80,25 +66,26 @@ def _step(step: StepRow, pid: int) -> Iterator[Event]:
     yield {"ph": "X", "cat": "step", "name": kind, "ts": start, "dur": round(end - start, 3), **here, "args": args}
     for name in step.preempted:
         yield {"ph": "i", "s": "p", "cat": "preemption", "name": f"preempted {name}", "ts": start, **here, "args": {}}
-    blocks = {"in use": step.kv_used_blocks, "cached": step.kv_cached_blocks}
-    yield {"ph": "C", "name": "KV blocks", "ts": end, **here, "args": blocks}
-    queues = ("running", "prefilling", "waiting", "swapped")
-    lengths = {queue: getattr(step, f"num_{queue}") for queue in queues}
-    yield {"ph": "C", "name": "requests", "ts": end, **here, "args": lengths}
+    counters = {
+        "KV blocks": {"in use": step.kv_used_blocks, "cached": step.kv_cached_blocks},
+        "requests": {name: getattr(step, f"num_{name}") for name in ("running", "prefilling", "waiting", "swapped")},
+    }
+    for name, values in counters.items():
+        yield {"ph": "C", "name": name, "ts": end, **here, "args": values}
 
 
 def _request(request: RequestRow, pid: int, identity: str) -> Iterator[Event]:
     """Phases up to the last moment that is known."""
-    moments = [request.arrival_s, request.first_scheduled_s, request.first_token_s, request.end_s]
-    known = [moment for moment in moments if moment is not None]
     here = {"cat": "request", "id": identity, "pid": pid, "tid": ENGINE}
     told = ("name", "prompt_tokens", "output_tokens", "cached_tokens", "preemptions")
     args = {name: getattr(request, name) for name in told}
-    yield {"ph": "b", "name": request.request, "ts": _us(known[0]), **here, "args": args}
-    for phase, start, end in phases(request):
-        yield {"ph": "b", "name": phase, "ts": _us(start), **here, "args": {}}
-        yield {"ph": "e", "name": phase, "ts": _us(end), **here, "args": {}}
-    yield {"ph": "e", "name": request.request, "ts": _us(known[-1]), **here, "args": {}}
+    known = list(phases(request))
+    last = known[-1][2] if known else request.arrival_s
+    for name, start, end in ((request.request, request.arrival_s, last), *known):
+        yield {"ph": "b", "name": name, "ts": _us(start), **here, "args": args if name == request.request else {}}
+        if name != request.request:
+            yield {"ph": "e", "name": name, "ts": _us(end), **here, "args": {}}
+    yield {"ph": "e", "name": request.request, "ts": _us(last), **here, "args": {}}
 
 
 def _us(seconds: float) -> float:

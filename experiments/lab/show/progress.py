@@ -17,25 +17,22 @@ class Steps:
 
     def __init__(self, title: str) -> None:
         self._title = title
-        self._console = Console(stderr=True)
-        self._bar: Progress | None = None
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        console = Console(stderr=True)
+        self._drawn = console.is_terminal
+        # Drawn between measurements only: a thread that redraws would take its time from what is measured.
+        self._bar = Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not self._drawn)
+        self._task = self._bar.add_task(title, total=None)
         self._started = time.monotonic()
-        self._total = 0
-        self._done = 0
+        self._total = self._done = 0
         self._process, self._processes = 0, 1
 
     def __enter__(self) -> Steps:
-        if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            # Drawn between measurements only: a thread that redraws would take its time from what is measured.
-            self._bar = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
-            self._task = self._bar.add_task(self._title, total=None)
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
         if kind is None:
             seconds = time.monotonic() - self._started
             count = f"{self._done} of {self._total}" if self._done < self._total else f"{self._total}"
@@ -47,27 +44,26 @@ class Steps:
 
     def plan(self, total: int) -> None:
         self._total = self._done + total * (self._processes - self._process)
-        if self._bar is not None:
-            self._bar.update(self._task, total=self._total)
+        self._bar.update(self._task, total=self._total)
 
     def next(self, what: str) -> None:
         """A step begins; the one before it is done."""
         keep_interrupts()
         if self._processes > 1:
             what = f"process {self._process + 1} of {self._processes}, {what}"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._done, description=f"{self._title}: {what}", refresh=True)
-        else:
-            print(f"[{self._done + 1}/{self._total}] {self._title}: {what}", file=sys.stderr, flush=True)
+        self._bar.update(self._task, completed=self._done)
         self._done += 1
+        self._say(f"{self._title}: {what}", f"[{self._done}/{self._total}] ")
 
     def again(self, why: str) -> None:
         """The step is done once more."""
-        text = f"{self._title}: again, because {why}"
-        if self._bar is not None:
+        self._say(f"{self._title}: again, because {why}")
+
+    def _say(self, text: str, before: str = "") -> None:
+        if self._drawn:
             self._bar.update(self._task, description=text, refresh=True)
         else:
-            print(text, file=sys.stderr, flush=True)
+            print(before + text, file=sys.stderr, flush=True)
 
 
 def keep_interrupts() -> None:

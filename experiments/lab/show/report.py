@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from itertools import groupby
 from pathlib import Path
 
-from experiments.lab.show import sweeps, wording
+from experiments.lab.show import sweeps, verdicts
 from experiments.lab.show.answer import answer, flags
-from experiments.lab.show.effects import judgements
 from experiments.lab.show.figures import frame, gallery
-from experiments.lab.show.gate_words import gate_lines
 from experiments.lab.show.grids import SCREEN, Sheet
 from experiments.lab.show.html import document
 from experiments.lab.show.index import index_page, readme_with
@@ -36,22 +34,36 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     found, damaged = _read(results)
     if not found and not damaged:
         raise StoreError(f"{results} holds no results yet: run an experiment first")
-    found = [r for _, group in groupby(found, key=lambda r: page_name(r.info)) for r in sweeps.joined(list(group))]
-    written = []
-    svgs: dict[str, str] | None = None if only else {}
-    for page, group in groupby(found, key=lambda r: page_name(r.info)):
-        if only in (None, page):
-            results_of = list(group)
-            axes = store.run_path(results_of[0].info).parts[:2]
-            missing = [path for path in damaged if path.parts[:2] == axes]
-            written.append(_write(reports, page, results_of, missing, since, svgs))
-    reports.mkdir(parents=True, exist_ok=True)
-    store.write_atomic(reports / INDEX, index_page(found, damaged, since))
-    if svgs is not None:
-        _remove_stale(reports, {page_name(r.info) for r in found} | _pages_of(damaged))
+    found = [r for _, group in groupby(found, key=_page) for r in sweeps.joined(list(group))]
+    ages = {store.run_path(r.info): since(r.info) for r in found}
+    known = lambda info: ages[store.run_path(info)]  # noqa: E731
+    (reports / FIGURES).mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    svgs: dict[str, str] = {}
+    for page, group in groupby(found, key=_page):
+        if only not in (None, page):
+            continue
+        own, drawn = list(group), set()
+        for name, picture in ((figure_name(r.info, p.name), p) for r in own for p in gallery.of(r).every):
+            figure = picture.draw()
+            store.write_atomic(reports / FIGURES / name, frame.png(figure, page))
+            drawn.add(name)
+            if only is None:
+                svgs[name] = frame.svg(figure, f"f{len(svgs)}")
+        axes = store.run_path(own[0].info).parts[:2]
+        missing = [path for path in damaged if path.parts[:2] == axes]
+        written.append(reports / f"{page}.md")
+        store.write_atomic(written[-1], _linked(report_page(own, missing, known), reports))
+        if not missing:
+            _remove_figures(reports, [page], drawn)
+    store.write_atomic(reports / INDEX, index_page(found, damaged, known))
+    if only is None:
+        _remove_stale(reports, {_page(r) for r in found} | _pages_of(damaged))
         pages = {path.stem: path.read_text(encoding="utf-8") for path in (reports / INDEX, *written)}
         store.write_atomic(reports / HTML, document(pages, svgs))
-    _update_readme(reports.parent / INDEX, found)
+    readme = reports.parent / INDEX
+    if readme.is_file() and (text := readme.read_text(encoding="utf-8")) != (made := readme_with(text, found)):
+        store.write_atomic(readme, made)
     errors = [str(error) for path, error in damaged.items() if only is None or only in _pages_of([path])]
     if errors:
         raise StoreError("\n".join(["reports were made without these results:", *errors]))
@@ -73,13 +85,14 @@ def summary(result: Result) -> str:
     grids = Sheet(result).grids(named)
     shown = grids if sum(len(grid.rows) for grid in grids) <= SCREEN_ROWS else Sheet(result).grids(named[:1])
     lines += ["", *(textwrap.indent(grid.text(), "  ") + "\n" for grid in shown)]
-    for claim, verdict, figure in gate_lines(info):
-        lines.append(_wrapped(f"{claim}: {figure}", f"  {verdict:>12}  ", 16))
-    for j in judgements(result):
-        figure = wording.measured(j, info) + (f" ({j.reason})" if j.reason else "")
-        text = f"{wording.claim(j.claim, info)}; measured {figure}"
-        lines.append(_wrapped(text, f"  {j.verdict.value:>12}  ", 16))
+    for line in verdicts.lines(result):
+        text = f"{line.claim}: measured {line.measured}" + (f" ({line.why})" if line.why else "")
+        lines.append(_wrapped(text, f"  {line.verdict:>12}  ", 16))
     return "\n".join(lines)
+
+
+def _page(result: Result) -> str:
+    return page_name(result.info)
 
 
 def _read(results: Path) -> tuple[list[Result], dict[Path, StoreError]]:
@@ -92,33 +105,6 @@ def _read(results: Path) -> tuple[list[Result], dict[Path, StoreError]]:
         except StoreError as error:
             damaged[path.relative_to(results)] = error
     return store.in_order(found), damaged
-
-
-def _write(
-    reports: Path,
-    page: str,
-    results: Sequence[Result],
-    damaged: Sequence[Path],
-    since: Since,
-    svgs: dict[str, str] | None,
-) -> Path:
-    """`svgs`, where it is wanted, gets the figures by the names of their files."""
-    (reports / FIGURES).mkdir(parents=True, exist_ok=True)
-    drawn = set()
-    for result in results:
-        for picture in gallery.of(result).every:
-            name, figure = figure_name(result.info, picture.name), picture.draw()
-            store.write_atomic(reports / FIGURES / name, frame.png(figure, page))
-            drawn.add(name)
-            if svgs is not None:
-                svgs[name] = frame.svg(figure)
-    path = reports / f"{page}.md"
-    store.write_atomic(path, _linked(report_page(results, damaged, since), reports))
-    if not damaged:
-        for old in (reports / FIGURES).glob("*.png"):
-            if old.name not in drawn and frame.made_for(old) == page:
-                old.unlink()
-    return path
 
 
 def _linked(page: str, reports: Path) -> str:
@@ -134,23 +120,17 @@ def _pages_of(damaged: Iterable[Path]) -> set[str]:
 def _remove_stale(reports: Path, known: Collection[str]) -> None:
     """What carries our mark and is of no `known` page; one whose results cannot be read is known, too."""
     for path in reports.glob("*.md"):
-        if path.name != INDEX and path.stem not in known and _is_ours(path):
+        if path.name != INDEX and path.stem not in known and path.read_bytes().startswith(MARK.encode()):
             path.unlink()
+    owners = {frame.made_for(path) for path in (reports / FIGURES).glob("*.png")}
+    _remove_figures(reports, owners - {None, *known}, ())
+
+
+def _remove_figures(reports: Path, pages: Collection[str | None], kept: Collection[str]) -> None:
+    """Those of some pages, but for the names that are kept."""
     for path in (reports / FIGURES).glob("*.png"):
-        owner = frame.made_for(path)
-        if owner is not None and owner not in known:
+        if path.name not in kept and frame.made_for(path) in pages:
             path.unlink()
-
-
-def _update_readme(path: Path, results: Sequence[Result]) -> None:
-    if path.is_file():
-        text = path.read_text(encoding="utf-8")
-        if readme_with(text, results) != text:
-            store.write_atomic(path, readme_with(text, results))
-
-
-def _is_ours(path: Path) -> bool:
-    return path.read_bytes().startswith(MARK.encode())
 
 
 def _wrapped(text: str, start: str, indent: int = 2) -> str:

@@ -15,32 +15,33 @@ PANELS = 3  # metrics that are drawn over the key
 def joined(results: Sequence[Result]) -> list[Result]:
     """Results of one page: those of a sweep as one, in the place of the first, and all others as they are."""
     found: list[Result] = []
-    seen: set[int] = set()
-    for index, result in enumerate(results):
-        if index in seen:
-            continue
-        sweeps = {key: _beside(key, result, results) for key in result.info.changed}
+    left = list(results)
+    while left:
+        sweeps = {key: _beside(key, left[0], results) for key in left[0].info.changed}
         key = max(sweeps, key=lambda name: len(sweeps[name]), default="")
-        if not key or len(sweeps[key]) < 2:
-            found.append(result)
-            continue
-        seen |= {index for index, other in enumerate(results) if any(other is run for run in sweeps[key])}
-        found.append(_join(key, [*_unchanged(key, result, results), *sweeps[key]]))
+        together = sweeps[key] if key and len(sweeps[key]) > 1 else left[:1]
+        if len(together) > 1:
+            unchanged = [
+                r
+                for r in _alike(key, left[0], results)
+                if key not in r.info.changed and _value(key, r.info) is not None
+            ]
+            found.append(_join(key, [*unchanged, *together]))
+        else:
+            found.append(left[0])
+        left = [r for r in left if not any(r is run for run in together)]
     return found
 
 
 def _beside(key: str, result: Result, results: Sequence[Result]) -> list[Result]:
     """The runs on the same machine that differ from `result` in this key alone, itself included."""
-    rest = _without(key, result.info)
-    return [r for r in results if key in r.info.changed and r.info.hardware == result.info.hardware
-            and _without(key, r.info) == rest]  # fmt: skip
+    return [r for r in _alike(key, result, results) if key in r.info.changed]
 
 
-def _unchanged(key: str, result: Result, results: Sequence[Result]) -> list[Result]:
-    """The run without the change, whose value of the key its config knows."""
+def _alike(key: str, result: Result, results: Sequence[Result]) -> list[Result]:
+    """Whether they change the key or not."""
     rest = _without(key, result.info)
-    return [r for r in results if r.info.changed == rest and r.info.hardware == result.info.hardware
-            and _value(key, r.info) is not None]  # fmt: skip
+    return [r for r in results if r.info.hardware == result.info.hardware and _without(key, r.info) == rest]
 
 
 def _without(key: str, info: RunInfo) -> dict[str, str]:

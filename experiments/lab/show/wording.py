@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ _SHORT = {  # what a metric is called where a line has no room
     "mfu": "compute used",
 }
 _UNITS = ("_ms", "_s", "_us", "_rps")
+RATIOS = ("formula_share", "formula_speedup", "draft_cost", "verify_cost", "r_squared")  # without a unit, and no shares
 
 
 def short(name: str, info: RunInfo) -> str:
@@ -45,13 +47,22 @@ def short(name: str, info: RunInfo) -> str:
     return f"{text} of {group}" if group and group not in text else text
 
 
+def value(amount: float, name: str, info: RunInfo, unit: bool = True) -> str:
+    """`13.4 ms`; of a share `78.5 %`; and no unit that the metric's short name has already."""
+    if is_share(name, info) and 0 <= amount <= 1:
+        return share(amount)
+    own = info.metrics[name].unit
+    return f"{number(amount)} {own}" if unit and own and own not in short(name, info).split() else number(amount)
+
+
 def is_share(name: str, info: RunInfo) -> bool:
-    return info.metrics[name].unit == ""
+    return info.metrics[name].unit == "" and name not in RATIOS
 
 
 def point(name: str) -> str:
-    """`hit_rate=0.5` as `hit rate 0.5`."""
-    return name.replace("=", " ").replace("_", " ")
+    """`hit_rate=0.5` as `hit rate 0.5`, and `count=64` as `64 requests`."""
+    name = re.sub(r"\bcount=1\b", "1 request", name)
+    return re.sub(r"\bcount=(\d+)", r"\1 requests", name).replace("=", " ").replace("_", " ")
 
 
 def number(value: float) -> str:
@@ -91,16 +102,23 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell(text) for text in line)} |" for line in every)
 
 
-def settings(values: Mapping[str, Any], inside: str = "") -> str:
-    """`kind trace, rate_per_s 4, cut.requests 100`: nested keys are joined by dots, what is not set is left out."""
-    parts = []
+def flat(values: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            parts.append(settings(value, f"{inside}{key}."))
-        elif value not in (None, "", [], ()):
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{inside}{key}.") if nested else {f"{inside}{key}": value}
+    return found
+
+
+def settings(values: Mapping[str, Any]) -> str:
+    """`kind trace, rate_per_s 4, cut.requests 100`: what is not set is left out."""
+    parts = []
+    for key, value in flat(values).items():
+        if value not in (None, "", [], (), {}):
             shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-            parts.append(f"{inside}{key} {number(shown) if isinstance(shown, float) else shown}")
-    return ", ".join(part for part in parts if part)
+            parts.append(f"{key} {number(shown) if isinstance(shown, float) else shown}")
+    return ", ".join(parts)
 
 
 def commit(origin: Provenance) -> str:
@@ -112,21 +130,23 @@ def commit(origin: Provenance) -> str:
 
 def claim(claim: Claim, info: RunInfo) -> str:
     """`output tokens per second of mini-infer at concurrency=8: at least 1.5x that of transformers (aim 2x)`"""
-    metric = info.metrics[claim.metric]
-    subject = f"{metric.label} of {info.variants[claim.variant]}" if len(info.variants) > 1 else metric.label
-    at = f" at {claim.point}" if claim.point else ""
-    side = "at least" if claim.bound.is_floor else "at most"
-    if claim.upper is not None:
-        return f"{subject}{at}: from {number(claim.value)} to {number(claim.upper)} {metric.unit}".rstrip()
+    label = info.metrics[claim.metric].label
+    subject = f"{label} of {info.variants[claim.variant]}" if len(info.variants) > 1 else label
+    text = f"{subject}{f' at {claim.point}' if claim.point else ''}: {bound(claim, info)}"
+    if claim.bound.is_ratio and claim.reference_variant != claim.variant:
+        text += f" that of {info.variants[str(claim.reference_variant)]}"
+    elif claim.bound.is_ratio:
+        text += f" that at {claim.reference_point}"
     times = "x" if claim.bound.is_ratio else ""
-    aim = "" if claim.aim is None else f" (aim {number(claim.aim)}{times})"
-    if not claim.bound.is_ratio:
-        return f"{subject}{at}: {side} {number(claim.value)} {metric.unit}".rstrip() + aim
-    if claim.reference_variant != claim.variant:
-        reference = f"that of {info.variants[str(claim.reference_variant)]}"
-    else:
-        reference = f"that at {claim.reference_point}"
-    return f"{subject}{at}: {side} {number(claim.value)}x {reference}{aim}"
+    return text if claim.aim is None else f"{text} (aim {number(claim.aim)}{times})"
+
+
+def bound(claim: Claim, info: RunInfo) -> str:
+    """`at least 1.5x`"""
+    unit = "x" if claim.bound.is_ratio else f" {info.metrics[claim.metric].unit}".rstrip()
+    if claim.upper is not None:
+        return f"from {number(claim.value)} to {number(claim.upper)}{unit}"
+    return f"{'at least' if claim.bound.is_floor else 'at most'} {number(claim.value)}{unit}"
 
 
 def measured(judgement: Judgement, info: RunInfo) -> str:

@@ -142,6 +142,11 @@ class Result:
     def table(self) -> Table:
         return Table(self.rows)
 
+    @property
+    def repeats(self) -> int:
+        """In each process."""
+        return max((row.repeat + 1 for row in self.rows), default=0)
+
     @cached_property
     def judgements(self) -> tuple[Judgement, ...]:
         """Of the claims, in their order."""
@@ -243,9 +248,7 @@ def _replace(files: Mapping[Path, str | bytes]) -> None:
 def read(path: Path) -> Result:
     """Reads `<run>.json` and the tables beside it. Raises StoreError where one is damaged or of another version."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error}") from error
+        document = json.loads(_text(path))
     except ValueError as error:
         raise StoreError(f"{path} is cut short or damaged ({error}): {AGAIN}") from error
     found = document.get("format") if isinstance(document, dict) else None
@@ -269,15 +272,19 @@ def read(path: Path) -> Result:
 
 def _read_table(path: Path, ending: str, stated: Mapping[str, Any]) -> tuple[Any, ...]:
     table = _table_path(path, ending)
-    try:
-        text = table.read_text(encoding="utf-8")  # universal newlines: a checkout may have changed them
-    except (OSError, UnicodeDecodeError) as error:
-        raise StoreError(f"{table} cannot be read ({error}): {AGAIN}") from error
+    text = _text(table)
     if _sha256(text) != stated["sha256"]:
         lines = max(text.count("\n") - 1, 0)
         raise StoreError(f"{table} is not the one that {path.name} was written with: it has {lines} of "
                          f"{stated['rows']} rows, or other ones; {AGAIN}")  # fmt: skip
     return tables.from_csv(TABLES[ending][1], text)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")  # universal newlines: a checkout may have changed them
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"{path} cannot be read ({error}): {AGAIN}") from error
 
 
 def _table_path(path: Path, ending: str) -> Path:
@@ -290,8 +297,7 @@ def read_all(root: Path) -> list[Result]:
 
 
 def in_order(results: Sequence[Result]) -> list[Result]:
-    key = lambda r: (page_name(r.info), r.info.hardware, r.info.run != "default", r.info.run)  # noqa: E731
-    return sorted(results, key=key)
+    return sorted(results, key=lambda r: (page_name(r.info), r.info.hardware, r.info.run != "default", r.info.run))
 
 
 def _sha256(text: str) -> str:

@@ -1,7 +1,7 @@
-"""What a finished run hands to Weights & Biases. Nothing is tracked while something is measured, and whatever goes wrong
-here is one line on stderr: the measurement is stored by then, and stays. Runs are written to files first and those are
-sent then, so that a missing login, a network that fails in the middle or a server that does not answer cost nothing but
-a later `wandb sync`, and nobody is prompted."""
+"""What a finished run hands to Weights & Biases. Nothing is tracked while something is measured, and whatever goes
+wrong here is one line on stderr: the measurement is stored by then, and stays. Runs are written to files first and
+those are sent then, so that a missing login, a network that fails in the middle or a server that does not answer cost
+nothing but a later `wandb sync`, and nobody is prompted."""
 
 from __future__ import annotations
 

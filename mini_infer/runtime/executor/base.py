@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:  # the loop needs no torch
@@ -44,3 +45,14 @@ class Executor:
 
     def reserve_memory(self) -> None:
         """Takes what the largest step needs from the device, where something else may have taken it since the start."""
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    # Imported where it is chosen: the dry model needs no model code, and a model no dry one.
+    if config.model.load_format is LoadFormat.dry:
+        from mini_infer.runtime.executor.dry import DryExecutor
+
+        return DryExecutor(config)
+    from mini_infer.runtime.executor.local import LocalExecutor
+
+    return LocalExecutor(config)

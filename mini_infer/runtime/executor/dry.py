@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mini_infer.attention.context import AttentionBatch
 from mini_infer.core.config import DryConfig, EngineConfig, When
 from mini_infer.core.plan import Transfer
 from mini_infer.core.uniforms import splitmix64
@@ -73,15 +72,15 @@ class DryModel:
             new[span] = _chain(previous[row], tokens[span])
         states[batch.slot_mapping.numpy()] = new
 
-        self._take_time(batch)
+        config, prefill_tokens = self.config, batch.num_tokens - batch.num_decode_tokens
+        micros = config.prefill_token_us * prefill_tokens + config.decode_token_us * batch.num_decode_rows
+        if (seconds := config.step_ms * 1e-3 + micros * 1e-6) > 0:
+            time.sleep(seconds)
         return torch.from_numpy(new.view(np.int64))
 
     def start(self, transfer: Transfer) -> None:
         """Copies at once."""
-        stores = self._states, self._host_states
-        source, destination = stores if transfer.to_host else stores[::-1]
-        for place, other in transfer.pairs:
-            destination[other] = source[place]
+        transfer.copy(self._states, self._host_states)
         self._transfers_done.append(transfer.transfer_id)
 
     def poll(self, wait: bool = False) -> tuple[int, ...]:
@@ -100,14 +99,6 @@ class DryModel:
         logits = noise.astype(np.float32) * np.float32(4 / 2**24)
         logits[np.arange(len(states)), greedy.astype(np.int64)] = _PEAK
         return torch.from_numpy(logits)
-
-    def _take_time(self, batch: AttentionBatch) -> None:
-        c = self.config
-        prefill_tokens = batch.num_tokens - batch.num_decode_tokens
-        micros = c.prefill_token_us * prefill_tokens + c.decode_token_us * batch.num_decode_rows
-        seconds = c.step_ms * 1e-3 + micros * 1e-6
-        if seconds > 0:
-            time.sleep(seconds)
 
 
 def _chain(previous: np.uint64, tokens: NDArray[np.uint64]) -> NDArray[np.uint64]:

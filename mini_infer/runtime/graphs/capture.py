@@ -6,7 +6,6 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -62,9 +61,7 @@ class Cutter:
         self._end()
         self._begin()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self._end()
             return

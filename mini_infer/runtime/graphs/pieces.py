@@ -100,20 +100,20 @@ class _CutContext(AttentionContext):
 
 
 class PiecewiseGraphs:
-    """Graphs of `sizes` tokens, made by `new_graph`, whose padding tokens write to `padding_slot` of the KV store."""
+    """Graphs of `sizes` tokens, made by `new_graph`, whose padding tokens write to the last block of the KV store: it
+    must be nobody's."""
 
     def __init__(
         self,
         model: Model,
         store: KVStore,
         sizes: Sequence[int],
-        padding_slot: int,
         new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
     ) -> None:
         self._model = model
         self._store = store
         self._sizes = sorted(sizes)
-        self._padding_slot = padding_slot
+        self._padding_slot = (store.num_blocks - 1) * store.block_size
         self._new_graph = new_graph
         self._pieces: dict[int, _Pieces] = {}
         spec, heads, largest, dtype = model.spec, model.spec.attention, self._sizes[-1], model.dtype
@@ -121,7 +121,7 @@ class PiecewiseGraphs:
         rows = torch.zeros((3, largest), dtype=torch.int64, device=store.device)
         q = torch.zeros((2, largest, heads.num_heads, heads.head_dim), dtype=dtype, device=store.device)
         hidden = torch.zeros((largest, spec.hidden_size), dtype=dtype, device=store.device)
-        rows[2] = padding_slot
+        rows[2] = self._padding_slot
         self._static = _Static(rows[0], rows[1], rows[2], q[0], q[1], hidden)
 
     @torch.inference_mode()

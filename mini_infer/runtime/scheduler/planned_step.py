@@ -124,6 +124,11 @@ def book_tokens(
     step: PlannedStep, plan: StepPlan, result: StepResult, now: float, kv: KVManager
 ) -> tuple[list[TokenUpdate], list[Ending]]:
     """Takes in the step's tokens, without those of requests that ended while it ran. Who ends by them is left to do."""
+    for row, entries in result.prompt_logprobs.items():
+        prompt_logprobs = step.rows[row].prompt_logprobs
+        assert prompt_logprobs is not None
+        known = len(prompt_logprobs) - (plan.starts[row] + 1)  # more than none after a preemption
+        prompt_logprobs += entries[known:]
     updates: list[TokenUpdate] = []
     endings: list[Ending] = []
     num_plain = 0 if plan.has_drafts else plan.num_decode_rows
@@ -199,11 +204,3 @@ def _commit(request: Request, num_computed: int, step: PlannedStep, kv: KVManage
     if request.constraint is None and request.num_tokens < request.max_total_tokens:  # a grammar reads every token
         fills_block = (request.num_committed_blocks + 1) * kv.block_size + 1
         request.quiet_until = min(fills_block, request.max_total_tokens)
-
-
-def book_prompt_logprobs(step: PlannedStep, result: StepResult) -> None:
-    for row, entries in result.prompt_logprobs.items():
-        prompt_logprobs = step.rows[row].prompt_logprobs
-        assert prompt_logprobs is not None
-        known = len(prompt_logprobs) - (step.starts[row] + 1)  # more than none after a preemption
-        prompt_logprobs += entries[known:]

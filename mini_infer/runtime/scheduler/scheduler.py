@@ -27,7 +27,7 @@ from mini_infer.core.config import Batching, Policy, Preemption, SchedulerConfig
 from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, Rank, WaitingLine
-from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate, book_prompt_logprobs, book_tokens
+from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate, book_tokens
 from mini_infer.speculative.draft_plan import add_drafts, can_follow
 from mini_infer.speculative.speculator import NoSpeculation
 
@@ -292,7 +292,6 @@ class Scheduler:
                 self._batch.move(moved, RequestStatus.prefilling)
         seconds = None if self._last_update is None else now - self._last_update
         self._speculator.book(step.rows, plan, result, seconds)
-        book_prompt_logprobs(step, result)
         updates, endings = book_tokens(step, plan, result, now, self.kv)
         for ending in endings:
             self.finish(*ending[:3])

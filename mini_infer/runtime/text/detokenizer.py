@@ -19,17 +19,20 @@ CONTEXT_TOKENS = 8  # of the prompt: enough for one that is not special
 class Detokenizer:
     """The text of one completion, delta by delta.
 
-    Without stop strings the deltas and `finish()`, joined, equal tokenizer.decode of all output tokens. Where the
-    tokenizer joins words by spaces of their own (SentencePiece), the output is read as the prompt's continuation,
-    so that its first space is not lost: prompt and output text together are the text of all tokens.
+    Without stop strings the deltas and `finish()`, joined, equal tokenizer.decode of all output tokens, read as the
+    prompt's continuation: SentencePiece's first space is not lost.
 
     A stop string counts when it begins behind the text of the first `min_tokens` tokens. The first one to be complete
-    wins, as if the text came character by character, and of those the longest; how tokens chop the text does not
-    matter. Nothing is returned after it.
+    wins, as if the text came character by character, and of those the longest. Nothing is returned after it.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
-        self._stream = open_stream(tokenizer, params.skip_special_tokens, prompt_ids)
+        skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        self._stream: ByteStream | WindowStream
+        if tokenizer.token_bytes is not None:
+            self._stream = ByteStream(tokenizer.token_bytes, skipped)
+        else:
+            self._stream = WindowStream(tokenizer, skipped, prompt_ids)
         self._checker = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._min_tokens = params.min_tokens
         self.num_tokens = 0  # taken in, up to the one that completed a stop string
@@ -64,11 +67,7 @@ class Detokenizer:
 
 
 class StopChecker:
-    """Passes text on up to the first stop string.
-
-    Text is held back only while it may turn out to begin a stop string, so only what is held back and what is new
-    need be searched.
-    """
+    """Passes text on up to the first stop string. What may turn out to begin one is held back."""
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         self._stops = stops
@@ -100,15 +99,6 @@ class StopChecker:
             if any(stop.startswith(text[start:]) for stop in self._stops):
                 return start
         return len(text)
-
-
-def open_stream(
-    tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
-) -> ByteStream | WindowStream:
-    skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-    if tokenizer.token_bytes is not None:
-        return ByteStream(tokenizer.token_bytes, skipped)
-    return WindowStream(tokenizer, skipped, prompt_ids)
 
 
 class ByteStream:

@@ -32,11 +32,7 @@ _MOST_THREADS = 8
 
 
 class GrammarCompiler:
-    """
-    Args:
-        vocab_size: the model's; rows behind the tokenizer's last token are never allowed.
-        eos_token_ids: allowed where the text may end.
-    """
+    """Of a model's vocabulary, of which tokens behind the tokenizer's last one are never allowed."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
@@ -48,12 +44,8 @@ class GrammarCompiler:
         self._compiled: dict[Grammar, CompiledGrammar] = {}  # the one used last comes last
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """May be called in any thread. The first call also reads the vocabulary, which takes about a second.
-
-        Raises:
-            RequestError: the grammar says nothing that can be followed, the tokenizer is of a kind that llguidance
-                does not know, or llguidance is not installed.
-        """
+        """May be called in any thread. The first call also reads the vocabulary, which takes about a second. Raises
+        RequestError where the grammar cannot be followed, or llguidance does not know the tokenizer or is not there."""
         compiled = self._kept(grammar)
         if compiled is not None:
             return compiled

@@ -70,19 +70,12 @@ class _Completion:
             request.token_ids[first_token:num_tokens],
             reason,
             request.stop_reason,
-            None if reason is None else self._metrics(),
+            None if reason is None else RequestMetrics.of(request),
             texts,
             num_texts,
             request.token_ids,
             (request.prompt_len, num_tokens),
             self.logprobs,
-        )
-
-    def _metrics(self) -> RequestMetrics:
-        request = self.request
-        cached, times = request.num_cached_tokens or 0, tuple(request.token_times)
-        return RequestMetrics(
-            request.arrival_time, request.first_scheduled_time, times, cached, request.num_preemptions
         )
 
 

@@ -31,11 +31,8 @@ def pair_prompts(
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tuple[str | None, list[int]]:
-    """The prompt's text, where it was given as text, and its token ids.
-
-    Raises:
-        RequestError: empty, of another type, or with a token id outside [0, vocab_size).
-    """
+    """The prompt's text, where it was given as text, and its token ids. Raises RequestError where it is empty, of
+    another type, or has a token id outside [0, vocab_size)."""
     if isinstance(prompt, str):
         return prompt, _checked(tokenizer.encode(prompt), vocab_size)
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
@@ -74,12 +71,10 @@ def _checked(token_ids: list[int], vocab_size: int) -> list[int]:
     # One pass at C speed for the usual case; the slow search only to name the culprit.
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return token_ids
-    return [_checked_token(index, token, vocab_size) for index, token in enumerate(token_ids)]
-
-
-def _checked_token(index: int, token: Any, vocab_size: int) -> int:
-    if isinstance(token, bool) or not hasattr(token, "__index__"):  # numpy's integers have it too
-        raise RequestError(f"prompt token {index} is {token!r}: token ids are integers", "prompt")
-    if not 0 <= token < vocab_size:
-        raise RequestError(f"prompt token {index} has id {token}: ids from 0 to {vocab_size - 1} are allowed", "prompt")
-    return int(token)
+    for index, token in enumerate(token_ids):
+        if isinstance(token, bool) or not hasattr(token, "__index__"):  # numpy's integers have it too
+            raise RequestError(f"prompt token {index} is {token!r}: token ids are integers", "prompt")
+        if not 0 <= token < vocab_size:
+            allowed = f"ids from 0 to {vocab_size - 1} are allowed"
+            raise RequestError(f"prompt token {index} has id {token}: {allowed}", "prompt")
+    return [int(token) for token in token_ids]

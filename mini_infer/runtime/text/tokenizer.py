@@ -17,13 +17,8 @@ MESSAGE_KEYS = ("role", "content", "name")
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
-    """The tokenizer of `config.tokenizer`, or else of the model itself.
-
-    A model that has none is served by token ids alone (NoTokenizer).
-
-    Raises:
-        ModelError: it cannot be read, or the one that was asked for does not exist.
-    """
+    """The tokenizer of `config.tokenizer`, or else of the model itself, which may have none. Raises ModelError where it
+    cannot be read, or the one that was asked for does not exist."""
     if config.load_format is LoadFormat.dry:
         return ByteTokenizer(config.dry.vocab_size)
     if config.tokenizer is None and config.hf_config is not None:
@@ -78,11 +73,8 @@ class HFTokenizer:
         self.special_ids = frozenset(i for i, token in hf.added_tokens_decoder.items() if token.special)
 
     def encode(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer adds by itself, such as a beginning-of-sequence token.
-
-        Raises:
-            RequestError: not valid Unicode, or there is no tokenizer.
-        """
+        """With the special tokens that the tokenizer adds by itself, such as a beginning-of-sequence token. Raises
+        RequestError where the text is not valid Unicode, or there is no tokenizer."""
         return self._hf.encode(checked_text(text), verbose=False)  # the engine checks the length itself
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -92,14 +84,9 @@ class HFTokenizer:
         # Cleaning up spaces would change characters that a stream has already sent.
         return self._hf.decode(list(token_ids), clean_up_tokenization_spaces=False)
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Encodes a conversation, of {"role": str, "content": str} each, up to where the model's answer begins.
-
-        Raises:
-            RequestError: a message of another shape, one that the template refuses, or there is no template.
-        """
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Encodes a conversation, of {"role": str, "content": str} each, up to where the model's answer begins. Raises
+        RequestError for a message of another shape, one that the template refuses, or where there is no template."""
         checked = checked_messages(messages)
         if not self._hf.chat_template:
             raise RequestError(
@@ -110,9 +97,7 @@ class HFTokenizer:
 
         try:
             # Tokens that begin a sequence are in the template; the tokenizer does not add them once more.
-            return self._hf.apply_chat_template(
-                checked, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
-            )
+            return self._hf.apply_chat_template(checked, add_generation_prompt=True, tokenize=True, return_dict=False)
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
 
@@ -124,7 +109,15 @@ class HFTokenizer:
         backend = getattr(self._hf, "backend_tokenizer", None)
         if not isinstance(getattr(backend, "decoder", None), ByteLevel):
             return None
-        return [_byte_level(token) for token in self._hf.convert_ids_to_tokens(list(range(self.vocab_size)))]
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        byte_of = {char: byte for byte, char in bytes_to_unicode().items()}  # GPT-2's spelling of bytes
+        tokens = self._hf.convert_ids_to_tokens(list(range(self.vocab_size)))
+        # A token with a foreign character means itself.
+        return [
+            bytes([byte_of[char] for char in token]) if byte_of.keys() >= set(token) else token.encode()
+            for token in (token or "" for token in tokens)
+        ]
 
     @property
     def definition(self) -> str | None:
@@ -139,30 +132,9 @@ class HFTokenizer:
         return frozenset(vocab[token] for token in map("<0x{:02X}>".format, range(256)) if token in vocab)
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the rest for U+0100 and up, in order."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {**{chr(byte): byte for byte in printable}, **{chr(256 + i): byte for i, byte in enumerate(others)}}
-
-
-_BYTE_OF = _byte_level_alphabet()
-
-
-def _byte_level(token: str | None) -> bytes:
-    """The bytes of a token as it stands in a ByteLevel vocabulary; one with a foreign character means itself."""
-    try:
-        return bytes([_BYTE_OF[char] for char in token or ""])
-    except KeyError:
-        return (token or "").encode()
-
-
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, then five special tokens. Needs no file.
-
-    Ids beyond those, up to `vocab_size`, decode to a printable ASCII character and are never encoded: the dry
-    model's made-up tokens read as text.
-    """
+    """UTF-8 bytes as ids 0 to 255, then five special tokens. Ids beyond those, up to `vocab_size`, decode to a
+    printable ASCII character and are never encoded: the dry model's made-up tokens read as text."""
 
     SPECIAL_TOKENS = ("<eos>", "<bos>", "<im_start>", "<im_end>", "<pad>")
     EOS, BOS, IM_START, IM_END, PAD = range(256, 261)
@@ -187,14 +159,12 @@ class ByteTokenizer:
         known = [self.token_bytes[i] for i in token_ids if i < self.vocab_size and i not in skipped]
         return b"".join(known).decode(errors="replace")
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         token_ids = []
         for message in checked_messages(messages):
             text = f"{message['role']}\n{message['content']}"
             token_ids += [self.IM_START, *text.encode(), self.IM_END, *b"\n"]
-        return [*token_ids, self.IM_START, *b"assistant\n"] if add_generation_prompt else token_ids
+        return [*token_ids, self.IM_START, *b"assistant\n"]
 
 
 class NoTokenizer:
@@ -216,9 +186,7 @@ class NoTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         raise self._error("messages")
 
     def _error(self, param: str) -> RequestError:

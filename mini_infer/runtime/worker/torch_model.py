@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from mini_infer.attention.backend import Kind, Requirements, Selection, select_backend
+from mini_infer.attention.backend import Requirements, Selection, select_backend
 from mini_infer.attention.context import AttentionContext, ModelAttention
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import AttentionConfig
@@ -18,8 +18,7 @@ from mini_infer.runtime.worker.startup import CaptureReport
 from mini_infer.runtime.worker.step_input import StepInput
 
 
-@dataclass(frozen=True)
-class AttentionBackends:
+class AttentionBackends(NamedTuple):
     prefill: Selection
     decode: Selection
 
@@ -66,10 +65,8 @@ class TorchModel:
         return AttentionContext(step.batch, self._attention, backends.prefill.backend, backends.decode.backend)
 
     def capture_pieces(self, sizes: Sequence[int], memory: GraphMemory) -> CaptureReport:
-        """Captures steps of these numbers of tokens, which `forward` then replays. The last block of the store must be
-        nobody's: padding tokens write to it."""
-        padding_slot = (self.store.num_blocks - 1) * self.store.block_size
-        pieces = PiecewiseGraphs(self._model, self.store, sizes, padding_slot)
+        """Captures steps of these numbers of tokens, which `forward` then replays."""
+        pieces = PiecewiseGraphs(self._model, self.store, sizes)
         report = pieces.capture(memory)
         self._pieces = pieces
         return report
@@ -86,6 +83,5 @@ class TorchModel:
     def warm_up(self, max_rows: int) -> None:
         """Compiles what attention will run, so that no step waits for a compiler."""
         heads = self._model.spec.attention.num_heads
-        kinds: dict[Kind, Selection] = {"prefill": self._backends.prefill, "decode": self._backends.decode}
-        for kind, selection in kinds.items():
-            selection.backend.warm_up(kind, self._attention, heads, max_rows)
+        self._backends.prefill.backend.warm_up("prefill", self._attention, heads, max_rows)
+        self._backends.decode.backend.warm_up("decode", self._attention, heads, max_rows)

@@ -71,7 +71,11 @@ class StepCosts:
 
     def proposing_seconds(self, lengths: Array) -> float:
         """So many drafts for each row, [R] int: a round of drafting for each place, for all rows that have any."""
-        longest = int(lengths.max(initial=0))
+        return self._proposing_seconds(lengths, int(lengths.max(initial=0)))
+
+    def _proposing_seconds(self, lengths: Array, longest: int) -> float:
+        if not self.draft_s:
+            return 0.0
         shape = self.shape(len(lengths), 1 + longest)
         if shape is not None:
             return (shape[1] - 1) * self.draft_seconds(shape[0])
@@ -82,7 +86,7 @@ class StepCosts:
         rows, longest = len(lengths), int(lengths.max())
         padded = self.shape(rows, 1 + longest) is not None
         width = 1 + (longest if padded else lengths.sum() / rows)
-        return self.verify_seconds(rows, width) + self.proposing_seconds(lengths)
+        return self.verify_seconds(rows, width) + self._proposing_seconds(lengths, longest)
 
     def __str__(self) -> str:
         widths = "/".join(map(str, self.tokens_per_row))

@@ -45,8 +45,7 @@ class StepTimes:
     """What steps really take: medians of recent ratios, by drafts and by powers of two of rows.
 
         plain     of steps without drafts: measured seconds over the table's
-        relative  of steps with drafts, in steps without: measured over the table's, so that what slows all steps down,
-                  as long contexts do, cancels out
+        relative  of steps with drafts, in steps without: so what slows all steps down, as long contexts do, cancels out
 
     What is not known of a number of drafts is taken from what it was last with other rows, else from the next smaller
     number, in the end from the table.
@@ -112,7 +111,7 @@ def best_lengths(rates: Array, limits: Array, costs: StepCosts, relative: Sequen
     expected = np.zeros((rows, 1 + most))  # drafts that are accepted on average, of so many
     np.cumsum(chances, axis=1, out=expected[:, 1:])
     candidates = [np.minimum(limits, k) for k in range(1 + most)]
-    if costs.shape(rows, 1 + most) is None:
+    if rows > 1 and costs.shape(rows, 1 + most) is None:
         candidates += [np.minimum(limits, (chances >= least).sum(axis=1)) for least in _THRESHOLDS]
     row = np.arange(rows)
     speeds = [

@@ -31,12 +31,13 @@ class Followers:
                     context = recent[place - length : place]
                     known[context] = (*known.get(context, ())[1 - _LATEST :], recent[place])
 
-    def continuation(self, text: Sequence[int], k: int, min_probability: float) -> tuple[list[int], float]:
+    def continuation(self, text: Sequence[int], k: int, min_probability: float = 0.1) -> tuple[list[int], float]:
         """At most k tokens, each the likeliest behind those before it, and how many are expected to be accepted.
 
         Where c of the latest n tokens behind the longest known context were this one, its probability is estimated as
         c / (n + 3 / length): a context of length l that was seen once is right with l / (l + 3), which holds within 0.1
-        on Python source. The draft ends where the product falls below `min_probability`, or where texts mostly end.
+        on Python source. The draft ends where the product, the probability that all of it is right, falls below
+        `min_probability`, or where texts mostly end.
         """
         context = tuple(text[-_LENGTHS[0] :])
         drafts: list[int] = []
@@ -84,16 +85,10 @@ class FinishedOutputs:
 
 
 class SuffixIndex:
-    """One request's prompt and output, beside the finished outputs of its salt.
+    """One request's prompt and output, beside the finished outputs of its salt."""
 
-    Args:
-        min_probability: a draft ends where the estimated probability that all of it is right falls below this.
-    """
-
-    def __init__(
-        self, token_ids: Sequence[int], outputs: FinishedOutputs, salt: str = "", min_probability: float = 0.1
-    ) -> None:
-        self._outputs, self._salt, self._min_probability = outputs, salt, min_probability
+    def __init__(self, token_ids: Sequence[int], outputs: FinishedOutputs, salt: str = "") -> None:
+        self._outputs, self._salt = outputs, salt
         self._text: list[int] = []
         self._own = Followers()
         self.extend(token_ids)
@@ -107,5 +102,5 @@ class SuffixIndex:
         """At most k tokens; none where nothing matches. Of the continuations in the request's own text and in the
         finished outputs, the one that promises most accepted tokens."""
         tables = self._own, *self._outputs.tables(self._salt)
-        found = [table.continuation(self._text, k, self._min_probability) for table in tables]
+        found = [table.continuation(self._text, k) for table in tables]
         return max(found, key=lambda continuation: continuation[1])[0]

@@ -22,7 +22,8 @@ from experiments.lab.store.rows import Turn
 LETTER = 0.075  # inches, of a number above a bar: where it has not the room, it is turned upright
 MANY = 4  # bars in a group that can still be told apart
 DWARFED = 30  # a bar this many times another leaves nothing of it to be seen
-CENTRED = {"ha": "center", "va": "bottom"}
+MIDDLE: dict[str, Any] = {"va": "center"}
+CENTRED: dict[str, Any] = {"ha": "center", "va": "bottom"}
 GREYS = ("#202020", "#9a9a9a", "#5c5c5c", "#c8c8c8")
 
 
@@ -145,7 +146,7 @@ def _repeats(
     number: bool,
     rotation: int = 0,
 ) -> None:
-    """Every repeat as a dot, and the median behind all that is drawn of a bar. `across`: the values are on the x axis."""
+    """Every repeat as a dot, and the median behind what is drawn of a bar. `across`: values are on the x axis."""
     for index, (place, values) in enumerate(zip(places, repeats, strict=True)):
         dots = [(value, place) if across else (place, value) for value in values.values()]
         ax.plot(*zip(*dots, strict=True), ".", color=INK, markersize=3, alpha=0.6, zorder=4)
@@ -154,7 +155,7 @@ def _repeats(
             away = 3 + ARROW * drawn.cut[1][index] + across
             ax.annotate(wording.number(drawn.medians[index]), (end, place) if across else (place, end),
                         (away, 0) if across else (0, away), textcoords="offset points", rotation=rotation,
-                        fontsize=8 if across else 7.5, **({"va": "center"} if across else CENTRED))  # fmt: skip
+                        fontsize=8 if across else 7.5, **(MIDDLE if across else CENTRED))  # fmt: skip
 
 
 def _bar_style(index: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from experiments.lab.show.figures.frame import INK
 from experiments.lab.store.result import Result, RunInfo
 
 ROWS = 5
+LETTER = 0.0145  # of the axis
 FAR = 30.0  # an end of an interval this many times beyond the outermost median or tick is cut
 NEAR = (0.3, 0.5, 0.7, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
 BETTER, WORSE, UNTOLD, TARGET, AIM = "#0072B2", "#D55E00", "#8c8c8c", "#202020", "#E69F00"
@@ -31,8 +32,9 @@ def draw(result: Result) -> Figure:
     ax.axvline(1, color=INK, linewidth=1)
     frame.name_rows(ax, [_name(effect, result.info) for effect in found])
     frame.log(ax.xaxis, ax, True)
-    left, right = ax.get_xlim()
-    ax.set_xlim(min(left, 0.8), max(right, 1.25) * (right / left) ** 0.42)  # the figures stand on the right
+    left, right = min(ax.get_xlim()[0], 0.8), max(ax.get_xlim()[1], 1.25)
+    text = LETTER * max(len(note.get_text()) for note in ax.texts)  # the figures stand on the right
+    ax.set_xlim(left, right * (right / left) ** (text / (1 - text)))
     _ticks(ax)
     ax.set_xlabel(_axis(found, result.info), fontsize=9)
     frame.legend(figure, [ax], least=1)

@@ -22,7 +22,7 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image  # matplotlib writes its PNGs with it
 
 from experiments.lab.judge.metrics import Metric
@@ -46,7 +46,6 @@ MADE_FOR = "mini-infer report: "
 LEGEND_CHARACTERS = 110  # a row
 NARROW = 0.045  # of the axis: a smaller piece of a bar has no room for its number
 _TIP, NEXT = "tip:", "\u2016"  # begin and separate what the points of an artist say to the pointer
-_SVG = {"svg.fonttype": "none", "svg.hashsalt": "mini-infer"}
 
 
 @contextmanager
@@ -74,60 +73,29 @@ def png(figure: Figure, page: str) -> bytes:
     buffer = io.BytesIO()
     with default_style():  # savefig would draw it once more, for sizes that the layout has found
         FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None, "Description": f"{MADE_FOR}{page}"})
-    figure.set_layout_engine("none")  # everything has its place by now, and finding it takes as long as drawing
+    figure.set_layout_engine(None)  # everything has its place by now, and with an engine a file is drawn twice
     return buffer.getvalue()
 
 
-def svg(figure: Figure) -> str:
-    """An <svg> element for a page; what `says` attached stands in `data-tip`, a text a point."""
-    buffer = io.StringIO()
-    with default_style(), matplotlib.rc_context(_SVG):
-        dpi = figure.dpi
+def svg(figure: Figure, name: str) -> str:
+    """An <svg> element for a page; what `says` attached stands in `data-tip`, a text a point. Its ids follow from
+    `name`, so that no other figure of the page has them."""
+    buffer, dpi = io.StringIO(), figure.dpi
+    with default_style(), matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-        figure.dpi = dpi
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(r"<[^>]*>", lambda tag: _shorter(tag[0]), text)
-    text = re.sub(rf"""id=(["']){_TIP}""", r"data-tip=\1", text)
-    return _named_by_place(re.sub(r"\s*\n\s*", "\n", text))
-
-
-def _named_by_place(text: str) -> str:
-    """Clipping rectangles are called after coordinates whose last digits differ from process to process."""
-    for number, name in enumerate(re.findall(r'<clipPath id="(\w+)"', text)):
-        text = text.replace(name, f"clip{number}")
-    return text
+    figure.dpi = dpi
+    text = re.sub(r"(?s)^.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->", "", buffer.getvalue())
+    text = re.sub(rf"""id=(["']){_TIP}""", r"data-tip=\1", re.sub(r'<g id="[\w.]+"', "<g", text))
+    text = re.sub(r"<(?!g data-tip)[^>]*>", lambda tag: _shorter(tag[0]), text)
+    for number, clip in enumerate(re.findall(r'<clipPath id="(\w+)"', text)):  # called after coordinates, whose last
+        text = text.replace(clip, f"{name}-{number}")  # digits differ from process to process
+    return re.sub(r"\s*\n\s*", "\n", text)
 
 
 def _shorter(tag: str) -> str:
     """The same tag with coordinates to a tenth of a point, and no blanks that say nothing."""
-    if _TIP in tag:
-        return tag
-    tag = re.sub(r' d="([^"]*)"', lambda found: f' d="{_path(found[1])}"', tag)
     tag = re.sub(r'style="[^"]*"', lambda found: re.sub(r"(?<=[:;]) |font-family:[^;\"]*;?", "", found[0]), tag)
-    return re.sub(r"(\d+\.\d)\d+", r"\1", tag)
-
-
-def _path(path: str) -> str:
-    """The same path in steps from point to point, to a tenth of a point: what is a staircase of hundreds of steps then
-    takes a fifth of the letters."""
-    moves = re.findall(r"([A-Za-z])([^A-Za-z]*)", path)
-    if not {command for command, _ in moves} <= set("MLz"):
-        return path
-    parts, at = [], (0, 0)
-    for command, numbers in moves:
-        if command == "z":
-            parts.append("z")
-            continue
-        to = tuple(round(10 * float(number)) for number in numbers.split())
-        dx, dy = to[0] - at[0], to[1] - at[1]
-        at = (to[0], to[1])
-        if command == "M":
-            parts.append(f"M{to[0] / 10:g} {to[1] / 10:g}")
-        elif dx or dy or len(moves) < 4:  # a marker may be a line without length
-            parts.append(f"l{dx / 10:g} {dy / 10:g}" if dx and dy else f"h{dx / 10:g}" if dx else f"v{dy / 10:g}")
-    return "".join(parts)
+    return re.sub(r"(\d+\.\d)\d+", r"\1", " ".join(tag.split()))
 
 
 def stacks(rows: Mapping[str, Mapping[str, float]], looks: Mapping[str, Mapping[str, Any]], unit: str) -> Figure:
@@ -212,7 +180,7 @@ def log_ticks(axis: Axis, span: float) -> None:
     subs = (1.0, 2.0, 5.0) if span < 300 else (1.0,)
     axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())  # of the marks between them each would cost as much as a label
 
 
 def ticks(axis: Axis, places: Sequence[float], names: Sequence[str] | None = None) -> None:

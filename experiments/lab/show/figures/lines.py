@@ -35,7 +35,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
     place_of = {x: float(x) if numeric else float(index) for index, x in enumerate(dict.fromkeys(at_x.values()))}
     alone = len(place_of) == len(at_x)  # whatever else changes does so with x
     rests = {name: "" if alone else _rest(info.points[name], key) for name in at_x}
-    every = [found for v in variants for name in at_x if (found := table.values(v, name, panel.metric))]
+    every = [values for v in variants for name in at_x if (values := table.values(v, name, panel.metric))]
     within = reach(medians(every), has_log_y(panel, result))
     for row, (variant, label) in enumerate(variants.items()):
         for kind, rest in enumerate(dict.fromkeys(rests.values())):

@@ -49,7 +49,7 @@ def draw(plot: PlotSpec, result: Result) -> Figure:
 
 
 def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, rows: bars.Rows | None, named: bool) -> str:
-    """Why there is nothing to draw; empty where there is. `rows`: bars that lie; `named`: with the names beside them."""
+    """Why there is nothing to draw; else empty. `rows`: of bars that lie; `named`: whether they are."""
     if panel.kind is PanelKind.distribution:
         ax.set_title("lower is better", fontsize=8, color=INK)
         return "" if lines.distribution(ax, panel, result) else "not stored for this run (experiment.timeline)"

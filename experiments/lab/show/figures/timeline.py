@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -78,28 +80,25 @@ def describe(result: Result) -> str:
 def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
     """One column a variant, on the same scales."""
     own = {v: [s for s in result.steps if (s.variant, s.point) == (v, point)] for v in variants}
-    asked = {v: first_pass(result, v, point) for v in variants}
     end = max(s.start_s + s.duration_s for steps in own.values() for s in steps)
     binned = max(map(len, own.values())) > MAX_STEPS
     figure = frame.new(frame.WIDTH, sum(HEIGHTS) + 1.5)
     axes = figure.subplots(len(HEIGHTS), len(variants), sharex=True, sharey="row", height_ratios=HEIGHTS,
                            squeeze=False)  # fmt: skip
     for column, (variant, steps) in enumerate(own.items()):
-        _steps(axes[0, column], axes[1, column], steps, end, binned)
-        if asked[variant]:
-            _requests(axes[2, column], asked[variant])
-        else:
-            _queues(axes[2, column], steps, end, binned)
-        _blocks(axes[3, column], steps, end, binned)
+        course = partial(shape, steps, end=end, binned=binned)
+        _steps(axes[0, column], axes[1, column], course, binned)
+        _requests(axes[2, column], first_pass(result, variant, point))
+        _blocks(axes[3, column], course, steps)
         axes[0, column].set_title(_title(steps, result), fontsize=9, loc="left", fontweight="bold")
         axes[-1, column].set_xlabel("seconds from the start of the timed pass", fontsize=9)
-    _scales(list(axes[:, 0]), [s for steps in own.values() for s in steps], any(asked.values()), end)
+    _scales(list(axes[:, 0]), [s for steps in own.values() for s in steps], end)
     frame.legend(figure, axes.flatten())
     return figure
 
 
 def shape(
-    steps: Sequence[StepRow], value: Callable[[StepRow], float], end: float, *, lasts: bool, binned: bool
+    steps: Sequence[StepRow], value: Callable[[StepRow], float], end: float, *, lasts: bool = False, binned: bool
 ) -> Shape:
     """One quantity of the steps from 0 to `end` seconds.
 
@@ -139,103 +138,75 @@ def phases(request: RequestRow) -> Iterator[tuple[str, float, float]]:
         yield phase, start, end
 
 
-def _steps(tokens: Axes, duration: Axes, steps: Sequence[StepRow], end: float, binned: bool) -> None:
-    decode = shape(steps, lambda s: s.decode_tokens, end, lasts=False, binned=binned)
-    both = shape(steps, lambda s: s.decode_tokens + s.prefill_tokens, end, lasts=False, binned=binned)
+def _steps(tokens: Axes, duration: Axes, course: Callable[..., Shape], binned: bool) -> None:
+    decode = course(lambda s: s.decode_tokens)
+    both = course(lambda s: s.decode_tokens + s.prefill_tokens)
     tokens.stairs(decode.mean, decode.edges, fill=True, color=DECODE, label="decode")
     tokens.stairs(both.mean, both.edges, baseline=decode.mean, fill=True, color=PREFILL, label="prefill")
     if binned:
         tokens.stairs(both.largest, both.edges, color=INK, linewidth=0.6, label="largest step of a bin")
-    times = shape(steps, lambda s: 1e3 * s.duration_s, end, lasts=False, binned=binned)
+    times = course(lambda s: 1e3 * s.duration_s)
     duration.stairs(times.largest, times.edges, fill=True, color=TIME, label="time of a step")
 
 
 def _requests(ax: Axes, requests: Sequence[RequestRow]) -> None:
-    """A line each, in the order of their arrival."""
-    colours = {"queued": QUEUED, "prefill": PREFILL, "decode": DECODE}
-    spans: dict[str, list[tuple[float, float, float]]] = {phase: [] for phase in colours}
-    names: dict[str, list[str]] = {phase: [] for phase in colours}
-    for row, request in enumerate(sorted(requests, key=_order)):
+    """A line each, in the order of their arrival; of those that arrived together, of their turns."""
+    spans: dict[str, list[tuple[float, float, float, str]]] = {"queued": [], "prefill": [], "decode": []}
+    turn = lambda r: (r.arrival_s, math.inf if r.first_scheduled_s is None else r.first_scheduled_s)  # noqa: E731
+    for row, request in enumerate(sorted(requests, key=turn)):
+        cached = f" ({request.cached_tokens:,} cached)" if request.cached_tokens else ""
+        tokens = f"{request.prompt_tokens:,}{cached} in, {request.output_tokens:,} out"
         for phase, start, end in phases(request):
-            spans[phase].append((row, start, end))
-            cached = f" ({request.cached_tokens:,} cached)" if request.cached_tokens else ""
-            tokens = f"{request.prompt_tokens:,}{cached} in, {request.output_tokens:,} out"
-            names[phase].append(f"{request.request}: {phase} {end - start:.3g} s; {tokens}")
-    for phase, found in spans.items():
+            spans[phase].append((row, start, end, f"{request.request}: {phase} {end - start:.3g} s; {tokens}"))
+    for (phase, found), colour in zip(spans.items(), (QUEUED, PREFILL, DECODE), strict=True):
         if found:
-            rows, starts, ends = (np.array(each) for each in zip(*found, strict=True))
+            rows, starts, ends, tips = zip(*found, strict=True)
             width = max(0.6, min(5.0, 75 / len(requests)))
-            lines = ax.hlines(rows, starts, ends, color=colours[phase], linewidth=width,
+            lines = ax.hlines(rows, starts, ends, color=colour, linewidth=width,
                               label="waiting" if phase == "queued" else "")  # fmt: skip
-            frame.says(lines, names[phase])
+            frame.says(lines, tips)
 
 
-def _order(request: RequestRow) -> tuple[float, float]:
-    """By arrival; of those that arrived together, by when their turn came."""
-    return request.arrival_s, math.inf if request.first_scheduled_s is None else request.first_scheduled_s
-
-
-def _queues(ax: Axes, steps: Sequence[StepRow], end: float, binned: bool) -> None:
-    for label, value, colour, dashes in (
-        ("running", lambda s: s.num_running + s.num_prefilling, DECODE, "-"),
-        ("waiting", lambda s: s.num_waiting, INK, "--"),
-        ("swapped", lambda s: s.num_swapped, LOST, ":"),
-    ):
-        if label != "swapped" or any(s.num_swapped for s in steps):
-            line = shape(steps, value, end, lasts=True, binned=binned)
-            ax.stairs(line.largest, line.edges, baseline=None, color=colour, linestyle=dashes, linewidth=1.4,
-                      label=f"requests {label}")  # fmt: skip
-
-
-def _blocks(ax: Axes, steps: Sequence[StepRow], end: float, binned: bool) -> None:
+def _blocks(ax: Axes, course: Callable[..., Shape], steps: Sequence[StepRow]) -> None:
     """From below: what tokens fill, what is reserved for a request and empty, and what the prefix cache keeps."""
-    total = steps[-1].kv_total_blocks  # of this variant; another one may have more
-
-    def filled(step: StepRow) -> float:
-        share = step.kv_used_slots / step.kv_reserved_slots if step.kv_reserved_slots else 1.0
-        return 100 * share * step.kv_used_blocks / total
-
-    used, reserved, held = (
-        shape(steps, value, end, lasts=True, binned=binned)
-        for value in (
-            filled,
-            lambda s: 100 * s.kv_used_blocks / total,
-            lambda s: 100 * (s.kv_used_blocks + s.kv_cached_blocks) / total,
-        )
-    )
+    percent = 100 / steps[-1].kv_total_blocks  # of this variant; another one may have more
+    full = lambda s: s.kv_used_slots / s.kv_reserved_slots if s.kv_reserved_slots else 1.0  # noqa: E731
+    used = course(lambda s: percent * full(s) * s.kv_used_blocks, lasts=True)
+    reserved = course(lambda s: percent * s.kv_used_blocks, lasts=True)
+    held = course(lambda s: percent * (s.kv_used_blocks + s.kv_cached_blocks), lasts=True)
+    dotted: dict[str, Any] = {"fill": True, "edgecolor": "white", "linewidth": 0}
     ax.stairs(used.largest, used.edges, fill=True, color=USED, label="KV in use")
     if (reserved.largest - used.largest).max() > SEEN:
-        ax.stairs(reserved.largest, used.edges, baseline=used.largest, fill=True, facecolor=UNUSED, hatch="////",
-                  edgecolor="white", linewidth=0, label="KV reserved, empty")  # fmt: skip
+        ax.stairs(reserved.largest, used.edges, baseline=used.largest, facecolor=UNUSED, hatch="////",
+                  label="KV reserved, empty", **dotted)  # fmt: skip
     if any(s.kv_cached_blocks for s in steps):
-        ax.stairs(held.largest, held.edges, baseline=reserved.largest, fill=True, facecolor=CACHED, hatch="....",
-                  edgecolor="white", linewidth=0, label="KV cached")  # fmt: skip
+        ax.stairs(held.largest, held.edges, baseline=reserved.largest, facecolor=CACHED, hatch="....",
+                  label="KV cached", **dotted)  # fmt: skip
     lost = [s.start_s for s in steps if s.preempted]
     if lost:
         ax.plot(lost, [112] * len(lost), "v", color=LOST, markersize=5, clip_on=False, label="preemption")
 
 
-def _scales(axes: Sequence[Axes], steps: Sequence[StepRow], of_requests: bool, end: float) -> None:
+def _scales(axes: Sequence[Axes], steps: Sequence[StepRow], end: float) -> None:
     """Of the first column, which the others share."""
-    third = "requests,\none a line" if of_requests else "requests"
-    names = ["tokens\nin a step", "step\n(ms)", third, "KV blocks\n(%)"]
+    names = ["tokens\nin a step", "step\n(ms)", "requests,\none a line", "KV blocks\n(%)"]
     most = max(s.decode_tokens + s.prefill_tokens for s in steps)
+    faint = max(s.decode_tokens for s in steps) < FAINT * most
+    names[0] += "\n(√ scale)" if faint else ""
     for ax, name in zip(axes, names, strict=True):
-        for each in [ax, *ax.get_shared_y_axes().get_siblings(ax)]:
+        for each in (every := [ax, *ax.get_shared_y_axes().get_siblings(ax)]):
             frame.tidy(each)
             each.tick_params(labelsize=8)
         ax.set_ylabel(name, fontsize=8, rotation=0, ha="right", va="center")
         ax.set_ylim(bottom=0)
         ax.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
-    if max(s.decode_tokens for s in steps) < FAINT * most:
-        for ax in [axes[0], *axes[0].get_shared_y_axes().get_siblings(axes[0])]:
-            ax.set_yscale("function", functions=(lambda y: np.sqrt(np.maximum(y, 0)), np.square))
-        axes[0].set_ylabel("tokens\nin a step\n(√ scale)", fontsize=8, rotation=0, ha="right", va="center")
-        axes[0].set_yticks([0, *(float(f"{share * most:.0e}") for share in (0.06, 0.3, 0.9))])
-        axes[0].set_ylim(0, 1.05 * most)
-    if of_requests:
-        axes[2].set_ylim(axes[2].get_ylim()[1] + 0.5, -0.5)  # the first one on top
+        if faint and ax is axes[0]:
+            for each in every:
+                each.set_yscale("function", functions=(lambda y: np.sqrt(np.maximum(y, 0)), np.square))
+            ax.set_yticks([0, *(float(f"{share * most:.0e}") for share in (0.06, 0.3, 0.9))])
+            ax.set_ylim(0, 1.05 * most)
+    axes[2].set_ylim(axes[2].get_ylim()[1] + 0.5, -0.5)  # the first one on top
     axes[3].set_ylim(0, 124)
     axes[3].set_yticks([0, 50, 100])
     axes[-1].set_xlim(0, end)

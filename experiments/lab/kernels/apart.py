@@ -1,0 +1,111 @@
+"""Kernels of other packages, timed in a process that has them: `open_peer` runs there, `Apart` here."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from experiments.lab.kernels.case import Case, VariantAbsent
+from experiments.lab.kernels.timer import copies_needed, prepare
+from experiments.lab.peers.base import PeerAbsent
+from experiments.lab.peers.process import PeerProcess
+from experiments.lab.peers.settings import ProcessSettings
+from experiments.lab.peers.vllm import import_vllm
+from mini_infer.core.config import EngineConfig
+
+NEEDS = "cuda"
+
+
+class KernelPeer:
+    about: Mapping[str, Any] = {}
+
+    @torch.inference_mode()
+    def prepare(
+        self, case: str, shape: dict[str, Any], dtype: str, variant: str, seed: int, kind: str
+    ) -> dict[str, Any]:
+        """Makes the inputs that the other implementations get. `case` is module:class. Returns whether the calls are
+        captured, and the largest error of a row, before they were timed and after it."""
+        self._timer = None  # and the inputs of the shape before
+        gc.collect()
+        torch.manual_seed(seed)
+        module, _, name = case.partition(":")
+        device = torch.device(kind)
+        made: Case = getattr(importlib.import_module(module), name)(shape, getattr(torch, dtype), device)
+        copies = copies_needed(made.work.bytes, device)
+        made.allocate(copies)
+        implementation = made.implementation(variant)
+        first = implementation.run(0)
+        error = made.error(first)
+        timer = prepare(implementation, copies, device)
+        timer.burst()
+        first.zero_()  # a plan that is used up computes nothing from the second call on
+        error = max(error, made.error(implementation.run(0)))
+        self._timer = timer
+        return {"error": error, "captured": timer.captured}
+
+    @torch.inference_mode()
+    def sample_us(self) -> float:
+        assert self._timer is not None
+        return self._timer.sample_us()
+
+
+def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> KernelPeer:
+    """Raises PeerAbsent where vLLM's kernels cannot be imported."""
+    import_vllm("vllm_flash_attn")
+    return KernelPeer()
+
+
+class ApartTimer:
+    """As timer.Timer, of calls in the other process."""
+
+    def __init__(self, process: PeerProcess, captured: bool) -> None:
+        self._process = process
+        self.captured = captured
+
+    def sample_us(self) -> float:
+        found: float = self._process.call("time a kernel", "sample_us")
+        return found
+
+
+class Apart:
+    """The process is started for the first shape that needs it, and holds one shape's inputs at a time."""
+
+    def __init__(self, settings: ProcessSettings) -> None:
+        self._settings = settings
+        self._process: PeerProcess | None = None
+        self._absent = ""
+
+    def prepare(self, case: Case, variant: str, seed: int) -> tuple[ApartTimer, float]:
+        """A timer and the largest error. Raises VariantAbsent, and PeerError where it fails."""
+        if case.device.type != NEEDS:
+            raise VariantAbsent(f"it runs on {NEEDS}, not {case.device.type}")
+        if self._absent:
+            raise VariantAbsent(self._absent)
+        if self._process is not None and not self._process.alive:
+            raise VariantAbsent("its process has failed, and is not asked again")
+        if self._process is None:
+            try:
+                self._process = PeerProcess("vLLM", __name__, EngineConfig(), self._settings)
+            except PeerAbsent as why:
+                self._absent = str(why)
+                raise VariantAbsent(self._absent) from why
+        cls = type(case)
+        found = self._process.call(
+            "prepare a kernel",
+            "prepare",
+            case=f"{cls.__module__}:{cls.__name__}",
+            shape=dict(case.shape),
+            dtype=str(case.dtype).removeprefix("torch."),
+            variant=variant,
+            seed=seed,
+            kind=case.device.type,
+        )
+        return ApartTimer(self._process, found["captured"]), found["error"]
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()

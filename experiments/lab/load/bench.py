@@ -1,0 +1,94 @@
+"""`vllm bench serve`, a load client that nobody here wrote, in a process of its own: what runs there.
+
+It sends the prompts as token ids, so that neither it nor the server needs a tokenizer, and keeps a number of requests
+in flight. It notes when a request was sent and when each event came, and of its tokens their number alone: where events
+had several, they are spread evenly over them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.peers import wire
+from experiments.lab.peers.vllm import import_vllm
+from mini_infer.core.config import EngineConfig
+
+
+class Bench:
+    def __init__(self, serve: Any, version: str) -> None:
+        """`serve` is vLLM's module of that name, with add_cli_args and main."""
+        self._serve = serve
+        self._parser = argparse.ArgumentParser()
+        serve.add_cli_args(self._parser)
+        self.about: Mapping[str, Any] = {"client": f"vllm bench serve {version}"}
+
+    def bench(
+        self,
+        target: Mapping[str, Any],
+        prompts: Sequence[Sequence[int]],
+        output_tokens: int,
+        concurrency: int,
+        salt: str,
+    ) -> dict[str, Any]:
+        """A packed Served."""
+        body = {"max_tokens": output_tokens, "ignore_eos": True, "temperature": 0, "cache_salt": salt}
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "prompts.jsonl"
+            file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+            arguments = [
+                "--backend=openai",
+                f"--base-url=http://{target['host']}:{target['port']}",
+                f"--endpoint={target['path']}",
+                f"--model={target['model']}",
+                "--skip-tokenizer-init",
+                "--dataset-name=custom",
+                f"--dataset-path={file}",
+                "--disable-shuffle",
+                f"--num-prompts={len(prompts)}",
+                f"--max-concurrency={concurrency}",
+                f"--extra-body={json.dumps(body)}",
+                "--ready-check-timeout-sec=0",
+                "--save-detailed",
+                "--disable-tqdm",
+            ]
+            found = self._serve.main(self._parser.parse_args(arguments))
+        return wire.pack_served(read(found, output_tokens))
+
+
+def read(found: Mapping[str, Any], output_tokens: int) -> Served:
+    """What its detailed result says of each request. Its clock is time.perf_counter."""
+    names = ("start_times", "ttfts", "itls", "input_lens", "output_lens", "errors")
+    rows = zip(*(found[name] for name in names), strict=True)
+    traces = tuple(
+        RequestTrace(
+            prompt_tokens=prompt_tokens,
+            asked_tokens=output_tokens,
+            arrival=start,
+            token_times=() if error else tuple(_spread(start + ttft, gaps, count)),
+            token_ids=(),
+            error=error,
+            tells_tokens=False,
+        )
+        for start, ttft, gaps, prompt_tokens, count, error in rows
+    )
+    first = min(trace.arrival for trace in traces)
+    end = max((trace.token_times[-1] for trace in traces if trace.token_times), default=first)
+    return Served(traces, first, end, outside_s=found["duration"])
+
+
+def _spread(first: float, gaps: Sequence[float], count: int) -> list[float]:
+    times = list(accumulate(gaps, initial=first))
+    return [times[index * len(times) // count] for index in range(count)]
+
+
+def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> Bench:
+    """`config` and `settings` are nothing for it. Raises PeerAbsent where vLLM cannot be imported."""
+    vllm = import_vllm("benchmarks.serve")
+    return Bench(vllm.benchmarks.serve, vllm.__version__)
