@@ -105,7 +105,7 @@ def quantize(values: Tensor, form: WeightFormat) -> Quantized:
 
     Raises ValueError where a value is not finite.
     """
-    spread = _spread(values.float(), form)  # [rows of scales, rows, columns of scales, columns]
+    spread = grouped(values.float(), form)  # [rows of scales, rows, columns of scales, columns]
     if not bool(torch.isfinite(spread).all()):
         raise ValueError("a weight that is not finite cannot be quantized")
     if form.symmetric:
@@ -150,7 +150,8 @@ def spread_scales(scales: Tensor, form: WeightFormat, shape: torch.Size) -> Tens
     return wide.repeat_interleave(form.columns or columns, 1)[:, :columns]
 
 
-def _spread(values: Tensor, form: WeightFormat) -> Tensor:
+def grouped(values: Tensor, form: WeightFormat) -> Tensor:
+    """values [N, K], filled up with zeros -> [rows of scales, rows, columns of scales, columns]."""
     rows, columns = values.shape
     high, wide = form.rows, form.columns or columns
     padded = torch.nn.functional.pad(values, (0, -columns % wide, 0, -rows % high))
