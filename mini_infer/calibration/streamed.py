@@ -60,9 +60,9 @@ class StreamedDecoder:
         self._files = {name: file for file in safetensors_files(folder) for name in _names(file)}
         self._folder = folder
 
-    def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Of the checkpoint, in its dtypes: what starts with `prefix`, by the whole name."""
-        return {name: self._read(name) for name in self._files if name.startswith(prefix)}
+    def linear_names(self) -> list[str]:
+        """Of all linear layers, also those outside of its layers."""
+        return [name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)]
 
     def other_names(self) -> list[str]:
         """Of the checkpoint's tensors that are no layer's."""
@@ -115,7 +115,7 @@ class StreamedDecoder:
             if whole not in self._files:
                 raise ModelError(f"{self._folder} has no tensor {whole}: its files name weights otherwise than "
                                  "transformers' modules. Load it with transformers and save_pretrained it first")  # fmt: skip
-            value = self._read(whole)
+            value = self.tensor(whole)
             if value.shape != parameter.shape:
                 raise ModelError(f"{whole} has shape {tuple(value.shape)}; the config asks for "
                                  f"{tuple(parameter.shape)}")  # fmt: skip
@@ -126,7 +126,8 @@ class StreamedDecoder:
             filled = nn.Parameter(value.to(self._device, torch.float32), requires_grad=False)
             setattr(module.get_submodule(owner), last, filled)
 
-    def _read(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor:
+        """Of the checkpoint, as its file has it."""
         with safe_open(self._files[name], framework="pt", device="cpu") as tensors:
             return tensors.get_tensor(name)
 

@@ -43,7 +43,7 @@ def calibration_ids(texts: Sequence[str], tokenizer: Any, samples: int, length: 
     for text in order:
         if len(ids) >= wanted:
             break
-        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < wanted:
         raise ConfigError(
             f"the calibration text has {len(ids):,} tokens, and --samples {samples} --length {length} take {wanted:,}: "
