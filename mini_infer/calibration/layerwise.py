@@ -112,13 +112,10 @@ class _Layer:
         else:
             stages = find_stages(self._layer, self._one)
             observed = observe(stages, self._all)
+            if recipe.method in (Method.awq, Method.smoothquant):  # all, before weights that take up scales are rounded
+                observed = [self._migrated(*seen) for seen in zip(stages, observed, strict=True)]
             for stage, inputs in zip(stages, observed, strict=True):
-                chosen = self._chosen(stage.linears)
-                if not chosen:
-                    continue
-                if recipe.method in (Method.awq, Method.smoothquant):
-                    inputs = self._migrated(stage, inputs)
-                for name, linear in chosen.items():
+                for name, linear in self._chosen(stage.linears).items():
                     done[name] = self._linear(linear.weight, inputs)
         for name, found in done.items():
             self._layer.get_submodule(name).weight.data = found.weight(self._form)
@@ -137,6 +134,8 @@ class _Layer:
         return chosen
 
     def _migrated(self, stage: Stage, inputs: Inputs) -> Inputs:
+        if not self._chosen(stage.linears):
+            return inputs
         if self._recipe.method is Method.awq:
             scales = awq_scales(stage.weight, inputs, self._form)
         else:
