@@ -23,7 +23,7 @@ from mini_infer.calibration.scales import fitted, rounded
 from mini_infer.calibration.stages import Inputs, Stage, find_stages, observe
 from mini_infer.calibration.streamed import StreamedDecoder
 from mini_infer.core.errors import ConfigError, ModelError
-from mini_infer.quantization.formats import ActivationFormat, Quantized, WeightFormat, dequantize, quantize_tokens
+from mini_infer.quantization.formats import ActivationFormat, Number, Quantized, WeightFormat, dequantize, quantize_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +59,22 @@ class RoundedLayer:
     name: str
     linears: Mapping[str, RoundedLinear]
     others: Mapping[str, Tensor]
+
+    @property
+    def num_weights(self) -> int:
+        """Of its matrices."""
+        kept = sum(value.numel() for value in self.others.values() if value.dim() == 2)
+        return kept + sum(linear.quantized.codes.numel() for linear in self.linears.values())
+
+    def bits(self, recipe: Recipe) -> int:
+        """Of its matrices, scales and zeros included. Scales, and what is not quantized, take 16."""
+        four = recipe.formats.weights.number is Number.int4
+        total = 16 * sum(value.numel() for value in self.others.values() if value.dim() == 2)
+        for linear in self.linears.values():
+            zeros, kept = linear.quantized.zeros, linear.outlier_weight
+            total += (4 if four else 8) * linear.quantized.codes.numel() + 16 * linear.quantized.scales.numel()
+            total += (0 if zeros is None else 4 * zeros.numel()) + (0 if kept is None else 16 * kept.numel())
+        return total
 
 
 @torch.no_grad()
@@ -193,11 +209,16 @@ class ComputesRounded(nn.Module):
         return nn.functional.linear(flat, self.weight, self.bias).view(*x.shape[:-1], -1)
 
 
-def put_in(model: nn.Module, layer: RoundedLayer, recipe: Recipe) -> None:
-    """Makes a layer of a whole model of transformers, in float32, compute as the quantized one does."""
+def put_in(model: nn.Module, layer: RoundedLayer, recipe: Recipe, part: str = "") -> None:
+    """Makes a layer of a whole model of transformers, in float32, compute as the quantized one does.
+
+    part: only linear layers whose names end in it are quantized. Where others share scales with them, folded into what
+    makes their inputs, the layer computes something else: for RTN and GPTQ.
+    """
     inside, scheme = model.get_submodule(layer.name), recipe.formats
     for name, value in layer.others.items():
         inside.get_parameter(name).data = value.clone()
     for name, found in layer.linears.items():
-        bias = inside.get_submodule(name).bias
-        inside.set_submodule(name, ComputesRounded(found, scheme.weights, scheme.activations, bias))
+        if name.endswith(part):
+            bias = inside.get_submodule(name).bias
+            inside.set_submodule(name, ComputesRounded(found, scheme.weights, scheme.activations, bias))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mini_infer.calibration.scales import fitted
+from mini_infer.calibration.scales import rounded
 from mini_infer.calibration.stages import Inputs
 from mini_infer.quantization.formats import WeightFormat, dequantize
 
@@ -25,10 +25,8 @@ def awq_scales(weight: Tensor, inputs: Inputs, form: WeightFormat) -> Tensor:
     best, least = torch.ones_like(inputs.mean), float("inf")
     for exponent in EXPONENTS:
         scales = _balanced(inputs.mean.clamp(min=1e-12) ** exponent)
-        scaled = weight * scales
-        importance = inputs.gram.diagonal() / scales.square()
-        rounded = dequantize(fitted(scaled, form, importance), form) / scales
-        error = product_error(rounded - weight, inputs)
+        found = dequantize(rounded(weight * scales, form), form) / scales
+        error = product_error(found - weight, inputs)
         if error < least:
             best, least = scales, error
     return best
