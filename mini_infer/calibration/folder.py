@@ -1,9 +1,9 @@
 """A model folder -> a quantized one. What is done of it survives an interruption, and is never taken for the whole.
 
-    OUT.unfinished/  quantization_recipe.json          what is being made, of what; stays
-                     model-00001-of-00007.safetensors  a file a layer, and one for all else; each written whole
-                     3.hidden.safetensors              hidden states in front of layer 3, when 0 to 2 are done
-                     config.json, ...                  in the end; then the folder is renamed to OUT
+OUT.unfinished/  quantization_recipe.json          what is being made, of what; stays
+                 model-00001-of-00007.safetensors  a file a layer, and one for all else; each written whole
+                 3.hidden.safetensors              hidden states in front of layer 3, when 0 to 2 are done
+                 config.json, ...                  in the end; then the folder is renamed to OUT
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keys and values rounded to fp8 in a model of transformers: what a cache with `cache.dtype=fp8` makes of its answers."""
+"""Keys and values rounded to fp8 in a model of transformers: what `cache.dtype=fp8` makes of its answers."""
 
 from __future__ import annotations
 

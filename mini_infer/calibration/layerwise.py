@@ -23,7 +23,14 @@ from mini_infer.calibration.scales import fitted, rounded
 from mini_infer.calibration.stages import Inputs, Stage, find_stages, observe
 from mini_infer.calibration.streamed import StreamedDecoder
 from mini_infer.core.errors import ConfigError, ModelError
-from mini_infer.quantization.formats import ActivationFormat, Number, Quantized, WeightFormat, dequantize, quantize_tokens
+from mini_infer.quantization.formats import (
+    ActivationFormat,
+    Number,
+    Quantized,
+    WeightFormat,
+    dequantize,
+    quantize_tokens,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +197,11 @@ def _call(layer: nn.Module, hidden: Tensor, told: Mapping[str, Any]) -> Tensor:
 class ComputesRounded(nn.Module):
     """A linear layer that computes as a quantized one does, in floating point: what kernels must agree with."""
 
-    def __init__(self, rounded: RoundedLinear, form: WeightFormat, activations: ActivationFormat | None, bias: Any) -> None:
+    weight: Tensor
+
+    def __init__(
+        self, rounded: RoundedLinear, form: WeightFormat, activations: ActivationFormat | None, bias: Any
+    ) -> None:
         super().__init__()
         self.register_buffer("weight", rounded.weight(form))
         self.bias, self._activations, self._outliers = bias, activations, rounded.outliers

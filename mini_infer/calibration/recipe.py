@@ -67,14 +67,18 @@ class Recipe:
         if not 0 <= self.alpha <= 1:
             raise ConfigError(f"--alpha must be from 0 to 1; got {self.alpha}")
         if self.samples < 1 or self.length < 2:
-            raise ConfigError(f"--samples must be at least 1 and --length at least 2; got {self.samples}, {self.length}")
+            raise ConfigError(
+                f"--samples must be at least 1 and --length at least 2; got {self.samples}, {self.length}"
+            )
 
     @property
     def formats(self) -> Scheme:
         scheme = SCHEMES[self.scheme]
         if self.scheme != "w4a16":
             return scheme
-        return replace(scheme, weights=dataclasses.replace(scheme.weights, columns=self.group, symmetric=self.symmetric))
+        return replace(
+            scheme, weights=dataclasses.replace(scheme.weights, columns=self.group, symmetric=self.symmetric)
+        )
 
     @property
     def needs_text(self) -> bool:

@@ -43,7 +43,7 @@ class Stage:
             return None
         before = output()
         saved = [(p, p.data.clone()) for m in (self.producer, *self.linears.values()) for p in m.parameters(False)]
-        weight, bias = self.producer.weight, getattr(self.producer, "bias", None)
+        weight, bias = self.producer.get_parameter("weight"), getattr(self.producer, "bias", None)
         norm = weight.dim() == 1
         for offset in (0.0, 1.0) if norm else (0.0,):  # norms multiply by weight, or by 1 + weight
             exact = scales
@@ -53,7 +53,7 @@ class Stage:
                 exact = torch.where(old == 0, scales, old / (weight.data + offset))
             else:  # it is quantized itself, or stored in `dtype`
                 weight.data = weight.data / scales[:, None]
-            if bias is not None:
+            if isinstance(bias, Tensor):
                 bias.data = bias.data / exact
             for linear in self.linears.values():
                 linear.weight.data = linear.weight.data * exact

@@ -1,8 +1,8 @@
 """A decoder of transformers of which one layer at a time is in memory.
 
-Quantizing needs each layer's true inputs, for any decoder that transformers loads. Its own modules compute them, so what
-is calibrated is what transformers computes, and our Decoder, which knows a few architectures and computes in packed
-rows, is not needed. The modules are made without memory; a part is filled from the safetensors when its turn comes.
+Quantizing needs each layer's true inputs, for any decoder that transformers loads. Its own modules compute them: our
+Decoder knows a few architectures alone, and computes packed rows against a paged cache. The modules are made without
+memory, and a part is filled from the safetensors when its turn comes.
 """
 
 from __future__ import annotations
@@ -113,8 +113,10 @@ class StreamedDecoder:
         for name, parameter in list(module.named_parameters()):
             whole = f"{prefix}.{name}"
             if whole not in self._files:
-                raise ModelError(f"{self._folder} has no tensor {whole}: its files name weights otherwise than "
-                                 "transformers' modules. Load it with transformers and save_pretrained it first")  # fmt: skip
+                raise ModelError(
+                    f"{self._folder} has no tensor {whole}: its files name weights otherwise than transformers' "
+                    "modules. Load it with transformers and save_pretrained it first"
+                )
             value = self.tensor(whole)
             if value.shape != parameter.shape:
                 raise ModelError(f"{whole} has shape {tuple(value.shape)}; the config asks for "

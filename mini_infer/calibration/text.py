@@ -15,8 +15,8 @@ from mini_infer.core.errors import ConfigError
 
 
 def shipped_text() -> list[str]:
-    """What the shipped models were trained on, as far as it is here: this Python's standard library without the held-out
-    modules and what shares a passage with them. A minute of one core."""
+    """What the shipped models were trained on: this Python's standard library without the held-out modules and what
+    shares a passage with them. Half a minute of one core."""
     return [source.text for source in load_corpus(stdlib_dir()).train]
 
 
@@ -47,6 +47,7 @@ def calibration_ids(texts: Sequence[str], tokenizer: Any, samples: int, length: 
     if len(ids) < wanted:
         raise ConfigError(
             f"the calibration text has {len(ids):,} tokens, and --samples {samples} --length {length} take {wanted:,}: "
-            f"give more text, or --samples {len(ids) // length}" + ("" if len(ids) >= length else " of a shorter --length")
+            f"give more text, or --samples {len(ids) // length}"
+            + ("" if len(ids) >= length else " of a shorter --length")
         )
     return torch.tensor(ids[:wanted]).view(samples, length)

@@ -46,9 +46,7 @@ def read_all(folder: Path) -> dict[str, Tensor]:
 def ids_of(folder: Path, recipe: Recipe) -> Tensor:
     from transformers import AutoTokenizer
 
-    return calibration_ids(
-        texts(), AutoTokenizer.from_pretrained(folder), recipe.samples, recipe.length, recipe.seed
-    )
+    return calibration_ids(texts(), AutoTokenizer.from_pretrained(folder), recipe.samples, recipe.length, recipe.seed)
 
 
 RECIPES = [
@@ -153,7 +151,7 @@ def test_what_exists_is_left_alone(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_text_that_is_too_short(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the calibration text has .* tokens, and --samples 128 --length 512 take"):
+    with pytest.raises(ConfigError, match=r"the calibration text has .* tokens, and --samples 128 --length 512 take"):
         quantize_folder(str(folder), tmp_path / "out", Recipe("w4a16", Method.gptq, 32), texts, CPU)
 
 
@@ -188,7 +186,10 @@ def test_weights_that_cannot_be_quantized(folder: Path, tmp_path: Path, change: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("w4a16", Method.smoothquant), "--scheme w4a16 --method smoothquant do not go together: w4a16 is made by gptq"),
+        (
+            ("w4a16", Method.smoothquant),
+            "--scheme w4a16 --method smoothquant do not go together: w4a16 is made by gptq",
+        ),
         (("w8a8", Method.gptq), "w8a8 is made by smoothquant or rtn, and gptq makes w4a16"),
         (("w2a2", Method.rtn), "--scheme must be one of w8a8"),
         (("w4a16", Method.rtn, 48), "--group must be one of 32, 64, 128; got 48"),

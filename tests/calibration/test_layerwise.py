@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
+from mini_infer.assets.prompts import draw_prompts
 from mini_infer.calibration.accuracy import generated, spread_windows, teacher_forced
 from mini_infer.calibration.layerwise import ComputesRounded, RoundedLinear
 from mini_infer.calibration.scales import rounded
 from mini_infer.calibration.stages import Stage, find_stages, observe
 from mini_infer.calibration.streamed import StreamedDecoder
-from mini_infer.assets.prompts import draw_prompts
 from mini_infer.quantization.formats import SCHEMES
 
 CPU = torch.device("cpu")
