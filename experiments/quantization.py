@@ -56,6 +56,7 @@ class QuantizationSpec(ExperimentSpec):
         variants: name -> label, and settings of a Recipe; or kv: fp8, with weights as they are.
         single: variants that are also measured with one layer quantized at a time, and with one kind of linear layer.
         parts: those kinds: what the names of linear layers end in.
+        samples, length: calibration sequences, and tokens of each.
         windows, window_tokens: of held-out text, read teacher-forced; others in each repeat.
         prompts, new_tokens: continued greedily.
     """
@@ -63,13 +64,15 @@ class QuantizationSpec(ExperimentSpec):
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     single: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    samples: int = 64
+    length: int = 512
     windows: int = 24
     window_tokens: int = 512
     prompts: int = 16
     new_tokens: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("windows", "window_tokens", "prompts", "new_tokens"):
+        for name in ("samples", "length", "windows", "window_tokens", "prompts", "new_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"experiment.{name} must be at least 1, got {getattr(self, name)}")
         unknown = sorted(set(self.single) - set(self.variants))
@@ -85,7 +88,7 @@ class Quantization(Probe):
     def __init__(self, spec: QuantizationSpec, model: str, repeats: int, seed: int, threads: int) -> None:
         self.spec = spec
         self._folder = resolve_folder(model)
-        self._recipes = {name: _recipe(name, settings, seed) for name, settings in spec.variants.items()}
+        self._recipes = {name: _recipe(name, settings, spec, seed) for name, settings in spec.variants.items()}
         self.variants = {name: settings.get("label", name) for name, settings in spec.variants.items()}
         count = read_json(self._folder / "config.json")["num_hidden_layers"]
         self._single = [
@@ -183,7 +186,7 @@ class _Study:
         return generated(self._prompts, self._ids, self._continuations, generate, self._tokenizer.decode)
 
 
-def _recipe(name: str, settings: Mapping[str, Any], seed: int) -> Recipe | None:
+def _recipe(name: str, settings: Mapping[str, Any], spec: QuantizationSpec, seed: int) -> Recipe | None:
     """None: weights as they are, keys and values in fp8. Raises ConfigError."""
     rest = {key: value for key, value in settings.items() if key != "label"}
     if "kv" in rest:
@@ -191,8 +194,8 @@ def _recipe(name: str, settings: Mapping[str, Any], seed: int) -> Recipe | None:
             raise ConfigError(f"experiment.variants.{name}: kv must be {FP8_KV}, and stand alone; got {rest}")
         return None
     try:
-        method = Method(rest.pop("method", "rtn"))
-        return Recipe(method=method, seed=seed, **{k: tuple(v) if isinstance(v, list) else v for k, v in rest.items()})
+        rest |= {"method": Method(rest.get("method", "rtn")), "kept": tuple(rest.get("kept", ()))}
+        return Recipe(**rest, samples=spec.samples, length=spec.length, seed=seed)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"experiment.variants.{name}: {error}") from error
 

@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from mini_infer.assets.prompts import draw_prompts
 from mini_infer.calibration.accuracy import generated, spread_windows, teacher_forced
-from mini_infer.calibration.layerwise import ComputesRounded, RoundedLinear
+from mini_infer.calibration.fp8_kv import with_fp8_kv
+from mini_infer.calibration.layerwise import ComputesRounded, RoundedLayer, RoundedLinear
+from mini_infer.calibration.recipe import Method, Recipe
 from mini_infer.calibration.scales import rounded
 from mini_infer.calibration.stages import Stage, find_stages, observe
 from mini_infer.calibration.streamed import StreamedDecoder
@@ -135,3 +137,21 @@ def test_windows_are_spread_over_the_text() -> None:
     assert found.shape == (3, 10)
     assert found[:, 0].tolist() == [0, 45, 90]
     assert found[-1, -1] == 99
+
+
+@torch.no_grad()
+def test_fp8_keys_and_values_change_little(any_folder: Path, ids: Tensor) -> None:
+    model = AutoModelForCausalLM.from_pretrained(any_folder, dtype=torch.float32).eval()
+    expected = model(ids).logits
+    error = float((with_fp8_kv(model)(ids).logits - expected).norm() / expected.norm())
+    assert 1e-4 < error < 0.1
+
+
+def test_bits_of_a_layer() -> None:
+    """32 x 64 weights in groups of 32: 4 bits each, and a scale of 16 and a zero of 4 bits for each of 64 groups."""
+    recipe = Recipe("w4a16", Method.rtn, group=32, symmetric=False)
+    found = RoundedLinear(rounded(torch.randn(32, 64), recipe.formats.weights))
+    others = {"norm.weight": torch.ones(64), "kept.weight": torch.ones(8, 64)}
+    layer = RoundedLayer("layer", {"linear": found}, others)
+    assert layer.num_weights == 32 * 64 + 8 * 64
+    assert layer.bits(recipe) == 4 * 32 * 64 + 20 * 64 + 16 * 8 * 64

@@ -44,6 +44,14 @@ OWN = {
         *("experiment.steps=20", "experiment.matches=3", "measure.repeats=1", "experiment.waiting=[10,100]"),
         *("experiment.running=[8,16,32]", "experiment.prompt_tokens=[512]", "experiment.waiting_running=16"),
     ],
+    "quantization": [
+        *("experiment.windows=1", "experiment.window_tokens=32", "experiment.prompts=1", "experiment.new_tokens=3"),
+        *("measure.repeats=1", "experiment.single=[w4_rtn]", "experiment.parts=[down_proj]"),
+        # What is calibrated takes minutes; tests/calibration has it on a smaller model.
+        *("~experiment.variants.w8a8_smoothquant", "~experiment.variants.mixed", "~experiment.variants.w4_awq"),
+        *("~experiment.variants.w4_gptq", "~experiment.variants.w4_gptq_64", "~experiment.variants.w4_gptq_32"),
+        "~experiment.variants.w4_gptq_32z",
+    ],
     "ceilings": ["experiment.mib=[1]", "experiment.matmul={cpu: [64]}", "measure.repeats=1"],
     "fused_kernels": [
         *KERNELS,
