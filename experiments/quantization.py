@@ -7,9 +7,9 @@ modules and by the definition that kernels are tested against. So it needs no GP
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.probe import Probe
 from experiments.lab.points import Point
 from experiments.lab.spec import ExperimentSpec
+from experiments.lab.store.rows import Row
 from mini_infer.assets.evaluate import greedy, load
 from mini_infer.assets.prompts import draw_prompts, heldout_sources
 from mini_infer.assets.tokens import document_stream
@@ -41,6 +42,7 @@ METRICS = {
     "bits_per_weight": Metric("bits a weight of the layers, scales included", "bits", Better.lower),
     "perplexity_increase_pct": Metric("perplexity of held-out text over the reference's", "%", Better.lower),
     "divergence_mnats": Metric("KL from the reference, mean of a token", "mnats", Better.lower),
+    "share_of_rtn": Metric("KL, as a share of that of RTN in the same format", "", Better.lower, share=True),
     "agreement": Metric("equal greedy tokens, teacher-forced", "", Better.higher, share=True),
     "free_agreement": Metric("generated tokens before the first difference", "", Better.higher, share=True),
     "compiles": Metric("continuations that are Python so far", "", Better.higher, share=True),
@@ -128,6 +130,17 @@ class Quantization(Probe):
                 free = study.generated(model)
                 values |= {"bits_per_weight": bits, "free_agreement": free.equal, "compiles": free.compiles}
         return values
+
+    def derived(self, found: Sequence[Row]) -> list[tuple[str, Point, dict[str, float | None]]]:
+        divergence = {r.variant: r.value for r in found if r.metric == "divergence_mnats" and r.point == WHOLE.name}
+        rounded = {recipe: divergence[name] for name, recipe in self._recipes.items() if recipe and name in divergence}
+        return [
+            (name, WHOLE, {"share_of_rtn": divergence[name] / rounded[nearest]})
+            for name, recipe in self._recipes.items()
+            if recipe is not None
+            and recipe.method is not Method.rtn
+            and (nearest := replace(recipe, method=Method.rtn)) in rounded
+        ]
 
     def _model(self, variant: str, point: Point, study: _Study) -> tuple[nn.Module, float]:
         """The variant, quantized as far as the point says, and the bits of a weight in its layers."""

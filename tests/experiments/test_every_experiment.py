@@ -50,7 +50,7 @@ OWN = {
         # What is calibrated takes minutes; tests/calibration has it on a smaller model.
         *("~experiment.variants.w8a8_smoothquant", "~experiment.variants.mixed", "~experiment.variants.w4_awq"),
         *("~experiment.variants.w4_gptq", "~experiment.variants.w4_gptq_64", "~experiment.variants.w4_gptq_32"),
-        "~experiment.variants.w4_gptq_32z",
+        *("~experiment.variants.w4_gptq_32z", "~experiment.variants.w4_gptq_kept"),
     ],
     "ceilings": ["experiment.mib=[1]", "experiment.matmul={cpu: [64]}", "measure.repeats=1"],
     "fused_kernels": [
