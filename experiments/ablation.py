@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
 from experiments.lab import axes, points, schema
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.experiment import Experiment, Findings
-from experiments.lab.judge import claims, exact_gate, logit_gate, metrics
+from experiments.lab.judge import formulas, logit_gate
 from experiments.lab.judge.exact_gate import ExactGate
-from experiments.lab.judge.gate import ErrorGate, Gate
-from experiments.lab.measure import ceilings, cells, hardware, heap, rounds
+from experiments.lab.judge.gate import Gate
+from experiments.lab.measure import ceilings, cells, hardware, rounds
 from experiments.lab.measure.ceilings import Found
 from experiments.lab.measure.cells import Cell
-from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.rate_search import Searches
 from experiments.lab.measure.session import Session
 from experiments.lab.measure.subjects import Kind, require_servable
@@ -45,113 +43,82 @@ KEPT = (
 class Ablation(Experiment):
     """For every repeat, point and variant, in ABBA order: an engine, a warm-up on other prompts, a timed pass."""
 
-    def __init__(
-        self,
-        spec: AblationSpec,
-        measured: Sequence[Cell],
-        repeats: int,
-        seed: int,
-        threads: int,
-        chosen: Hardware,
-        peers: PeerSettings,
-        aa: str | None = None,
-        gates: bool = True,
-    ) -> None:
-        """`chosen` is what `hardware=<name>` put into the config; `aa` the variant that is the baseline again; with
-        `gates` engines are checked first."""
-        self.spec = spec
-        self.aa = aa
-        self.baseline: str | None = spec.baseline
-        self.device = measured[0].engine.model.device
-        searched = {point.name for point in spec.search.points}
-        every = list({cell.point.name: cell.point for cell in measured}.values())
-        self._grid = [point for point in every if point.name not in searched]
-        self.points = [*every, *spec.search.result]  # of those that a search may visit it knows in the end which
-        synthetic = {cell.variant for cell in measured if cell.engine.speculation.rate is not None}
+    spec_class = AblationSpec
+    spec: AblationSpec
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        spec = self.spec
+        system = Kind.http if config.axes.via == axes.URL else self.settings.system
+        if system is not None:
+            spec = spec.served_by(system)
+        self.device = schema.engine_config(config.engine).model.device
+        again = self.settings.aa
+        if again is Again.always or (again is Again.auto and hardware.resolve(self.device) == "cuda"):
+            spec, self.aa = spec.with_baseline_again()
+        self.spec, self.baseline = spec, spec.baseline
+        self._peers = schema.build(PeerSettings, config.peers, "peers")
+        self._grid = points.grid(spec.points)
+        self._cells = {cell.key: cell for cell in self._made(config)}
+        if spec.keep_engines:
+            _require_keepable(list(self._cells.values()))
+        if self._peers.http.url is None and any(cell.kind is Kind.http for cell in self._cells.values()):
+            raise ConfigError("via=url needs the server's address: peers.http.url=http://localhost:8000, say")
+        # Of the points that a search may visit it knows in the end which they were.
+        self.points = [*self._grid, *spec.search.points, *spec.search.result]
+        synthetic = {cell.variant for cell in self._cells.values() if cell.engine.speculation.rate is not None}
         self.variants = {
             name: _label(name, changes or {}, synthetic=name in synthetic) for name, changes in spec.variants.items()
         }
-        self.metrics = {name: metrics.describe(name) for name in spec.metrics}
-        self.claims = claims.resolve_all(
-            spec.claims,
-            variants=list(self.variants),
-            baseline=spec.baseline,
-            metrics=spec.metrics,
-            points=[*self._grid, *spec.search.result],
-        )
+        self.metrics = {name: formulas.describe(name) for name in spec.metrics}
         self._timeline: str | None = None
         if spec.timeline is not None:
             self._timeline = points.find_point(self._grid, spec.timeline, "experiment.timeline").name
         self._profiled = [
             points.find_point(self._grid, at, f"experiment.profile[{index}]") for index, at in enumerate(spec.profile)
         ]
-        self._cells = {(cell.variant, cell.point.name): cell for cell in measured}
-        if spec.keep_engines:
-            _require_keepable(measured)
-        if any(cell.kind is Kind.http for cell in measured) and peers.http.url is None:
-            raise ConfigError("via=url needs the server's address: peers.http.url=http://localhost:8000, say")
-        self._repeats = repeats
-        self._seed = seed
-        self._threads = threads
-        self._chosen = chosen
-        self._peers = peers
-        self._gates = gates
 
-    @classmethod
-    def from_config(cls, config: DictConfig) -> Ablation:
-        spec = schema.experiment_spec(AblationSpec, config)
-        measure = schema.build(schema.Measure, config.measure, "measure")
-        system = Kind.http if config.axes.via == axes.URL else measure.system
-        if system is not None:
-            spec = spec.served_by(system)
-        own = schema.engine_config(config.engine).model.device
-        aa = None
-        if measure.aa is Again.always or (measure.aa is Again.auto and hardware.resolve(own) == "cuda"):
-            spec, aa = spec.with_baseline_again()
-        measured = []
-        for point in [*points.grid(spec.points), *spec.search.points]:
+    @property
+    def claimable(self) -> Sequence[Point]:
+        return [*self._grid, *self.spec.search.result]
+
+    def _made(self, config: DictConfig) -> Iterator[Cell]:
+        for point in [*self._grid, *self.spec.search.points]:
             at_point = schema.with_values(config, point.values)
             load = schema.workload(at_point)
-            for variant, changes in spec.variants.items():
+            for variant, changes in self.spec.variants.items():
                 kind, engine = _variant(at_point, variant, changes or {})
-                measured.append(Cell(variant, point, kind, engine, load, spec.baseline if variant == aa else variant))
-        chosen = schema.build(Hardware, config.hardware, "hardware")
-        threads = measure.threads or torch.get_num_threads()
-        peers = schema.build(PeerSettings, config.peers, "peers")
-        return cls(spec, measured, measure.repeats, measure.seed, threads, chosen, peers, aa, measure.gates)
+                yield Cell(variant, point, kind, engine, load, self.spec.baseline if variant == self.aa else variant)
 
     def measure(self, steps: Steps) -> Findings:
         for cell in self._cells.values():
             if cell.engine.model.load_format is not LoadFormat.dry:
                 resolve_device(cell.engine.model)  # before anything is loaded
-        with heap.frozen():
-            return self._measure(steps)
-
-    def _measure(self, steps: Steps) -> Findings:
         spec, device = self.spec, hardware.resolve(self.device)
         profiles = self._profile_repeats if _can_profile(device) else 0
         alone = [variant for variant in self.variants if variant != self.aa]
         each = len(self._grid) * len(self.variants) + (spec.search.steps if spec.search.rates else 0) * len(alone)
-        steps.plan(self._repeats * each + profiles * len(self._profiled) * len(alone))
-        known = ceilings.find(ceilings.FOLDER, self._chosen, device, self._threads)
+        steps.plan(self.settings.repeats * each + profiles * len(self._profiled) * len(alone))
+        known = ceilings.find(ceilings.FOLDER, self.chosen, device, self.threads)
         vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
         searches = Searches(spec.search, self._cells, self.variants, partial(self._inputs, vocabulary=vocabulary))
-        error_gates, exact_gates = self._error_gates(), self._exact_gates(device, inputs)
+        error_gates = logit_gate.gates(self._gated, spec.gate_logit_error) if spec.gate_logit_error else []
+        exact_gates = self._exact_gates(device, inputs)
         terms = self._terms(vocabulary.size, known)
-        with closing(Session(terms, self._cells, self._repeats, steps, spec, self._peers, self.aa)) as session:
+        with closing(Session(terms, self._cells, self.settings.repeats, steps, spec, self._peers, self.aa)) as session:
             work = [
                 (
-                    f"repeat {repeat + 1} of {self._repeats}" + (f" at {point.name}" if point.name else ""),
+                    f"repeat {repeat + 1} of {self.settings.repeats}" + (f" at {point.name}" if point.name else ""),
                     partial(session.round, repeat, point, inputs[point.name]),
                 )
-                for repeat in range(self._repeats)
+                for repeat in range(self.settings.repeats)
                 for point in self._grid
             ]
             if spec.search.rates:
                 work += [
-                    (f"search {repeat + 1} of {self._repeats}", partial(searches.round, session, repeat))
-                    for repeat in range(self._repeats)
+                    (f"search {repeat + 1} of {self.settings.repeats}", partial(searches.round, session, repeat))
+                    for repeat in range(self.settings.repeats)
                 ]
             work += [
                 (f"profile {repeat + 1} at {point.name}", partial(session.profile, repeat, point, inputs[point.name]))
@@ -166,8 +133,7 @@ class Ablation(Experiment):
             rows=[*(row for found in ledger.rounds for row in found.rows), *searches.rows, *session.profile_rows],
             gates=[
                 *exact_gates,
-                # Where tokens may differ by rounding their comparison would show nothing.
-                *(ledger.gates(compared, spec.gate_share) if spec.gate_share else []),
+                *ledger.gates(compared),
             ],
             samples=self._samples(inputs, session, vocabulary),
             status=outcome.status,
@@ -188,48 +154,46 @@ class Ablation(Experiment):
 
     @property
     def _profile_repeats(self) -> int:
-        return self._repeats if any(name in metrics.OF_PROFILES for name in self.spec.metrics) else 1
+        return self.settings.repeats if any(name in formulas.OF_PROFILES for name in self.spec.metrics) else 1
 
     def _terms(self, vocab_size: int, known: Found) -> Terms:
         spec = self.spec
         return Terms(
-            metrics=[name for name in spec.metrics if name not in (*metrics.OF_PROFILES, *metrics.OF_SEARCHES)],
+            metrics=[name for name in spec.metrics if name not in (*formulas.OF_PROFILES, *formulas.OF_SEARCHES)],
             baseline=spec.baseline,
             labels=self.variants,
             contexts={
                 key: cells.context(cell, spec.slo, known.ceilings, known.problem) for key, cell in self._cells.items()
             },
             vocab_size=vocab_size,
-            exact=spec.gate_share >= 1,
             timeline=self._timeline,
         )
 
-    def _error_gates(self) -> list[ErrorGate]:
-        """Of all engines, the baseline's too; what points change of them is nothing that logits depend on."""
-        if self.spec.gate_logit_error is None or not self._gates:
-            return []
-        at = [self._cell(variant, self._grid[0]) for variant in self.variants if variant != self.aa]
-        engines = {c.variant: c.engine for c in at if c.kind.can.steps and logit_gate.applies(c.engine)}
-        return logit_gate.gates(engines, self.spec.gate_logit_error)
+    @property
+    def _gated(self) -> dict[str, EngineConfig]:
+        """Every variant that is this engine, the baseline too, at the first point; a dry model has no numbers worth the
+        name."""
+        at = [
+            self._cell(variant, self._grid[0])
+            for variant in self.variants
+            if self.settings.gates and variant != self.aa
+        ]
+        return {c.variant: c.engine for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry}
 
     def _exact_gates(self, device: str, inputs: Mapping[str, Inputs]) -> list[Gate]:
-        """Of all engines, the baseline's too."""
         exact, found = ExactGate(device), []
-        for variant in self.variants if self._gates else ():
-            cells = [self._cell(variant, point) for point in self._grid]
-            if variant == self.aa or not cells[0].kind.can.steps or not exact_gate.applies(cells[0].engine):
-                continue
-            found.append(exact.of_probes(variant, cells[0].engine))
-            if device == "cuda":
-                asked = [(cell, inputs[cell.point.name]) for cell in cells]
-                found += [exact.of_own(variant, c.point.name, c.engine, i.prime, i.measured) for c, i in asked]
+        for variant, engine in self._gated.items():
+            found.append(exact.of_probes(variant, engine))
+            for point in self._grid if device == "cuda" else ():
+                asked, config = inputs[point.name], self._cell(variant, point).engine
+                found.append(exact.of_own(variant, point.name, config, asked.prime, asked.measured))
         return found
 
     def _inputs(self, point: Point, vocabulary: ModelVocabulary) -> Inputs:
         """The same requests in every repeat, so that repeats differ by nothing but the machine's mood."""
         load = self._cell(self.spec.baseline, point).workload
-        inputs = load.make(vocabulary, self._seed)
-        metrics.require_classes(self.spec.metrics, [item.name for item in inputs.measured], f"workload={load.kind}")
+        inputs = load.make(vocabulary, self.settings.seed)
+        formulas.require_classes(self.spec.metrics, [item.name for item in inputs.measured], f"workload={load.kind}")
         for variant in self.variants:
             require_servable(self._cell(variant, point).kind, inputs.measured, variant)
         return inputs

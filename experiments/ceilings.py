@@ -7,7 +7,6 @@ and it is kept in conf/hardware/.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,11 +19,11 @@ from torch import Tensor
 
 from experiments.lab import points, schema
 from experiments.lab.experiment import Findings
-from experiments.lab.judge import claims
 from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.kernels.timer import seconds_of
 from experiments.lab.measure import ceilings, hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
-from experiments.lab.measure.probe import Probe
+from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
@@ -75,19 +74,18 @@ class CeilingsSpec(ExperimentSpec):
 
 
 class CeilingsExperiment(Probe):
-    baseline = None
+    spec_class = CeilingsSpec
+    spec: CeilingsSpec
 
-    def __init__(
-        self, spec: CeilingsSpec, device: str, threads: int | None, repeats: int, seed: int, target: Path | None
-    ) -> None:
-        """`threads` is what a CPU measures with, beside one; None on a GPU. `target` is the file to write."""
-        self.spec = spec
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        spec, device = self.spec, hardware.resolve(schema.engine_config(config.engine).model.device)
         self.device = Device(device)
-        self._threads: dict[str, int | None] = {ALL: threads}
-        if threads is not None and threads > 1:
-            self._threads = {ONE: 1, ALL: threads}
-        labels = {name: "GPU" if n is None else f"{n} thread{'s' * (n > 1)}" for name, n in self._threads.items()}
-        self.variants = labels
+        # A CPU is measured with one thread as well.
+        self._threads: dict[str, int | None] = {ALL: self.threads if device == "cpu" else None}
+        if device == "cpu" and self.threads > 1:
+            self._threads = {ONE: 1, **self._threads}
+        self.variants = {n: "GPU" if t is None else f"{t} thread{'s' * (t > 1)}" for n, t in self._threads.items()}
         self._formats = spec.formats[device]
         rates = {_rate(name): f"matrix product, {name}" for name in self._formats}
         copies = {"read_gb_s": "reading a buffer", "copy_gb_s": "copying a buffer, read + written"}
@@ -104,37 +102,17 @@ class CeilingsExperiment(Probe):
         self._matrices = [points.point({"size": n}) for n in sorted(spec.matmul[device])]
         self.points = [*self._buffers, *self._matrices]
         self.timed = [(variant, point) for variant in self.variants for point in self.points]
-        self.claims = claims.resolve_all(
-            spec.claims,
-            variants=list(self.variants),
-            baseline=None,
-            metrics=list(self.metrics),
-            points=self.points,
-        )
-        self.repeats = repeats
-        self._seed = seed
-        self._target = target
-
-    @classmethod
-    def from_config(cls, config: DictConfig) -> CeilingsExperiment:
-        spec = schema.experiment_spec(CeilingsSpec, config)
-        measure = schema.build(schema.Measure, config.measure, "measure")
-        device = hardware.resolve(schema.engine_config(config.engine).model.device)
-        threads = (measure.threads or torch.get_num_threads()) if device == "cpu" else None
-        target = None
-        if spec.write:
-            paths = schema.build(schema.Paths, config.paths, "paths")
-            folder = Path("conf") if paths.recorded else Path(paths.results)
-            target = ROOT / folder / "hardware" / f"{hardware.device_key(device)}.yaml"
-        return cls(spec, device, threads, measure.repeats, measure.seed, target)
+        paths = schema.build(schema.Paths, config.paths, "paths")
+        folder = ROOT / ("conf" if paths.recorded else paths.results) / "hardware"
+        self._file = folder / f"{hardware.device_key(device)}.yaml" if spec.write else None
 
     def finish(self, findings: Findings) -> None:
-        if self._target is not None and findings.status == COMPLETE:
-            ceilings.save(self._target, self.found(findings.rows))
-            print(f"hardware {self._target}", file=sys.stderr)
+        if self._file is not None and findings.status == COMPLETE:
+            ceilings.save(self._file, self.found(findings.rows))
+            print(f"hardware {self._file}", file=sys.stderr)
 
     def measure(self, steps: Steps) -> Findings:
-        torch.manual_seed(self._seed)
+        torch.manual_seed(self.settings.seed)
         with torch.inference_mode():
             findings = super().measure(steps)
         return replace(findings, ceilings=self.found(findings.rows).ceilings[-1])
@@ -170,18 +148,20 @@ class CeilingsExperiment(Probe):
             found[_rate(name)] = 2 * n**3 / seconds / 1e12
             if self.device is Device.cuda and point == self._matrices[-1]:
                 calls = max(1, round(self.spec.sustained_s / seconds))
-                _gpu_seconds(product, calls // 4)  # the power rises at first
-                found[_rate(name, SUSTAINED)] = 2 * n**3 * calls / _gpu_seconds(product, calls) / 1e12
+                self._pass(product, calls // 4)  # the power rises at first
+                found[_rate(name, SUSTAINED)] = 2 * n**3 * calls / self._pass(product, calls) / 1e12
         return found
 
     def _seconds(self, work: Callable[[], Tensor]) -> float:
         """Of one call, in the fastest pass. A pass is long enough for the clock, and is timed on the device."""
-        clock = _gpu_seconds if self.device.value == "cuda" else _cpu_seconds
         calls = 1
-        while (once := clock(work, calls)) < PASS_S:  # the first rounds warm up
+        while (once := self._pass(work, calls)) < PASS_S:  # the first rounds warm up
             calls = max(calls + 1, min(10 * calls, round(1.2 * calls * PASS_S / once)))
         passes = max(MIN_PASSES, round(TOTAL_S / once))
-        return min(clock(work, calls) for _ in range(passes)) / calls
+        return min(self._pass(work, calls) for _ in range(passes)) / calls
+
+    def _pass(self, work: Callable[[], Tensor], calls: int) -> float:
+        return seconds_of(work, calls, on_gpu=self.device is Device.cuda)
 
     def found(self, rows: Sequence[Row]) -> Hardware:
         """The ceilings that the rows show: the best repeat of each rate."""
@@ -193,7 +173,7 @@ class CeilingsExperiment(Probe):
             machine=hardware.name(self.device.value),
             measured=datetime.now(timezone.utc).date().isoformat(),
             how=f"torch {torch.__version__}: x.sum() and y.copy_(x) in float32 on {sizes} MiB, products of n x n "
-            f"matrices with n = {products}; the fastest pass of {self.repeats} repeats in each process",
+            f"matrices with n = {products}; the fastest pass of {self.settings.repeats} repeats in each process",
             ceilings=tuple(self._of(variant, Table(rows)) for variant in self.variants),
         )
 
@@ -278,21 +258,3 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _cpu_seconds(work: Callable[[], Tensor], calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        work()
-    return time.perf_counter() - start
-
-
-def _gpu_seconds(work: Callable[[], Tensor], calls: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(calls):
-        work()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / 1e3

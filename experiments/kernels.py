@@ -15,15 +15,15 @@ from omegaconf import DictConfig
 from experiments.lab import points, schema
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.explain import suggest
-from experiments.lab.judge import claims, stats
+from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.attention import DecodeAttention, FlashDecode, PrefillAttention
 from experiments.lab.kernels.case import Case, VariantAbsent, Work
 from experiments.lab.kernels.fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
 from experiments.lab.kernels.timer import Timer, copies_needed, prepare
-from experiments.lab.measure import ceilings, heap, rounds
-from experiments.lab.measure.hardware import Ceilings, Hardware
+from experiments.lab.measure import ceilings, rounds
+from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
@@ -48,7 +48,6 @@ PROCEDURE = (
     "all of them get the same inputs at a shape; a measurement is the median of 15 bursts of calls that use up sets of "
     "inputs in turns, together twice the last cache and more"
 )
-TORCH = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
 
 
 @dataclass(frozen=True)
@@ -101,46 +100,31 @@ class KernelSpec(ExperimentSpec):
 
 
 class KernelSweep(Experiment):
-    def __init__(self, spec: KernelSpec, config: DictConfig) -> None:
-        self.spec = spec
-        self.baseline: str | None = spec.baseline
-        engine = schema.engine_config(config.engine)
-        self.device = engine.model.device
-        self._model = engine.model
+    spec_class = KernelSpec
+    spec: KernelSpec
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        spec = self.spec
+        self.baseline = spec.baseline
+        self._model = schema.engine_config(config.engine).model
+        self.device = self._model.device
         self.variants = {name: label or name.replace("_", " ") for name, label in spec.variants.items()}
         self.metrics = {name: METRICS[name] for name in spec.metrics}
         pairs = _points(spec.sweeps)
         self.points = [point for point, _ in pairs]
         self._sweeps = {point.name: sweep for point, sweep in pairs}
-        self.claims = claims.resolve_all(
-            spec.claims,
-            variants=list(self.variants),
-            baseline=spec.baseline,
-            metrics=spec.metrics,
-            points=self.points,
-        )
-        measure = schema.build(schema.Measure, config.measure, "measure")
-        self._repeats, self._seed = measure.repeats, measure.seed
-        self._threads = measure.threads or torch.get_num_threads()
-        self._chosen = schema.build(Hardware, config.hardware, "hardware")
         for point in self.points:
             self._case(point, torch.device("meta"))  # to find mistakes in its shape
 
-    @classmethod
-    def from_config(cls, config: DictConfig) -> KernelSweep:
-        return cls(schema.experiment_spec(KernelSpec, config), config)
-
     def measure(self, steps: Steps) -> Findings:
         device = resolve_device(self._model)
-        known = ceilings.find(ceilings.FOLDER, self._chosen, device.type, self._threads)
+        known = ceilings.find(ceilings.FOLDER, self.chosen, device.type, self.threads)
         steps.plan(len(self.points))
         found = _Found()
-        with heap.frozen(), torch.inference_mode():
-            work = [
-                (f"at {point.name}", partial(self._point, point, device, known.ceilings, found, steps))
-                for point in self.points
-            ]
-            outcome = rounds.run(work)
+        measure = partial(self._point, device=device, limits=known.ceilings, found=found, steps=steps)
+        with torch.inference_mode():
+            outcome = rounds.run([(f"at {point.name}", partial(measure, point)) for point in self.points])
         if outcome.error is None and not any(row.valid for row in found.rows):
             failures = "; ".join(self._absence(*absent, at) for absent, at in found.absent.items())
             raise MiniInferError(f"nothing was measured. {failures}")
@@ -163,7 +147,7 @@ class KernelSweep(Experiment):
         error is absent at this point alone."""
         steps.next(point.name)
         gc.collect()  # of the point before
-        torch.manual_seed(self._seed)
+        torch.manual_seed(self.settings.seed)
         case = self._case(point, device)
         variants = [variant for variant in self.variants if variant in case.variants]
         copies = copies_needed(case.work.bytes, device)
@@ -186,7 +170,7 @@ class KernelSweep(Experiment):
         if not timers and not failed:
             reasons = "; ".join(f"{variant}: {why}" for variant, why in absent.items())
             raise ConfigError(f"nothing can be measured at {point.name}. {reasons or 'No variant is one of its case'}")
-        for repeat in range(self._repeats):
+        for repeat in range(self.settings.repeats):
             for variant in stats.abba(list(timers), repeat):
                 if variant in failed:
                     continue
@@ -218,7 +202,7 @@ class KernelSweep(Experiment):
 
     def _case(self, point: Point, device: torch.device) -> Case:
         shape = {key: value for key, value in point.values.items() if key != "case"}
-        return CASES[self._sweeps[point.name].case](shape, TORCH[self.spec.dtype], device)
+        return CASES[self._sweeps[point.name].case](shape, getattr(torch, self.spec.dtype.value), device)
 
 
 class CudaLost(MiniInferError):

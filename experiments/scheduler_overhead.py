@@ -13,15 +13,15 @@ import numpy as np
 from omegaconf import DictConfig
 
 from experiments.lab import points, schema
-from experiments.lab.judge import claims, stats
+from experiments.lab.judge import stats
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.measure.probe import Probe
+from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.store.rows import Row
 from mini_infer import SamplingParams
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.core.config import Device, EngineConfig
+from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.core.request import Request
@@ -72,35 +72,22 @@ class OverheadSpec(ExperimentSpec):
 
 
 class SchedulerOverhead(Probe):
+    spec_class = OverheadSpec
+    spec: OverheadSpec
     device = Device.cpu
-    baseline = None
     variants: Mapping[str, str] = {VARIANT: "mini-infer"}
     metrics: Mapping[str, Metric] = METRICS
 
-    def __init__(self, spec: OverheadSpec, engine: EngineConfig, repeats: int, seed: int) -> None:
-        self.spec = spec
-        self._engine = engine
-        self.repeats = repeats
-        self._rng = np.random.default_rng(seed)
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        spec = self.spec
+        self._engine = schema.engine_config(config.engine)
+        self._rng = np.random.default_rng(self.settings.seed)
         self._running = [points.point({"running": n}) for n in spec.running]
-        self._matching = [points.point({"prompt_tokens": n}) for n in spec.prompt_tokens]
-        self._waiting = [points.point({"waiting": n}) for n in spec.waiting]
         self._fit = Point(f"running={min(spec.running)}..{max(spec.running)}", {"fit": "running"})
-        self.points = [*self._running, self._fit, *self._matching, *self._waiting]
+        others = [points.point({name: n}) for name in ("prompt_tokens", "waiting") for n in getattr(spec, name)]
+        self.points = [*self._running, self._fit, *others]
         self.timed = [(VARIANT, point) for point in self.points if point is not self._fit]
-        self.claims = claims.resolve_all(
-            spec.claims,
-            variants=[VARIANT],
-            baseline=None,
-            metrics=list(METRICS),
-            points=self.points,
-        )
-
-    @classmethod
-    def from_config(cls, config: DictConfig) -> SchedulerOverhead:
-        spec = schema.experiment_spec(OverheadSpec, config)
-        measure = schema.build(schema.Measure, config.measure, "measure")
-        return cls(spec, schema.engine_config(config.engine), measure.repeats, measure.seed)
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
         if "running" in point.values:

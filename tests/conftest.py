@@ -10,7 +10,6 @@ import zlib
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -55,18 +54,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter_is_prepared_once() -> Iterator[None]:
-    """Triton's interpreter puts its own functions into triton.language whenever a device function is called, which is
-    half of its time. Here it does so once."""
     if torch.cuda.is_available():  # kernels are compiled
         yield
         return
-    from triton import language
-    from triton.runtime import interpreter
+    import interpreter
 
-    everywhere = SimpleNamespace(__globals__={"tl": language, "core": language.core})
     with pytest.MonkeyPatch.context() as patch:
-        scope = interpreter._patch_lang(everywhere)
-        patch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())
+        scope = interpreter.prepare(patch)
         yield
         scope.restore()
 
@@ -99,9 +93,9 @@ def step_rows() -> Callable[..., AttentionBatch]:
             tables.to(device),
             torch.tensor(query_starts, dtype=torch.int32, device=device),
             torch.tensor(seq_lens, dtype=torch.int32, device=device),
-            num_decode_rows,
-            query_starts,
-            seq_lens,
+            num_decode_rows=num_decode_rows,
+            host_query_starts=query_starts,
+            host_seq_lens=seq_lens,
         )
 
     return make

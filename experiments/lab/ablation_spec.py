@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.lab.judge import metrics
+from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import FOUND, KEPT, RateSearch
@@ -26,8 +26,6 @@ class AblationSpec(ExperimentSpec):
         search: the highest rate of arrivals at which requests keep `slo`; takes the metrics slo_share and slo_rate_rps.
         keep_engines: one engine a variant serves all its passes, which saves starting it again for each. Points may
             then change the workload alone, and every variant's KV memory must be given, since all live side by side.
-        gate_share: share of greedy tokens that must equal the baseline's; 1.0 in fp32, less where rounding differs; at
-            0 it is shown and nothing is asked of it.
         gate_logit_error: the most by which logits may differ from those of the reference in fp32 (see logit_gate.py).
         samples: so many prompts of the workload are shown in the report with what was generated.
         timeline: the point whose first repeat is kept step by step, {} where there is only one; left out: none is.
@@ -41,7 +39,6 @@ class AblationSpec(ExperimentSpec):
     slo: SLO = field(default_factory=SLO)
     search: RateSearch = field(default_factory=RateSearch)
     keep_engines: bool = False
-    gate_share: float = 1.0
     gate_logit_error: float | None = None
     samples: int = 0
     timeline: dict[str, Any] | None = None
@@ -56,14 +53,12 @@ class AblationSpec(ExperimentSpec):
             )
         if not self.metrics:
             raise ConfigError("experiment.metrics is empty: name what to measure")
-        metrics.require_known(self.metrics, self.slo)
-        if not 0 <= self.gate_share <= 1:
-            raise ConfigError(f"experiment.gate_share must be from 0 to 1, got {self.gate_share}")
+        formulas.require_known(self.metrics, self.slo)
         if self.gate_logit_error is not None and self.gate_logit_error <= 0:
             raise ConfigError(f"experiment.gate_logit_error must be above 0, got {self.gate_logit_error}")
         if self.samples < 0:
             raise ConfigError(f"experiment.samples must be 0 or more, got {self.samples}")
-        profiled = [name for name in self.metrics if name in metrics.OF_PROFILES]
+        profiled = [name for name in self.metrics if name in formulas.OF_PROFILES]
         if profiled and not self.profile:
             raise ConfigError(
                 f"the metric {profiled[0]} is taken of profiled decode steps: name their points in experiment.profile"
@@ -94,7 +89,7 @@ class AblationSpec(ExperimentSpec):
         new = {kind.value: {"kind": kind.value, "label": kind.label}}
         variants = {name: self.variants[name] for name in names} or new
         baseline = self.baseline if self.baseline in variants else next(iter(variants))
-        kept = tuple(name for name in self.metrics if name not in metrics.OF_PROFILES)
+        kept = tuple(name for name in self.metrics if name not in formulas.OF_PROFILES)
         claims = tuple(
             claim
             for claim in self.claims

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from omegaconf import DictConfig
 
+from experiments.lab import schema
+from experiments.lab.judge import claims
 from experiments.lab.judge.claims import Claim
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
-from experiments.lab.measure.hardware import Ceilings
+from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.steps import RequestRow, StepRow
 from experiments.lab.points import Point
@@ -21,6 +24,8 @@ from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import COMPLETE, Sample
 from experiments.lab.store.rows import Row
 from mini_infer.core.config import Device
+
+Made = TypeVar("Made", bound="Experiment")
 
 
 @dataclass(frozen=True)
@@ -48,20 +53,48 @@ class Findings:
 
 
 class Experiment:
-    """Built from a config it has checked to the last key, so that `measure` cannot fail on a setting."""
+    """Built from a config that it checks to the last key, so that `measure` cannot fail on a setting.
 
+    Attributes:
+        settings: measure.* of the config.
+        chosen: what `hardware=<name>` put into the config.
+        threads: of torch.
+        device: on which it measures.
+        aa: the variant that is the baseline a second time.
+    """
+
+    spec_class: ClassVar[type[ExperimentSpec]]
     spec: ExperimentSpec
-    device: Device  # on which it measures
-    baseline: str | None
+    device: Device
+    baseline: str | None = None
     variants: Mapping[str, str]  # name -> label
     points: Sequence[Point]
     metrics: Mapping[str, Metric]
     claims: Sequence[Claim]
-    aa: str | None = None  # the variant that is the baseline a second time
+    aa: str | None = None
+
+    def __init__(self, config: DictConfig) -> None:
+        self.spec = schema.experiment_spec(self.spec_class, config)
+        self.settings = schema.build(schema.Measure, config.measure, "measure")
+        self.chosen = schema.build(Hardware, config.hardware, "hardware")
+        self.threads = self.settings.threads or torch.get_num_threads()
 
     @classmethod
-    def from_config(cls, config: DictConfig) -> Experiment:
-        raise NotImplementedError
+    def from_config(cls: type[Made], config: DictConfig) -> Made:
+        made = cls(config)
+        made.claims = claims.resolve_all(
+            made.spec.claims,
+            variants=list(made.variants),
+            baseline=made.baseline,
+            metrics=list(made.metrics),
+            points=made.claimable,
+        )
+        return made
+
+    @property
+    def claimable(self) -> Sequence[Point]:
+        """The points that claims may be about."""
+        return self.points
 
     def measure(self, steps: Steps) -> Findings:
         """In this process, with the seeds of the config."""

@@ -66,15 +66,18 @@ def _require_known(typed: Sequence[Override]) -> None:
     """`+foo=1` would be merged, and read by nobody."""
     roots = {f.name for f in fields(schema.RunConfig)} | {"hydra", "system"}
     for one in typed:
-        root = one.key_or_group.replace("/", ".").partition(".")[0]
+        root = _root(one)
         if root not in roots and root not in {path.name for path in CONF.iterdir()}:
             raise ConfigError(f"unknown setting {one.key_or_group!r}{suggest(root, sorted(roots))}")
 
 
+def _root(one: Override) -> str:
+    return one.key_or_group.replace("/", ".").partition(".")[0]
+
+
 def _require_used(typed: Sequence[Override], experiment: str) -> None:
     for one in typed:
-        root = one.key_or_group.replace("/", ".").partition(".")[0]
-        if root in ("workload", "model", "system") or one.key_or_group.startswith("engine.model.path"):
+        if _root(one) in ("workload", "model", "system") or one.key_or_group.startswith("engine.model.path"):
             raise ConfigError(f"{one.key_or_group}: {experiment} runs no model and serves no workload: leave it out")
 
 

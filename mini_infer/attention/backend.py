@@ -6,16 +6,17 @@ A new backend is one file with an AttentionBackend, one line in BACKENDS and its
 from __future__ import annotations
 
 import importlib
+import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from mini_infer.attention.context import AttentionBatch, ModelAttention
+from mini_infer.attention.context import AttentionBatch, ModelAttention, Rows
 from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import AttentionChoice
 from mini_infer.core.errors import ConfigError
@@ -33,25 +34,13 @@ BACKENDS: dict[AttentionChoice, str] = {
 
 # What `auto` tries on a device, best first. FlashAttention-4 does not split the keys of a decode row over the SMs of a
 # Hopper GPU, as Flash Decoding does.
+_ANYWHERE = (AttentionChoice.sdpa, AttentionChoice.batch_invariant)
 AUTO_ORDER: dict[str, dict[Kind, Sequence[AttentionChoice]]] = {
     "cuda": {
-        "prefill": (
-            AttentionChoice.flash_attn,
-            AttentionChoice.triton,
-            AttentionChoice.sdpa,
-            AttentionChoice.batch_invariant,
-        ),
-        "decode": (
-            AttentionChoice.triton,
-            AttentionChoice.flash_attn,
-            AttentionChoice.sdpa,
-            AttentionChoice.batch_invariant,
-        ),
+        "prefill": (AttentionChoice.flash_attn, AttentionChoice.triton, *_ANYWHERE),
+        "decode": (AttentionChoice.triton, AttentionChoice.flash_attn, *_ANYWHERE),
     },
-    "cpu": {
-        "prefill": (AttentionChoice.sdpa, AttentionChoice.batch_invariant),
-        "decode": (AttentionChoice.sdpa, AttentionChoice.batch_invariant),
-    },
+    "cpu": {"prefill": _ANYWHERE, "decode": _ANYWHERE},
 }
 
 
@@ -93,8 +82,16 @@ class Capabilities:
                 takes = names([f"{generation}.x" for generation in self.gpu_generations])
                 return f"it takes GPUs of compute capability {takes}, not {major}.{minor}"
         heads = needs.layout.heads
-        if heads is None or heads.dtype != needs.dtype:
-            return f"it takes keys and values [heads, head size] of the queries' {needs.dtype}, alike in all layers"
+        if heads is None or heads.dtype not in (needs.dtype, *limits.scaled_dtypes):
+            also = f" or {names(limits.scaled_dtypes)}" if limits.scaled_dtypes else ""
+            kept = "" if heads is None else f", not {heads.dtype}"
+            return (
+                f"it takes keys and values [heads, head size] of the queries' {needs.dtype}{also}, alike in all "
+                f"layers{kept}"
+            )
+        least = limits.scaled_capability if heads.scaled and needs.device.type == "cuda" else None
+        if least is not None and torch.cuda.get_device_capability(needs.device) < least:
+            return f"it takes {heads.dtype} on GPUs of compute capability {least[0]}.{least[1]} and above"
         refusal = limits.refusal(heads.head_dim, needs.block_size, needs.dtype)
         if refusal is not None:
             return refusal
@@ -113,6 +110,20 @@ class AttentionStep(Protocol):
     dtype, where it is given."""
 
     def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+
+def step_of(
+    kernel: Any, rows: Rows, attention: ModelAttention, windows: Sequence[int | None], **fixed: Any
+) -> AttentionStep:
+    """The step of a kernel that takes (q, keys, values, *rows, window and `fixed` by name)."""
+    store, scale = attention.store, attention.scale
+
+    def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+        keys, values, window = store.keys(layer), store.values(layer), windows[layer]
+        scales = {} if (own := store.scales(layer)) is None else {"kv_scales": own}
+        return kernel(q, keys, values, *rows, scale=scale, window=window, out=out, **scales, **fixed)
+
+    return step
 
 
 class AttentionBackend(ABC):
@@ -144,23 +155,15 @@ class AttentionBackend(ABC):
 
     @torch.inference_mode()
     def warm_up(self, kind: Kind, attention: ModelAttention, num_heads: int, max_rows: int) -> None:
-        """Compiles everything that steps of up to max_rows rows will run, so that none of them waits for a compiler.
-        Reads block 0, and leaves the cache as it is."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a compiler's, about its own package
-            for num_rows, max_query_len in self.variants(kind):
-                if num_rows <= max_rows:
-                    self._run_small_steps(kind, attention, num_heads, num_rows, max_query_len)
-
-    def _run_small_steps(
-        self, kind: Kind, attention: ModelAttention, num_heads: int, num_rows: int, max_query_len: int
-    ) -> None:
-        """Steps of one-token rows at the start of block 0, with every window in force, and with none. max_query_len is
-        only what the step says of its longest row."""
+        """Compiles everything that steps of up to max_rows rows will run, so that none of them waits for a compiler:
+        by steps of one-token rows at the start of block 0, with every window in force, and with none. The cache stays
+        as it is."""
         keys, windows = attention.store.keys(0), attention.windows
-        q = torch.zeros(num_rows, num_heads, keys.shape[-1], dtype=keys.dtype, device=keys.device)
-        zeros = torch.zeros(num_rows, dtype=torch.int64, device=keys.device)
-        for length in {1, 1 + max((window for window in windows if window is not None), default=0)}:
+        lengths = {1, 1 + max((window for window in windows if window is not None), default=0)}
+        for (num_rows, max_query_len), length in itertools.product(self.variants(kind), lengths):
+            if num_rows > max_rows:
+                continue
+            zeros = torch.zeros(num_rows, dtype=torch.int64, device=keys.device)
             batch = AttentionBatch(
                 positions=zeros,
                 slot_mapping=zeros,
@@ -169,12 +172,16 @@ class AttentionBackend(ABC):
                 seq_lens=torch.ones(num_rows, dtype=torch.int32, device=keys.device),
                 num_decode_rows=num_rows if kind == "decode" else 0,
                 max_decode_seq_len=length,
-                max_prefill_query_len=max_query_len,
+                max_prefill_query_len=max_query_len,  # only what the step says of its longest row
                 max_prefill_seq_len=length,
             )
             step = (self.decode if kind == "decode" else self.prefill)(batch, attention)
-            for window in set(windows):
-                step(windows.index(window), q)
+            dtype = attention.dtype or keys.dtype
+            q = keys.new_zeros(num_rows, num_heads, keys.shape[-1], dtype=dtype)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # a compiler's, about its own package
+                for window in set(windows):
+                    step(windows.index(window), q)
 
 
 @dataclass(frozen=True)

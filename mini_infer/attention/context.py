@@ -7,12 +7,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mini_infer.cache.kv_store import KVStore
+from mini_infer.quantization.formats import as_stored
 
 if TYPE_CHECKING:
     from mini_infer.attention.backend import AttentionBackend
+
+
+class Rows(NamedTuple):
+    """R rows of one kind, each of any number of tokens, which are the last of its sequence."""
+
+    block_tables: Tensor  # [R, W] int32
+    query_starts: Tensor  # [R + 1] int32, from 0
+    seq_lens: Tensor  # [R] int32
 
 
 class AttentionBatch(NamedTuple):
@@ -52,35 +62,25 @@ class AttentionBatch(NamedTuple):
     def num_decode_tokens(self) -> int:
         return self.num_decode_rows * self.decode_query_len
 
-    def prefill_query_starts(self) -> Tensor:
-        """[Rp + 1] int32: query_starts of the prefill rows alone, from 0."""
-        if not self.num_decode_rows:
-            return self.query_starts
-        return self.query_starts[self.num_decode_rows :] - self.num_decode_tokens
+    def decode_rows(self) -> Rows:
+        n = self.num_decode_rows
+        return Rows(self.block_tables[:n], self.query_starts[: n + 1], self.seq_lens[:n])
+
+    def prefill_rows(self) -> Rows:
+        n, starts = self.num_decode_rows, self.query_starts
+        return Rows(self.block_tables[n:], starts[n:] - self.num_decode_tokens if n else starts, self.seq_lens[n:])
 
     @classmethod
     def of_rows(
-        cls,
-        positions: Tensor,
-        slot_mapping: Tensor,
-        block_tables: Tensor,
-        query_starts: Tensor,
-        seq_lens: Tensor,
-        num_decode_rows: int,
-        host_query_starts: np.ndarray,
-        host_seq_lens: np.ndarray,
+        cls, *tensors: Tensor, num_decode_rows: int, host_query_starts: np.ndarray, host_seq_lens: np.ndarray
     ) -> AttentionBatch:
-        """Rows whose lengths the host knows. Raises ValueError where decode rows differ in their number of tokens."""
+        """Rows whose lengths the host knows; `tensors` are the first five fields. Raises ValueError where decode rows
+        differ in their number of tokens."""
         n, counts = num_decode_rows, host_query_starts[1:] - host_query_starts[:-1]
         if n and (counts[:n] != counts[0]).any():
             raise ValueError(f"decode rows must have the same number of tokens, got {counts[:n].tolist()}")
-        return cls(
-            positions,
-            slot_mapping,
-            block_tables,
-            query_starts,
-            seq_lens,
-            num_decode_rows=n,
+        positions, slot_mapping, block_tables, query_starts, seq_lens = tensors
+        return cls(positions, slot_mapping, block_tables, query_starts, seq_lens, n)._replace(
             decode_query_len=int(counts[0]) if n else 1,
             max_decode_seq_len=int(host_seq_lens[:n].max()) if n else 0,
             max_prefill_query_len=int(counts[n:].max()) if n < len(counts) else 0,
@@ -101,6 +101,7 @@ class ModelAttention:
     store: KVStore
     windows: Sequence[int | None]
     scale: float
+    dtype: torch.dtype | None = None  # of queries; None: that of keys
 
     def windows_within(self, length: int) -> list[int | None]:
         """A window that covers every sequence of a step, the longest of `length` tokens, is none."""
@@ -136,10 +137,17 @@ class AttentionContext:
         """[num_blocks * block_size, num_kv_heads, head_dim], where batch.slot_mapping points."""
         return self._kv_store.slots(layer, "v")
 
+    def kv_scales(self, layer: int) -> Tensor | None:
+        """As KVStore.scales."""
+        return self._kv_store.scales(layer)
+
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """k and v [T, num_kv_heads, head_dim] of the cache's dtype, of any strides."""
-        self.key_slots(layer).index_copy_(0, self.batch.slot_mapping, k)
-        self.value_slots(layer).index_copy_(0, self.batch.slot_mapping, v)
+        """k and v [T, num_kv_heads, head_dim] of the model's dtype, of any strides."""
+        keys, values, places = self.key_slots(layer), self.value_slots(layer), self.batch.slot_mapping
+        if (scales := self.kv_scales(layer)) is not None:
+            k, v = as_stored(k, v, keys.dtype, scales)
+        keys.view(k.dtype).index_copy_(0, places, k)
+        values.view(v.dtype).index_copy_(0, places, v)
 
     def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
         """Attends with q [T, num_heads, head_dim] to the K and V stored so far, this step's among them; returns q's

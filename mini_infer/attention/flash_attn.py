@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mini_infer.attention.backend import AttentionBackend, AttentionStep, Capabilities, Kind
-from mini_infer.attention.context import AttentionBatch, ModelAttention
+from mini_infer.attention.backend import AttentionBackend, AttentionStep, Capabilities, Kind, step_of
+from mini_infer.attention.context import AttentionBatch, ModelAttention, Rows
 from mini_infer.kernels.limits import AttentionLimits
 
 # Of a paged cache, on both generations.
@@ -47,34 +47,17 @@ class FlashAttnBackend(AttentionBackend):
         self._kernels = _Kernels(_flash_attn_fwd)
 
     def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
-        n = batch.num_decode_rows
-        rows = _Rows(batch.query_starts[: n + 1], batch.seq_lens[:n], batch.block_tables[:n], attention.scale)
-        return self._step(rows, attention, batch.max_decode_seq_len)
+        return step_of(
+            self._kernels, batch.decode_rows(), attention, attention.windows_within(batch.max_decode_seq_len)
+        )
 
     def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
-        n = batch.num_decode_rows
-        rows = _Rows(batch.prefill_query_starts(), batch.seq_lens[n:], batch.block_tables[n:], attention.scale)
-        return self._step(rows, attention, batch.max_prefill_seq_len)
-
-    def _step(self, rows: _Rows, attention: ModelAttention, max_len: int) -> AttentionStep:
-        kernels, store, windows = self._kernels, attention.store, attention.windows_within(max_len)
-
-        def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-            return kernels(q, store.keys(layer), store.values(layer), rows, windows[layer], out)
-
-        return step
+        return step_of(
+            self._kernels, batch.prefill_rows(), attention, attention.windows_within(batch.max_prefill_seq_len)
+        )
 
     def variants(self, kind: Kind) -> list[tuple[int, int]]:
         return [(1, 1), (_ROWS_WITHOUT_TABLE + 1, 1)]
-
-
-class _Rows(NamedTuple):
-    """Rows of any number of tokens each, the last of their sequences."""
-
-    query_starts: Tensor  # [R + 1] int32, from 0
-    seq_lens: Tensor  # [R] int32
-    block_tables: Tensor  # [R, W] int32
-    scale: float
 
 
 class _Kernels:
@@ -89,23 +72,32 @@ class _Kernels:
         self._variants: dict[tuple, _Call | None] = {}  # None: it has more that changes than we know of
 
     def __call__(
-        self, q: Tensor, keys: Tensor, values: Tensor, rows: _Rows, window: int | None, out: Tensor | None = None
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *tensors: Tensor,
+        scale: float,
+        window: int | None,
+        out: Tensor | None = None,
     ) -> Tensor:
+        """`tensors` are those of Rows."""
+        rows = Rows(*tensors)
         left = None if window is None else window - 1  # keys to the left of a query
         variant = (q.dtype, q.shape[1:], keys.shape[1:], window is None, rows.seq_lens.shape[0] > _ROWS_WITHOUT_TABLE)
         call = self._variants.get(variant)
         if call is None:
-            result = self._through_package(variant, q, keys, values, rows, left)
+            result = self._through_package(variant, q, keys, values, rows, scale, left)
             return result if out is None else out.copy_(result)
         out = q.new_empty(q.shape) if out is None else out
         arguments = list(call.arguments)
-        for place, argument in _changing(q, keys, values, out, rows, left).items():
+        for place, argument in _changing(q, keys, values, out, rows, scale, left).items():
             arguments[place] = argument
         call.kernel(*arguments)
         return out
 
     def _through_package(
-        self, variant: tuple, q: Tensor, keys: Tensor, values: Tensor, rows: _Rows, left: int | None
+        self, variant: tuple, q: Tensor, keys: Tensor, values: Tensor, rows: Rows, scale: float, left: int | None
     ) -> Tensor:
         """Notes at a variant's first call what the kernel is called with."""
         forward, cache = self._forward, getattr(self._forward, "compile_cache", None)
@@ -120,7 +112,7 @@ class _Kernels:
                 cu_seqlens_q=rows.query_starts,
                 seqused_k=rows.seq_lens,
                 page_table=rows.block_tables,
-                softmax_scale=rows.scale,
+                softmax_scale=scale,
                 causal=True,
                 window_size_left=left,
             )[0]
@@ -128,18 +120,21 @@ class _Kernels:
             if listener is not None:
                 forward.compile_cache = cache
         if listener is not None and listener.call is not None:
-            self._variants[variant] = _understood(listener.call, _changing(q, keys, values, out, rows, left))
+            changing = _changing(q, keys, values, out, rows, scale, left)
+            self._variants[variant] = _understood(listener.call, changing)
         return out
 
 
-def _changing(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, rows: _Rows, left: int | None) -> dict[int, Any]:
+def _changing(
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, rows: Rows, scale: float, left: int | None
+) -> dict[int, Any]:
     """Place among the kernel's arguments -> argument."""
     return {
         0: q,
         1: keys,
         2: values,
         3: out,
-        5: rows.scale,
+        5: scale,
         6: rows.query_starts,
         9: rows.seq_lens,
         10: rows.block_tables,

@@ -21,7 +21,9 @@ from mini_infer.kernels.limits import AttentionLimits
 
 Attend = Callable[[int, Tensor], Tensor]  # layer, q -> as AttentionStep, of some of the rows
 
-_LIMITS = AttentionLimits(dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}))
+_LIMITS = AttentionLimits(
+    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), scaled_dtypes=frozenset({torch.float8_e4m3fn})
+)
 
 
 class SdpaBackend(AttentionBackend):
@@ -94,7 +96,8 @@ class SdpaBackend(AttentionBackend):
 
         def attend(layer: int, q: Tensor) -> Tensor:
             gather(layer)
-            mask, shape, group = masks[windows[layer]], q.shape, q.shape[1] // kv_heads
+            mask, shape, group, dtype = masks[windows[layer]], q.shape, q.shape[1] // kv_heads, q.dtype
+            q = q.to(k.dtype)
             if n == 1:
                 q = q.view(rows, kv_heads, group, -1)
             else:
@@ -103,7 +106,7 @@ class SdpaBackend(AttentionBackend):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attention.scale)
             if n > 1:
                 out = out.unflatten(2, (n, group)).transpose(1, 2)
-            return out.reshape(shape)
+            return out.reshape(shape).to(dtype)
 
         return attend
 
@@ -129,13 +132,13 @@ class SdpaBackend(AttentionBackend):
         def attend(layer: int, q: Tensor) -> Tensor:
             gather(layer)
             first, mask = views[windows[layer]]
-            group = q.shape[1] // kv_heads
-            q = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+            group, dtype = q.shape[1] // kv_heads, q.dtype
+            q = q.to(gather.k.dtype).unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
             k = gather.k[0, first:].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
             v = gather.v[0, first:].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
             scale, causal = attention.scale, mask is None
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
-            return out.permute(2, 0, 1, 3).flatten(1, 2)
+            return out.permute(2, 0, 1, 3).flatten(1, 2).to(dtype)
 
         return attend
 
@@ -168,27 +171,27 @@ class _Gather:
         self._index = torch.cat((blocks, blocks + store.num_blocks))
         self._out = scratch.take(len(self._index), store.blocks(0))
         rows = block_tables.shape[0]
-        self.k, self.v = self._out.view(2, rows, -1, *store.keys(0).shape[2:])[:, :, :length]
+        self._codes = self._out.view(2, rows, -1, *store.keys(0).shape[2:])[:, :, :length]
+        # Numbers of 8 bits are made float32, in which then all is computed.
+        self.k, self.v = self._codes if store.scales(0) is None else self._codes.float()
 
     def __call__(self, layer: int) -> None:
         """Fills k and v."""
         torch.index_select(self._store.blocks(layer), 0, self._index, out=self._out)
+        if (scales := self._store.scales(layer)) is not None:
+            for heads, codes, own in zip((self.k, self.v), self._codes, scales, strict=True):
+                heads.copy_(codes).mul_(own[:, None])
 
 
 def _in_order(parts: Sequence[tuple[int, Attend]]) -> AttentionStep:
     """One part of the tokens after the other: how many, and who attends."""
-    if len(parts) == 1:
-        ((_, attend),) = parts
-
-        def alone(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-            result = attend(layer, q)
-            return result if out is None else out.copy_(result)
-
-        return alone
     counts, attends = [count for count, _ in parts], [attend for _, attend in parts]
 
     def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.cat([attend(layer, own) for attend, own in zip(attends, q.split(counts), strict=True)], out=out)
+        results = [attend(layer, own) for attend, own in zip(attends, q.split(counts), strict=True)]
+        if len(results) > 1:
+            return torch.cat(results, out=out)
+        return results[0] if out is None else out.copy_(results[0])
 
     return step
 

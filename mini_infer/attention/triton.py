@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_infer.attention.backend import AttentionBackend, AttentionStep, Capabilities, Kind
+from mini_infer.attention.backend import AttentionBackend, AttentionStep, Capabilities, Kind, step_of
 from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.kernels import flash_decode, paged_decode, paged_prefill
 from mini_infer.kernels.ops import TritonKernels
@@ -30,9 +30,8 @@ class TritonBackend(AttentionBackend):
         TritonKernels().check(device)
 
     def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
-        n, store = batch.num_decode_rows, attention.store
-        windows = attention.windows_within(batch.max_decode_seq_len)
-        block_tables, seq_lens = batch.block_tables[:n], batch.seq_lens[:n]
+        store, windows = attention.store, attention.windows_within(batch.max_decode_seq_len)
+        block_tables, _, seq_lens = batch.decode_rows()
         parts: dict[int | None, Any] = {}  # by window: layers with the same one split their rows alike
 
         def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -40,32 +39,16 @@ class TritonBackend(AttentionBackend):
             rows: dict[str, Any] = {"window": windows[layer], "query_len": batch.decode_query_len}
             if windows[layer] not in parts:
                 parts[windows[layer]] = flash_decode.split_rows(q, keys, seq_lens, **rows)
+            if (scales := store.scales(layer)) is not None:
+                rows["kv_scales"] = scales
             rows |= {"scale": attention.scale, "parts": parts[windows[layer]], "out": out}
             return flash_decode.flash_decode(q, keys, values, block_tables, seq_lens, **rows)
 
         return step
 
     def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
-        n, store = batch.num_decode_rows, attention.store
-        windows = attention.windows_within(batch.max_prefill_seq_len)
-        block_tables, seq_lens = batch.block_tables[n:], batch.seq_lens[n:]
-        query_starts = batch.prefill_query_starts()
-
-        def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-            return paged_prefill.paged_prefill(
-                q,
-                store.keys(layer),
-                store.values(layer),
-                block_tables,
-                query_starts,
-                seq_lens,
-                max_query_len=batch.max_prefill_query_len,
-                scale=attention.scale,
-                window=windows[layer],
-                out=out,
-            )
-
-        return step
+        windows, longest = attention.windows_within(batch.max_prefill_seq_len), batch.max_prefill_query_len
+        return step_of(paged_prefill.paged_prefill, batch.prefill_rows(), attention, windows, max_query_len=longest)
 
     def variants(self, kind: Kind) -> list[tuple[int, int]]:
         if kind == "prefill":

@@ -20,14 +20,29 @@ class KVStore:
     operation.
 
     It starts as zeros, because readers that gather whole blocks multiply unwritten slots by a probability of 0.
+
+    Args:
+        scales: [layers, 2, num_kv_heads] float32, what 8-bit keys and values are multiplied by; default: ones.
     """
 
-    def __init__(self, layout: KVLayout, *, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        scales: Tensor | None = None,
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
         self.tensors: list[Tensor] = []
+        self._scales: list[Tensor] | None = None
+        if (heads := layout.heads) is not None and heads.scaled:
+            scales = torch.ones(layout.num_layers, 2, heads.num_kv_heads, device=device) if scales is None else scales
+            self._scales = list(scales.detach())
         # Views are made once: on a CPU, indexing costs as much as a small kernel.
         self._planes: dict[tuple[int, str], Tensor] = {}
         self._slots: dict[tuple[int, str], Tensor] = {}
@@ -50,6 +65,11 @@ class KVStore:
     def slots(self, layer: int, name: str) -> Tensor:
         """[num_blocks * block_size, *shape], the memory of plane(layer, name)"""
         return self._slots[layer, name]
+
+    def scales(self, layer: int) -> Tensor | None:
+        """What a layer's 8-bit keys and values are multiplied by, [2, num_kv_heads] float32; None where they are in the
+        model's dtype."""
+        return None if self._scales is None else self._scales[layer]
 
     def blocks(self, layer: int) -> Tensor:
         """[2 * num_blocks, block_size * num_kv_heads * head_dim]: row b is block b's keys, num_blocks + b its

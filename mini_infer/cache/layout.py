@@ -39,6 +39,11 @@ class Heads:
     head_dim: int
     dtype: torch.dtype
 
+    @property
+    def scaled(self) -> bool:
+        """In 8 bits, with a scale for each head of keys and of values, the same for all tokens."""
+        return self.dtype.itemsize == 1
+
 
 @dataclass(frozen=True)
 class KVLayout:
@@ -65,7 +70,7 @@ class KVLayout:
 
     @classmethod
     def of_heads(cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVLayout:
-        """Keys and values of every layer, not scaled."""
+        """Keys and values of every layer; no token has scales of its own."""
         return cls.alike(num_layers, *(Plane(name, (num_kv_heads, head_dim), dtype) for name in "kv"))
 
     @property

@@ -23,6 +23,7 @@ from mini_infer.core.model_config import (  # noqa: F401  # importers of the tre
     KernelChoice,
     LoadFormat,
     ModelConfig,
+    Quantization,
 )
 from mini_infer.core.speculation_config import SpeculationConfig
 
@@ -36,6 +37,11 @@ class When(str, Enum):
 class Layout(str, Enum):
     paged = "paged"  # blocks are taken as a request grows
     contiguous = "contiguous"  # baseline: one stretch of max_model_len slots for a request's whole life
+
+
+class CacheDType(str, Enum):
+    auto = "auto"  # fp8 where a quantized folder brings scales for it; else the model's dtype
+    fp8 = "fp8"  # float8_e4m3fn, with a scale for each head of keys and of values: the folder's, or 1
 
 
 class Batching(str, Enum):
@@ -71,6 +77,7 @@ class AttentionChoice(str, Enum):
 @dataclass(frozen=True)
 class CacheConfig:
     layout: Layout = Layout.paged  # how KV memory is given to requests
+    dtype: CacheDType = CacheDType.auto  # of keys and values
     block_size: int = 16  # tokens a block
     num_blocks: int | None = None  # blocks of KV; default: as many as the memory holds, and the batch can use
     memory_gib: float | None = None  # GiB for KV; default: 0.5 on a CPU, what gpu_memory_utilization leaves on a GPU
@@ -133,9 +140,6 @@ class AttentionConfig:
         coerce(self)
 
 
-PREFILL_GRAPH_STEP = 64  # tokens from one size of graphs.max_prefill_tokens to the next
-
-
 @dataclass(frozen=True)
 class GraphsConfig:
     """CUDA graphs of whole decode steps, one launch instead of hundreds, and of other steps piece by piece: everything
@@ -143,19 +147,14 @@ class GraphsConfig:
 
     capture: When = When.auto  # CUDA graphs of decode steps, and in pieces of steps with prompts; never: of neither
     max_batch: int | None = None  # rows of the largest graph, larger batches run eagerly; default: max_num_seqs
-    max_prefill_tokens: int = 2048  # tokens of the largest step captured in pieces, a multiple of 64; 0: none
+    max_prefill_tokens: int = (
+        2048  # tokens of the largest step captured in pieces, taken as the next multiple of 64; 0: none
+    )
 
     def __post_init__(self) -> None:
         coerce(self)
         at_least(self, 1, "max_batch")
         at_least(self, 0, "max_prefill_tokens")
-        below, rest = divmod(self.max_prefill_tokens, PREFILL_GRAPH_STEP)
-        if rest:
-            near = (below * PREFILL_GRAPH_STEP, (below + 1) * PREFILL_GRAPH_STEP)
-            raise ConfigError(
-                f"graphs.max_prefill_tokens must be a multiple of {PREFILL_GRAPH_STEP}, got {self.max_prefill_tokens}: "
-                f"graphs are captured in steps of as many tokens. Set {near[0]} or {near[1]} (0: no such graphs)"
-            )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from mini_infer.core.config_checks import at_least, coerce
+from mini_infer.core.config_checks import at_least, coerce, setting_key
 from mini_infer.core.errors import ConfigError
 
 
@@ -41,6 +41,16 @@ class Implementation(str, Enum):
     transformers = "transformers"  # its modeling code with our paged attention: many more architectures, slower
 
 
+class Quantization(str, Enum):
+    none = "none"  # weights in the model's dtype, or as a quantized folder has them
+    w8a8 = "w8a8"  # int8 weights, a scale an output; int8 activations, a scale a token
+    w8a16 = "w8a16"  # int8 weights; activations in the model's dtype
+    mixed = "mixed"  # w8a8, but for the input columns with the largest weights, which stay in the model's dtype
+    fp8 = "fp8"  # e4m3 weights, a scale an output; e4m3 activations, a scale a token
+    fp8_block = "fp8_block"  # e4m3 weights, a scale for 128 x 128; e4m3 activations, a scale for 128 of a token
+    w4a16 = "w4a16"  # int4 weights, a scale a group of inputs; activations in the model's dtype
+
+
 @dataclass(frozen=True)
 class DryConfig:
     """Shape and time model of the dry model (`load_format: dry`). Times of zero do not sleep."""
@@ -58,6 +68,16 @@ class DryConfig:
         at_least(self, 0, "step_ms", "prefill_token_us", "decode_token_us")
 
 
+def check_weights(config: Any) -> None:
+    """Of a ModelConfig, or of a draft's."""
+    coerce(config)
+    if config.hf_config is not None and config.load_format is not LoadFormat.dummy:
+        raise ConfigError(
+            f"{setting_key(config, 'hf_config')} goes with {setting_key(config, 'load_format')}=dummy, not "
+            f"{config.load_format.value}: a folder brings its own config.json"
+        )
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     path: str = "tiny-target"  # a folder, a hub name, or a shipped model: tiny-target, tiny-draft
@@ -67,6 +87,9 @@ class ModelConfig:
     tokenizer: str | None = None  # a folder or a hub name; default: the model's own
     dtype: DType = DType.auto  # of weights, activations and KV
     device: Device = Device.auto  # where the model runs
+    quantization: Quantization = Quantization.none  # to which unquantized weights are rounded while they are loaded
+    quantization_group: int = 128  # inputs that share a scale in w4a16: 32, 64 or 128
+    quantization_symmetric: bool = True  # w4a16 without zeros
     kernels: KernelChoice = KernelChoice.auto  # of everything between the matmuls and the attention
     max_model_len: int | None = None  # tokens of prompt + output; default: the model's own limit
     threads: int | None = None  # of torch for a step; default: all that it has, and on a CPU one for small steps
@@ -74,13 +97,14 @@ class ModelConfig:
     dry: DryConfig = field(default_factory=DryConfig)
 
     def __post_init__(self) -> None:
-        coerce(self)
+        check_weights(self)
         if not self.path:
             raise ConfigError("model.path is empty: give a folder, a hub name, or tiny-target")
-        if self.hf_config is not None and self.load_format is not LoadFormat.dummy:
-            raise ConfigError(
-                f"model.hf_config goes with model.load_format=dummy, not {self.load_format.value}: "
-                "a folder brings its own config.json"
-            )
         at_least(self, 2, "max_model_len")
         at_least(self, 1, "threads")
+        if self.quantization_group not in (32, 64, 128):
+            raise ConfigError(f"model.quantization_group must be 32, 64 or 128, got {self.quantization_group}")
+        if self.quantization is not Quantization.none and self.load_format is LoadFormat.dry:
+            raise ConfigError(
+                f"model.quantization={self.quantization.value}: a dry model has no weights. Set model.quantization=none"
+            )

@@ -74,11 +74,11 @@ class StepPlan(NamedTuple):
     """
 
     step: int
-    req_indices: list[int]
-    starts: list[int]
-    counts: list[int]
-    samples: list[bool]
-    num_decode_rows: int
+    req_indices: Sequence[int] = ()
+    starts: Sequence[int] = ()
+    counts: Sequence[int] = ()
+    samples: Sequence[bool] = ()
+    num_decode_rows: int = 0
     admissions: Sequence[Admission] = ()
     growths: Sequence[Growth] = ()
     masks: Mapping[int, bytes] = NONE  # sampling row -> Constraint.mask

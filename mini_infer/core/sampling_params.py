@@ -1,33 +1,104 @@
-"""What was asked of a request: how its tokens are chosen and when it ends."""
+"""What was asked of a request: how its tokens are chosen, what they must look like, and when it ends."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple, NoReturn
 
 from mini_infer.core.errors import RequestError
-from mini_infer.core.grammar import Grammar
+
+MAX_GRAMMAR_LENGTH = 2**18  # characters: compiling takes time in proportion
+
+
+class GrammarKind(str, Enum):
+    json_object = "json_object"  # any JSON object; takes no text
+    json_schema = "json_schema"
+    regex = "regex"  # the whole text matches it
+    lark = "lark"  # with a rule `start`
+
+
+class Grammar(NamedTuple):
+    """`text` is the schema as JSON, the expression, or the grammar."""
+
+    kind: GrammarKind
+    text: str = ""
+
+    @classmethod
+    def of(cls, value: Any) -> Grammar:
+        """From "json_object" or a pair such as ("json_schema", {...}) or ("regex", "[a-z]+"). Raises RequestError."""
+        kind, text = (value, "") if isinstance(value, str) else _pair(value)
+        if kind not in list(GrammarKind):
+            _refuse(f"is of kind {', '.join(k.value for k in GrammarKind)}; got {kind!r}")
+        kind = GrammarKind(kind)
+        if kind is GrammarKind.json_object:
+            if text != "":
+                _refuse(f"json_object takes no text, got {text!r}: use json_schema")
+            return cls(kind)
+        if kind is GrammarKind.json_schema and isinstance(text, (dict, bool)):
+            try:
+                text = json.dumps(text, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                _refuse(f"json_schema cannot be written as JSON: {error}")
+        if not isinstance(text, str) or not text:
+            _refuse(f"{kind.value} needs its text as a string that is not empty, got {text!r}")
+        if len(text) > MAX_GRAMMAR_LENGTH:
+            _refuse(f"{kind.value} has {len(text)} characters; at most {MAX_GRAMMAR_LENGTH} are allowed")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            _refuse(f"{kind.value} holds half a surrogate pair at character {error.start}: send whole characters")
+        if kind is GrammarKind.json_schema:
+            _check_json(text)
+        return cls(kind, text)
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        _refuse(f"is 'json_object', or a pair of kind and text such as ('regex', '[a-z]+'); got {value!r}")
+    return value[0], value[1]
+
+
+def _check_json(text: str) -> None:
+    def no_number(name: str) -> None:
+        raise ValueError(f"{name} is not a JSON number")
+
+    try:
+        schema = json.loads(text, parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        _refuse(f"json_schema is not JSON: {error}")
+    if not isinstance(schema, (dict, bool)):
+        _refuse(f"json_schema must be a JSON object, got {text[:80]}")
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise RequestError(f"grammar {problem}", "grammar")
+
 
 MAX_STOP_LENGTH = 1024
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-# What values are allowed where there is one, and how that is said.
-_BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "n": (lambda n: 1 <= n <= 256, "from 1 to 256"),
+# What is allowed of a number, and how that is said.
+_NUMBERS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (lambda t: 0 <= t <= 100, "from 0 (greedy) to 100"),
-    "top_k": (lambda k: k >= 0, "0 or -1 (all tokens), or more"),
     "top_p": (lambda p: 0 < p <= 1, "above 0 and at most 1"),
     "min_p": (lambda p: 0 <= p <= 1, "from 0 to 1"),
     "repetition_penalty": (lambda p: 0 < p <= 10, "above 0, at most 10"),
     "presence_penalty": (lambda p: abs(p) <= 2, "from -2 to 2"),
     "frequency_penalty": (lambda p: abs(p) <= 2, "from -2 to 2"),
+}
+_INTEGERS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (lambda n: 1 <= n <= 256, "from 1 to 256"),
+    "top_k": (lambda k: k >= -1, "0 or -1 (all tokens), or more"),
+    "min_tokens": (lambda n: n >= 0, "from 0 to max_tokens"),
     "max_tokens": (lambda n: n >= 1, "at least 1, or None"),
     "logprobs": (lambda n: 0 <= n <= 64, "from 0 to 64, or None"),
     "prompt_logprobs": (lambda n: 0 <= n <= 64, "from 0 to 64, or None"),
     "seed": (lambda seed: 0 <= seed < 2**63, "from 0 to 2**63 - 1"),
 }
+_MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
 
 
 @dataclass(frozen=True)
@@ -64,20 +135,16 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
-        for name in _NUMBERS:
-            _number(name, getattr(self, name))
-        for name in ("n", "top_k", "min_tokens"):
-            _integer(name, getattr(self, name))
-        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name))
+        for check, bounds in ((_number, _NUMBERS), (_integer, _INTEGERS)):
+            for name, (is_allowed, allowed) in bounds.items():
+                value = getattr(self, name)
+                if value is not None or name not in _MAY_BE_NONE:
+                    check(name, value)
+                    _require(name, value, is_allowed(value), allowed)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        for name, (is_allowed, allowed) in _BOUNDS.items():
-            value = getattr(self, name)
-            _require(name, value, value is None or is_allowed(value), allowed)
         limit = math.inf if self.max_tokens is None else self.max_tokens
-        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= limit, f"from 0 to max_tokens ({limit})")
+        _require("min_tokens", self.min_tokens, self.min_tokens <= limit, f"from 0 to max_tokens ({limit})")
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop must hold non-empty strings, got {text!r}", "stop")

@@ -8,7 +8,7 @@ from typing import Any
 
 from mini_infer.core.config_checks import at_least, coerce
 from mini_infer.core.errors import ConfigError
-from mini_infer.core.model_config import DType, LoadFormat, ModelConfig
+from mini_infer.core.model_config import DType, LoadFormat, ModelConfig, Quantization, check_weights
 
 MAX_DRAFT_TOKENS = 32
 
@@ -29,19 +29,15 @@ class DraftConfig:
     load_format: LoadFormat = LoadFormat.auto
     hf_config: dict[str, Any] | None = None  # a config.json given inline, for dummy weights without a folder
     dtype: DType = DType.auto
+    quantization: Quantization = Quantization.none  # of the draft's weights; groups and zeros as model says
     seed: int = 0  # of dummy weights
 
     def __post_init__(self) -> None:
-        coerce(self)
+        check_weights(self)
         if self.load_format is LoadFormat.dry:
             raise ConfigError(
                 "speculation.draft.load_format=dry: a draft needs a model. Give weights, or set it to dummy, or take "
                 "speculation.method=ngram, suffix or synthetic, which need none"
-            )
-        if self.hf_config is not None and self.load_format is not LoadFormat.dummy:
-            raise ConfigError(
-                f"speculation.draft.hf_config goes with speculation.draft.load_format=dummy, not "
-                f"{self.load_format.value}: a folder brings its own config.json"
             )
 
     @property
@@ -56,6 +52,9 @@ class DraftConfig:
             hf_config=self.hf_config,
             dtype=target.dtype if self.dtype is DType.auto else self.dtype,
             device=target.device,
+            quantization=self.quantization,
+            quantization_group=target.quantization_group,
+            quantization_symmetric=target.quantization_symmetric,
             kernels=target.kernels,
             seed=self.seed,
         )

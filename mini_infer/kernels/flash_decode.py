@@ -135,6 +135,7 @@ def _flash_decode_kernel(
     keys,
     values,
     block_tables,
+    kv_scales,
     parts,  # [S, _FIELDS]
     found,  # [S, packs, QUERIES, HEAD_DIM] of q's dtype: the results of parts, where a row has several
     found_lse,  # [S, packs, QUERIES] fp32: log2 of their sums of exponentials
@@ -164,7 +165,7 @@ def _flash_decode_kernel(
     length, begin, end = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
     first_part, num_parts = tl.load(fields + 4), tl.load(fields + 5)
     acc, top, total = attend(
-        q, keys, values, block_tables + row * table_stride, row, pack,
+        q, keys, values, block_tables + row * table_stride, kv_scales, row, pack,
         begin, end, length, window, scale_log2,
         GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, BLOCK_D, SLICES, SLICE,
     )  # fmt: skip
@@ -237,6 +238,7 @@ def flash_decode(
     window: int | None,
     query_len: int,
     out: Tensor | None = None,
+    kv_scales: Tensor | None = None,
     parts: Parts | None = None,
 ) -> Tensor:
     """paged_decode, faster: the same arguments, result and errors, and as safe in a CUDA graph.
@@ -250,8 +252,9 @@ def flash_decode(
     num_packs = packs(shape)
     if num_rows > MAX_ROWS or num_rows * num_packs > MAX_TICKETS:
         return paged_decode(
-            q, keys, values, block_tables, seq_lens, scale=scale, window=window, query_len=query_len, out=out
-        )
+            q, keys, values, block_tables, seq_lens, scale=scale, window=window, query_len=query_len, out=out,
+            kv_scales=kv_scales,
+        )  # fmt: skip
     out = torch.empty_like(q) if out is None else out
     if not q.numel():
         return out
@@ -268,6 +271,7 @@ def flash_decode(
         keys,
         values,
         block_tables,
+        kv_scales,
         parts.fields,
         parts.found,
         parts.found_lse,

@@ -15,6 +15,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from mini_infer.quantization.formats import ActivationFormat, WeightFormat
+from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
+
 
 class Norm(NamedTuple):
     """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) over H, times weight."""
@@ -48,6 +51,7 @@ class Places(NamedTuple):
     slot_mapping: Tensor  # [T] int64, where in key_slots and value_slots each token goes
     key_slots: Tensor  # [slots, Hkv, D]
     value_slots: Tensor  # [slots, Hkv, D]
+    kv_scales: Tensor | None = None  # [2, Hkv] float32: what is stored is divided by them, where the cache is float8
 
 
 class Kernels(Protocol):
@@ -59,6 +63,25 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x [T, K] W^T + b, W [N, K] -> [T, N] of x's dtype, in `out`, contiguous, where it is given."""
+
+    def quantized_linear(
+        self,
+        x: Tensor | QuantizedTokens,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activations: ActivationFormat | None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """As quantization/weight.py defines it, to rounding, plus residual [T, N] -> [T, N]."""
+
+    def quantized_refusal(self, form: WeightFormat, activations: ActivationFormat | None, in_size: int) -> str | None:
+        """Why there is no `quantized_linear` for weights [N, in_size] of these formats, or None if there is."""
+
+    def quantized_norm(self, stream: Stream, form: ActivationFormat) -> tuple[QuantizedTokens, Tensor]:
+        """The stream -> (its norm, quantized; its value)."""
+
+    def quantized_silu_mul(self, gate_up: Tensor, form: ActivationFormat) -> QuantizedTokens:
+        """gate_up [T, 2I] -> silu(gate) * up [T, I], quantized."""
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The stream -> (its norm, its value). Leaves its argument as it is."""

@@ -32,11 +32,13 @@ def _merge_kernel(
     totals_ptr,
     maxima_ptr,
     out_ptr,
+    kv_scales_ptr,
     seq_lens_ptr,
     window,
     num_tokens,
     query_len,
     HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     HEADS_PAD: tl.constexpr,
@@ -60,7 +62,10 @@ def _merge_kernel(
         total = tl.load(totals_ptr + ahead + token * HEADS + heads, mask=real, other=1.0)
         maximum = tl.load(maxima_ptr + ahead + token * HEADS + heads, mask=real, other=0.0)
         state = merged(state, (acc, total, maximum))
-    tl.store(out_ptr + outputs, (state[0] / state[1][:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    result = state[0] / state[1][:, None]
+    if kv_scales_ptr is not None:
+        result *= tl.load(kv_scales_ptr + (HEADS + heads) // GROUP, mask=real, other=0.0)[:, None]
+    tl.store(out_ptr + outputs, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def invariant_attention(
@@ -75,6 +80,7 @@ def invariant_attention(
     window: int | None,
     query_len: int | None = None,
     out: Tensor | None = None,
+    kv_scales: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> Tensor:
     """As `paged_prefill`, in the order above.
@@ -105,14 +111,14 @@ def invariant_attention(
         parts = accs, accs.new_empty(accs.shape[:3]), accs.new_empty(accs.shape[:3])
     heads = {"HEAD_DIM": head_dim, "HEAD_PAD": head_pad, "CHUNK": chunk, "num_warps": 4}
     paged_prefill_kernel[(num_tiles, spread)](
-        q, keys, values, out, parts, block_tables, query_starts, seq_lens, window,
+        q, keys, values, out, parts, kv_scales, block_tables, query_starts, seq_lens, window,
         scale * math.log2(math.e), num_rows, tokens, block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads,
         GROUP=group, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n,
         DOT=DOT_DTYPES[q.dtype], num_stages=1 if q.element_size() == 4 else 2, **heads,
     )  # fmt: skip
     if parts is not None:
         _merge_kernel[(tokens,)](
-            *parts, out, seq_lens, window, tokens, query_len, HEADS=num_heads,
+            *parts, out, kv_scales, seq_lens, window, tokens, query_len, HEADS=num_heads, GROUP=group,
             HEADS_PAD=triton.next_power_of_2(num_heads), **heads,
         )  # fmt: skip
     return out

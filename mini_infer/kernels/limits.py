@@ -5,17 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 
 @dataclass(frozen=True)
 class AttentionLimits:
-    """Of keys and values [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype. None where it takes any."""
+    """Of keys and values [num_blocks, block_size, num_kv_heads, head_dim] of q's dtype, or of one of `scaled_dtypes`,
+    with a scale for each head. None where it takes any."""
 
     dtypes: Collection[torch.dtype]
     head_sizes: Collection[int] | None = None
     block_sizes: Collection[int] | None = None
+    scaled_dtypes: Collection[torch.dtype] = ()
+    scaled_capability: tuple[int, int] | None = None  # the least of a GPU for these; None: any
 
     def refusal(self, head_size: int, block_size: int, dtype: torch.dtype) -> str | None:
         """Why the kernel cannot, or None if it can."""
@@ -26,6 +30,10 @@ class AttentionLimits:
         if self.block_sizes is not None and block_size not in self.block_sizes:
             return f"it takes block sizes {names(self.block_sizes)}, not {block_size}"
         return None
+
+
+# Of Triton's kernels.
+FP8_CACHE: dict[str, Any] = {"scaled_dtypes": (torch.float8_e4m3fn,), "scaled_capability": (8, 9)}
 
 
 def names(values: Collection) -> str:

@@ -14,6 +14,8 @@ from torch import Tensor
 from mini_infer.core.config import KernelChoice, Numerics
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.interface import Kernels, Places, QKNorm, Stream
+from mini_infer.quantization.formats import ActivationFormat, WeightFormat, as_stored, quantize_tokens
+from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight, quantized_linear_reference
 
 
 class TorchKernels:
@@ -30,13 +32,41 @@ class TorchKernels:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
+    def quantized_linear(
+        self,
+        x: Tensor | QuantizedTokens,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activations: ActivationFormat | None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        dtype = x.dtype
+        if activations is not None:
+            # Summed in float64, so that no row's company decides to which side its result is rounded: it is rounded
+            # again before the next product, where a step of fp8 is 6 %.
+            codes, scales = quantize_tokens(x, activations) if isinstance(x, Tensor) else x[:2]
+            x = QuantizedTokens(codes, scales, torch.float64)
+        y = quantized_linear_reference(x, weight, bias, activations).to(dtype)
+        return y if residual is None else residual + y
+
+    def quantized_refusal(self, form: WeightFormat, activations: ActivationFormat | None, in_size: int) -> str | None:
+        return None
+
+    def quantized_norm(self, stream: Stream, form: ActivationFormat) -> tuple[QuantizedTokens, Tensor]:
+        normed, total = self.add_rms_norm(stream)
+        return QuantizedTokens(*quantize_tokens(normed, form), normed.dtype), total
+
+    def quantized_silu_mul(self, gate_up: Tensor, form: ActivationFormat) -> QuantizedTokens:
+        product = self.silu_mul(gate_up)
+        return QuantizedTokens(*quantize_tokens(product, form), product.dtype)
+
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         x, residual, (weight, eps) = stream
         total = x if residual is None else residual + x
         return F.rms_norm(total, weight.shape, weight, eps), total
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
-        cos, sin, slot_mapping, key_slots, value_slots = places
+        cos, sin, slot_mapping, key_slots, value_slots, kv_scales = places
         _, kv_heads, head_dim = key_slots.shape
         tokens, size = qkv.shape
         heads = size // head_dim - 2 * kv_heads
@@ -49,8 +79,10 @@ class TorchKernels:
         # The sign of the rotation is in `sin`, so that exchanging the halves is all there is left to do.
         qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, dims=-1), sin)
         q, k = qk.split((heads, kv_heads), dim=1)
-        key_slots.index_copy_(0, slot_mapping, k)
-        value_slots.index_copy_(0, slot_mapping, v)
+        if key_slots.dtype is not k.dtype:
+            k, v = as_stored(k, v, key_slots.dtype, kv_scales)
+        key_slots.view(k.dtype).index_copy_(0, slot_mapping, k)
+        value_slots.view(v.dtype).index_copy_(0, slot_mapping, v)
         return q
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -65,11 +97,39 @@ class TritonKernels(TorchKernels):
 
     def __init__(self) -> None:
         super().__init__()
-        from mini_infer.kernels import gemv, rms_norm, rope_and_store, silu_mul
+        from mini_infer.kernels import gemv, quant_linear, rms_norm, rope_and_store, silu_mul
 
-        self.gemv = gemv
+        self.gemv, self._quantized = gemv, quant_linear
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
+        self._quantized_norm, self._quantized_silu_mul = rms_norm.quantized_rms_norm, silu_mul.silu_mul_quantized
+
+    def quantized_linear(
+        self,
+        x: Tensor | QuantizedTokens,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activations: ActivationFormat | None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(x, Tensor) and activations is None and len(x) > self._quantized.MAX_ROWS:
+            y = self.linear(x, self._quantized.dequantize_weight(weight, x.dtype), bias)
+            return y if residual is None else residual + y
+        return self._quantized.quantized_linear(x, weight, bias, activations, residual=residual)
+
+    def quantized_refusal(self, form: WeightFormat, activations: ActivationFormat | None, in_size: int) -> str | None:
+        try:
+            self._quantized.check(form, activations, in_size)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def quantized_norm(self, stream: Stream, form: ActivationFormat) -> tuple[QuantizedTokens, Tensor]:
+        x, residual, norm = stream
+        return self._quantized_norm(x, residual, *norm, form)
+
+    def quantized_silu_mul(self, gate_up: Tensor, form: ActivationFormat) -> QuantizedTokens:
+        return self._quantized_silu_mul(gate_up, form)
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         x, residual, norm = stream
@@ -102,6 +162,16 @@ class InvariantKernels(TritonKernels):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         return self._linear(x, weight.contiguous(), bias, out)  # a copy on a CPU alone, for tests
+
+    def quantized_linear(
+        self,
+        x: Tensor | QuantizedTokens,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activations: ActivationFormat | None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return self._quantized.quantized_linear(x, weight, bias, activations, residual=residual)
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
         return self._rope_and_store(qkv, qk_norm, places, one_shape=True)

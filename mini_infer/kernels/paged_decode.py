@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.limits import AttentionLimits
+from mini_infer.kernels.limits import FP8_CACHE, AttentionLimits
 
 # Heads are padded to a power of two by masks; one of 512 would not fit into the registers.
-LIMITS = AttentionLimits(dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), head_sizes=range(1, 257))
+LIMITS = AttentionLimits(
+    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), head_sizes=range(1, 257), **FP8_CACHE
+)
 UNBOUNDED = 2**30  # a window that no sequence fills
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -49,6 +51,7 @@ def attend(
     keys,
     values,
     table,  # the row's block table
+    kv_scales,  # None, or [2, NUM_KV_HEADS] fp32, what keys and values are multiplied by
     row,
     pack,
     begin,
@@ -86,6 +89,10 @@ def attend(
     last_seen = (length - QUERY_LEN + token)[None, :, None]
     keys += pack // PACKS * HEAD_DIM + dims
     values += pack // PACKS * HEAD_DIM + dims
+    v_scale = 1.0
+    if kv_scales is not None:
+        scale_log2 *= tl.load(kv_scales + pack // PACKS)
+        v_scale = tl.load(kv_scales + NUM_KV_HEADS + pack // PACKS)
     # A finite floor, not -inf: a slice that sees nothing then needs no guard against inf - inf.
     top = tl.full((SLICES, ROWS), -1e30, tl.float32)
     total = tl.zeros((SLICES, ROWS), tl.float32)
@@ -101,8 +108,7 @@ def attend(
         # The next tile's blocks, a turn ahead: loads whose addresses are still being loaded would halve the pipeline.
         upcoming = position + TILE
         blocks = tl.load(table + upcoming // BLOCK_SIZE, mask=upcoming < end, other=0)
-        if _INTERPRETED:
-            k, v = k.to(tl.float32), v.to(tl.float32)
+        k, v = k.to(own.dtype), v.to(own.dtype)
         scores = tl.dot(own, tl.permute(k, (0, 2, 1)), input_precision="tf32x3") * scale_log2
         visible = inside[:, None, :]
         if QUERY_LEN > 1:  # one token sees all of [begin, end)
@@ -117,7 +123,8 @@ def attend(
         top = new_top
     best = tl.max(top, 0)
     rescale = tl.exp2(top - best)
-    return sum_slices(acc * rescale[:, :, None], SLICES, ROWS, BLOCK_D), best, tl.sum(total * rescale, 0)
+    acc *= (rescale * v_scale)[:, :, None]
+    return sum_slices(acc, SLICES, ROWS, BLOCK_D), best, tl.sum(total * rescale, 0)
 
 
 @triton.jit
@@ -159,6 +166,7 @@ def _paged_decode_kernel(
     keys,
     values,
     block_tables,
+    kv_scales,
     seq_lens,
     table_stride,
     window,
@@ -176,7 +184,7 @@ def _paged_decode_kernel(
     pack, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(seq_lens + row)
     acc, _, total = attend(
-        q, keys, values, block_tables + row * table_stride, row, pack,
+        q, keys, values, block_tables + row * table_stride, kv_scales, row, pack,
         first_position(length, window, QUERY_LEN), length, length, window, scale_log2,
         GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, BLOCK_D, SLICES, SLICE,
     )  # fmt: skip
@@ -194,14 +202,16 @@ def paged_decode(
     window: int | None,
     query_len: int,
     out: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attention of each row's last query_len tokens to all of its tokens, causal among themselves.
 
     q [R * query_len, num_heads, head_dim], keys and values [num_blocks, block_size, num_kv_heads, head_dim], all
-    contiguous and of one dtype (fp32, bf16 or fp16); block_tables [R, W] int32; seq_lens [R] int32, the tokens of each
-    row that are in the cache, at least query_len. A query at position p sees (p - window, p], or [0, p] where window
-    is None. scale multiplies q.k. Returns q's shape and dtype, in `out`, contiguous, where it is given. Safe in a CUDA
-    graph: block_tables and seq_lens may change between replays. Raises ValueError for shapes that it does not take.
+    contiguous and of one dtype (fp32, bf16 or fp16), or keys and values float8_e4m3fn, which kv_scales [2, Hkv] fp32
+    multiply; block_tables [R, W] int32; seq_lens [R] int32, the tokens of each row that are in the cache, at least
+    query_len. A query at position p sees (p - window, p], or [0, p] where window is None. scale multiplies q.k.
+    Returns q's shape and dtype, in `out`, contiguous, where it is given. Safe in a CUDA graph: block_tables and
+    seq_lens may change between replays. Raises ValueError for shapes that it does not take.
     """
     shape = decode_shape(q, keys, query_len)
     out = torch.empty_like(q) if out is None else out
@@ -212,6 +222,7 @@ def paged_decode(
             keys,
             values,
             block_tables,
+            kv_scales,
             seq_lens,
             block_tables.stride(0),
             UNBOUNDED if window is None else min(window, UNBOUNDED),
@@ -251,6 +262,13 @@ def decode_shape(q: Tensor, keys: Tensor, query_len: int) -> dict[str, Any]:
     }
 
 
+def unscaled(keys: Tensor, values: Tensor, kv_scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values [..., Hkv, D] as they are, or multiplied by their scales [2, Hkv], in float32: of references."""
+    if kv_scales is None:
+        return keys, values
+    return keys.float() * kv_scales[0, :, None], values.float() * kv_scales[1, :, None]
+
+
 def packs(shape: dict[str, Any]) -> int:
     """Packs of queries in a row, over all KV heads."""
     return shape["NUM_KV_HEADS"] * triton.cdiv(shape["GROUP"] * shape["QUERY_LEN"], shape["ROWS"])
@@ -266,8 +284,10 @@ def paged_decode_reference(
     scale: float,
     window: int | None,
     query_len: int,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """What paged_decode computes, row by row in fp32."""
+    keys, values = unscaled(keys, values, kv_scales)
     group, block_size = q.shape[1] // keys.shape[2], keys.shape[1]
     window = window or UNBOUNDED
     out = torch.empty_like(q)

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.limits import AttentionLimits
+from mini_infer.kernels.limits import FP8_CACHE, AttentionLimits
+from mini_infer.kernels.paged_decode import unscaled
 
 
 def paged_prefill_reference(
@@ -33,8 +34,10 @@ def paged_prefill_reference(
     max_query_len: int,
     scale: float,
     window: int | None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """The definition, row by row in float32. Arguments as `paged_prefill`."""
+    keys, values = unscaled(keys, values, kv_scales)
     out = torch.empty_like(q)
     group, block_size = q.shape[1] // keys.shape[2], keys.shape[1]
     starts = query_starts.tolist()
@@ -194,6 +197,7 @@ def paged_prefill_kernel(
     values_ptr,
     out_ptr,
     parts,  # None, or float32 for states of chunks: [chunks, T, Hq, HEAD_DIM], sums and maxima [chunks, T, Hq]
+    kv_scales_ptr,  # None, or [2, NUM_KV_HEADS] float32, what keys and values are multiplied by
     tables_ptr,
     query_starts_ptr,
     seq_lens_ptr,
@@ -239,6 +243,10 @@ def paged_prefill_kernel(
             all_begin = tl.cdiv(tl.maximum(last - window + 1, 0), BLOCK_N) * BLOCK_N
         all_end = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, all_begin)
 
+        v_scale = 1.0
+        if kv_scales_ptr is not None:
+            scale_log2 *= tl.load(kv_scales_ptr + kv_head)
+            v_scale = tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
         keys_ptr += kv_head * HEAD_DIM
         values_ptr += kv_head * HEAD_DIM
         table_ptr = tables_ptr + row * table_stride
@@ -269,11 +277,14 @@ def paged_prefill_kernel(
                     tl.store(parts[1] + ahead + places, part[1], mask=real)
                     tl.store(parts[2] + ahead + places, part[2], mask=real)
         if parts is None:
-            tl.store(out_ptr + outputs, (state[0] / state[1][:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+            result = state[0] / state[1][:, None] * v_scale
+            tl.store(out_ptr + outputs, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 # Heads are padded to a power of two by masks; tiles of 512 would not fit into shared memory.
-LIMITS = AttentionLimits(dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), head_sizes=range(1, 257))
+LIMITS = AttentionLimits(
+    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), head_sizes=range(1, 257), **FP8_CACHE
+)
 DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 if triton.knobs.runtime.interpret:
     DOT_DTYPES[torch.bfloat16] = tl.float32  # the interpreter multiplies the bits of a bfloat16
@@ -326,6 +337,7 @@ def paged_prefill(
     scale: float,
     window: int | None,
     out: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Each row's queries are the last tokens of its sequence, whose K and V are in the cache already.
 
@@ -334,13 +346,14 @@ def paged_prefill(
 
     Args:
         q: [T, num_heads, head_dim] as LIMITS says, a token's heads contiguous.
-        keys, values: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, of q's dtype.
+        keys, values: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, of q's dtype; or float8_e4m3fn.
         block_tables: [R, W] int32. Entries past a row's last block are not read.
         query_starts: [R + 1] int32 from 0: row r's queries are the tokens [query_starts[r], query_starts[r + 1]).
         seq_lens: [R] int32, tokens of each sequence, at least its queries.
         max_query_len: of the longest row, at least.
         scale: positive, multiplies q.k.
         out: takes the result where it is given.
+        kv_scales: [2, num_kv_heads] float32, what float8 keys and values are multiplied by.
 
     Returns:
         [T, num_heads, head_dim] of q's dtype, contiguous.
@@ -361,8 +374,8 @@ def paged_prefill(
     rows = seq_lens.shape[0]
     tile = _tile(head_pad, q.element_size(), max_query_len * group, shared_memory(q.device) or 0)
     paged_prefill_kernel[((tokens * group // tile.block_m + rows) * num_kv_heads,)](
-        q, keys, values, out, None, block_tables, query_starts, seq_lens, window, scale * math.log2(math.e), rows,
-        tokens, block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+        q, keys, values, out, None, kv_scales, block_tables, query_starts, seq_lens, window, scale * math.log2(math.e),
+        rows, tokens, block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
         HEAD_PAD=head_pad, BLOCK_SIZE=block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, CHUNK=None,
         DOT=DOT_DTYPES[q.dtype], num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

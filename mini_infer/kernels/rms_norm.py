@@ -1,9 +1,12 @@
-"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), alone and fused with the residual addition before it.
+"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), alone and fused with the residual addition before it and the
+quantization after it.
 
 A program normalises one row, which it holds in registers: every element is read once and written once.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -11,6 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.quantize_tokens import empty_tokens, store_encoded
+from mini_infer.quantization.formats import ActivationFormat
+from mini_infer.quantization.weight import QuantizedTokens
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,11 +38,15 @@ def _rms_norm_kernel(
     residual_ptr,
     weight_ptr,
     normed_ptr,
+    scales_ptr,  # None, or where the scales of codes go, which normed_ptr then is for
     sum_ptr,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    GROUP: tl.constexpr,  # these three of the codes
+    SCALE_MAX: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -55,7 +65,12 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + row + columns, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    tl.store(normed_ptr + row + columns, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask=inside)
+    normed = (x * scale * weight).to(x_ptr.dtype.element_ty)
+    if scales_ptr is None:
+        tl.store(normed_ptr + row + columns, normed, mask=inside)
+    else:  # rounded as between two operations
+        program = tl.program_id(0).to(tl.int64)
+        store_encoded(normed.to(tl.float32), normed_ptr, scales_ptr, program, SIZE, GROUP, SCALE_MAX, FP8)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -65,7 +80,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     not still be being written on the GPU (rule 3 of kernels/pdl.py).
     """
     normed = torch.empty_like(x)
-    _launch(x, x, weight, normed, x, eps, add=False)
+    _launch(x, None, weight, eps, normed)
     return normed
 
 
@@ -74,20 +89,38 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
     x and residual [T, H] of one dtype and weight [H], contiguous; the weight as in `rms_norm`.
     """
-    normed, total = torch.empty_like(x), torch.empty_like(x)
-    _launch(x, residual, weight, normed, total, eps, add=True)
-    return normed, total
+    normed = torch.empty_like(x)
+    return normed, _launch(x, residual, weight, eps, normed)
 
 
-def _launch(x: Tensor, residual: Tensor, weight: Tensor, normed: Tensor, total: Tensor, eps: float, add: bool) -> None:
+def quantized_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: ActivationFormat
+) -> tuple[QuantizedTokens, Tensor]:
+    """As `quantize_tokens` of the norm of `add_rms_norm`, or of `rms_norm` without a residual, to the bit; and the
+    sum, or x."""
+    tokens, constants = empty_tokens(x, x.shape[1], form)
+    return tokens, _launch(x, residual, weight, eps, tokens.codes, tokens.scales, **constants)
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    normed: Tensor,
+    scales: Tensor | None = None,
+    **constants: Any,
+) -> Tensor:
     rows, size = x.shape
-    if not rows:
-        return
-    block = triton.next_power_of_2(size)
-    _rms_norm_kernel[(rows,)](
-        x, residual, weight, normed, total, eps, SIZE=size, BLOCK=block, ADD=add, num_warps=_num_warps(block),
-        **launch_options(x.device),
-    )  # fmt: skip
+    total = x if residual is None else torch.empty_like(x)
+    if rows:
+        block = triton.next_power_of_2(size)
+        constants = constants or {"GROUP": block, "SCALE_MAX": 1.0, "FP8": False}
+        _rms_norm_kernel[(rows,)](
+            x, residual, weight, normed, scales, total, eps, SIZE=size, BLOCK=block, ADD=residual is not None,
+            num_warps=_num_warps(block), **constants, **launch_options(x.device),
+        )  # fmt: skip
+    return total
 
 
 def _num_warps(block: int) -> int:

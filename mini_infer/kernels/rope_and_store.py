@@ -16,20 +16,23 @@ from torch import Tensor
 
 from mini_infer.kernels.interface import Places, QKNorm
 from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.quantize_tokens import as_fp8
 from mini_infer.kernels.rms_norm import rms_norm_reference
+from mini_infer.quantization.formats import as_stored
 
 
 def rope_and_store_reference(qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
     """The definition, step by step. Arguments as `rope_and_store`."""
-    cos, sin, slot_mapping, key_slots, value_slots = places
+    cos, sin, slot_mapping, key_slots, value_slots, kv_scales = places
     kv_heads, head_dim = key_slots.shape[1:]
     q, k, v = qkv.unflatten(1, (-1, head_dim)).tensor_split((-2 * kv_heads, -kv_heads), dim=1)
     if qk_norm is not None:
         q_weight, k_weight, eps = qk_norm
         q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
     q, k = (x * cos + x.roll(head_dim // 2, dims=-1) * sin for x in (q, k))
-    key_slots[slot_mapping] = k
-    value_slots[slot_mapping] = v
+    k, v = as_stored(k, v, key_slots.dtype, kv_scales)
+    key_slots.view(k.dtype)[slot_mapping] = k
+    value_slots.view(v.dtype)[slot_mapping] = v
     return q
 
 
@@ -44,6 +47,7 @@ def _rope_and_store_kernel(
     q_ptr,
     keys_ptr,
     values_ptr,
+    kv_scales_ptr,  # None, or [2, KV_HEADS] float32
     rotary_stride,
     eps,
     Q_HEADS: tl.constexpr,
@@ -85,6 +89,9 @@ def _rope_and_store_kernel(
         first, second = _normed_and_rotated(
             qkv_ptr + Q_HEADS * SIZE + at, inside, k_weight_ptr, cos_ptr, sin_ptr, column, eps, HALF, NORM
         )
+        if kv_scales_ptr is not None:
+            scale = tl.load(kv_scales_ptr + head, mask=head < KV_HEADS, other=1.0)
+            first, second = first / scale, second / scale
         _store_halves(keys_ptr + slot * KV_HEADS * SIZE + at, first, second, inside, HALF)
     else:
         slot = tl.load(slot_ptr + token)
@@ -94,6 +101,9 @@ def _rope_and_store_kernel(
         v_ptr = qkv_ptr + (Q_HEADS + KV_HEADS) * SIZE + at
         v_first = tl.load(v_ptr, mask=inside)
         v_second = tl.load(v_ptr + HALF, mask=inside)
+        if kv_scales_ptr is not None:
+            scale = tl.load(kv_scales_ptr + KV_HEADS + head, mask=head < KV_HEADS, other=1.0)
+            v_first, v_second = v_first.to(tl.float32) / scale, v_second.to(tl.float32) / scale
         _store_halves(values_ptr + slot * KV_HEADS * SIZE + at, v_first, v_second, inside, HALF)
 
 
@@ -127,8 +137,11 @@ def rotate(first, second, cos, sin):
 
 @triton.jit
 def _store_halves(ptr, first, second, inside, HALF: tl.constexpr):
-    tl.store(ptr, first.to(ptr.dtype.element_ty), mask=inside)
-    tl.store(ptr + HALF, second.to(ptr.dtype.element_ty), mask=inside)
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    if dtype == tl.float8e4nv:
+        first, second = as_fp8(first.to(tl.float32)), as_fp8(second.to(tl.float32))
+    tl.store(ptr, first.to(dtype), mask=inside)
+    tl.store(ptr + HALF, second.to(dtype), mask=inside)
 
 
 def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places, *, one_shape: bool = False) -> Tensor:
@@ -141,7 +154,7 @@ def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places, *, one_s
             of any floating dtype. Rows of cos and sin alone may lie apart.
         one_shape: programs are shaped alike for any number of tokens, so that a head's norm is summed in one order.
     """
-    cos, sin, slot_mapping, key_slots, value_slots = places
+    cos, sin, slot_mapping, key_slots, value_slots, kv_scales = places
     q_weight, k_weight, eps = qk_norm or (None, None, 0.0)
     tokens = qkv.shape[0]
     kv_heads, head_dim = key_slots.shape[1:]
@@ -164,6 +177,7 @@ def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places, *, one_s
         q,
         key_slots,
         value_slots,
+        kv_scales,
         cos.stride(0),
         eps,
         Q_HEADS=q_heads,

@@ -83,26 +83,29 @@ def safetensors_files(folder: Path) -> list[Path]:
 def checkpoint_dtype(folder: Path) -> torch.dtype:
     """The dtype that the folder's first floating tensor has. Raises ModelError."""
     for _, _, read in _tensors(safetensors_files(folder)[0]):
-        if (dtype := read().dtype).is_floating_point:
+        if (dtype := read().dtype).is_floating_point and dtype.itemsize > 1:
             return dtype
     raise ModelError(f"{folder} holds no floating-point weights")
 
 
-def fill_from(files: list[Path], wanted: Mapping[str, CheckpointTensor], ignored: tuple[str, ...]) -> None:
+def fill_from(
+    files: list[Path], wanted: Mapping[str, CheckpointTensor], ignored: tuple[str, ...], form: str = ""
+) -> None:
     """Loads every tensor of the files to its place in `wanted`, by name.
 
-    Names that end in one of `ignored` are skipped. Raises ModelError where a tensor is unknown, mis-shaped or of
-    another dtype than it may be, where one of `wanted` is in no file, and where a file is not safetensors.
+    Names that end in one of `ignored` are skipped; `form` is said beside what is not expected. Raises ModelError where
+    a tensor is unknown, mis-shaped or of another dtype than it may be, where one of `wanted` is in no file, and where a
+    file is not safetensors.
     """
-    missing = dict(wanted)
+    missing = {name: target for name, target in wanted.items() if target.required}
     for file in files:
         for name, shape, read in _tensors(file):
             if name.endswith(ignored):
                 continue
             if name not in wanted:
-                raise ModelError(f"{file} holds {name} {shape}, which this architecture does not have")
+                raise ModelError(f"{file} holds {name} {shape}, which this architecture does not have{form}")
             target = wanted[name]
-            if shape != target.shape:
+            if shape not in (target.shape, *target.other_shapes):
                 raise ModelError(f"{name} in {file} has shape {shape}; the config asks for {target.shape}")
             tensor = read()
             if tensor.dtype not in target.dtypes:

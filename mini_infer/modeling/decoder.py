@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mini_infer.attention.context import AttentionContext
 from mini_infer.kernels.interface import Places, QKNorm, Stream
+from mini_infer.modeling.kv_scales import KVScales
 from mini_infer.modeling.layers import Layer, Linear, RMSNorm
 from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel, empty_parameter
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
@@ -49,7 +50,8 @@ class Attention(nn.Module):
         self, stream: Stream, cos: Tensor, sin: Tensor, context: AttentionContext
     ) -> tuple[Tensor, Tensor | None]:
         key_slots, value_slots = context.key_slots(self._layer), context.value_slots(self._layer)
-        places = Places(cos, sin, context.batch.slot_mapping, key_slots, value_slots)
+        scales = context.kv_scales(self._layer)
+        places = Places(cos, sin, context.batch.slot_mapping, key_slots, value_slots, scales)
         q, residual = self.qkv_proj.heads_of_stream(stream, self._qk_norm, places)
         return self.o_proj.add_to_stream(context.attend(self._layer, q).flatten(1), residual)
 
@@ -94,11 +96,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(Model):
-    """Parameters are empty until the loader fills them.
-
-    Args:
-        max_len: one more than the last position that may come.
-    """
+    """Parameters are empty until the loader fills them. Positions are below max_len."""
 
     def __init__(self, spec: ModelSpec, max_len: int, build: Build) -> None:
         super().__init__(spec, build.dtype, build.device)
@@ -115,6 +113,11 @@ class Decoder(Model):
         if not spec.tie_word_embeddings:
             self.lm_head = empty_parameter(*size, dtype=build.dtype, device=build.device)
             self._tables["lm_head.weight"] = self.lm_head
+        self._stored_scales: KVScales | None = None
+        if self.kv_scales is not None:
+            names = [f"model.layers.{i}.self_attn" for i in range(spec.num_layers)]
+            brought = spec.quantization is not None and spec.quantization.fp8_kv
+            self._stored_scales = KVScales(self.kv_scales, names, required=brought)
         head = LinearShape(spec.hidden_size, {"lm_head": spec.vocab_size}, False, Parallel.column)
         self._head = Unquantized(self.lm_head, None, head, build.kernels)
         self._kernels = build.kernels
@@ -133,7 +136,15 @@ class Decoder(Model):
         tensors = {name: CheckpointTensor.copied_to(table) for name, table in self._tables.items()}
         for layer in self._weighted():
             tensors |= layer.checkpoint_tensors()
+        if self._stored_scales is not None:
+            tensors |= self._stored_scales.checkpoint_tensors()
         return tensors
+
+    def loaded(self) -> None:
+        for layer in self._weighted():
+            layer.loaded()
+        if self._stored_scales is not None:
+            self._stored_scales.loaded()
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
         for table in self._tables.values():

@@ -18,6 +18,9 @@ class Layer(nn.Module):
         """Checkpoint name -> what becomes of that tensor."""
         raise NotImplementedError
 
+    def loaded(self) -> None:
+        """As Model.loaded."""
+
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
         """As Model.fill_dummy."""
         raise NotImplementedError
@@ -82,6 +85,9 @@ class Linear(Layer):
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         return {f"{self._name}.{part}": tensor for part, tensor in self.method.checkpoint_tensors().items()}
+
+    def loaded(self) -> None:
+        self.method.loaded()
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
         self.method.fill_dummy(draw)

@@ -8,19 +8,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mini_infer.core.config import Device, DType, LoadFormat, ModelConfig
-from mini_infer.core.errors import ConfigError
+from mini_infer.core.config import CacheConfig, CacheDType, Device, DType, LoadFormat, ModelConfig, Quantization
+from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.interface import Kernels
 from mini_infer.kernels.ops import TorchKernels
 from mini_infer.modeling.checkpoint import checkpoint_dtype, fill_from, read_json, resolve_folder, safetensors_files
 from mini_infer.modeling.decoder import Decoder
-from mini_infer.modeling.hf_config import token_ids
 from mini_infer.modeling.linear_methods.base import Build, LinearMethodFactory
+from mini_infer.modeling.linear_methods.quantized import stored_as
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.registry import parse_spec
-from mini_infer.modeling.spec import ModelSpec
+from mini_infer.modeling.spec import ModelSpec, token_ids
 from mini_infer.modeling.transformers_model import load_transformers_model, new_transformers_model
+from mini_infer.quantization.checkpoint_config import rounding
 
 _DRAWN_AT_ONCE = 2**28  # random numbers
 _DUMMY_STD = 0.02  # as models are initialised: activations stay of order 1
@@ -29,13 +30,38 @@ _DUMMY_STD = 0.02  # as models are initialised: activations stay of order 1
 def load_spec(config: ModelConfig) -> ModelSpec:
     """Reads config.json (and generation_config.json's end-of-sequence ids), or config.hf_config. Raises ModelError."""
     if config.hf_config is not None:
-        return parse_spec(config.hf_config, "model.hf_config", config.implementation)
+        return _with_rounding(parse_spec(config.hf_config, "model.hf_config", config.implementation), config)
     folder = resolve_folder(config.path, weights=config.load_format is LoadFormat.auto)
     spec = parse_spec(read_json(folder / "config.json"), str(folder / "config.json"), config.implementation)
+    spec = _with_rounding(spec, config)
     if (folder / "generation_config.json").is_file():
         more = token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
         spec = dataclasses.replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *more))))
     return spec
+
+
+def with_cache(spec: ModelSpec, cache: CacheConfig) -> ModelSpec:
+    """The spec of a model whose keys and values are kept as the config says."""
+    brings_scales = spec.quantization is not None and spec.quantization.fp8_kv
+    return dataclasses.replace(spec, fp8_kv=cache.dtype is CacheDType.fp8 or brings_scales)
+
+
+def _with_rounding(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
+    """The spec of a model whose weights are quantized while they are loaded, where the config says so."""
+    if config.quantization is Quantization.none:
+        return spec
+    asked = f"model.quantization={config.quantization.value}"
+    if spec.quantization is not None:
+        raise ModelError(
+            f"{asked}: {config.path} is quantized already ({spec.quantization.describe()}). Set model.quantization=none"
+        )
+    if spec.through_transformers:
+        raise ModelError(
+            f"{asked}: {config.path} runs through transformers' code, whose products are not ours to quantize. Set "
+            "model.quantization=none"
+        )
+    form = rounding(config.quantization.value, config.quantization_group, config.quantization_symmetric)
+    return dataclasses.replace(spec, quantization=form)
 
 
 def load_model(
@@ -45,25 +71,34 @@ def load_model(
     device: torch.device,
     max_len: int | None = None,
     kernels: Kernels | None = None,
-    linear_method: LinearMethodFactory = Unquantized.create,
+    linear_method: LinearMethodFactory | None = None,
 ) -> Model:
     """The model on its device, weights filled, for sequences of up to `max_len` tokens (default: the model's own
-    limit), computing with `kernels` (default: torch's). Raises ModelError, naming the tensor and the file."""
-    build = Build(dtype, device, kernels or TorchKernels(), linear_method)
+    limit), computing with `kernels` (default: torch's) and with linear methods of its own (default: the spec's). Raises
+    ModelError, naming the tensor and the file."""
+    build = Build(dtype, device, kernels or TorchKernels(), linear_method or _linear_method(spec))
     if spec.through_transformers and config.load_format is LoadFormat.auto:
         return load_transformers_model(resolve_folder(config.path), spec, build)
     model = _new_model(spec, max_len or spec.max_model_len, build)
     if config.load_format is LoadFormat.dummy:
         model.fill_dummy(dummy_weights(device, config.seed))
     else:
-        ignored = ("rotary_emb.inv_freq", *(("lm_head.weight",) if spec.tie_word_embeddings else ()))
-        fill_from(safetensors_files(resolve_folder(config.path)), model.checkpoint_tensors(), ignored)
+        ignored = ("rotary_emb.inv_freq", "q_scale", *(("lm_head.weight",) if spec.tie_word_embeddings else ()))
+        if not spec.fp8_kv:
+            ignored = (*ignored, "k_scale", "v_scale")
+        held = "" if spec.quantization is None else f" ({spec.quantization.describe()})"
+        fill_from(safetensors_files(resolve_folder(config.path)), model.checkpoint_tensors(), ignored, held)
+        model.loaded()
     return model
 
 
 def outline(spec: ModelSpec, dtype: torch.dtype) -> Model:
     """The model without memory, for what it says of itself."""
-    return _new_model(spec, 1, Build(dtype, torch.device("meta"), TorchKernels(), Unquantized.create))
+    return _new_model(spec, 1, Build(dtype, torch.device("meta"), TorchKernels(), _linear_method(spec)))
+
+
+def _linear_method(spec: ModelSpec) -> LinearMethodFactory:
+    return Unquantized.create if spec.quantization is None else stored_as(spec.quantization)
 
 
 def _new_model(spec: ModelSpec, max_len: int, build: Build) -> Model:

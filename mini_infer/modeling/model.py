@@ -25,12 +25,16 @@ class CheckpointTensor:
             quantized or cut to a shard. Called once.
         memory: the part of a parameter that becomes equal to it but for the dtype, [*shape], of any strides; None
             where it is stored in another form.
+        required: a checkpoint without it is refused.
+        other_shapes: that it may have as well.
     """
 
     shape: tuple[int, ...]
     load: Callable[[Tensor], object]
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     memory: Tensor | None = None
+    required: bool = True
+    other_shapes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def copied_to(cls, memory: Tensor) -> CheckpointTensor:
@@ -46,12 +50,20 @@ class Model(nn.Module):
     Attributes:
         dtype: of hidden states and logits.
         kv_layout: what the KV cache holds of a token in each layer.
+        kv_scales: [layers, 2, num_kv_heads] float32, what 8-bit keys and values are multiplied by; None where they are
+            kept in `dtype`.
     """
+
+    kv_scales: nn.Parameter | None
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec, self.dtype, self.device = spec, dtype, device
         self.kv_layout = spec.kv_layout(dtype)
+        self.kv_scales = None
+        if spec.fp8_kv:
+            scales = torch.ones(spec.num_layers, 2, spec.attention.num_kv_heads, device=device)
+            self.kv_scales = nn.Parameter(scales, requires_grad=False)
 
     @abstractmethod
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
@@ -68,6 +80,10 @@ class Model(nn.Module):
     @abstractmethod
     def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
         """Checkpoint name -> what becomes of that tensor. Together they fill every weight."""
+
+    def loaded(self) -> None:
+        """Called once, when every tensor of a checkpoint has been taken to its place. Raises ModelError where what came
+        is not whole."""
 
     @abstractmethod
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:

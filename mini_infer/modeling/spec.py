@@ -11,6 +11,7 @@ import torch
 from mini_infer.cache.layout import KVLayout
 from mini_infer.core.errors import ModelError
 from mini_infer.modeling.rope import RopeSpec
+from mini_infer.quantization.checkpoints import ModelFormat
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class ModelSpec:
     max_model_len: int  # tokens of prompt + output
     dtype: torch.dtype | None  # what config.json says of the checkpoint, if anything
     eos_token_ids: tuple[int, ...]
+    quantization: ModelFormat | None = None  # of linear layers; None: all in the model's dtype
+    fp8_kv: bool = False  # keys and values are kept in float8_e4m3fn, with a scale a head
     through_transformers: bool = False  # its code runs the model; of the rest, `layers` has what attention must know
     config: Any = field(default=None, compare=False, repr=False)  # of transformers, from which all this was read
 
@@ -93,5 +96,13 @@ class ModelSpec:
         return 4 * self.hidden_size + max(widths)
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        """Of a model that computes in `dtype`."""
         attention = self.attention
+        dtype = torch.float8_e4m3fn if self.fp8_kv else dtype
         return KVLayout.of_heads(self.num_layers, attention.num_kv_heads, attention.head_dim, dtype)
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """An end-of-sequence entry of a config: one id, several, or none (some files say -1 for none)."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(token for token in values if token >= 0)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.errors import ModelError
-from mini_infer.modeling.hf_config import token_ids
-from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
+from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, token_ids
 
 PAGED = "mini_infer"  # the attention implementation's name in transformers; it has no masks, so none are made
 _PROBE = "mini_infer_probe"  # the same function, with masks
@@ -40,13 +39,8 @@ class _CannotServeError(Exception):
 
 
 def transformers_spec(raw: dict[str, Any], names: list[str], source: str, ours: str) -> ModelSpec:
-    """A config.json's content -> ModelSpec. Raises ModelError where it cannot be served, with the reason.
-
-    Args:
-        names: its architectures.
-        source: names the config in errors.
-        ours: the architectures that need no transformers, for the message.
-    """
+    """A config.json's content and its architectures' names -> ModelSpec. Raises ModelError where it cannot be served,
+    with the reason. `ours` are the architectures that need no transformers."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     model_type, config, architecture = raw.get("model_type"), None, None

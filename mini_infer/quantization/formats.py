@@ -73,6 +73,19 @@ class Scheme:
     activations: ActivationFormat | None = None
     outliers: float = 0.0
 
+    def describe(self) -> str:
+        """For a run's record: "int4 weights in groups of 128 with zeros", "fp8 weights, fp8 activations"."""
+        form, x = self.weights, self.activations
+        text = f"{form.number.value} weights"
+        if form.rows > 1:
+            text += f" in blocks of {form.rows} x {form.columns}"
+        elif form.columns is not None:
+            text += f" in groups of {form.columns}"
+        text += "" if form.symmetric else " with zeros"
+        if x is not None:
+            text += f", {x.number.value} activations" + (f" in groups of {x.columns}" if x.columns else "")
+        return text + (f", {self.outliers:.0%} of columns as they are" if self.outliers else "")
+
 
 INT8, FP8 = WeightFormat(Number.int8), WeightFormat(Number.fp8)
 SCHEMES = {
@@ -105,14 +118,20 @@ def quantize(values: Tensor, form: WeightFormat) -> Quantized:
 
     Raises ValueError where a value is not finite.
     """
-    spread = grouped(values.float(), form)  # [rows of scales, rows, columns of scales, columns]
-    if not bool(torch.isfinite(spread).all()):
+    if not bool(torch.isfinite(values).all()):
         raise ValueError("a weight that is not finite cannot be quantized")
+    return _rounded(values, form)
+
+
+def _rounded(values: Tensor, form: WeightFormat) -> Quantized:
+    spread = grouped(values.float(), form)  # [rows of scales, rows, columns of scales, columns]
     if form.symmetric:
-        scales = spread.abs().amax((1, 3)) / form.number.largest
+        largest = spread.abs().amax((1, 3))
+        # By a tensor: on a GPU torch divides by a number as it multiplies by its inverse, which rounds otherwise.
+        scales = largest / torch.full_like(largest, form.number.largest)
         return Quantized(encode(values, scales, None, form), scales)
     low, high = spread.amin((1, 3)).clamp_(max=0), spread.amax((1, 3)).clamp_(min=0)
-    scales = (high - low) / 15
+    scales = (high - low) / torch.full_like(low, 15)
     zeros = _divided(-low, scales).round_().to(torch.int8)
     return Quantized(encode(values, scales, zeros, form), scales, zeros)
 
@@ -139,8 +158,18 @@ def dequantize(quantized: Quantized, form: WeightFormat) -> Tensor:
 
 def quantize_tokens(x: Tensor, form: ActivationFormat) -> tuple[Tensor, Tensor]:
     """x [T, K] -> codes [T, K], scales [T, groups] float32. Rounds to nearest, ties to even."""
-    quantized = quantize(x, WeightFormat(form.number, form.columns))
+    quantized = _rounded(x, WeightFormat(form.number, form.columns))
     return quantized.codes, quantized.scales
+
+
+def as_stored(keys: Tensor, values: Tensor, dtype: torch.dtype, kv_scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values [T, Hkv, D] as a cache of `dtype` holds them: divided by kv_scales [2, Hkv], if there are such,
+    and float8 as its bytes, which every device can copy."""
+    if kv_scales is not None:
+        keys, values = keys.float() / kv_scales[0, :, None], values.float() / kv_scales[1, :, None]
+    if dtype is torch.float8_e4m3fn:
+        return tuple(side.float().clamp(-448, 448).to(dtype).view(torch.uint8) for side in (keys, values))  # type: ignore[return-value]
+    return keys.to(dtype), values.to(dtype)
 
 
 def spread_scales(scales: Tensor, form: WeightFormat, shape: torch.Size) -> Tensor:

@@ -12,53 +12,29 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mini_infer.core.plan import KVUsage, StepPlan, StepRecord, StepResult, count_drafts
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 from mini_infer.runtime.executor.base import Executor
-from mini_infer.runtime.scheduler.booking import TokenUpdate
+from mini_infer.runtime.scheduler.planned_step import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:  # the loop knows no text
+    from mini_infer.runtime.text.output import OutputProcessor
 
 _row_of = itemgetter(2)  # of a TokenUpdate
 
 
-class Ending(NamedTuple):
-    """A request that what its tokens say has ended."""
-
-    request: Request
-    reason: FinishReason
-    stop_reason: str | None
-    num_dropped: int = 0  # tokens of the same step behind the one that completed the stop string
-
-
-class Outputs(Protocol):
-    """Who takes in what steps bring."""
-
-    def process(self, updates: Sequence[TokenUpdate], result: StepResult) -> Sequence[Ending]:
-        """Takes in a step's tokens, and says which requests end by what they mean."""
-
-    def post(self, requests: Sequence[Request]) -> None:
-        """Something about these requests has changed: new tokens, or their end. Called once they are booked."""
-
-    def unfinished(self) -> list[Request]:
-        """Those whose end has not been posted yet."""
-
-
 class EngineCore:
-    """
-    Args:
-        make_scheduler: a scheduler without requests; asked again after an error in the bookkeeping itself.
-        clock: seconds, monotonic; all timestamps are read from it.
-        records_kept: how many of the latest StepRecords `records` holds; observers are told all of them.
-    """
-
     def __init__(
         self,
-        make_scheduler: Callable[[], Scheduler],
+        make_scheduler: Callable[
+            [], Scheduler
+        ],  # without requests; asked again after an error in the bookkeeping itself
         executor: Executor,
-        clock: Callable[[], float],
-        outputs: Outputs,
+        clock: Callable[[], float],  # as LLMEngine's, like records_kept
+        outputs: OutputProcessor,  # takes in what steps bring, and says which requests end by what their tokens mean
         records_kept: int,
     ) -> None:
         self.scheduler = make_scheduler()
@@ -124,8 +100,8 @@ class EngineCore:
             executing, executed = None, self.clock()
             updates = self.scheduler.update(step.plan, result, executed) if step else []
             endings = self._outputs.process(updates, result)
-            for request, reason, stop, _ in endings:
-                self.scheduler.finish(request, reason, stop)
+            for ending in endings:
+                self.scheduler.finish(*ending[:3])
             self._outputs.post([request for request, _, _ in updates])
         except BaseException:
             if executing is None:
@@ -143,7 +119,7 @@ class EngineCore:
         if step or self._ended:
             num_dropped = sum(ending.num_dropped for ending in endings)
             # Where nothing was read, what was just launched is told of when it is.
-            self._observe(step or _InFlightStep(_nothing(plan.step), None, kv, 0), result, updates, num_dropped, end)
+            self._observe(step or _InFlightStep(StepPlan(plan.step), None, kv, 0), result, updates, num_dropped, end)
 
     def _give_up(self, plan: StepPlan) -> None:
         """The KV of the plan's requests is unknown now. Nobody else's is: blocks become shareable only once their step
@@ -164,7 +140,7 @@ class EngineCore:
     def _end_transfers(self) -> None:
         """Before blocks are given to others by somebody who knows of no copies: those under way end with a step that
         has no rows."""
-        self.executor.collect(self.executor.launch(_nothing(0)))
+        self.executor.collect(self.executor.launch(StepPlan(0)))
 
     def _observe(
         self, step: _InFlightStep, result: StepResult, updates: Sequence[TokenUpdate], num_dropped: int, end: float
@@ -217,10 +193,6 @@ class _InFlightStep(NamedTuple):
     handle: Any  # the executor's; None: it has no rows
     kv: KVUsage
     evictions: int
-
-
-def _nothing(step: int) -> StepPlan:
-    return StepPlan(step, req_indices=[], starts=[], counts=[], samples=[], num_decode_rows=0)
 
 
 def _names(requests: Iterable[Request]) -> tuple[str, ...]:

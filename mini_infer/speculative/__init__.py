@@ -4,10 +4,9 @@
                 proposers/      who proposes: n-grams, suffixes by counts, a draft model, or anything at a stated rate
                 policy/         how many drafts pay (optional), by acceptance rates and measured costs
                 draft_plan.py   drafts in a step's plan, as far as there is room
-    launch      draft_model.py  the draft model on the device, with its KV (draft_kv.py)
+    launch      draft_model.py  the draft model on the device, with its KV
                 verify.py       which drafts stand, and the token after them (kernels/verify.py does it on a GPU)
     start-up    step_costs.py   times steps with and without drafts
 
-Lookup indexes belong to one request each, take lists of token ids and give lists of token ids: append what was prompted
-or accepted with `extend`, ask with `propose(k)`. proposers/ and policy/ know neither the scheduler nor the runner.
+proposers/ and policy/ know neither the scheduler nor the runner.
 """

@@ -12,9 +12,9 @@ Two, since after a step whose drafts were all accepted it lacks the token before
 device alone, where steps overlap, and a second token costs next to nothing.
 
 Its KV lies in blocks of its own store with the target's block numbers: one block table serves both models, a shared
-prefix is shared by both, and a block that is freed, swapped or evicted is so for both. What it has computed of them is
-known to DraftKV (speculative/draft_kv.py): it does nothing while drafts are not worth making, and catches up when they
-are.
+prefix is shared by both, and a block that is freed, swapped or evicted is so for both. It need not compute what the
+target computes: it does nothing while drafts are not worth making, and catches up when they are. DraftKV knows how far
+it is.
 """
 
 from __future__ import annotations
@@ -29,12 +29,74 @@ from torch import Tensor
 
 from mini_infer.core.plan import StepPlan
 from mini_infer.core.uniforms import Array
-from mini_infer.speculative.draft_kv import DraftKV
 
 if TYPE_CHECKING:  # it is handed them
     from mini_infer.runtime.sampling.sampler import Sampler
     from mini_infer.runtime.worker.request_states import RequestStates
     from mini_infer.runtime.worker.torch_model import TorchModel
+
+
+class DraftKV:
+    """
+    Args:
+        num_requests, longest: that can be there at a time, and in tokens.
+        num_blocks, num_host_blocks: of both models' stores.
+    """
+
+    def __init__(self, num_requests: int, longest: int, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
+        self._block_size = block_size
+        self._computed = np.zeros(num_requests, dtype=np.int64)
+        self._ends_in_drafts = np.zeros(num_requests, dtype=bool)  # which may have been rejected
+        self._tables = np.zeros((num_requests, -(-longest // block_size)), dtype=np.int64)
+        self._complete = np.zeros(num_blocks, dtype=bool)
+        self._on_host = np.zeros(num_host_blocks, dtype=bool)
+
+    def follow(self, plan: StepPlan) -> None:
+        """Takes in what has been swapped, who has come, which tables have grown, and where requests stand now. For
+        every plan, in order."""
+        for transfer in plan.transfers:
+            stores = self._complete, self._on_host
+            source, destination = stores if transfer.to_host else stores[::-1]
+            for place, other in transfer.pairs:
+                destination[other] = source[place]
+        for req_index, first, blocks in plan.growths:
+            self._tables[req_index, first : first + len(blocks)] = blocks
+            self._complete[blocks] = False
+        if plan.admissions:
+            starts_by_index = dict(zip(plan.req_indices, plan.starts, strict=True))
+            for admission in plan.admissions:
+                self._admit(admission.req_index, np.array(admission.block_table), starts_by_index[admission.req_index])
+        if not self._ends_in_drafts.any():
+            return
+        req_indices, starts = np.array(plan.req_indices, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
+        judged = self._ends_in_drafts[req_indices]
+        judged[list(plan.following)] = False  # of those a later plan tells where they stand
+        req_indices, starts = req_indices[judged], starts[judged]
+        self._ends_in_drafts[req_indices] = False
+        self.advance(req_indices, np.minimum(self._computed[req_indices], starts))
+
+    def computed(self, req_indices: Array) -> Array:
+        """Leading tokens of each request whose KV is there."""
+        return self._computed[req_indices]
+
+    def advance(self, req_indices: Array, ends: Array) -> None:
+        """The requests' tokens up to `ends` are computed."""
+        for req_index, end in zip(req_indices.tolist(), ends.tolist(), strict=True):
+            self._complete[self._tables[req_index, : end // self._block_size]] = True
+            self._computed[req_index] = end
+
+    def advance_drafts(self, req_indices: Array, ends: Array) -> None:
+        """Likewise, the last of them being drafts. A later plan says how many of them stand."""
+        self._computed[req_indices], self._ends_in_drafts[req_indices] = ends, True
+
+    def _admit(self, req_index: int, table: Array, start: int) -> None:
+        """Blocks behind `start` are new; those before may lack the draft's part."""
+        shared = start // self._block_size
+        known = self._complete[table[:shared]]
+        self._complete[table[shared:]] = False
+        self._tables[req_index, : len(table)] = table
+        self._computed[req_index] = (shared if known.all() else int(known.argmin())) * self._block_size
+        self._ends_in_drafts[req_index] = False
 
 
 class Stopwatch:
@@ -73,23 +135,14 @@ class Drafter:
         """For every plan, in order, before anything else of it is launched."""
 
     def launch(self, plan: StepPlan, chain: Callable[[], Tensor | None]) -> Drafted:
-        """Has the plan's drafts made, and computes its prompts beside the target where that pays. The plan's changes
-        have been applied, except that a row's one new block may still be on its way.
-
-        Args:
-            chain: runs `chain` for the plan's rows.
-        """
+        """Has the plan's drafts made, by the `chain` of its rows that it is handed, and computes its prompts beside the
+        target where that pays. The plan's changes have been applied, but for a row's one new block."""
         return Drafted()
 
     def chain(self, num_rows: int, query_len: int, out: Tensor | None = None) -> Tensor | None:
-        """Writes query_len - 1 drafts behind the last token of each packed row, into the history.
-
-        Args:
-            out: [largest, V'], memory for the logits where the call is captured in a CUDA graph.
-
-        Returns:
-            what they were drawn from [(query_len - 1) * num_rows, V']: all rows' first drafts, their second ones, ...
-        """
+        """Writes query_len - 1 drafts behind the last token of each packed row, into the history. Returns what they
+        were drawn from [(query_len - 1) * num_rows, V']: all rows' first drafts, their second ones, ...; in `out`
+        [largest, V'] where the call is captured in a CUDA graph."""
         return None
 
     def book(self, plan: StepPlan) -> None:

@@ -2,9 +2,9 @@
 are not read yet.
 
 Drafts in flight leave open where a request will stand. The next step may follow all the same: it takes for granted
-that they are accepted, which is how far the request can be at most, and the device, which knows, starts each row where
-it really stands. Where the host must know (a prompt is to be admitted, blocks are short, drafts are looked up in the
-text), the whole batch waits: it would fall into two halves that take turns.
+that they are accepted, and the device, which knows, starts each row where it really stands. Where the host must know (a
+prompt is to be admitted, blocks are short, drafts are looked up in the text), the whole batch waits: it would fall into
+two halves that take turns.
 """
 
 from __future__ import annotations
@@ -21,12 +21,8 @@ from mini_infer.speculative.speculator import NoSpeculation
 def can_follow(
     speculator: NoSpeculation, kv: KVManager, running: Sequence[Request], planned: Collection[PlannedStep]
 ) -> bool:
-    """Whether a step of the running requests alone can be planned while drafts of theirs are in flight, and its rows so
-    begin at most where it says: no request's sampling may depend on where it is, and nobody may have to give way.
-
-    Args:
-        planned: steps that are not booked yet.
-    """
+    """Whether a step of the running requests alone can be planned while drafts of theirs are in flight, in `planned`
+    steps: no request's sampling may depend on where it is, and nobody may have to give way."""
     blocks = len(running) * (2 + speculator.most // kv.block_size)  # more than they can grow by
     return (
         not speculator.needs_tokens
@@ -37,13 +33,8 @@ def can_follow(
 
 
 def add_drafts(step: PlannedStep, drafts: Mapping[int, Draft], kv: KVManager, watermark_blocks: int) -> None:
-    """Puts drafts behind the tokens of a step's running requests, which are all of its rows so far, as far as there is
-    room: nobody gives way for drafts.
-
-    Args:
-        drafts: by row.
-        watermark_blocks: that they leave free.
-    """
+    """Puts drafts, by row, behind the tokens of a step's running requests, which are all of its rows so far, as far as
+    there is room: nobody gives way for drafts, and they leave the watermark's blocks free."""
     left = step.budget // 2  # prompts must get on, too
     keep_free = max(watermark_blocks, len(step.rows))  # what running requests may need next
     for row, draft in drafts.items():

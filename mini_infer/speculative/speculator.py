@@ -33,24 +33,16 @@ class NoSpeculation:
     def book(
         self, requests: Sequence[Request], plan: StepPlan, result: StepResult, seconds: float | None = None
     ) -> None:
-        """A step is over. For every step, in order.
-
-        Args:
-            requests: of the plan's rows.
-            seconds: between the booking of the step before and this one; None where the engine had nothing to do in
-                between, or nobody has measured it.
-        """
+        """A step of these requests is over: for every step, in order. `seconds` lie between the booking of the step
+        before and this one; None where the engine had nothing to do in between, or nobody has measured it."""
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
 
 
 class Speculator(NoSpeculation):
-    """A proposer, and a policy of how many drafts a request gets.
-
-    Args:
-        waiting_cost: of a step that waits for the one before it, as a share of a step.
-    """
+    """A proposer, and a policy of how many drafts a request gets. `waiting_cost` is that of a step which waits for the
+    one before it, as a share of a step."""
 
     def __init__(self, proposer: Proposer, policy: DraftLengthPolicy, most: int, waiting_cost: float = 0.0) -> None:
         self.policy, self.most = policy, most
@@ -109,10 +101,7 @@ class Speculator(NoSpeculation):
 
 
 def make_speculator(config: SpeculationConfig, vocab_size: int, step_costs: Callable[[], StepCosts]) -> NoSpeculation:
-    """
-    Args:
-        step_costs: by which it is chosen how many drafts a request gets, unless it is as many as there are.
-    """
+    """Of the settings. `step_costs` decide how many drafts a request gets, unless it is as many as there are."""
     if not config.most:
         return NoSpeculation()
     proposer = Proposer() if config.has_draft_model else SyntheticProposer(vocab_size)

@@ -28,12 +28,9 @@ def measure_costs(
     runner: Runner, config: EngineConfig, limits: Limits, overlap: bool, captured: Sequence[BatchDescriptor] = ()
 ) -> StepCosts:
     """Times steps of all numbers of tokens a row, with the fewest rows, with the most, and with as many numbers of rows
-    in between as the budget allows. Overwrites the requests' state and KV: nobody may hold any.
-
-    Args:
-        overlap: steps are launched before the one before is read, for which rows with drafts are padded. Drafts that
-            are looked up have to wait.
-        captured: graphs of steps with drafts.
+    in between as the budget allows. Overwrites the requests' state and KV: nobody may hold any. With `overlap` steps
+    are launched before the one before is read, for which rows with drafts are padded; those that are looked up must
+    wait.
     """
     method, has_draft_model = config.speculation.method, config.speculation.has_draft_model
     looked_up = method in (SpeculationMethod.ngram, SpeculationMethod.suffix)

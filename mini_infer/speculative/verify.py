@@ -18,11 +18,9 @@ The reference of kernels/verify.py, over the flat list of N positions after whic
   max(0, p - q), normalised (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318). p and q are
   the truncated distributions, summed in integers as in kernels/draw.py.
 
-Everything is a function of (logits, parameters, seed, position, draft), through the streams of core/uniforms.py. In the
-first two cases the token does not even depend on the draft; in the third its distribution alone does not
-(docs/speculation.md: what reproduces).
-
-A caller must not discard a draft drawn from q because of what it is: that would bias what is left.
+Everything is a function of (logits, parameters, seed, position, draft), through the streams of core/uniforms.py
+(docs/speculation.md: what reproduces). A caller must not discard a draft drawn from q because of what it is: that would
+bias what is left.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mini_infer.attention.flash_attn import _Kernels, _Rows
+from mini_infer.attention.flash_attn import _Kernels
 
 
 class Package:
@@ -44,7 +44,7 @@ def attend(kernels: _Kernels, tokens: int, rows: int = 2, window: int | None = N
     q, keys, values = torch.randn(tokens, 4, 8)[:, :2], torch.randn(3, 4, 1, 8), torch.randn(3, 4, 1, 8)
     starts, lens, tables = (torch.randint(9, shape) for shape in ((rows + 1,), (rows,), (rows, 5)))
     scale = torch.rand(()).item()
-    out = kernels(q, keys, values, _Rows(starts, lens, tables, scale), window)
+    out = kernels(q, keys, values, tables, starts, lens, scale=scale, window=window)
     total = keys.sum() + values.sum() + starts.sum() + lens.sum() + tables.sum()
     torch.testing.assert_close(out, q * scale + total + (window - 1 if window else 0))
 
@@ -55,7 +55,7 @@ def test_the_result_lands_where_it_is_wanted() -> None:
     ones = torch.ones(3, dtype=torch.int32)
     for _ in range(2):  # through the package, and on its kernel alone
         out = torch.zeros(5, 2, 8)
-        result = kernels(q, keys, keys, _Rows(ones, ones, ones[:, None], 1.0), None, out[2:])
+        result = kernels(q, keys, keys, ones[:, None], ones, ones, scale=1.0, window=None, out=out[2:])
         assert result.data_ptr() == out[2:].data_ptr()
         torch.testing.assert_close(out[2:], q + 2 * keys.sum() + 9)
         assert not out[:2].any()

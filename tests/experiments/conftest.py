@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.lab import schema
 from experiments.lab.measure import clocks, lending, subjects
 from mini_infer import LLMEngine
-from mini_infer.runtime.executor import dry_model as dry
+from mini_infer.runtime.executor import dry
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST_CONF = Path(__file__).resolve().parent / "conf"  # experiment=probe

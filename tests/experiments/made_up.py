@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from experiments.lab.judge.claims import Bound, Claim
-from experiments.lab.judge.gate import Gate, compare, gate
+from experiments.lab.judge.gate import Gate, compare
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.steps import RequestRow, StepRow
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
@@ -103,11 +103,11 @@ def value(name, column, size, rng, noise):
 
 
 def equal(variant, point) -> Gate:
-    return gate(variant, point, [compare([[1, 2, 3]] * 300, [[1, 2, 3]] * 300)])
+    return compare(variant, point, [[1, 2, 3]] * 300, [[1, 2, 3]] * 300)
 
 
 def different(variant, point) -> Gate:
-    return gate(variant, point, [compare([[1, 2, 3]], [[1, 5, 3]])])
+    return compare(variant, point, [[1, 2, 3]], [[1, 5, 3]])
 
 
 def engine_steps(variant="base", count=60, point="concurrency=8", chunk=512, seed=0) -> list[StepRow]:

@@ -13,7 +13,7 @@ from experiments.lab.measure import clocks, driver
 from experiments.lab.show.progress import Steps
 from experiments.lab.workloads import Fixed
 from mini_infer.core.errors import ConfigError
-from mini_infer.runtime.executor.dry_model import DryModel
+from mini_infer.runtime.executor.dry import DryModel
 
 pytestmark = pytest.mark.slow  # some seconds together
 
@@ -92,8 +92,6 @@ def test_a_sampler_that_is_not_steady_is_invalid_from_the_second_repeat_on(build
     assert {row.valid for row in found.rows if row.repeat == 0} == {True}
     assert reasons(found, "transformers") - {""} == {"4 of 4 requests got other greedy tokens than in the first repeat"}
     assert not any(gate.passed for gate in found.gates)
-    tolerant = measure(build(*FIXED, gate_share=0.5))  # where rounding differs, tokens may
-    assert reasons(tolerant, "transformers") == {""}
 
 
 def test_clocks_that_drift_are_invalid(build, monkeypatch):

@@ -68,10 +68,10 @@ def test_the_repositorys_ceilings_are_where_they_are_looked_for():
 
 def test_the_repositorys_file_is_written_for_the_repositorys_results_only(compose_config, tmp_path):
     own = CeilingsExperiment.from_config(compose_config(*SMALL, "paths.results=results"))  # --record
-    assert own._target == experiment.ROOT / "conf" / "hardware" / "cpu.yaml"
+    assert own._file == experiment.ROOT / "conf" / "hardware" / "cpu.yaml"
     elsewhere = CeilingsExperiment.from_config(compose_config(*SMALL, f"paths.results={tmp_path}"))
-    assert elsewhere._target == tmp_path / "hardware" / "cpu.yaml"
-    assert CeilingsExperiment.from_config(compose_config(*SMALL, "experiment.write=false"))._target is None
+    assert elsewhere._file == tmp_path / "hardware" / "cpu.yaml"
+    assert CeilingsExperiment.from_config(compose_config(*SMALL, "experiment.write=false"))._file is None
 
 
 def test_torch_threads_are_put_back(compose_config):

@@ -16,7 +16,7 @@ from mini_infer.core.config import (
     SchedulerConfig,
 )
 from mini_infer.core.errors import ConfigError
-from mini_infer.runtime.executor.dry_model import DryModel
+from mini_infer.runtime.executor.dry import DryModel
 
 TICK = 1e-4  # a look at the clock takes so long
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.lab.judge import metrics
+from experiments.lab.judge import formulas
 from experiments.lab.judge.formulas import SERVING, Context, Missing
-from experiments.lab.judge.metrics import RequestTrace, Served
+from experiments.lab.judge.metrics import SLO, RequestTrace, Served
 from experiments.lab.judge.roofline import Floor
-from experiments.lab.judge.slo import SLO
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import KVUsage, StepRecord
 
@@ -36,7 +35,7 @@ def record(step, start, end, **changes):
 
 
 def value(name, served, context=None):
-    return metrics.measure(served, [name], context)[name]
+    return formulas.measure(served, [name], context)[name]
 
 
 def test_latencies_of_one_request():
@@ -171,7 +170,7 @@ def test_steps_are_counted_and_averaged():
         "evictions": 3,
         "swapped_blocks": 9,
     }
-    assert metrics.measure(served, list(expected)) == pytest.approx(expected)
+    assert formulas.measure(served, list(expected)) == pytest.approx(expected)
 
 
 def test_hits_and_preemptions_are_those_of_requests():
@@ -186,7 +185,7 @@ def test_a_class_of_requests_is_measured_over_the_whole_pass():
     served = Served((trace(0.0, [1.0], name="a"), trace(1.0, [4.0, 5.0], name="b")), 0.0, 5.0)
     assert value("ttft_ms@b", served) == pytest.approx(3000)
     assert value("output_tokens_per_s@b", served) == pytest.approx(2 / 5)
-    assert metrics.describe("ttft_ms@b").label == "time to first token, mean request, of b"
+    assert formulas.describe("ttft_ms@b").label == "time to first token, mean request, of b"
 
 
 def test_a_peer_has_no_steps_and_that_is_no_fault():
@@ -201,7 +200,7 @@ def test_the_roofline_needs_ceilings():
     served = Served((), 0.0, 1.0, (record(0, 0.0, 1.0),))
     assert value("mbu", served, Context(no_floors="nobody measured them")).reason == "nobody measured them"
     known = Context(floors=lambda records: [Floor(0.5, 0.1)])
-    assert metrics.measure(served, ["mbu", "mfu", "floor_ms"], known) == {"mbu": 0.5, "mfu": 0.1, "floor_ms": 500.0}
+    assert formulas.measure(served, ["mbu", "mfu", "floor_ms"], known) == {"mbu": 0.5, "mfu": 0.1, "floor_ms": 500.0}
 
 
 def test_peak_memory_is_in_mib():
@@ -222,15 +221,15 @@ def test_peak_memory_is_in_mib():
 )
 def test_a_metric_that_cannot_be_is_named_with_the_way_out(name, message):
     with pytest.raises(ConfigError, match=message):
-        metrics.require_known([name], SLO())
+        formulas.require_known([name], SLO())
 
 
 def test_a_class_that_the_workload_lacks_is_named():
-    metrics.require_classes(["ttft_ms", "ttft_ms@stream"], ["stream", "prompt"], "workload=mixed")
+    formulas.require_classes(["ttft_ms", "ttft_ms@stream"], ["stream", "prompt"], "workload=mixed")
     with pytest.raises(
         ConfigError, match=r"'ttft_ms@steam': workload=mixed has no requests called 'steam'; did you mean"
     ):
-        metrics.require_classes(["ttft_ms@steam"], ["stream", "prompt"], "workload=mixed")
+        formulas.require_classes(["ttft_ms@steam"], ["stream", "prompt"], "workload=mixed")
 
 
 def test_an_slo_is_above_zero():

@@ -10,8 +10,8 @@ from test_lab_plots import axes_of
 
 from experiments.lab.judge import stats
 from experiments.lab.show.figures import bars
+from experiments.lab.show.figures.frame import line_style
 from experiments.lab.show.figures.intervals import NOTE, Reach, intervals, mark_cut, reach
-from experiments.lab.show.figures.style import line_style
 from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.rows import Row
 

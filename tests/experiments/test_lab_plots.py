@@ -12,8 +12,8 @@ from PIL import Image
 from experiments.lab.judge import distributions
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.show.figures import frame, gallery, timeline
+from experiments.lab.show.figures.frame import BOUND
 from experiments.lab.show.figures.panels import draw as draw_panels
-from experiments.lab.show.figures.style import BOUND
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError

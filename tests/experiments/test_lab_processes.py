@@ -100,8 +100,8 @@ def test_two_processes_measure_and_hand_back_what_they_found(config):
 
 
 def test_numbers_and_gates_are_put_together(config, monkeypatch):
-    gate, worse = Gate("engine", "", 10, 10, 1.0, None), Gate("engine", "", 3, 10, 1.0, object())
-    alone = Gate("engine", "", 50, 50, 1.0, None, "every request alone")
+    gate, worse = Gate("engine", "", 10, 10, None), Gate("engine", "", 3, 10, object())
+    alone = Gate("engine", "", 50, 50, None, "every request alone")
     errors = [ErrorGate("engine", None, error, 0.02, "fp32") for error in (0.01, float("nan"), 0.5)]
     given = found_by(
         monkeypatch,

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments import ablation
-from experiments.lab.judge import metrics, validity
+from experiments.lab.judge import formulas, validity
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import RateSearch, bisect
 from experiments.lab.measure.session import Session
@@ -150,9 +150,9 @@ def test_what_the_host_spends_a_token_worked_out_by_hand():
     request = RequestTrace(4, 4, 0.0, (1.0, 2.0, 2.0, 3.0), (1, 2, 3, 4), cached_tokens=2)
     host = HostUse(client_s=4e-5, client_busy=0.25, tells_cached=True, api_s=8e-5)
     names = ["client_cpu_us", "api_cpu_us", "engine_cpu_us", "client_busy", "tokens_per_read", "prefix_hit_rate"]
-    values = metrics.measure(Served((request,), 0.0, 4.0, host=host), names)
+    values = formulas.measure(Served((request,), 0.0, 4.0, host=host), names)
     assert values["client_cpu_us"] == pytest.approx(10)
     assert values["api_cpu_us"] == pytest.approx(20)
     assert not values["engine_cpu_us"].applies  # of a server that is not ours
     assert (values["client_busy"], values["tokens_per_read"], values["prefix_hit_rate"]) == (0.25, 4 / 3, 0.5)
-    assert not any(value.applies for value in metrics.measure(Served((request,), 0.0, 4.0), names).values())
+    assert not any(value.applies for value in formulas.measure(Served((request,), 0.0, 4.0), names).values())

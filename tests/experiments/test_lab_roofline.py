@@ -8,7 +8,7 @@ import torch
 from omegaconf import OmegaConf
 
 from experiments.lab.judge import roofline
-from experiments.lab.judge.roofline import StepWork, cost, floor, floor_s
+from experiments.lab.judge.roofline import StepWork, cost, floor
 from experiments.lab.measure import ceilings, hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from mini_infer import LLMEngine, SamplingParams
@@ -49,7 +49,7 @@ def test_one_decode_row_of_qwen_7b_on_an_h200_takes_3_18_ms(qwen, h200):
     new_kv, embedding, logits = 2 * 28 * 2 * 4 * 128, 2 * 3_584, 2 * 152_064
     assert step.bytes == weights + new_kv + embedding + logits
     assert step.dtype == "bfloat16"
-    assert 1e3 * floor_s(step, h200) == pytest.approx(3.18, abs=0.005)
+    assert 1e3 * floor(step, h200).seconds == pytest.approx(3.18, abs=0.005)
     assert floor(step, h200).memory_s > 100 * floor(step, h200).compute_s
 
 
@@ -165,7 +165,7 @@ def test_a_dtype_that_was_not_measured_counts_at_the_fastest_rate():
 def test_utilization_of_a_pass(qwen, h200):
     steps = [record(end_time=0.004), record(end_time=0.006)]
     found = roofline.utilization(steps, roofline.floors(qwen, torch.bfloat16, steps, h200))
-    one = floor(cost(qwen, torch.bfloat16, steps[0]), h200)
+    one = floor(cost(qwen, torch.bfloat16, roofline.work(steps[0])), h200)
     assert found.mbu == pytest.approx(2 * one.memory_s / 0.010)
     assert found.mfu == pytest.approx(2 * one.compute_s / 0.010)
     assert found.floor_s == pytest.approx(one.seconds)

@@ -9,7 +9,8 @@ from test_lab_metrics import record, trace, value
 from experiments.lab.judge import pairs
 from experiments.lab.judge.draft_formulas import NO_COSTS, NO_DRAFT_MODEL, NO_DRAFTS, expected_tokens, leviathan_speedup
 from experiments.lab.judge.formulas import SERVING, Missing
-from experiments.lab.judge.metrics import Better, Metric, Served
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure.traces import Served
 from experiments.lab.show.answer import answer
 from experiments.lab.show.figures import formula
 from experiments.lab.show.grids import Sheet

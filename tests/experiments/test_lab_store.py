@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.lab.judge.claims import Bound, Claim
-from experiments.lab.judge.gate import ErrorGate, compare, gate
+from experiments.lab.judge.gate import ErrorGate, compare
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.steps import RequestRow, StepRow
 from experiments.lab.show.pages import report_page
@@ -38,7 +38,7 @@ def result(run="default", experiment="demo"):
         points={"size=1": {"size": 1}, "size=2": {"size": 2}},
         metrics={"speed": Metric("output tokens per second", "tokens/s", Better.higher)},
         claims=(Claim("speed", "new", "size=2", Bound.ratio_at_least, 1.2, "base", "size=2", "a guess"),),
-        gates=(gate("new", "size=1", [compare([[1, 2]], [[1, 2]])]), gate("new", "size=2", [compare([[1]], [[2]])])),
+        gates=(compare("new", "size=1", [[1, 2]], [[1, 2]]), compare("new", "size=2", [[1]], [[2]])),
         samples=(Sample(("base", "new"), "def f(", "x):\n    return `x` # ```"),),
         plots=(PlotSpec("speed", "Speed", panels),),
         code=("run.py",),
@@ -213,7 +213,7 @@ def test_everything_that_is_known_of_a_run_comes_back(tmp_path):
         "original": "-22 %",
         "target": "7.5x",
         "notes": ("a note",),
-        "gates": (gate("new", "size=1", [compare([[1]], [[1]])], 0.9),),
+        "gates": (compare("new", "size=1", [[1]], [[1]]),),
         "error_gates": (ErrorGate("new", None, float("inf"), 0.1, "fp32"),),
     }
     written = replace(result(), info=replace(result().info, **known))

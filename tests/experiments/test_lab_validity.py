@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from experiments.lab.judge import validity
-from experiments.lab.judge.evidence import Evidence
+from experiments.lab.judge.timing import Evidence
 from experiments.lab.measure import clocks
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
 from experiments.lab.workloads import Item

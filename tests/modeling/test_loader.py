@@ -114,7 +114,10 @@ class TestSpec:
             ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported.*yarn"),
             ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
             ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-            ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+            (
+                {"quantization_config": {"quant_method": "bitsandbytes"}},
+                "bitsandbytes.*compressed-tensors, gptq, awq, fp8",
+            ),
             ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ],
     )

@@ -12,7 +12,7 @@ from fake_graphs import LoggingGraph, numbered
 
 from mini_infer.kernels.draw import NUM_PARAMS
 from mini_infer.runtime.graphs.capture import Cutter, GraphMemory, capture_sizes
-from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs, decode_grid
+from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs, batch_ladder
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.row_step import DoneRows
 from mini_infer.speculative.draft_model import Drafter
@@ -124,7 +124,7 @@ def test_decode_steps_of_all_sizes_share_a_stream_and_their_logits(pretended_gpu
         return DoneRows(states.build_rows(num_rows, query_len), out.fill_(num_rows), torch.full((num_rows,), 5), None)
 
     graphs = StepGraphs(states, Drafter().chain, run, numbered([]))
-    report = graphs.capture(decode_grid(4), logits, None, GraphMemory(CPU), "rows")
+    report = graphs.capture([BatchDescriptor(rows) for rows in batch_ladder(4)], logits, None, GraphMemory(CPU), "rows")
     assert report.batch_sizes == (1, 2, 4)
     assert report.memory_bytes == logits.nbytes
     assert places == dict.fromkeys((1, 2, 4), logits.data_ptr())

@@ -6,7 +6,7 @@ import numpy as np
 
 from mini_infer import SamplingParams
 from mini_infer.core.plan import Admission, Growth, StepPlan, Transfer
-from mini_infer.speculative.draft_kv import DraftKV
+from mini_infer.speculative.draft_model import DraftKV
 
 BLOCK = 4
 

@@ -31,7 +31,7 @@ def pick(logits: torch.Tensor, params: list[SamplingParams], main=None, stop_ids
         param_rows=torch.from_numpy(np.stack(encoded)), sampled_positions=torch.from_numpy(positions)
     )
     past = torch.tensor([list(history)] * rows, dtype=torch.int32).reshape(rows, -1)
-    return sampler.sample(logits, step, np.arange(rows), positions, past).token_ids.tolist()
+    return sampler.sample(logits, step, np.arange(rows), positions, past)[0].tolist()
 
 
 @pytest.mark.parametrize("main", [None, pick_rows])

@@ -24,11 +24,10 @@ from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import DryConfig
 from mini_infer.core.plan import Draft, StepPlan, StepResult, Transfer
 from mini_infer.core.request import CompletionOutput, FinishReason, Request, RequestOutput, TokenLogprob
-from mini_infer.runtime.executor.dry_model import DryModel
+from mini_infer.runtime.executor.dry import DryModel
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.worker.model_runner import Runner
-from mini_infer.speculative.draft_kv import DraftKV
-from mini_infer.speculative.draft_model import DraftModel
+from mini_infer.speculative.draft_model import DraftKV, DraftModel
 
 MAX_LEN = 48
 PREFIXES = [[65 + i % 20 for i in range(40)], [65 + i % 20 for i in range(18)] + [50] * 22, [97] * 40]

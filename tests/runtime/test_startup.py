@@ -24,7 +24,7 @@ def test_seconds_are_told_by_phase_and_waited_for() -> None:
 
 def test_an_engine_tells_where_its_seconds_went() -> None:
     startup = LLMEngine(EngineConfig()).startup
-    assert {"load", "tokenizer", "allocate", "capture decode"} <= startup.phases.keys()
+    assert {"load", "tokenizer", "allocate", "reserve memory"} <= startup.phases.keys()
     assert 0 < sum(startup.phases.values()) <= startup.seconds
 
 

@@ -20,7 +20,7 @@ from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.step_graphs import (
     BatchDescriptor,
     StepGraphs,
-    decode_grid,
+    batch_ladder,
     draft_grid,
     draft_ladder,
     query_ladder,
@@ -189,7 +189,7 @@ def test_what_is_captured() -> None:
     assert query_ladder(5) == [2, 3, 5]
     assert query_ladder(8) == [2, 3, 5, 8]
     assert draft_ladder(100) == [1, 2, 4, 8, 16, 32, 64, 96, 100]
-    assert decode_grid(20) == [BatchDescriptor(rows, 1) for rows in (1, 2, 4, 8, 16, 20)]
+    assert batch_ladder(20) == [1, 2, 4, 8, 16, 20]
     grid = draft_grid(256, 4)
     assert BatchDescriptor(256, 3) in grid
     assert BatchDescriptor(256, 5) not in grid, "too many tokens"

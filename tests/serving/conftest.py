@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forking import engines_are_forked, forks
 from http_server import Server, running
 from served import HandDrivenServer, dry_config
 
@@ -25,12 +26,26 @@ def shared_server() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def helper() -> Iterator[psutil.Process]:
+    """Forks servers and engines."""
+    yield psutil.Process(forks().process.pid)
+    forks().close()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def no_process_left() -> Iterator[None]:
+def engines_are_forked_here(helper: psutil.Process) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        engines_are_forked(patch, forks().start)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_left(helper: psutil.Process) -> Iterator[None]:
     """But for the shared server."""
     before = set(psutil.Process().children(recursive=True))
     yield
-    new = set(psutil.Process().children(recursive=True)) - before - set(_shared)
+    new = set(psutil.Process().children(recursive=True)) - before - {helper, *_shared}
     _, left = psutil.wait_procs(new, timeout=5)
     assert not left
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from forking import Child, forks
 from prometheus_client.parser import text_string_to_metric_families
 
 from mini_infer.cli.server_process import read_address, start_server
@@ -21,8 +22,13 @@ DRY = ("--dry-run", "--port", "0", "--shutdown-timeout", "5")
 
 
 class Server:
-    def __init__(self, flags: tuple[str, ...], environ: dict[str, str] | None = None) -> None:
-        self.process = start_server(flags, {**os.environ, **(environ or {})}, cwd=ROOT, stderr=subprocess.STDOUT)
+    def __init__(self, flags: tuple[str, ...], environ: dict[str, str] | None = None, forked: bool = True) -> None:
+        environment = {**os.environ, **(environ or {})}
+        self.process: Child | subprocess.Popen[str]
+        if forked:
+            self.process = forks().server(flags, environment)
+        else:
+            self.process = start_server(flags, environment, cwd=ROOT, stderr=subprocess.STDOUT)
         self.log: list[str] = []
         url = read_address(self._logged())
         if url is None:
@@ -81,6 +87,15 @@ class Server:
         return code
 
 
+def refusal(*flags: str) -> tuple[int, str]:
+    """The exit code of a server that does not start, and what it says."""
+    process = forks().server(flags, os.environ)
+    assert process.stdout is not None
+    with process.stdout:
+        said = process.stdout.read()
+    return process.wait(15), said
+
+
 def wait_for(condition: Callable[[], bool], timeout: float = 10.0) -> None:
     until = time.monotonic() + timeout
     while not condition():
@@ -89,9 +104,13 @@ def wait_for(condition: Callable[[], bool], timeout: float = 10.0) -> None:
 
 
 @contextmanager
-def running(*flags: str, environ: dict[str, str] | None = None) -> Iterator[Server]:
-    """A server with the dry model and these flags; whatever the test did with it, it is gone at the end."""
-    server = Server((*DRY, *flags), environ)
+def running(*flags: str, environ: dict[str, str] | None = None, forked: bool = True) -> Iterator[Server]:
+    """A server with the dry model and these flags; whatever the test did with it, it is gone at the end.
+
+    Args:
+        forked: from a process that has imported everything, and not in a new interpreter.
+    """
+    server = Server((*DRY, *flags), environ, forked)
     try:
         yield server
     finally:

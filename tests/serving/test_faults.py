@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from forking import Child, forks
 from http_server import DRY, ROOT, Server, running, wait_for
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -37,7 +38,7 @@ def server() -> Iterator[Server]:
         pytest.skip(f"needs {FILES} open files, and {hard} are allowed")
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, hard))
     try:
-        with running("--model.dry.step_ms", "2") as server:
+        with running("--model.dry.step_ms", "2", forked=False) as server:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, FILES), hard))  # its clients need as many
             yield server
     finally:
@@ -243,15 +244,19 @@ def test_a_body_that_comes_slowly_and_one_that_breaks_off(server: Server) -> Non
 
 
 @contextmanager
-def logging_to(path: Path | str) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+def logging_to(path: Path | str, forked: bool) -> Iterator[tuple[Child | subprocess.Popen[bytes], httpx.Client]]:
     """A server all of whose output goes into a file, at a port that is known without reading it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = [*DRY, "--port", str(port), "--access-log", "--log-level", "debug"]
     with open(path, "ab") as log:
-        command = [sys.executable, "-m", "mini_infer.cli.serve", *flags]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        process: Child | subprocess.Popen[bytes]
+        if forked:
+            process = forks().server(flags, os.environ, output=log.fileno())
+        else:
+            command = [sys.executable, "-m", "mini_infer.cli.serve", *flags]
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
             wait_for(lambda: process.poll() is not None or _answers(client), timeout=30)
@@ -277,7 +282,7 @@ def serves(client: httpx.Client) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_log_that_takes_nothing_from_the_start() -> None:
-    with logging_to("/dev/full") as (process, client):
+    with logging_to("/dev/full", forked=False) as (process, client):
         serves(client)
         process.terminate()
         assert process.wait(15) == 0
@@ -285,7 +290,7 @@ def test_a_log_that_takes_nothing_from_the_start() -> None:
 
 def test_a_disk_that_fills_up_while_it_serves(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with logging_to(log) as (process, client):
+    with logging_to(log, forked=True) as (process, client):
         serves(client)
         size = log.stat().st_size
         for pid in (process.pid, client.get("/healthz").json()["engine_pid"]):

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from http_server import DRY, ROOT, Server, running, wait_for
+from http_server import DRY, ROOT, Server, refusal, running, wait_for
 
 from experiments.lab.load.server import cpu_seconds
 
@@ -96,6 +96,7 @@ def test_the_lab_counts_the_cpu_time_of_all(server: Server) -> None:
     with ExitStack() as stack:
         pair = one_on_each(server, stack)
         about = {"api_pid": server.process.pid, "engine_pid": pair[0].get("/healthz").json()["engine_pid"]}
+        wait_for(lambda: all(cpu_seconds(about)) and all(client.get("/healthz").is_success for client in pair))
         known = [psutil.Process(pid).cpu_times() for pid in (server.process.pid, *map(api_pid, pair))]
         api_s, engine_s = cpu_seconds(about)
         least = sum(times.user + times.system for times in known)
@@ -212,8 +213,7 @@ def test_a_process_that_dies_before_it_served_ends_all() -> None:
 
 
 def test_settings_that_the_engine_refuses_are_one_message() -> None:
-    command = [sys.executable, "-m", "mini_infer.cli.serve", *DRY, "--api-processes", "2"]
-    done = subprocess.run([*command, "--model.max_model_len", "9999999"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("mini-infer-serve: error: model.max_model_len=9999999 is beyond")
-    assert done.stderr.count("\n") == 1
+    code, said = refusal(*DRY, "--api-processes", "2", "--model.max_model_len", "9999999")
+    assert code == 2
+    assert said.startswith("mini-infer-serve: error: model.max_model_len=9999999 is beyond")
+    assert said.count("\n") == 1

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from http_server import DRY, ROOT
+from http_server import DRY, ROOT, refusal
 
 from mini_infer.cli.serve import main, parse
 from mini_infer.core.config import LoadFormat, When
@@ -149,11 +149,9 @@ def test_an_address_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot listen" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_an_engine_that_cannot_start_is_a_message() -> None:
-    command = [sys.executable, "-m", "mini_infer.cli.serve", "--port", "0", "--model", "/nowhere"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "mini-infer-serve: error:" in done.stderr
-    assert "/nowhere" in done.stderr
-    assert "Traceback" not in done.stderr
+    code, said = refusal("--port", "0", "--model", "/nowhere")
+    assert code == 2
+    assert "mini-infer-serve: error:" in said
+    assert "/nowhere" in said
+    assert "Traceback" not in said

@@ -74,16 +74,3 @@ class TestStepCosts:
         costs = StepCosts({(1, 1): 1.0, (1, 5): 0.9, (8, 1): 0.8, (8, 5): 2.0}, draft={1: 0.2, 8: 0.1})
         assert costs.verify_seconds(8, 1) == costs.verify_seconds(1, 5) == 1
         assert costs.draft_seconds(8) == 0.2
-
-    @pytest.mark.parametrize(
-        "target", [{}, {(1, 1): 1.0}, {(1, 2): 1.0, (1, 3): 1.0}, {(1, 1): 1.0, (1, 2): 1.0, (8, 1): 1.0}]
-    )
-    def test_a_table_with_holes_is_refused(self, target: dict[tuple[int, int], float]) -> None:
-        with pytest.raises(ValueError, match="must be measured"):
-            StepCosts(target)
-
-    def test_other_impossible_costs_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="above 0"):
-            StepCosts({(1, 1): 0.0, (1, 2): 1.0})
-        with pytest.raises(ValueError, match="draft's costs"):
-            StepCosts(TARGET, draft={})

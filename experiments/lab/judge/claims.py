@@ -3,6 +3,7 @@ against its target; an aim beyond the target is shown beside it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -97,63 +98,52 @@ def resolve_all(
     metrics: Sequence[str],
     points: Sequence[Point],
 ) -> list[Claim]:
-    """`experiment.claims`, each checked as `resolve` does."""
-    resolved = []
+    """`experiment.claims`, each checked against what will be measured."""
+    found = []
     for index, spec in enumerate(specs):
         where = f"experiment.claims[{index}]"
+        bound, value, upper = _bound(spec, where)
+        if spec.metric not in metrics:
+            raise ConfigError(
+                f"{where} is about the metric {spec.metric!r}, which is not measured. Measured: {', '.join(metrics)}"
+            )
+        if spec.variant not in variants:
+            raise ConfigError(f"{where} is about the variant {spec.variant!r}. Variants: {', '.join(variants)}")
         if spec.everywhere and (spec.at or spec.against):
             raise ConfigError(f"{where} is made everywhere, and so at no point: leave out `at` and `against`")
-        for at in [point.values for point in points] if spec.everywhere else [spec.at]:
-            alone = replace(spec, at=dict(at))
-            resolved.append(resolve(alone, where, variants=variants, baseline=baseline, metrics=metrics, points=points))
-    return resolved
-
-
-def resolve(
-    spec: ClaimSpec,
-    where: str,
-    *,
-    variants: Sequence[str],
-    baseline: str | None,
-    metrics: Sequence[str],
-    points: Sequence[Point],
-) -> Claim:
-    """Checks a claim of a YAML against what will be measured; `where` names it in errors."""
-    bound, value, upper = _bound(spec, where)
-    if spec.metric not in metrics:
-        raise ConfigError(
-            f"{where} is about the metric {spec.metric!r}, which is not measured. Measured: {', '.join(metrics)}"
-        )
-    if spec.variant not in variants:
-        raise ConfigError(f"{where} is about the variant {spec.variant!r}. Variants: {', '.join(variants)}")
-    point = find_point(points, spec.at, f"{where}.at")
-    if not bound.is_ratio:
-        return Claim(spec.metric, spec.variant, point.name, bound, value, source=spec.source, upper=upper, aim=spec.aim)
-    if spec.against:
-        reference = (spec.variant, find_point(points, spec.against, f"{where}.against").name)
-    elif baseline is not None and baseline != spec.variant:
-        reference = (baseline, point.name)
-    else:
-        raise ConfigError(f"{where}: a ratio needs a baseline variant, or `against: {{key: value}}` for another point")
-    return Claim(spec.metric, spec.variant, point.name, bound, value, *reference, source=spec.source, aim=spec.aim)
+        for point in points if spec.everywhere else [find_point(points, spec.at, f"{where}.at")]:
+            reference: tuple[str | None, str | None] = (None, None)
+            if bound.is_ratio and spec.against:
+                reference = spec.variant, find_point(points, spec.against, f"{where}.against").name
+            elif bound.is_ratio:
+                if baseline in (None, spec.variant):
+                    raise ConfigError(
+                        f"{where}: a ratio needs a baseline variant, or `against: {{key: value}}` for another point"
+                    )
+                reference = str(baseline), point.name
+            found.append(
+                Claim(spec.metric, spec.variant, point.name, bound, value, *reference, spec.source, upper, spec.aim)
+            )
+    return found
 
 
 def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
+    """The bound, its value, and the upper one of two."""
     known = [bound for bound in Bound if bound is not Bound.within]
     given = {bound: float(getattr(spec, bound.value)) for bound in known if getattr(spec, bound.value) is not None}
+    bound, value = next(iter(given.items()), (Bound.within, 0.0))
     if set(given) == {Bound.at_least, Bound.at_most}:
-        low, high = given[Bound.at_least], given[Bound.at_most]
-        if low > high:
-            raise ConfigError(f"{where}: nothing is at least {low} and at most {high}")
+        upper = given[Bound.at_most]
+        if value > upper:
+            raise ConfigError(f"{where}: nothing is at least {value} and at most {upper}")
         if spec.aim is not None:
             raise ConfigError(f"{where}: an aim goes with one bound, not with at_least and at_most together")
-        return Bound.within, low, high
+        return Bound.within, value, upper
     if len(given) != 1:
         names = ", ".join(bound.value for bound in known)
         raise ConfigError(
             f"{where} needs exactly one of {names}, or at_least and at_most together; it has {len(given)}"
         )
-    (bound, value), *_ = given.items()
     if spec.aim is not None and not (spec.aim > value if bound.is_floor else spec.aim < value):
         raise ConfigError(f"{where}: the aim, {spec.aim}, must be stricter than {bound.value}, {value}")
     return bound, value, None
@@ -169,9 +159,7 @@ def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate | ErrorGate], 
         if not gate.passed and gate.covers(str(claim.reference_variant), str(claim.reference_point)):
             return _inconclusive(claim, None, f"what it is compared with does not count: {_why(gate)}")
     if claim.bound.is_ratio:
-        assert claim.reference_variant is not None
-        assert claim.reference_point is not None
-        reference = table.values(claim.reference_variant, claim.reference_point, claim.metric)
+        reference = table.values(str(claim.reference_variant), str(claim.reference_point), claim.metric)
         found = stats.ratio(values, reference)
     else:
         found = stats.absolute(values, share) if values else None
@@ -179,18 +167,13 @@ def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate | ErrorGate], 
         return _inconclusive(claim, None, _why_none(claim, rows))
     if found.low is None or found.high is None:
         return _inconclusive(claim, found, "one repeat has no interval")
-    if claim.upper is not None:
-        supported = claim.value <= found.low and found.high <= claim.upper
-        refuted = found.high < claim.value or found.low > claim.upper
-    elif claim.bound.is_floor:
-        supported, refuted = found.low >= claim.value, found.high < claim.value
-    else:
-        supported, refuted = found.high <= claim.value, found.low > claim.value
-    if not supported and not refuted:
-        return _inconclusive(
-            claim, found, "the interval holds a bound" if claim.upper else "the interval holds the bound"
-        )
-    return Judgement(claim, Verdict.supported if supported else Verdict.refuted, found, "")
+    least = claim.value if claim.bound.is_floor or claim.upper is not None else -math.inf
+    most = claim.upper if claim.upper is not None else math.inf if claim.bound.is_floor else claim.value
+    if found.high < least or found.low > most:
+        return Judgement(claim, Verdict.refuted, found, "")
+    if least <= found.low and found.high <= most:
+        return Judgement(claim, Verdict.supported, found, "")
+    return _inconclusive(claim, found, f"the interval holds {'a' if claim.upper else 'the'} bound")
 
 
 def _why(gate: Gate | ErrorGate) -> str:

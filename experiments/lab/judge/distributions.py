@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -30,13 +30,15 @@ def of(metric: str, result: Result) -> Distribution:
     base = base.split("_")[0]
     if base == "itl":
         return Distribution("decoded tokens", "inter-token latency of a token (ms)", _gaps(result))
-    label, _ = _OF_REQUEST[base]
+    label, time_of = _OF_REQUEST[base]
     values: dict[str, tuple[list[float], list[float]]] = {}
     for request in result.traced:
-        time = _time(base, request)
-        if time is not None and name in ("", request.name):
+        if request.first_token_s is None or request.end_s is None or name not in ("", request.name):
+            continue
+        seconds = time_of(request, request.first_token_s, request.end_s)
+        if seconds is not None:
             times, weights = values.setdefault(request.variant, ([], []))
-            times.append(time)
+            times.append(1e3 * seconds)
             weights.append(1.0)
     return Distribution("requests", f"{label} of a request (ms)", values)
 
@@ -51,21 +53,14 @@ def above(times: Sequence[float], weights: Sequence[float]) -> tuple[list[float]
     return [x[0], *x.tolist()], [100.0, *left.tolist()]
 
 
-_OF_REQUEST = {
-    "ttft": ("time to first token", lambda r: 1e3 * (r.first_token_s - r.arrival_s)),
-    "e2e": ("end-to-end latency", lambda r: 1e3 * (r.end_s - r.arrival_s)),
+_OF_REQUEST: dict[str, tuple[str, Callable[[RequestRow, float, float], float | None]]] = {
+    "ttft": ("time to first token", lambda r, first, end: first - r.arrival_s),
+    "e2e": ("end-to-end latency", lambda r, first, end: end - r.arrival_s),
     "tpot": (
         "time per output token after the first",
-        lambda r: 1e3 * (r.end_s - r.first_token_s) / (r.output_tokens - 1) if r.output_tokens > 1 else None,
+        lambda r, first, end: (end - first) / (r.output_tokens - 1) if r.output_tokens > 1 else None,
     ),
 }
-
-
-def _time(base: str, request: RequestRow) -> float | None:
-    if request.first_token_s is None or request.end_s is None:
-        return None
-    found: float | None = _OF_REQUEST[base][1](request)
-    return found
 
 
 def _gaps(result: Result) -> dict[str, tuple[list[float], list[float]]]:

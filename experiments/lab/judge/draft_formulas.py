@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from experiments.lab.judge.formula import (
+from experiments.lab.judge.metrics import (
     NOT_A_PEERS,
     NOTHING,
     Better,

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from experiments.lab.judge import logit_gate
-from experiments.lab.judge.gate import Gate, compare, gate
+from experiments.lab.judge.gate import Gate, Tokens, compare
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import (
@@ -35,7 +36,6 @@ from mini_infer.core.config import (
     EngineConfig,
     GraphsConfig,
     Layout,
-    LoadFormat,
     ModelConfig,
     Numerics,
     SchedulerConfig,
@@ -83,30 +83,14 @@ class ExactGate:
         asked = items[:: max(1, -(-len(items) // MOST_REQUESTS))]
         questions = _questions([list(item.prompt) for item in asked], [item.output_tokens for item in asked])
         first = [list(item.prompt) for item in prime]
-        small = self._in_numerics(_shrunk(config))
-        return self._gate(
-            variant,
-            point,
-            small,
-            questions,
-            first,
-            f"it is answered alone ({logit_gate.LAYERS} layers, random weights{self._how})",
-        )
+        weights = f"{logit_gate.LAYERS} layers, random weights"
+        return self._gate(variant, point, _shrunk(config), questions, first, weights)
 
     def of_probes(self, variant: str, config: EngineConfig) -> Gate:
         """With the shipped model, in place of the variant's."""
         questions = probes(whole=not config.scheduler.chunked_prefill)
-        return self._gate(
-            variant,
-            "",
-            self._in_numerics(_stressed(config)),
-            questions,
-            [],
-            f"it is answered alone (trained weights, small chunks, little memory{self._how})",
-        )
-
-    def _in_numerics(self, config: EngineConfig) -> EngineConfig:
-        return replace(config, numerics=Numerics.batch_invariant if self._on_gpu else Numerics.fast)
+        weights = "trained weights, small chunks, little memory"
+        return self._gate(variant, "", _stressed(config), questions, [], weights)
 
     def _gate(
         self,
@@ -115,22 +99,23 @@ class ExactGate:
         config: EngineConfig,
         questions: list[Question],
         prime: list[list[int]],
-        against: str,
+        weights: str,
     ) -> Gate:
-        engine = LLMEngine(config)
-        try:
+        config = replace(config, numerics=Numerics.batch_invariant if self._on_gpu else Numerics.fast)
+        with closing(LLMEngine(config)) as engine:
             for prompt in prime:
                 engine.generate([prompt], SamplingParams(temperature=0, max_tokens=1))
             # The second time prefixes are there, and what drafts are proposed from.
             found = [_answers(engine, questions) for _ in range(2)]
-        finally:
-            engine.close()
         expected = self._expected(plain(config), questions)
         right = [[token for token, _ in answer] for answer in expected]
-        comparisons = [compare(right, self._told(questions, answers, expected)) for answers in found]
-        return replace(gate(variant, point, comparisons), against=against)
+        against = f"it is answered alone ({weights}{self._how})"
+        first, again = (
+            compare(variant, point, right, self._told(questions, answers, expected), against) for answers in found
+        )
+        return first.joined(again)
 
-    def _told(self, questions: list[Question], answers: Answers, expected: Answers) -> list[list[int]]:
+    def _told(self, questions: list[Question], answers: Answers, expected: Answers) -> Tokens:
         """The tokens of each answer, or what stands for them. On a CPU the last bits of log-probabilities depend on the
         company: they are not compared there."""
 
@@ -149,11 +134,8 @@ class ExactGate:
         for known, asked, answers in self._alone:
             if (known, asked) == (config, questions):
                 return answers
-        engine = LLMEngine(config)
-        try:
+        with closing(LLMEngine(config)) as engine:
             answers = [answer for question in questions for answer in _answers(engine, [question])]
-        finally:
-            engine.close()
         self._alone.append((config, questions, answers))
         return answers
 
@@ -249,10 +231,6 @@ def _real(speculation: SpeculationConfig) -> SpeculationConfig:
 def layers_of(config: EngineConfig) -> int:
     shape: Mapping[str, Any] = config.model.hf_config or logit_gate.published(config.model.path)
     return int(shape["num_hidden_layers"])
-
-
-def applies(config: EngineConfig) -> bool:
-    return config.model.load_format is not LoadFormat.dry
 
 
 def _answers(engine: LLMEngine, questions: Sequence[Question]) -> Answers:

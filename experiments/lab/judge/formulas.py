@@ -11,14 +11,16 @@ arrival      first token            last token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from experiments.lab.explain import suggest
 from experiments.lab.judge import stats
 from experiments.lab.judge.draft_formulas import DRAFTS
-from experiments.lab.judge.formula import (
+from experiments.lab.judge.metrics import (
     NOT_A_PEERS,
     NOTHING,
+    SLO,
     Better,
     Compute,
     Context,
@@ -35,8 +37,10 @@ from experiments.lab.judge.formula import (
 )
 from experiments.lab.judge.roofline import Utilization, utilization
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
+from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepRecord
 
+CLASS = "@"  # itl_p99_ms@stream: of the requests of class `stream`
 PERCENTILES = (50, 90, 95, 99)
 NOT_PROFILED = Missing("it is taken of profiled decode steps, and these were not", applies=False)
 NOT_SEARCHED = Missing("it is what a search finds, and this was none", applies=False)
@@ -275,3 +279,48 @@ SERVING |= {name: replace(SERVING[name], metric=replace(SERVING[name].metric, sh
 
 OF_SEARCHES = ("slo_rate_rps",)  # of several passes: see rate_search.py
 OF_PROFILES = ("gpu_idle_share",)  # and of no timed pass: see profile.py
+
+
+def describe(name: str) -> Metric:
+    """`ttft_ms`, or of one class of requests `ttft_ms@stream`."""
+    base, _, group = name.partition(CLASS)
+    metric = SERVING[base].metric
+    return replace(metric, label=f"{metric.label}, of {group}") if group else metric
+
+
+def require_known(names: Sequence[str], slo: SLO) -> None:
+    """Raises ConfigError with the closest match."""
+    for name in names:
+        base, at, group = name.partition(CLASS)
+        if base not in SERVING:
+            raise ConfigError(f"unknown metric {base!r}{suggest(base, SERVING)}")
+        if at and not SERVING[base].of_requests:
+            known = ", ".join(key for key, formula in SERVING.items() if formula.of_requests)
+            raise ConfigError(f"metric {name!r}: {base} is taken of the whole pass. Of one class of requests: {known}")
+        if at and not group:
+            raise ConfigError(f"metric {name!r} names no class of requests: write {base}@<name>, or {base} for all")
+        if base in ("goodput_rps", "slo_share", "slo_rate_rps") and not slo.bounds:
+            raise ConfigError(f"the metric {base} needs experiment.slo, such as {{ttft_ms: 500, tpot_ms: 50}}")
+
+
+def require_classes(names: Sequence[str], classes: Iterable[str], where: str) -> None:
+    """Raises ConfigError where a metric is asked of a class that the workload does not have."""
+    known = sorted({c for c in classes if c})
+    for name in names:
+        _, _, group = name.partition(CLASS)
+        if group and group not in known:
+            raise ConfigError(f"metric {name!r}: {where} has no requests called {group!r}{suggest(group, known)}")
+
+
+def measure(served: Served, names: Sequence[str], context: Context | None = None) -> Mapping[str, float | Missing]:
+    context, served = context or Context(), served.steady()
+    found = {}
+    for name in names:
+        base, _, group = name.partition(CLASS)
+        found[name] = SERVING[base].compute(_only(served, group) if group else served, context)
+    return found
+
+
+def _only(served: Served, group: str) -> Served:
+    """The pass with those requests alone; it lasts as long as for all of them."""
+    return replace(served, requests=tuple(request for request in served.requests if request.name == group))

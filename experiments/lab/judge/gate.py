@@ -1,5 +1,5 @@
-"""The gate: before a variant's speed counts, its greedy tokens are compared with the baseline's, and where numbers are
-rounded, they are compared with a reference's in fp32."""
+"""What a gate found: before a variant's speed counts, its tokens are compared with those that they must equal, and its
+logits with a reference's in fp32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import takewhile
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which a request's output left the baseline's; None stands for a missing token."""
+    """The first token at which a request's output left what it must equal; None stands for a missing token."""
 
     request: int
     position: int
@@ -19,28 +19,15 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    equal_tokens: int  # before each request's first difference: what follows one has another context
-    total_tokens: int  # of the baseline
-    first_difference: Difference | None
-
-    @property
-    def share(self) -> float:
-        return self.equal_tokens / self.total_tokens if self.total_tokens else 1.0
-
-
-@dataclass(frozen=True)
 class Gate:
-    """One variant at one point, over all repeats. In fp32 every token must be equal (`needed_share` 1.0); at 0 the
-    share is shown and nothing is asked of it."""
+    """Tokens of one variant at one point, over all repeats, every one of which must be equal."""
 
     variant: str
     point: str
-    equal_tokens: int
-    total_tokens: int
-    needed_share: float
+    equal_tokens: int  # before each request's first difference: what follows one has another context
+    total_tokens: int  # of what they were compared with
     first_difference: Difference | None
-    against: str = ""  # what it was compared with, where that was not the baseline
+    against: str = ""  # what they were compared with, where that was not the baseline
 
     @property
     def share(self) -> float:
@@ -48,14 +35,13 @@ class Gate:
 
     @property
     def passed(self) -> bool:
-        exact = self.first_difference is None
-        return exact if self.needed_share >= 1 else self.share >= self.needed_share
+        return self.first_difference is None
 
     def covers(self, variant: str, point: str) -> bool:
         return self.variant == variant and self.point in ("", point)  # a gate without a point holds for all
 
     def joined(self, other: Gate) -> Gate:
-        """With what another process found of the same."""
+        """With what another repeat, or another process, found of the same."""
         return replace(
             self,
             equal_tokens=self.equal_tokens + other.equal_tokens,
@@ -92,30 +78,22 @@ class ErrorGate:
         return self.variant == variant and self.point in (None, point)
 
 
-def compare(baseline: Sequence[Sequence[int]], variant: Sequence[Sequence[int]]) -> Comparison:
+Tokens = Sequence[Sequence[int]]  # of each request
+
+
+def compare(variant: str, point: str, right: Tokens, found: Tokens, against: str = "") -> Gate:
     """Compares two outputs request by request. Both must hold the same requests in the same order."""
-    if len(baseline) != len(variant):
-        raise ValueError(f"{len(variant)} outputs cannot be compared with {len(baseline)}")
+    if len(right) != len(found):
+        raise ValueError(f"{len(found)} outputs cannot be compared with {len(right)}")
     equal = total = 0
     first: Difference | None = None
-    for index, (expected, got) in enumerate(zip(baseline, variant, strict=True)):
+    for index, (expected, got) in enumerate(zip(right, found, strict=True)):
         position = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(expected, got, strict=False)))
         equal += position
         total += len(expected)
         if first is None and (position < len(expected) or position < len(got)):
             first = Difference(index, position, _at(expected, position), _at(got, position))
-    return Comparison(equal, total, first)
-
-
-def gate(variant: str, point: str, comparisons: Sequence[Comparison], needed_share: float = 1.0) -> Gate:
-    return Gate(
-        variant=variant,
-        point=point,
-        equal_tokens=sum(c.equal_tokens for c in comparisons),
-        total_tokens=sum(c.total_tokens for c in comparisons),
-        needed_share=needed_share,
-        first_difference=next((c.first_difference for c in comparisons if c.first_difference), None),
-    )
+    return Gate(variant, point, equal, total, first, against)
 
 
 def _at(tokens: Sequence[int], position: int) -> int | None:

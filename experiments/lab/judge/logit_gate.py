@@ -15,8 +15,9 @@ is the same in any company.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.probe import probe_batch, probe_logits
+from experiments.lab.kernels.case import row_error
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import (
     AttentionChoice,
@@ -46,38 +48,18 @@ LENGTH = 2048  # tokens that the model takes, at most
 SEQUENCES = 4  # that the engine could hold at once
 
 
-@dataclass(frozen=True)
-class LogitError:
-    """
-    Attributes:
-        error: the largest of all rows.
-        equal_rows: whose largest logit, the greedy token, is the reference's.
-        against: what was compared, in words.
-    """
-
-    error: float
-    equal_rows: int
-    rows: int
-    against: str
-
-
 def gates(variants: Mapping[str, EngineConfig], allowed: float) -> list[ErrorGate]:
     """One a variant. Variants that differ in nothing that the gate looks at are computed once."""
-    known: list[tuple[EngineConfig, LogitError]] = []
+    known: list[tuple[EngineConfig, ErrorGate]] = []
     found = []
     for variant, config in variants.items():
         small = shrunk(config)
-        result = next((result for other, result in known if other == small), None)
-        if result is None:
-            result = measure(small)
-            known.append((small, result))
-        found.append(ErrorGate(variant, None, result.error, allowed, result.against, result.equal_rows, result.rows))
+        gate = next((gate for other, gate in known if other == small), None)
+        if gate is None:
+            gate = measure(small, allowed)
+            known.append((small, gate))
+        found.append(replace(gate, variant=variant))
     return found
-
-
-def applies(config: EngineConfig) -> bool:
-    """A dry model has no logits worth the name."""
-    return config.model.load_format is not LoadFormat.dry
 
 
 def shrunk(config: EngineConfig) -> EngineConfig:
@@ -111,10 +93,9 @@ def reference(config: EngineConfig) -> EngineConfig:
     )
 
 
-def measure(config: EngineConfig) -> LogitError:
-    """Of a config that is small enough to stand beside its reference in memory."""
-    engine, exact = LLMEngine(config), LLMEngine(reference(config))
-    try:
+def measure(config: EngineConfig, allowed: float) -> ErrorGate:
+    """Of no variant yet, and of a config that is small enough to stand beside its reference in memory."""
+    with closing(LLMEngine(config)) as engine, closing(LLMEngine(reference(config))) as exact:
         rng = np.random.default_rng(config.model.seed)
         lengths = [length for length in PROMPTS if length + STEPS < exact.max_model_len]
         prompts = [rng.integers(exact.vocab_size, size=length).tolist() for length in lengths]
@@ -126,33 +107,18 @@ def measure(config: EngineConfig) -> LogitError:
         expected = torch.cat([probe_logits(exact, *row) for row in rows])
         alone = torch.cat([probe_logits(engine, *row) for row in rows])
         together = torch.cat(probe_batch(engine, rows))
-        return compare(torch.cat((alone, together)), torch.cat((expected, expected)), _against(lengths))
-    finally:
-        engine.close()
-        exact.close()
-
-
-def _against(lengths: Sequence[int]) -> str:
-    prompts = ", ".join(f"{length:,}" for length in lengths)
-    return (
-        f"sdpa in fp32 ({LAYERS} layers; prefill of {prompts} tokens, then {STEPS} decode steps of 1 row and of "
+    told = ", ".join(f"{length:,}" for length in lengths)
+    against = (
+        f"sdpa in fp32 ({LAYERS} layers; prefill of {told} tokens, then {STEPS} decode steps of 1 row and of "
         f"{len(lengths)} rows)"
     )
+    return compare(torch.cat((alone, together)), torch.cat((expected, expected)), allowed, against)
 
 
-def compare(found: Tensor, expected: Tensor, against: str) -> LogitError:
+def compare(found: Tensor, expected: Tensor, allowed: float, against: str) -> ErrorGate:
     """Logits [n, vocab_size] of each."""
-    if found.shape != expected.shape:
-        raise ValueError(f"logits of shape {tuple(found.shape)} cannot be compared with {tuple(expected.shape)}")
-    found, expected = found.double(), expected.double()
-    errors = torch.linalg.vector_norm(found - expected, dim=-1) / torch.linalg.vector_norm(expected, dim=-1)
     equal = int((found.argmax(-1) == expected.argmax(-1)).sum())
-    return LogitError(_largest(errors.tolist()), equal, len(found), against)
-
-
-def _largest(errors: list[float]) -> float:
-    """NaN is larger than all."""
-    return math.nan if any(math.isnan(error) for error in errors) else max(errors)
+    return ErrorGate("", None, row_error(found, expected), allowed, against, equal, len(found))
 
 
 def published(path: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ whether repeats of one variant agree."""
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 from experiments.lab.judge import stats
@@ -34,19 +35,24 @@ class Again:
 
 def again(result: Result) -> Again | None:
     """None where the baseline was measured once, or the two share no valid repeat."""
-    info, table = result.info, Table(result.rows)
     metric = _main_metric(result)
-    if info.aa is None or metric is None:
+    if result.info.aa is None or metric is None:
         return None
-    logs: dict[Turn, list[float]] = {}
-    for point in info.points:
-        base = table.values(str(info.baseline), point, metric)
-        for turn, value in table.values(info.aa, point, metric).items():
-            if value > 0 and base.get(turn, 0) > 0:
-                logs.setdefault(turn, []).append(math.log(value / base[turn]))
+    logs = log_ratios(result, result.info.aa, metric)
     whole = max((len(own) for own in logs.values()), default=0)  # a turn that lacks a point is no equal of the others
     pairs = {turn: math.exp(sum(own) / whole) for turn, own in logs.items() if len(own) == whole}
     return Again(metric, stats.factors(pairs)) if pairs else None
+
+
+def log_ratios(result: Result, variant: str, metric: str) -> dict[Turn, list[float]]:
+    """Of the variant to the baseline, turn by turn, over the points that both have in it."""
+    table, logs = Table(result.rows), defaultdict(list)
+    for point in result.info.points:
+        base = table.values(str(result.info.baseline), point, metric)
+        for turn, value in table.values(variant, point, metric).items():
+            if value > 0 and base.get(turn, 0) > 0:
+                logs[turn].append(math.log(value / base[turn]))
+    return logs
 
 
 def _main_metric(result: Result) -> str | None:
@@ -64,10 +70,7 @@ def severalfold(result: Result) -> list[str]:
     for variant, label in info.variants.items():
         for point in info.points:
             for name in names:
-                groups: dict[int, list[float]] = {}
-                for (process, _), value in table.values(variant, point, name).items():
-                    groups.setdefault(process, []).append(value)
-                for values in groups.values():
+                for values in stats.by_process(table.values(variant, point, name)):
                     low, high = min(values), max(values)
                     if low > 0 and high / low > max(SEVERALFOLD, worst.get(variant, (0.0, ""))[0]):
                         metric, at = info.metrics[name], f" at {point}" if point else ""

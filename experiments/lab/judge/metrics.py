@@ -1,76 +1,112 @@
-"""Metrics by their names. Every latency starts at the moment a request was due to arrive."""
+"""What a metric is: a formula over a timed pass, its unit, and which way is better; or why there is no value. And the
+service level objectives (SLO) that a request must keep to count as good."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
-from experiments.lab.explain import suggest
-from experiments.lab.judge.formulas import OF_PROFILES, OF_SEARCHES, SERVING, Better, Context, Metric, Missing
-from experiments.lab.judge.slo import SLO
+from experiments.lab.judge.roofline import Floor
 from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.store.rows import NOT_SHOWN
 from mini_infer.core.errors import ConfigError
-
-__all__ = [
-    "OF_PROFILES",
-    "OF_SEARCHES",
-    "SERVING",
-    "SLO",
-    "Better",
-    "Context",
-    "Metric",
-    "Missing",
-    "RequestTrace",
-    "Served",
-    "describe",
-    "measure",
-    "require_classes",
-    "require_known",
-]
-
-CLASS = "@"  # itl_p99_ms@stream: of the requests of class `stream`
+from mini_infer.core.plan import StepRecord
 
 
-def describe(name: str) -> Metric:
-    """`ttft_ms`, or of one class of requests `ttft_ms@stream`."""
-    base, _, group = name.partition(CLASS)
-    metric = SERVING[base].metric
-    return replace(metric, label=f"{metric.label}, of {group}") if group else metric
+class Better(Enum):
+    higher = "higher"
+    lower = "lower"
 
 
-def require_known(names: Sequence[str], slo: SLO) -> None:
-    """Raises ConfigError with the closest match."""
-    for name in names:
-        base, at, group = name.partition(CLASS)
-        if base not in SERVING:
-            raise ConfigError(f"unknown metric {base!r}{suggest(base, SERVING)}")
-        if at and not SERVING[base].of_requests:
-            known = ", ".join(key for key, formula in SERVING.items() if formula.of_requests)
-            raise ConfigError(f"metric {name!r}: {base} is taken of the whole pass. Of one class of requests: {known}")
-        if at and not group:
-            raise ConfigError(f"metric {name!r} names no class of requests: write {base}@<name>, or {base} for all")
-        if base in ("goodput_rps", "slo_share", "slo_rate_rps") and not slo.bounds:
-            raise ConfigError(f"the metric {base} needs experiment.slo, such as {{ttft_ms: 500, tpot_ms: 50}}")
+@dataclass(frozen=True)
+class Metric:
+    """What a report needs to know about a column of numbers."""
+
+    label: str
+    unit: str
+    better: Better
+    share: bool = False  # it lies between 0 and 1, and so does its interval
 
 
-def require_classes(names: Sequence[str], classes: Iterable[str], where: str) -> None:
-    """Raises ConfigError where a metric is asked of a class that the workload does not have."""
-    known = sorted({c for c in classes if c})
-    for name in names:
-        _, _, group = name.partition(CLASS)
-        if group and group not in known:
-            raise ConfigError(f"metric {name!r}: {where} has no requests called {group!r}{suggest(group, known)}")
+@dataclass(frozen=True)
+class SLO:
+    """Bounds, in milliseconds, that a request must all keep to count as goodput. None: no bound."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    itl_ms: float | None = None  # of every single gap
+    e2e_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, bound in self.bounds.items():
+            if bound <= 0:
+                raise ConfigError(f"experiment.slo.{name} must be above 0 ms, got {bound}")
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        every = {"ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms, "itl_ms": self.itl_ms, "e2e_ms": self.e2e_ms}
+        return {name: bound for name, bound in every.items() if bound is not None}
+
+    def met_by(self, request: RequestTrace) -> bool:
+        """A request without a complete answer met nothing; one of a single token has no TPOT and no gap to miss."""
+        if request.error or request.ttft is None or request.e2e is None:
+            return False
+        took = {"ttft_ms": request.ttft, "tpot_ms": request.tpot or 0.0, "e2e_ms": request.e2e}
+        took["itl_ms"] = max(request.gaps, default=0.0)
+        return all(1e3 * took[name] <= bound for name, bound in self.bounds.items())
 
 
-def measure(served: Served, names: Sequence[str], context: Context | None = None) -> Mapping[str, float | Missing]:
-    context, served = context or Context(), served.steady()
-    found = {}
-    for name in names:
-        base, _, group = name.partition(CLASS)
-        found[name] = SERVING[base].compute(_only(served, group) if group else served, context)
-    return found
+@dataclass(frozen=True)
+class Context:
+    """What a pass is measured against."""
+
+    slo: SLO = field(default_factory=SLO)
+    floors: Callable[[Sequence[StepRecord]], Sequence[Floor]] | None = None  # of steps, by this machine's ceilings
+    no_floors: str = "no ceilings are known for this machine"  # why there are none
 
 
-def _only(served: Served, group: str) -> Served:
-    """The pass with those requests alone; it lasts as long as for all of them."""
-    return replace(served, requests=tuple(request for request in served.requests if request.name == group))
+@dataclass(frozen=True)
+class Missing:
+    """No value, and why. `applies`: there should have been one, so the row is kept and marked invalid."""
+
+    reason: str
+    applies: bool = True
+
+
+def too_few(reason: str) -> Missing:
+    """Nothing went wrong, and there is nothing to be shown."""
+    return Missing(f"{NOT_SHOWN}{reason}")
+
+
+NOT_A_PEERS = Missing("a peer has no engine steps to look at", applies=False)
+NOTHING = Missing("no request gave a sample of it")
+Compute = Callable[[Served, Context], "float | Missing"]
+Samples = Callable[[Served], Sequence["tuple[Hashable, float | None]"]]
+
+
+@dataclass(frozen=True)
+class Formula:
+    metric: Metric
+    compute: Compute
+    of_requests: bool = True  # and so can be taken of one class of them
+
+
+def of_engine(compute: Callable[[Served], float | Missing]) -> Compute:
+    return lambda served, context: compute(served) if served.records else NOT_A_PEERS
+
+
+def total(value: Callable[[StepRecord], float]) -> Compute:
+    return of_engine(lambda served: float(sum(value(record) for record in served.records)))
+
+
+def mean(value: Callable[[StepRecord], float]) -> Compute:
+    return of_engine(lambda served: sum(value(record) for record in served.records) / len(served.records))
+
+
+def of_request(label: str, unit: str, better: Better, compute: Compute) -> Formula:
+    return Formula(Metric(label, unit, better), compute)
+
+
+def of_pass(label: str, unit: str, better: Better, compute: Compute) -> Formula:
+    return Formula(Metric(label, unit, better), compute, of_requests=False)

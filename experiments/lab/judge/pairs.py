@@ -8,18 +8,17 @@ pair brings more than both alone would, below 1 they eat each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from experiments.lab.judge import stats
+from experiments.lab.judge import marks, stats
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import wording
 from experiments.lab.show.grids import Grid
 from experiments.lab.spec import PanelKind
 from experiments.lab.store.result import Result
-from experiments.lab.store.rows import Table, Turn
+from experiments.lab.store.rows import Turn
 
 JOINED = "+"
 
@@ -127,16 +126,6 @@ def _grid(result: Result, metric: str) -> Grid:
 
 def _by_repeat(result: Result, variant: str, metric: str) -> dict[Turn, float]:
     """Gains over the baseline by repeat, over the points that both have in it."""
-    table, info = Table(result.rows), result.info
-    sign = 1 if info.metrics[metric].better is Better.higher else -1
-    logs: dict[Turn, list[float]] = {}
-    for point in info.points:
-        base = table.values(str(info.baseline), point, metric)
-        for repeat, value in table.values(variant, point, metric).items():
-            if value > 0 and base.get(repeat, 0) > 0:
-                logs.setdefault(repeat, []).append(sign * math.log(value / base[repeat]))
-    return {repeat: math.exp(_average(own)) for repeat, own in logs.items()}
-
-
-def _average(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    sign = 1 if result.info.metrics[metric].better is Better.higher else -1
+    logs = marks.log_ratios(result, variant, metric)
+    return {repeat: math.exp(sign * sum(own) / len(own)) for repeat, own in logs.items()}

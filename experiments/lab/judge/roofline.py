@@ -103,14 +103,8 @@ def work(record: StepRecord) -> StepWork:
     return StepWork(decode + prefill, sampled, rows + prefill_rows, context, pairs)
 
 
-def cost(spec: ModelSpec, dtype: torch.dtype, step: StepRecord | StepWork) -> Cost:
-    """The least bytes and operations of one step.
-
-    Args:
-        dtype: of weights, KV and activations alike.
-        step: its record, or its work where that is known exactly.
-    """
-    done = step if isinstance(step, StepWork) else work(step)
+def cost(spec: ModelSpec, dtype: torch.dtype, done: StepWork) -> Cost:
+    """The least bytes and operations of one step; `dtype` is that of weights, KV and activations alike."""
     size = dtype.itemsize
     layers, head = layer_weights(spec), spec.vocab_size * spec.hidden_size
     attention = spec.attention
@@ -161,12 +155,8 @@ def floor(cost: Cost, ceilings: Ceilings) -> Floor:
     return Floor(cost.bytes / bandwidth(ceilings, cost.bytes), cost.flops / (ceilings.tflop_s_of(cost.dtype) * TFLOP))
 
 
-def floor_s(cost: Cost, ceilings: Ceilings) -> float:
-    return floor(cost, ceilings).seconds
-
-
 def floors(spec: ModelSpec, dtype: torch.dtype, records: Iterable[StepRecord], ceilings: Ceilings) -> list[Floor]:
-    return [floor(cost(spec, dtype, record), ceilings) for record in records]
+    return [floor(cost(spec, dtype, work(record)), ceilings) for record in records]
 
 
 def utilization(records: Sequence[StepRecord], floors: Sequence[Floor]) -> Utilization | None:

@@ -98,13 +98,13 @@ def absolute(values: Mapping[Turn, float], share: bool = False) -> Estimate:
     found = estimate(independent(values))
     if share and found.low is not None and found.high is not None:
         found = replace(found, low=max(found.low, 0.0), high=min(found.high, max(1.0, found.median)))
-    return replace(found, n=len(values), processes=len(_by_process(values)))
+    return replace(found, n=len(values), processes=len(by_process(values)))
 
 
 def factors(values: Mapping[Turn, float]) -> Estimate:
     """The median of paired quantities, such as ratios within a repeat, with the interval of all of them together; where
     they differ between processes, of what varies between processes."""
-    groups = _by_process(values)
+    groups = by_process(values)
     pooled = estimate(list(values.values()))
     if processes_differ(groups):
         between = estimate([_centre(group) for group in groups])
@@ -125,12 +125,12 @@ def apart(values: Mapping[Turn, float], baseline: Mapping[Turn, float]) -> Estim
     """The ratio of two results that were measured apart, by what varies between the processes of each (between the
     repeats, where both have one process)."""
     found = unpaired_ratio(independent(values), independent(baseline))
-    return replace(found, processes=min(len(_by_process(values)), len(_by_process(baseline))))
+    return replace(found, processes=min(len(by_process(values)), len(by_process(baseline))))
 
 
 def independent(values: Mapping[Turn, float]) -> list[float]:
     """The values that count as drawn apart from each other: each process's median; of one process its repeats."""
-    groups = _by_process(values)
+    groups = by_process(values)
     return [median(group) for group in groups] if len(groups) > 1 else list(values.values())
 
 
@@ -152,7 +152,7 @@ def processes_differ(groups: Sequence[Sequence[float]]) -> bool:
     return z > DIFFER_Z
 
 
-def _by_process(values: Mapping[Turn, float]) -> list[list[float]]:
+def by_process(values: Mapping[Turn, float]) -> list[list[float]]:
     groups: dict[int, list[float]] = {}
     for (process, _), value in values.items():
         groups.setdefault(process, []).append(value)

@@ -10,9 +10,14 @@ what was served before the clock started            must be a warm-up, and on ot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import numpy as np
 
-from experiments.lab.judge.evidence import Evidence
+from experiments.lab.measure.clocks import Drift
+from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.workloads import Item
 
 OUTSIDE_SHARE, OUTSIDE_S = 0.05, 0.1  # of the call, and seconds: what `serve` may do beside the pass
 EDGE_S = 0.1  # from the start to the first arrival, and from the last token to the end;
@@ -20,6 +25,34 @@ EDGE_SHARE = 0.02  # or so much of the pass, if that is more
 GRAIN_S = 2e-6  # two readings of one clock
 LITTLE_SHARE, LITTLE_S = 0.05, 0.01  # of the integral, and seconds a request: an answer is read after its last token
 FLOOR_SHARE = 0.9  # ceilings are measured, too
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a pass when it is judged.
+
+    Attributes:
+        vocab_size: ids from 0 to it are tokens.
+        drift: of the clocks, during the pass.
+        made_up_prompts: random tokens, for which there are real drafts: their acceptance is no setting.
+        first_tokens: of the same variant in its first repeat, where greedy tokens must be the same in all of them.
+        items: what was asked for in the pass.
+        before: what the subject had served, and not forgotten, when the pass began; None where nobody knows.
+        floors_s: the least seconds that the hardware allows each step; empty where that is not known.
+    """
+
+    served: Served
+    vocab_size: int
+    drift: Drift = field(default_factory=Drift)
+    first_tokens: Sequence[Sequence[int]] | None = None
+    made_up_prompts: bool = False
+    items: Sequence[Item] = ()
+    before: Sequence[Item] | None = None
+    floors_s: Sequence[float] = ()
+
+    @property
+    def requests(self) -> Sequence[RequestTrace]:
+        return self.served.requests
 
 
 def timed_from_outside(e: Evidence) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from experiments.lab.judge import timing
-from experiments.lab.judge.evidence import Evidence
+from experiments.lab.judge.timing import Evidence
 from experiments.lab.measure.traces import Served
 
 MAX_DRIFT = 0.05  # of the clocks, during a pass

@@ -29,32 +29,26 @@ SINGLE_PASS, SPLIT_K, FA4 = "single_pass", "split_k", "fa4"
 
 
 class _Attention(Case):
-    """The layers of one KV store are the sets of inputs."""
+    """One new token of each sequence. The layers of one KV store are the sets of inputs."""
+
+    settings: ClassVar[Mapping[str, Any]] = {
+        "heads": None,
+        "batch": None,
+        "length": None,
+        "head_dim": 128,
+        "block_size": 16,
+    }
+    kind: Kind = "decode"
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._heads, self._kv_heads = heads(self.shape["heads"], self.name)
         self._scale = self.shape["head_dim"] ** -0.5
+        self.count, self.length = self.shape["batch"], self.shape["length"]
+        self.queries = self.shape.get("queries", 1)  # tokens of each sequence that are computed
         self._held: list[Any] = []  # what graphs know nothing of but the address
         if self.queries > self.length:
             raise ConfigError(f"the case {self.name}: {self.queries} queries of a sequence of {self.length} tokens")
-
-    @property
-    def count(self) -> int:
-        return int(self.shape["batch"])
-
-    @property
-    def length(self) -> int:
-        return int(self.shape["length"])
-
-    @property
-    def queries(self) -> int:
-        """Tokens of each sequence that are computed."""
-        raise NotImplementedError
-
-    @property
-    def kind(self) -> Kind:
-        return "decode"
 
     @property
     def work(self) -> Work:
@@ -135,18 +129,10 @@ class _Attention(Case):
 
 
 class FlashDecode(_Attention):
-    """One new token of each sequence, by the kernel: one pass over the keys, Flash Decoding, FlashAttention-4."""
+    """By the kernel: one pass over the keys, Flash Decoding, FlashAttention-4."""
 
     name = "flash_decode"
-    settings: ClassVar[Mapping[str, Any]] = {
-        "heads": None,
-        "batch": None,
-        "length": None,
-        "head_dim": 128,
-        "block_size": 16,
-    }
     variants = (SINGLE_PASS, SPLIT_K, FA4)
-    queries = 1
 
     def implementation(self, variant: str) -> Implementation:
         if variant == FA4:
@@ -179,46 +165,19 @@ class FlashDecode(_Attention):
         return run
 
 
-class _Backends(_Attention):
+class DecodeAttention(_Attention):
     """By the engine's backend."""
 
+    name = "decode"
     variants = tuple(choice.value for choice in AttentionChoice if choice is not AttentionChoice.auto)
 
     def implementation(self, variant: str) -> Implementation:
         return self._backend(AttentionChoice(variant), self._store.layout.num_layers)
 
 
-class DecodeAttention(_Backends):
-    """One new token of each sequence."""
-
-    name = "decode"
-    settings: ClassVar[Mapping[str, Any]] = {
-        "heads": None,
-        "batch": None,
-        "length": None,
-        "head_dim": 128,
-        "block_size": 16,
-    }
-    queries = 1
-
-
-class PrefillAttention(_Backends):
+class PrefillAttention(DecodeAttention):
     """The last `queries` tokens of each sequence, such as a whole prompt or a chunk at its end."""
 
     name = "prefill"
-    settings: ClassVar[Mapping[str, Any]] = {
-        "heads": None,
-        "batch": 1,
-        "length": None,
-        "queries": None,
-        "head_dim": 128,
-        "block_size": 16,
-    }
-
-    @property
-    def queries(self) -> int:
-        return int(self.shape["queries"])
-
-    @property
-    def kind(self) -> Kind:
-        return "prefill"
+    settings: ClassVar[Mapping[str, Any]] = {**_Attention.settings, "batch": 1, "queries": None}
+    kind = "prefill"

@@ -40,6 +40,7 @@ THETA = 1e6
 
 class _Fused(Case):
     variants = (EAGER, TORCH, COMPILED, TRITON)
+    _sets: list[tuple[Any, ...]]  # of inputs
 
     def implementation(self, variant: str) -> Implementation:
         compute: Callable[..., Any] = self.eager
@@ -63,13 +64,19 @@ class _Fused(Case):
         return compiled
 
     def inputs(self, copy: int) -> tuple[Any, ...]:
-        raise NotImplementedError
+        return self._sets[copy]
 
     def compute(self, kernels: Kernels, *inputs: Any) -> Any:
         raise NotImplementedError
 
     def eager(self, *inputs: Any) -> Any:
         raise NotImplementedError
+
+    def error(self, output: Any) -> float:
+        expected = self.compute(TorchKernels(), *(tensor.float() for tensor in self._sets[0]))
+        if isinstance(output, Tensor):
+            return row_error(output, expected)
+        return max(row_error(found, exact) for found, exact in zip(output, expected, strict=True))
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -98,9 +105,6 @@ class AddRmsNorm(_Fused):
         weight = self.random(self.shape["hidden"])
         self._sets = [(self.random(*size), self.random(*size), weight) for _ in range(copies)]
 
-    def inputs(self, copy: int) -> tuple[Any, ...]:
-        return self._sets[copy]
-
     def compute(self, kernels: Kernels, *inputs: Any) -> tuple[Tensor, Tensor]:
         x, residual, weight = inputs
         return kernels.add_rms_norm(Stream(x, residual, Norm(weight, EPS)))
@@ -109,10 +113,6 @@ class AddRmsNorm(_Fused):
         x, residual, weight = inputs
         total = residual + x
         return _norm(total, weight), total
-
-    def error(self, output: Any) -> float:
-        expected = self.compute(TorchKernels(), *(tensor.float() for tensor in self._sets[0]))
-        return max(row_error(found, exact) for found, exact in zip(output, expected, strict=True))
 
 
 class SiluMul(_Fused):
@@ -126,10 +126,7 @@ class SiluMul(_Fused):
         return Work(3 * self.shape["tokens"] * self.shape["inner"] * self.dtype.itemsize)
 
     def allocate(self, copies: int) -> None:
-        self._gate_up = [self.random(self.shape["tokens"], 2 * self.shape["inner"]) for _ in range(copies)]
-
-    def inputs(self, copy: int) -> tuple[Any, ...]:
-        return (self._gate_up[copy],)
+        self._sets = [(self.random(self.shape["tokens"], 2 * self.shape["inner"]),) for _ in range(copies)]
 
     def compute(self, kernels: Kernels, *inputs: Any) -> Tensor:
         return kernels.silu_mul(*inputs)
@@ -137,9 +134,6 @@ class SiluMul(_Fused):
     def eager(self, *inputs: Any) -> Tensor:
         gate, up = inputs[0].chunk(2, dim=-1)
         return F.silu(gate) * up
-
-    def error(self, output: Any) -> float:
-        return row_error(output, self.compute(TorchKernels(), self._gate_up[0].float()))
 
 
 class RopeAndStore(_Fused):
@@ -173,9 +167,6 @@ class RopeAndStore(_Fused):
             half = head_dim // 2
             unsigned = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)  # as transformers has it
             self._sets.append((self.random(tokens, width), *norms, cos, sin, unsigned, *places))
-
-    def inputs(self, copy: int) -> tuple[Any, ...]:
-        return self._sets[copy]
 
     def compute(self, kernels: Kernels, *inputs: Any) -> Tensor:
         qkv, q_weight, k_weight, cos, sin, _, slots, keys, values = inputs

@@ -38,8 +38,7 @@ class Timer:
 
     def sample_us(self) -> float:
         """The median time of a call."""
-        times = [_gpu_us(self.burst) if self.on_gpu else _cpu_us(self.burst) for _ in range(SAMPLES)]
-        return stats.median(times) / self.calls
+        return 1e6 * stats.median([seconds_of(self.burst, 1, self.on_gpu) for _ in range(SAMPLES)]) / self.calls
 
 
 def copies_needed(num_bytes: int, device: torch.device) -> int:
@@ -55,7 +54,7 @@ def prepare(implementation: Implementation, copies: int, device: torch.device) -
     run, on_gpu = implementation.run, device.type == "cuda"
     for copy in (0, copies - 1, 0):
         run(copy)
-    once_us = _gpu_us(lambda: _calls(run, 1, copies)) if on_gpu else _cpu_us(lambda: _calls(run, 1, copies))
+    once_us = 1e6 * seconds_of(lambda: run(0), 1, on_gpu)
     calls = min(MAX_CALLS, max(copies, round(PASS_US / max(once_us, 0.1))))
     calls = max(1, calls // copies) * copies  # each set as often as every other
     if not on_gpu or not implementation.graph_safe:
@@ -72,17 +71,18 @@ def _calls(run: Callable[[int], object], count: int, copies: int) -> None:
         run(index % copies)
 
 
-def _gpu_us(work: Callable[[], None]) -> float:
+def seconds_of(work: Callable[[], object], calls: int, on_gpu: bool) -> float:
+    """So many calls, by the clock or on a GPU between two events."""
+    if not on_gpu:
+        started = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return time.perf_counter() - started
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
-    work()
+    for _ in range(calls):
+        work()
     end.record()
     torch.cuda.synchronize()
-    return 1e3 * float(start.elapsed_time(end))
-
-
-def _cpu_us(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return 1e6 * (time.perf_counter() - start)
+    return float(start.elapsed_time(end)) / 1e3

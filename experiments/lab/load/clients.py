@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from experiments.lab.load.target import Target
+from experiments.lab.measure.schedule import lead_s
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
-from experiments.lab.measure.witness import lead_s
 from experiments.lab.peers import wire
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import ClientSettings

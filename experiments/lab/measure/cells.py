@@ -6,9 +6,11 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from experiments.lab.judge import metrics, roofline, validity
-from experiments.lab.judge.evidence import Evidence
-from experiments.lab.judge.metrics import Context, Missing
+import torch
+
+from experiments.lab.judge import formulas, roofline, validity
+from experiments.lab.judge.metrics import SLO, Context, Missing
+from experiments.lab.judge.timing import Evidence
 from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.lending import Lending
@@ -40,8 +42,8 @@ class Cell:
     engine_of: str
 
     @property
-    def where(self) -> str:
-        return f"{self.variant} {self.point.name}".strip()
+    def key(self) -> tuple[str, str]:
+        return self.variant, self.point.name
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
         return Pass(replace(served, joules=watched.joules), watched.drift, inputs.measured, before)
 
 
-def context(cell: Cell, slo: metrics.SLO, ceilings: Ceilings | None, problem: str) -> Context:
+def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Context:
     """What the cell's metrics are measured against; `problem` says why there are no ceilings."""
     if cell.engine.model.load_format is LoadFormat.dry:
         return Context(slo, None, "a dry model moves no bytes")
@@ -92,34 +94,48 @@ def drafts_on_made_up_prompts(cell: Cell) -> bool:
     return cell.engine.speculation.method not in methods and cell.workload.kind not in OF_WORDS
 
 
+def tokens_must_agree(cell: Cell) -> bool:
+    """Whether greedy tokens must be the baseline's and the same in every repeat: on a CPU in fp32, unless somebody
+    draws random weights of its own or accepts drafts by decree. Elsewhere rounding chooses: ExactGate is for that."""
+    model = cell.engine.model
+    if model.load_format is LoadFormat.dry:
+        return True
+    if cell.engine.speculation.method is SpeculationMethod.synthetic:
+        return False
+    if cell.kind.can.own_weights and model.load_format is LoadFormat.dummy:
+        return False
+    device = resolve_device(model)
+    return device.type == "cpu" and resolve_dtype(model, load_spec(model), device) is torch.float32
+
+
 def rows(cell: Cell, repeat: int, names: Sequence[str], measured: Context, evidence: Evidence) -> list[Row]:
     """One row a metric; none where a metric has no meaning for the cell (see `left_out`)."""
     problem = validity.problem(evidence)
     found = []
-    for name, value in metrics.measure(evidence.served, names, measured).items():
-        missing = value.reason if isinstance(value, Missing) else ""
-        if isinstance(value, Missing) and not value.applies:
-            continue
-        reason = " ".join("; ".join(part for part in (problem, missing) if part).split())  # an error may have lines
-        number = 0.0 if isinstance(value, Missing) else float(value)
-        unit = metrics.describe(name).unit
-        found.append(Row(cell.variant, cell.point.name, repeat, name, number, unit, not reason, reason))
+    for name, value in formulas.measure(evidence.served, names, measured).items():
+        if not isinstance(value, Missing):
+            found.append(_row(cell, repeat, name, value, problem))
+        elif value.applies:
+            found.append(_row(cell, repeat, name, 0.0, "; ".join(part for part in (problem, value.reason) if part)))
     return found
 
 
 def absent_rows(cell: Cell, repeat: int, names: Sequence[str], why: str) -> list[Row]:
     """Of a peer that is not there."""
-    units = {name: metrics.describe(name).unit for name in names}
-    reason = f"{ABSENT}{why}"
-    return [Row(cell.variant, cell.point.name, repeat, name, 0.0, unit, False, reason) for name, unit in units.items()]
+    return [_row(cell, repeat, name, 0.0, f"{ABSENT}{why}") for name in names]
+
+
+def _row(cell: Cell, repeat: int, name: str, value: float, problem: str) -> Row:
+    reason = " ".join(problem.split())  # an error may have lines
+    return Row(*cell.key, repeat, name, float(value), formulas.describe(name).unit, not reason, reason)
 
 
 def left_out(names: Sequence[str], measured: Context, served: Served) -> list[str]:
     """Why metrics have no meaning for this pass, a line a reason."""
     why: dict[str, list[str]] = {}
-    for name, value in metrics.measure(served, names, measured).items():
+    for name, value in formulas.measure(served, names, measured).items():
         if isinstance(value, Missing) and not value.applies:
-            why.setdefault(value.reason, []).append(metrics.describe(name).label)
+            why.setdefault(value.reason, []).append(formulas.describe(name).label)
     return [
         f"{'; '.join(labels)}: left out, because {reason}"
         if len(labels) > 1

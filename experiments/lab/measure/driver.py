@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from experiments.lab.measure.schedule import Schedule
 from experiments.lab.measure.traces import RequestTrace, Served
@@ -36,7 +37,7 @@ class Drive:
         self._prompts = [list(item.prompt) for item in items]
         self._params = [SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True) for item in items]
         self._index_of = {self._name(index): index for index in range(len(items))}
-        self._sent: dict[int, tuple[float, float | None, float]] = {}  # arrival, sent, could_send
+        self._sent: dict[int, tuple[float, float | None, float | None]] = {}  # arrival, sent, could_send
         self._traces: dict[int, RequestTrace] = {}
         self._last_error = ""
 
@@ -102,7 +103,8 @@ class Drive:
                 stream=False,
             )
         except RequestError as error:
-            self._fail(schedule, index, str(error))
+            self._note(index, str(error))
+            self._drop_followers(schedule, index)
         return engine.clock()
 
     def _end(self, schedule: Schedule, output: RequestOutput) -> None:
@@ -110,24 +112,15 @@ class Drive:
         completion = output.outputs[0]
         assert completion.metrics is not None
         metrics, tokens = completion.metrics, tuple(completion.token_ids)
-        arrival, sent, could_send = self._sent[index]
         error = self._why(completion.finish_reason)
-        item = self._items[index]
-        self._traces[index] = RequestTrace(
-            prompt_tokens=len(output.prompt_token_ids),
-            asked_tokens=item.output_tokens,
-            arrival=arrival,
+        self._note(
+            index,
+            error,
             token_times=metrics.token_times,
             token_ids=tokens,
             cached_tokens=metrics.num_cached_tokens,
-            request_id=self._name(index),
-            name=item.name,
-            sent=sent,
-            could_send=could_send,
             first_scheduled=metrics.first_scheduled_time,
             preemptions=metrics.num_preemptions,
-            shared_tokens=item.shared_tokens,
-            error=error,
         )
         if error:
             self._drop_followers(schedule, index)
@@ -142,41 +135,29 @@ class Drive:
             return self._last_error or "the engine could not finish it"
         return "it was aborted" if name == "abort" else ""
 
-    def _fail(self, schedule: Schedule, index: int, why: str) -> None:
-        arrival, sent, could_send = self._sent[index]
-        self._traces[index] = self._unserved(index, arrival, why, sent, could_send)
-        self._drop_followers(schedule, index)
-
     def _drop_followers(self, schedule: Schedule, index: int) -> None:
-        now = self._engine.clock()
         for follower in schedule.lose(index):
-            self._traces[follower] = self._unserved(follower, now, "the request that it follows has no answer")
+            self._note(follower, "the request that it follows has no answer")
 
-    def _unserved(
-        self, index: int, arrival: float, why: str, sent: float | None = None, could_send: float | None = None
-    ) -> RequestTrace:
+    def _note(self, index: int, error: str, **answer: Any) -> None:
+        """What came of a request; of one that was never sent it counts as having arrived now."""
         item = self._items[index]
-        return RequestTrace(
+        arrival, sent, could_send = self._sent.get(index, (self._engine.clock(), None, None))
+        self._traces[index] = RequestTrace(
             prompt_tokens=len(self._prompts[index]),
             asked_tokens=item.output_tokens,
             arrival=arrival,
-            token_times=(),
-            token_ids=(),
             request_id=self._name(index),
             name=item.name,
             sent=sent,
             could_send=could_send,
-            error=why,
+            shared_tokens=item.shared_tokens,
+            error=error,
+            **{"token_times": (), "token_ids": (), **answer},
         )
 
 
-def drive(
-    engine: LLMEngine,
-    items: Sequence[Item],
-    concurrency: int,
-    *,
-    sleep: Sleep = time.sleep,
-) -> Served:
+def drive(engine: LLMEngine, items: Sequence[Item], concurrency: int, *, sleep: Sleep = time.sleep) -> Served:
     """Serves `items` greedily, each with exactly its output length.
 
     Args:

@@ -29,6 +29,7 @@ class System:
     Attributes:
         module: with its `open_peer`, of those that can run in a process of their own; "" of others.
         over_http: the load client talks to it.
+        ours: it is this engine, which gates check before it is timed.
         steps: it tells StepRecords, and its steps can be profiled.
         own_weights: of random weights it makes its own; else it has the engine's.
         caches: it has the engine's switch for a prefix cache.
@@ -41,6 +42,7 @@ class System:
     label: str
     module: str = ""
     over_http: bool = False
+    ours: bool = False
     steps: bool = False
     own_weights: bool = False
     caches: bool = False
@@ -51,12 +53,12 @@ class System:
 
 
 SYSTEMS = {
-    Kind.engine: System("mini-infer", steps=True, caches=True),
+    Kind.engine: System("mini-infer", ours=True, steps=True, caches=True),
     Kind.hf: System("transformers.generate", "experiments.lab.peers.hf", open_loop=False, chains=False),
     Kind.hf_continuous: System("transformers continuous batching", "experiments.lab.peers.hf_continuous", chains=False),
     Kind.vllm: System(
         "vLLM", "experiments.lab.peers.vllm", own_weights=True, caches=True, always_apart=True, needs_gpu=True
     ),
-    Kind.served: System("mini-infer over HTTP", over_http=True, caches=True, always_apart=True),
+    Kind.served: System("mini-infer over HTTP", ours=True, over_http=True, caches=True, always_apart=True),
     Kind.http: System("an OpenAI server", over_http=True, own_weights=True, always_apart=True),
 }

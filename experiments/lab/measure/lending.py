@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from experiments.lab.measure.schedule import from_outside
 from experiments.lab.measure.subjects import EngineSubject, Kind, Subject, open_subject
 from experiments.lab.measure.traces import Served
-from experiments.lab.measure.witness import from_outside
 from experiments.lab.peers.pool import Lease, Peers
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from experiments.lab.judge import metrics
+from experiments.lab.judge import formulas
 from experiments.lab.measure.cells import Cell
 from experiments.lab.points import Point
 from experiments.lab.spec import RATE
@@ -149,7 +149,7 @@ class Searches:
             else:
                 value = settings.rates[found]
             self.notes.append(f"{self._labels[variant]}, search {repeat + 1}: {self._bracket(found, shares)}.")
-        unit = metrics.describe(FOUND).unit
+        unit = formulas.describe(FOUND).unit
         (at,) = settings.result
         self.rows.append(Row(variant, at.name, repeat, FOUND, value, unit, not reason, reason))
 

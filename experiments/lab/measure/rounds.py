@@ -1,11 +1,19 @@
-"""Work that can be stopped: what was finished is kept."""
+"""The loop of every experiment: rounds that can be stopped, what was finished is kept; and of those that time something
+directly, without an engine that serves requests, what is in a round."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from experiments.lab.experiment import Experiment, Findings
+from experiments.lab.judge import stats
+from experiments.lab.points import Point
+from experiments.lab.show.progress import Steps
 from experiments.lab.store.result import COMPLETE
+from experiments.lab.store.rows import Row
 from mini_infer.core.errors import MiniInferError
 
 
@@ -22,13 +30,65 @@ class Outcome:
 
 def run(rounds: Sequence[tuple[str, Callable[[], None]]]) -> Outcome:
     """Runs named rounds in order, each of which keeps its findings at its very end. An error or Ctrl-C ends the run
-    there; where no round has been finished, it is raised."""
-    for done, (name, work) in enumerate(rounds):
-        try:
-            work()
-        except (Exception, KeyboardInterrupt) as error:
-            if not done:
-                raise
-            why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-            return Outcome(f"incomplete: {why} in {name}; {done} of {len(rounds)} rounds are kept", error)
+    there; where no round has been finished, it is raised.
+
+    What is alive now is out of the garbage collector's sight meanwhile: a full pass over a process that has imported
+    torch takes a few tenths of a second, and would fall on whoever happens to trigger it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        for done, (name, work) in enumerate(rounds):
+            try:
+                work()
+            except (Exception, KeyboardInterrupt) as error:
+                if not done:
+                    raise
+                why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+                return Outcome(f"incomplete: {why} in {name}; {done} of {len(rounds)} rounds are kept", error)
+    finally:
+        gc.unfreeze()
     return Outcome(COMPLETE)
+
+
+class Probe(Experiment):
+    """Every variant at every point of `timed`, in ABBA order; a repeat is kept whole.
+
+    Attributes:
+        timed: (variant, point), in the order of the first repeat.
+    """
+
+    timed: Sequence[tuple[str, Point]]
+
+    def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
+        """One measurement: metric -> value, None where a sample is too small for it."""
+        raise NotImplementedError
+
+    def derived(self, found: Sequence[Row]) -> Sequence[tuple[str, Point, Mapping[str, float | None]]]:
+        """What follows from all values of a repeat."""
+        return ()
+
+    def measure(self, steps: Steps) -> Findings:
+        repeats = self.settings.repeats
+        steps.plan(repeats * len(self.timed))
+        rows: list[Row] = []
+        names = [f"repeat {repeat + 1} of {repeats}" for repeat in range(repeats)]
+        outcome = run([(name, partial(self._repeat, i, name, rows, steps)) for i, name in enumerate(names)])
+        return Findings(rows, status=outcome.status, error=outcome.error)
+
+    def _repeat(self, repeat: int, name: str, rows: list[Row], steps: Steps) -> None:
+        found: list[Row] = []
+        for variant, point in stats.abba(self.timed, repeat):
+            label = f"{self.variants[variant]} " if len(self.variants) > 1 else ""
+            steps.next(f"{label}{point.name}, {name}")
+            gc.collect()
+            found += self._rows(variant, point, repeat, self.values(variant, point))
+        for variant, point, values in self.derived(found):
+            found += self._rows(variant, point, repeat, values)
+        rows += found
+
+    def _rows(self, variant: str, point: Point, repeat: int, values: Mapping[str, float | None]) -> list[Row]:
+        return [
+            Row(variant, point.name, repeat, name, value, self.metrics[name].unit)
+            for name, value in values.items()
+            if value is not None
+        ]

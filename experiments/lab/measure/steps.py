@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, fields
 
 from experiments.lab.measure.traces import Served
 
@@ -62,29 +63,18 @@ class RequestRow:
     decode_s: float | None = None
 
 
+_OF_RECORD = [f.name for f in fields(StepRow)][5:]  # what a row has as its record has it; `kv_...` of its kv
+
+
 def step_rows(variant: str, point: str, served: Served) -> list[StepRow]:
     return [
         StepRow(
-            variant=variant,
-            point=point,
-            step=step,
-            start_s=record.start_time - served.start,
-            duration_s=record.end_time - record.start_time,
-            prefill_tokens=record.prefill_tokens,
-            decode_tokens=record.decode_tokens,
-            num_running=record.num_running,
-            num_prefilling=record.num_prefilling,
-            num_waiting=record.num_waiting,
-            num_swapped=record.num_swapped,
-            kv_total_blocks=record.kv.total_blocks,
-            kv_used_blocks=record.kv.used_blocks,
-            kv_cached_blocks=record.kv.cached_blocks,
-            kv_used_slots=record.kv.used_slots,
-            kv_reserved_slots=record.kv.reserved_slots,
-            prefix_hit_tokens=record.prefix_hit_tokens,
-            evictions=record.evictions,
-            preempted=record.preempted,
-            finished=record.finished,
+            variant,
+            point,
+            step,
+            record.start_time - served.start,
+            record.end_time - record.start_time,
+            *(operator.attrgetter(name.replace("kv_", "kv.", 1))(record) for name in _OF_RECORD),
         )
         for step, record in enumerate(served.records)
     ]

@@ -27,7 +27,7 @@ import threading
 import traceback
 from typing import Any, BinaryIO
 
-from experiments.lab.measure.witness import from_outside
+from experiments.lab.measure.schedule import from_outside
 from experiments.lab.peers import wire
 from experiments.lab.peers.base import Peer, PeerAbsent
 from mini_infer.core.config import EngineConfig

@@ -9,7 +9,6 @@ from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.show import wording
 from experiments.lab.store.result import RunInfo
 
-SHOWN = "shown"  # the verdict on tokens of which nothing is asked
 Line = tuple[str, str, str]
 
 
@@ -24,8 +23,7 @@ def _token_lines(info: RunInfo) -> list[Line]:
     for kind in kinds:
         passed = [gate for gate in info.gates if (gate.variant, gate.against) == kind and gate.passed]
         if passed:
-            verdict = SHOWN if passed[0].needed_share <= 0 else Verdict.supported.value
-            lines.append((_same_tokens(passed, info), verdict, _gate_figures(passed)))
+            lines.append((_same_tokens(passed, info), Verdict.supported.value, _gate_figures(passed)))
     failed = [gate for gate in info.gates if not gate.passed]
     return [*lines, *((_gate_claim(gate, info), Verdict.refuted.value, _gate_figure(gate)) for gate in failed)]
 
@@ -66,15 +64,11 @@ def _gate_claim(gate: Gate, info: RunInfo) -> str:
     label, other = info.variants[gate.variant], info.variants[str(info.baseline)]
     if gate.against:
         return f"{label} answers each request as {gate.against}{at}"
-    if gate.needed_share <= 0:
-        return f"{label}: greedy tokens up to each request's first difference from {other}{at}"
     return f"{label} generates the same greedy tokens as {other}{at}"
 
 
 def _gate_figure(gate: Gate) -> str:
     figure = f"{gate.equal_tokens:,} of {gate.total_tokens:,} tokens"
-    if 0 < gate.needed_share < 1:
-        figure += f", {wording.share(gate.needed_share)} needed"
     if gate.first_difference is not None:
         where = gate.first_difference
         figure += (

@@ -10,7 +10,6 @@ from experiments.lab.judge.draft_formulas import PLACES
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.show import wording
 from experiments.lab.store.result import Result
-from experiments.lab.store.rows import Table
 
 SCREEN = 110  # columns: what a terminal and a code-hosting page show without scrolling
 ROOFLINE = {"floor_ms": "floor", "mbu": "MBU", "mfu": "MFU"}  # how near the hardware's limits a pass came
@@ -20,6 +19,9 @@ MISSING = "-"
 INVALID = "INVALID"
 FEW = "not shown"  # the sample is too small
 ABSENT = "absent"
+Cell = tuple[str, str, str]  # variant, point, metric
+Column = Callable[[str, str, str], str]  # what stands there of a cell
+Columns = dict[str, Column]  # by their headers
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,14 @@ class Grid:
 
     def markdown(self) -> str:
         """Columns stand below each other, so that the file itself can be read too."""
-        cells = Grid("", _escaped(self.header), tuple(_escaped(row) for row in self.rows))
-        rule = "|" + "|".join("-" * (width + 2) for width in cells._widths) + "|"
-        lines = [f"| {' | '.join(_padded(row, cells._widths))} |" for row in (cells.header, *cells.rows)]
-        return "\n".join([*([f"### {self.title}", ""] if self.title else []), lines[0], rule, *lines[1:]])
+        header, *rows = (tuple(map(wording.cell, row)) for row in (self.header, *self.rows))
+        widths = Grid("", header, tuple(rows))._widths
+        lines = [f"| {_line(row, widths, ' | ')} |" for row in (header, *rows)]
+        lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
+        return "\n".join([*([f"### {self.title}", ""] if self.title else []), *lines])
 
     def text(self) -> str:
-        lines = ["  ".join(_padded(row, self._widths)).rstrip() for row in (self.header, *self.rows)]
+        lines = [_line(row, self._widths, "  ").rstrip() for row in (self.header, *self.rows)]
         return "\n".join([*([self.title] if self.title else []), *(f"  {line}" for line in lines)])
 
 
@@ -61,10 +64,12 @@ class Sheet:
         self.info = result.info
         self.repeats = max((row.repeat + 1 for row in result.rows), default=0)
         self._turns = len({(row.process, row.repeat) for row in result.rows})
-        self._table = Table(result.rows)
-        self._tried = {(row.variant, row.point, row.metric) for row in result.rows}
-        self._absent = {(row.variant, row.point, row.metric) for row in result.rows if row.is_absent}
-        self._faulty = {(row.variant, row.point, row.metric) for row in result.rows if row.is_fault}
+        self._table = result.table
+        self._lacking: dict[Cell, str] = {}  # what stands where a cell that was tried has no value
+        for row in result.rows:
+            cell = (row.variant, row.point, row.metric)
+            why = ABSENT if row.is_absent else INVALID if row.is_fault else FEW
+            self._lacking[cell] = max(self._lacking.get(cell, FEW), why, key=(FEW, INVALID, ABSENT).index)
         # Of several gates at a point, the one against the baseline in the timed passes.
         ordered = sorted(result.info.gates, key=lambda gate: not gate.against)
         self._gates = {(gate.variant, gate.point): gate for gate in ordered}
@@ -74,8 +79,7 @@ class Sheet:
         variant has one table for all of them."""
         measured = [name for name in names if self._points(name)]
         places = [name for name in measured if name in BY_PLACE]
-        if len(places) > 1:  # the first of them stands for all
-            measured = [name for name in measured if name not in places[1:]]
+        measured = [name for name in measured if name not in places[1:]]  # the first of them stands for all
         if len(self.info.variants) == 1 and measured:
             joined = self._joined(measured)
             if joined.width <= SCREEN:
@@ -86,10 +90,10 @@ class Sheet:
             first = self._long(speeds[0], beside) if speeds and beside else None
             if first is not None and first.width <= SCREEN:
                 others = [*speeds[1:], *(name for name in limits if name not in beside)]
-                return [first, *(grid for name in others for grid in self._grids(name))]
-        return [grid for name in (*speeds, *limits) for grid in self._grids(name)]
+                return [first, *(grid for name in others for grid in self._of(name))]
+        return [grid for name in (*speeds, *limits) for grid in self._of(name)]
 
-    def _grids(self, name: str) -> list[Grid]:
+    def _of(self, name: str) -> list[Grid]:
         """Acceptance by place is one table. Two variants stand side by side, one row a point; more of them below each
         other; and where names are too long for that, each point has its own table."""
         points = self._points(name)
@@ -105,76 +109,60 @@ class Sheet:
         return [joined] if joined.width <= SCREEN else [self._long(name, points=[point]) for point in points]
 
     def _long(self, name: str, beside: Sequence[str] = (), points: Sequence[str] = ()) -> Grid:
+        """A row a variant, point by point."""
         info = self.info
         points = points or self._points(name)
-        compared, pointed, many = info.baseline is not None, len(points) > 1, len(info.variants) > 1
-        header = [*(["point"] if pointed else []), *(["variant"] if many else []), "median [95 %]"]
-        if compared:
-            label = info.variants[str(info.baseline)]
-            header += [f"ratio to {label if len(label) <= LONG_LABEL else 'baseline'}"]
-        header += self._gated
+        columns = self._named(len(points) > 1, len(info.variants) > 1) | {"median [95 %]": self.value}
+        if info.baseline is not None:
+            label = info.variants[info.baseline]
+            columns[f"ratio to {label if len(label) <= LONG_LABEL else 'baseline'}"] = self.ratio
+        columns |= self._gated
         for other in beside:
             unit = info.metrics[other].unit
-            header.append(ROOFLINE[other] + (f", {unit}" if unit else ""))
-        rows = []
-        for point in points:
-            for variant, label in info.variants.items():
-                if (variant, point, name) not in self._tried:
-                    continue  # a peer has no engine steps, and a kernel not every implementation
-                cells = [*([point] if pointed else []), *([label] if many else []), self.value(variant, point, name)]
-                if compared:
-                    cells.append(self.ratio(variant, point, name))
-                cells += [self._gated[column](variant, point) for column in self._gated]
-                rows.append((*cells, *(self._median(variant, point, other) for other in beside)))
-        title = metric_title(info.metrics[name]) + (f", at {points[0]}" if points[0] and not pointed else "")
-        return Grid(title, tuple(header), tuple(rows))
+            columns[ROOFLINE[other] + (f", {unit}" if unit else "")] = self._median_of(other)
+        title = metric_title(info.metrics[name]) + (f", at {points[0]}" if points[0] and len(points) == 1 else "")
+        return _grid(title, columns, self._cells(points, [name]))
 
     def _wide(self, name: str) -> Grid:
         info = self.info
         (other,) = (variant for variant in info.variants if variant != info.baseline)
-        rows = [
-            (
-                point,
-                *(self.value(variant, point, name) for variant in info.variants),
-                self.ratio(other, point, name),
-                self.same_tokens(other, point),
-            )
-            for point in self._points(name)
-        ]
-        header = ("point", *info.variants.values(), "ratio", "same tokens")
-        return Grid(metric_title(info.metrics[name]), header, tuple(rows))
+        columns: Columns = {"point": _point}
+        columns |= {label: lambda _, p, m, v=v: self.value(v, p, m) for v, label in info.variants.items()}  # type: ignore[misc]
+        columns |= {"ratio": self.ratio, "same tokens": self.same_tokens}
+        return _grid(metric_title(info.metrics[name]), columns, [(other, point, name) for point in self._points(name)])
 
     def _by_place(self, names: Sequence[str]) -> Grid:
         """Medians, a column a place behind a request's last token."""
-        pointed = len(self.info.points) > 1
-        rows = [
-            (*([point] if pointed else []), label, *(self._median(variant, point, name) for name in names))
-            for point in self._points(names[0])
-            for variant, label in self.info.variants.items()
-            if any((variant, point, name) in self._tried for name in names)
-        ]
-        header = (*(["point"] if pointed else []), "variant", *(name.rpartition("_")[2] for name in names))
-        return Grid("Share of the drafts that were accepted, by place (higher is better)", header, tuple(rows))
+        columns = self._named(len(self.info.points) > 1, True)
+        columns |= {name.rpartition("_")[2]: self._median_of(name) for name in names}
+        title = "Share of the drafts that were accepted, by place (higher is better)"
+        return _grid(title, columns, self._cells(self._points(names[0]), names))
 
     def _joined(self, names: Sequence[str]) -> Grid:
-        (variant,) = self.info.variants
-        rows = [
-            (metric.label, metric.unit, point, self.value(variant, point, name), metric.better.value)
-            for name in names
-            for point in self._points(name)
-            for metric in [self.info.metrics[name]]
-        ]
-        return Grid("", ("metric", "unit", "point", "median [95 %]", "better"), tuple(rows))
+        (variant,), metrics = self.info.variants, self.info.metrics
+        columns: Columns = {
+            "metric": lambda v, p, m: metrics[m].label,
+            "unit": lambda v, p, m: metrics[m].unit,
+            "point": _point,
+            "median [95 %]": self.value,
+            "better": lambda v, p, m: metrics[m].better.value,
+        }
+        return _grid("", columns, [(variant, point, name) for name in names for point in self._points(name)])
+
+    def _cells(self, points: Sequence[str], names: Sequence[str]) -> list[Cell]:
+        """Of the variants that were tried: a peer has no engine steps, and a kernel not every implementation."""
+        every = [(v, p) for p in points for v in self.info.variants]
+        return [(v, p, names[0]) for v, p in every if any((v, p, name) in self._lacking for name in names)]
+
+    def _named(self, point: bool, variant: bool) -> Columns:
+        named: Columns = {"point": _point} if point else {}
+        return named | ({"variant": lambda v, p, m: self.info.variants[v]} if variant else {})
 
     def value(self, variant: str, point: str, metric: str) -> str:
         """Median and interval; and how many repeats, where some are missing."""
         values = self._table.values(variant, point, metric)
         if not values:
-            if (variant, point, metric) in self._absent:
-                return ABSENT
-            if (variant, point, metric) in self._faulty:
-                return INVALID
-            return FEW if (variant, point, metric) in self._tried else MISSING
+            return self._lacking.get((variant, point, metric), MISSING)
         text = wording.interval(stats.absolute(values, self.info.metrics[metric].share))
         return text if len(values) == self._turns else f"{text} (n={len(values)})"
 
@@ -186,20 +174,20 @@ class Sheet:
         return MISSING if found is None else wording.interval(found, "x")
 
     @property
-    def _gated(self) -> dict[str, Callable[[str, str], str]]:
+    def _gated(self) -> Columns:
         """The gates' columns. Kernels give no tokens, so nothing is said of any."""
         tokens = self.info.baseline is not None and (self.info.gates or not self.info.error_gates)
-        columns: dict[str, Callable[[str, str], str]] = {"same tokens": self.same_tokens} if tokens else {}
+        columns: Columns = {"same tokens": self.same_tokens} if tokens else {}
         return {**columns, "error": self.error} if self.info.error_gates else columns
 
-    def error(self, variant: str, point: str) -> str:
+    def error(self, variant: str, point: str, _: str = "") -> str:
         """Against the reference in fp32."""
         gate = next((gate for gate in self.info.error_gates if gate.covers(variant, point)), None)
         if gate is None:
             return MISSING
         return wording.number(gate.error) if gate.passed else f"FAILED: {wording.number(gate.error)}"
 
-    def same_tokens(self, variant: str, point: str) -> str:
+    def same_tokens(self, variant: str, point: str, _: str = "") -> str:
         """The gate's figure in a few letters."""
         gate = self._gates.get((variant, point)) or self._gates.get((variant, ""))
         if variant == self.info.baseline and (gate is None or gate.against):
@@ -211,16 +199,23 @@ class Sheet:
         return figure if gate.passed else f"FAILED: {figure}"
 
     def _points(self, metric: str) -> list[str]:
-        return [p for p in self.info.points if any((v, p, metric) in self._tried for v in self.info.variants)]
+        return [p for p in self.info.points if any((v, p, metric) in self._lacking for v in self.info.variants)]
 
-    def _median(self, variant: str, point: str, metric: str) -> str:
-        values = self._table.values(variant, point, metric)
-        return wording.number(stats.median(list(values.values()))) if values else MISSING
+    def _median_of(self, metric: str) -> Column:
+        def text(variant: str, point: str, _: str) -> str:
+            values = self._table.values(variant, point, metric)
+            return wording.number(stats.median(list(values.values()))) if values else MISSING
+
+        return text
 
 
-def _escaped(row: Sequence[str]) -> tuple[str, ...]:
-    return tuple(wording.cell(text) for text in row)
+def _point(variant: str, point: str, metric: str) -> str:
+    return point
 
 
-def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+def _grid(title: str, columns: Columns, cells: Sequence[Cell]) -> Grid:
+    return Grid(title, tuple(columns), tuple(tuple(text(*cell) for text in columns.values()) for cell in cells))
+
+
+def _line(row: Sequence[str], widths: Sequence[int], between: str) -> str:
+    return between.join(text.ljust(width) for text, width in zip(row, widths, strict=True))

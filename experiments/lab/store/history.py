@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from experiments.lab.store.provenance import git
 from experiments.lab.store.result import Result, RunInfo, run_path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -17,12 +17,8 @@ def commits_since(info: RunInfo, root: Path = ROOT) -> int | None:
     tell: no git, no repository at `root`, a run without a commit, or a commit that this history does not hold."""
     if info.provenance.commit is None or not info.code:
         return None
-    command = ["git", "-C", str(root), "rev-list", "--count", f"{info.provenance.commit}..HEAD", "--", *info.code]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return int(found.stdout) if found.returncode == 0 else None
+    found = git(root, "rev-list", "--count", f"{info.provenance.commit}..HEAD", "--", *info.code)
+    return None if found is None else int(found)
 
 
 def table(results: Sequence[Result], root: Path = ROOT) -> str:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from experiments.lab.judge import timing, validity
-from experiments.lab.judge.evidence import Evidence
-from experiments.lab.judge.gate import Comparison, Gate, compare, gate
+from experiments.lab.judge.gate import Gate, Tokens, compare
 from experiments.lab.judge.metrics import Context
+from experiments.lab.judge.timing import Evidence
 from experiments.lab.measure import cells
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.steps import RequestRow, StepRow, request_rows, step_rows
 from experiments.lab.measure.traces import RAMP
 from experiments.lab.store.rows import Row
-from mini_infer.core.config import LoadFormat
 
 Key = tuple[str, str]  # variant, point
-Tokens = Sequence[Sequence[int]]  # of each request
 RAMPS = f"the first and the last {100 * RAMP:.0f} % of the time in which requests arrive, with what falls into them"
 
 
@@ -26,7 +25,7 @@ class Round:
     """All variants at one point, once."""
 
     rows: list[Row] = field(default_factory=list)
-    comparisons: dict[Key, Comparison] = field(default_factory=dict)  # with the baseline
+    gates: dict[Key, Gate] = field(default_factory=dict)  # of tokens, against the baseline's
     tokens: dict[Key, Tokens] = field(default_factory=dict)
     steps: list[StepRow] = field(default_factory=list)
     requests: list[RequestRow] = field(default_factory=list)
@@ -39,7 +38,6 @@ class Terms:
 
     Attributes:
         labels: of the variants, for notes.
-        exact: whether greedy tokens must be the same in all repeats.
         timeline: the point whose steps are kept; None: no point's.
     """
 
@@ -48,7 +46,6 @@ class Terms:
     labels: Mapping[str, str]
     contexts: Mapping[Key, Context]
     vocab_size: int
-    exact: bool
     timeline: str | None
 
 
@@ -75,21 +72,15 @@ class Ledger:
             found.requests.extend(request_rows(cell.variant, cell.point.name, repeat, attempts[-1].served))
             if repeat == 0 and cell.kind.can.steps and cell.point.name == self._terms.timeline:
                 found.steps.extend(step_rows(cell.variant, cell.point.name, attempts[-1].served))
-            requests = attempts[-1].served.requests
-            if not all(request.tells_tokens for request in requests):
+            told = _told(attempts[-1])
+            if told is None:
                 label = self._terms.labels[cell.variant]
                 found.notes.append(f"{label}: its tokens are not compared, because it does not tell their ids.")
                 continue
-            found.tokens[cell.variant, cell.point.name] = [r.token_ids for r in requests]
-            if baseline is None or not all(r.tells_tokens for r in baseline[1].served.requests):
-                continue
-            if _weights(cell) == _weights(baseline[0]):
-                self._compare(found, cell, attempts[-1], baseline[1])
-            else:
-                found.notes.append(
-                    f"{self._terms.labels[cell.variant]}: its tokens are not compared with the baseline's, because the "
-                    "random weights of the two differ."
-                )
+            found.tokens[cell.key] = told
+            right = None if baseline is None or not cells.tokens_must_agree(baseline[0]) else _told(baseline[1])
+            if right is not None and cells.tokens_must_agree(cell):
+                found.gates[cell.key] = compare(*cell.key, right, told)
         for cell, why in absent:
             found.rows.extend(cells.absent_rows(cell, repeat, self._terms.metrics, why))
         self.rounds.append(found)
@@ -98,21 +89,15 @@ class Ledger:
         """Of the first repeat."""
         return next((r.tokens[key] for r in self.rounds if key in r.tokens), None)
 
-    def gates(self, keys: Sequence[Key], needed_share: float) -> list[Gate]:
-        """Of those that have been measured."""
-        gates = []
-        for variant, point in keys:
-            key = (variant, point)
-            comparisons = [r.comparisons[key] for r in self.rounds if key in r.comparisons]
-            if comparisons:
-                gates.append(gate(variant, point, comparisons, needed_share))
-        return gates
+    def gates(self, keys: Sequence[Key]) -> list[Gate]:
+        """Of those whose tokens have been compared."""
+        found = [[r.gates[key] for r in self.rounds if key in r.gates] for key in keys]
+        return [functools.reduce(Gate.joined, own) for own in found if own]
 
     def _judge(self, found: Round, repeat: int, cell: Cell, measured: Pass) -> None:
         terms, served = self._terms, measured.served
-        key = (cell.variant, cell.point.name)
-        against, label = terms.contexts[key], terms.labels[cell.variant]
-        first = self.tokens(key) if terms.exact else None
+        against, label = terms.contexts[cell.key], terms.labels[cell.variant]
+        first = self.tokens(cell.key) if cells.tokens_must_agree(cell) else None
         evidence = Evidence(
             served,
             terms.vocab_size,
@@ -133,14 +118,8 @@ class Ledger:
         if served.steady().window is not None:
             found.notes.append(f"Ramps of the open loop are left out{at}: {RAMPS}.")
 
-    def _compare(self, found: Round, cell: Cell, measured: Pass, expected: Pass) -> None:
-        key = (cell.variant, cell.point.name)
-        reference = [request.token_ids for request in expected.served.requests]
-        found.comparisons[key] = compare(reference, found.tokens[key])
 
-
-def _weights(cell: Cell) -> str:
-    """Whose weights it has: of random ones vLLM makes its own, and transformers gets the engine's. A server elsewhere
-    is asked for the same model, but who knows what random weights it has."""
-    own = cell.kind.can.own_weights and cell.engine.model.load_format is LoadFormat.dummy
-    return "its own" if own else "the engine's"
+def _told(measured: Pass) -> Tokens | None:
+    """The tokens of each request; None where somebody does not tell them."""
+    requests = measured.served.requests
+    return [r.token_ids for r in requests] if all(r.tells_tokens for r in requests) else None

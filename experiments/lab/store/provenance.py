@@ -36,14 +36,14 @@ class ProcessInfo:
 
 def commit(root: Path) -> str | None:
     """The commit's full hash; None outside a git repository or before its first commit."""
-    return _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+    found = git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+    return found and found.strip()
 
 
 def is_clean(root: Path) -> bool | None:
     """Whether the tree equals the commit. What runs themselves write, results, reports and ceilings, is left aside."""
-    written = [f":(exclude){folder}" for folder in WRITTEN]
-    changes = _git(root, "status", "--porcelain", "--", ".", *written)
-    return None if changes is None else changes == ""
+    changes = git(root, "status", "--porcelain", "--", ".", *(f":(exclude){folder}" for folder in WRITTEN))
+    return None if changes is None else not changes
 
 
 def versions() -> dict[str, str]:
@@ -56,9 +56,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def git(folder: Path, *arguments: str) -> str | None:
+    """What git prints; None where there is no git, no repository, or where it fails."""
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=60, check=True)
+        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()

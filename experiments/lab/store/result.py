@@ -23,11 +23,12 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from experiments.lab.axes import IN_PROCESS, OWN
-from experiments.lab.judge.claims import Claim, joined
+from experiments.lab.judge.claims import Claim, Judgement, joined, judge
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
@@ -36,7 +37,7 @@ from experiments.lab.points import short_names
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store import tables
 from experiments.lab.store.provenance import ProcessInfo
-from experiments.lab.store.rows import Row
+from experiments.lab.store.rows import Row, Table
 from mini_infer.core.errors import MiniInferError
 
 FORMAT = 2
@@ -45,11 +46,11 @@ COMPLETE = "complete"
 REMARKS = ".remarks.md"  # ends the name of a file beside a run's, which no run writes
 INCOMPLETE = "-incomplete"  # ends the name of a run that may not replace a complete one
 AGAIN = "run the experiment again, or restore all its files"
-ROW_TYPES: dict[str, type] = {  # by the ending of the file's name
-    ".csv": Row,
-    ".steps.csv": StepRow,
-    ".requests.csv": RequestRow,
-    ".profile.csv": KernelRow,
+TABLES: dict[str, tuple[str, type]] = {  # the ending of the file's name -> a Result's field, and the type of its rows
+    ".csv": ("rows", Row),
+    ".steps.csv": ("steps", StepRow),
+    ".requests.csv": ("requests", RequestRow),
+    ".profile.csv": ("kernels", KernelRow),
 }
 
 
@@ -137,6 +138,16 @@ class Result:
     runs: tuple[RunInfo, ...] = ()  # that were put together, where it is not one run
     remarks: str = ""  # written by hand in <run>.remarks.md: what stands behind these rows, as markdown
 
+    @cached_property
+    def table(self) -> Table:
+        return Table(self.rows)
+
+    @cached_property
+    def judgements(self) -> tuple[Judgement, ...]:
+        """Of the claims, in their order."""
+        info = self.info
+        return tuple(judge(c, self.rows, info.every_gate, info.metrics[c.metric].share) for c in info.claims)
+
     @property
     def traced(self) -> tuple[RequestRow, ...]:
         """The requests of the passes whose steps are stored, and of peers beside them."""
@@ -176,7 +187,7 @@ def write_run(root: Path, result: Result) -> Path:
     if info.status != COMPLETE and _is_complete(place / f"{info.run}.json"):
         return write(root, beside)
     path = write(root, result)
-    for ending in (".json", REMARKS, *ROW_TYPES):
+    for ending in (".json", REMARKS, *TABLES):
         (place / f"{beside.info.run}{ending}").unlink(missing_ok=True)
     return path
 
@@ -194,21 +205,17 @@ def write(root: Path, result: Result) -> Path:
     Remarks go: they were about the rows that went."""
     info = result.info
     path = root / run_path(info).parent / f"{info.run}.json"
-    texts = {ending: tables.to_csv(ROW_TYPES[ending], rows) for ending, rows in _rows_of(result).items()}
-    document = {
-        "format": FORMAT,
-        "tables": {ending: {"rows": len(rows), "sha256": _sha256(texts[ending])}
-                   for ending, rows in _rows_of(result).items()},
-        **_jsonable(info),
-    }  # fmt: skip
+    rows = {ending: getattr(result, name) for ending, (name, _) in TABLES.items()}
+    texts = {end: tables.to_csv(TABLES[end][1], each) for end, each in rows.items() if each or end == ".csv"}
+    stated = {ending: {"rows": len(rows[ending]), "sha256": _sha256(text)} for ending, text in texts.items()}
+    document = {"format": FORMAT, "tables": stated, **_jsonable(info)}
     files: dict[Path, str | bytes] = {_table_path(path, ending): text for ending, text in texts.items()}
     files[path] = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _replace(files)
-        for ending in ROW_TYPES.keys() - texts.keys():
-            _table_path(path, ending).unlink(missing_ok=True)  # of an earlier run that stored more
-        _table_path(path, REMARKS).unlink(missing_ok=True)
+        for ending in (*TABLES.keys() - texts.keys(), REMARKS):
+            _table_path(path, ending).unlink(missing_ok=True)  # of an earlier run
     except OSError as error:
         raise StoreError(f"the results of {info.experiment} cannot be written to {path.parent}: {error}") from error
     return path
@@ -247,12 +254,13 @@ def read(path: Path) -> Result:
     try:
         stated = document.pop("tables")
         del document["format"]
-        rows = {ending: _read_table(path, ending, stated[ending]) for ending in ROW_TYPES if ending in stated}
+        # Where an older run asked nothing of its tokens, it needed a share of 0.
+        document["gates"] = [gate for gate in document["gates"] if gate.pop("needed_share", 1)]
+        rows = {name: _read_table(path, end, stated[end]) for end, (name, _) in TABLES.items() if end in stated}
         info: RunInfo = _from_json(RunInfo, document)
-        info = replace(info, claims=joined(info.claims))
-        others: list[Any] = [rows.get(ending, ()) for ending in ROW_TYPES if ending != ".csv"]
-        result, written = Result(info, rows[".csv"], *others), _table_path(path, REMARKS)
-        return replace(result, remarks=written.read_text(encoding="utf-8").strip()) if written.exists() else result
+        written = _table_path(path, REMARKS)
+        remarks = written.read_text(encoding="utf-8").strip() if written.exists() else ""
+        return Result(replace(info, claims=joined(info.claims)), remarks=remarks, **rows)
     except StoreError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -269,18 +277,7 @@ def _read_table(path: Path, ending: str, stated: Mapping[str, Any]) -> tuple[Any
         lines = max(text.count("\n") - 1, 0)
         raise StoreError(f"{table} is not the one that {path.name} was written with: it has {lines} of "
                          f"{stated['rows']} rows, or other ones; {AGAIN}")  # fmt: skip
-    return tables.from_csv(ROW_TYPES[ending], text)
-
-
-def _rows_of(result: Result) -> dict[str, Sequence[Any]]:
-    """The tables that are stored, by the ending of their file's name."""
-    every: dict[str, Sequence[Any]] = {
-        ".csv": result.rows,
-        ".steps.csv": result.steps,
-        ".requests.csv": result.requests,
-        ".profile.csv": result.kernels,
-    }
-    return {ending: rows for ending, rows in every.items() if rows or ending == ".csv"}
+    return tables.from_csv(TABLES[ending][1], text)
 
 
 def _table_path(path: Path, ending: str) -> Path:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 from experiments.lab.store import result as store
+from experiments.lab.store.provenance import git
 from experiments.lab.store.result import StoreError
 
 LEVELS = ("experiment", "scale.via", "hardware")
@@ -15,7 +15,7 @@ def find(results: Path, name: str) -> Path:
     """The JSON of a run. `name` is a result file (.json, one of its .csv) or experiment[/scale.via[/hardware[/run]]]:
     `prefix_cache/7b`. Of what is left out there must be one alone; of runs the default one is meant."""
     path = Path(name)
-    for ending in sorted((".json", *store.ROW_TYPES), key=len, reverse=True):
+    for ending in sorted((".json", *store.TABLES), key=len, reverse=True):
         if name.endswith(ending):
             if not path.is_file():
                 raise StoreError(f"{path} does not exist")
@@ -34,16 +34,18 @@ def find(results: Path, name: str) -> Path:
 
 
 def published(path: Path, revision: str, folder: Path) -> Path:
-    """What `path`, a run's JSON, was at a revision of git: its files are written to `folder`."""
-    names = [path.name, *(path.name.removesuffix(".json") + ending for ending in store.ROW_TYPES)]
-    for name in names:
-        command = ["git", "-C", str(path.parent.resolve()), "show", f"{revision}:./{name}"]
-        done = subprocess.run(command, capture_output=True, timeout=30, check=False)
-        if done.returncode == 0:
-            (folder / name).write_bytes(done.stdout)
-        elif name == path.name:
-            reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-            raise StoreError(f"{path} was not published at {revision}: {''.join(reason)}")
+    """What `path`, a run's JSON, was at a revision of git, wherever it lay then: its files are written to `folder`."""
+    if git(path.parent, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}") is None:
+        raise StoreError(f"git knows no revision {revision!r}")
+    moves = git(path.parent, "log", "--follow", "--diff-filter=R", "--format=", "--name-status", f"{revision}..HEAD",
+                "--", path.name) or ""  # fmt: skip
+    old = moves.splitlines()[-1].split("\t")[1] if moves.strip() else f"./{path.name}"
+    for ending in (".json", *store.TABLES):
+        text = git(path.parent, "show", f"{revision}:{old.removesuffix('.json')}{ending}")
+        if text is not None:
+            (folder / f"{path.stem}{ending}").write_text(text, encoding="utf-8", newline="")
+        elif ending == ".json":
+            raise StoreError(f"{path} was not published at {revision}, neither there nor where it was moved from")
     return folder / path.name
 
 

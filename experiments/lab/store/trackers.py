@@ -1,61 +1,26 @@
-"""Trackers: what a finished run hands to an experiment tracker. Nothing is tracked while something is measured, and
-whatever goes wrong here is one line on stderr: the measurement is stored by then, and stays."""
+"""What a finished run hands to Weights & Biases. Nothing is tracked while something is measured, and whatever goes wrong
+here is one line on stderr: the measurement is stored by then, and stays. Runs are written to files first and those are
+sent then, so that a missing login, a network that fails in the middle or a server that does not answer cost nothing but
+a later `wandb sync`, and nobody is prompted."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from enum import Enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from experiments.lab import sweep
-from experiments.lab.judge import claims, stats
+from experiments.lab.judge import stats
 from experiments.lab.schema import TrackerKind, TrackerSettings
 from experiments.lab.show import wording
-from experiments.lab.store.result import Result, RunInfo, page_name
-from experiments.lab.store.rows import Row, Table
+from experiments.lab.store.result import Result, page_name
 
-Values = Mapping[str, "float | int | str"]
 NOT_SERIES = ("variant", "point", "preempted", "finished")  # columns of a step that are no numbers
-
-
-class Tracker(Protocol):
-    """One run at a time: start, then anything in any order, then finish."""
-
-    def start(self, name: str, group: str, job: str, config: Mapping[str, Any], tags: Sequence[str]) -> None:
-        """Runs of one `group` belong together; `job` is the experiment."""
-        ...
-
-    def series(self, name: str, x: str, rows: Iterable[Values]) -> None:
-        """Curves of all columns of `rows` over the column `x`."""
-        ...
-
-    def summary(self, values: Values) -> None: ...
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
-
-    def figure(self, name: str, path: Path) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def close(self) -> str:
-        """After the last run. Says where to find them."""
-        ...
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """How the runs of one result are named and found again."""
-
-    group: str
-    tags: tuple[str, ...]
-
-    @classmethod
-    def of(cls, info: RunInfo, sweep: str | None) -> Grouping:
-        group = page_name(info) if sweep is None else f"{page_name(info)}, sweep {sweep}"
-        return cls(group, (info.experiment, info.hardware, *([sweep] if sweep else [])))
+Values = dict[str, Any]
+Medians = Mapping[tuple[str, str, str], Values]  # by variant, point and metric
 
 
 def track(result: Result, figures: Sequence[Path], settings: TrackerSettings, root: Path) -> None:
@@ -68,134 +33,147 @@ def track(result: Result, figures: Sequence[Path], settings: TrackerSettings, ro
     if settings.kind is TrackerKind.none:
         return
     try:
-        tracker = _open(settings, root)
-        log(tracker, result, figures, Grouping.of(result.info, sweep.name()))
-        print(f"tracker  {tracker.close()}")
+        folder = root / settings.folder
+        written = _write(result, figures, settings, folder)
+        print(f"tracker  {len(written)} W&B runs in {folder / 'wandb'}{_sent(written, settings)}")
     except (Exception, SystemExit) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         print(f"tracker: {reason}. Results and report are stored all the same", file=sys.stderr)
 
 
-def _open(settings: TrackerSettings, root: Path) -> Tracker:
-    from experiments.lab.store.wandb_tracker import WandbTracker
-
-    return WandbTracker(settings, root)
-
-
-def log(tracker: Tracker, result: Result, figures: Sequence[Path], grouping: Grouping) -> None:
-    """One run for each variant, so that charts lay their curves over each other, and one with tables and figures."""
-    info = result.info
-    about = {
-        "experiment": info.experiment,
-        "hardware": info.hardware,
-        "run": info.run,
-        "commit": info.provenance.commit,
-        "device": info.provenance.device,
-        "versions": info.provenance.versions,
-        "config": info.config,
-    }
-    run = "" if info.run == "default" else f", {info.run}"
-    for variant, label in info.variants.items():
-        tracker.start(label + run, grouping.group, info.experiment, {**about, "variant": variant}, grouping.tags)
-        try:
-            tracker.summary(_medians(result, variant))
-            for name, x, rows in _point_series(result, variant):
-                tracker.series(name, x, rows)
-            for point in dict.fromkeys(row.point for row in result.steps if row.variant == variant):
-                steps = [row for row in result.steps if (row.variant, row.point) == (variant, point)]
-                columns = [c for c in asdict(steps[0]) if c not in NOT_SERIES]
-                name = f"steps {point}".strip()
-                tracker.series(name, "start_s", ({c: getattr(row, c) for c in columns} for row in steps))
-        finally:
-            tracker.finish()
-    tracker.start("report" + run, grouping.group, info.experiment, about, grouping.tags)
+def _write(result: Result, figures: Sequence[Path], settings: TrackerSettings, folder: Path) -> list[str]:
+    """One run for each variant, so that charts lay their curves over each other, and one with tables and figures.
+    Returns the runs' folders."""
     try:
-        tracker.table("medians", *_median_table(result))
-        tracker.table("claims", *_claim_table(result))
-        tracker.table("values", list(asdict(result.rows[0])) if result.rows else [], _values(result.rows))
-        prefix = f"{page_name(info)}-{info.hardware}-" + ("" if info.run == "default" else f"{info.run}-")
+        import wandb  # only who asks for it waits for it
+    except ImportError as error:
+        raise RuntimeError(f"the package wandb cannot be imported ({error}): pip install wandb") from error
+    folder.mkdir(parents=True, exist_ok=True)  # else wandb falls back to the system's temporary folder
+    info, page, swept = result.info, page_name(result.info), sweep.name()
+    run_name = "" if info.run == "default" else f", {info.run}"
+    about = {"experiment": info.experiment, "hardware": info.hardware, "run": info.run, "config": info.config}
+    about |= {key: getattr(info.provenance, key) for key in ("commit", "device", "versions")}
+    written = []
+
+    def started(name: str, **more: str) -> Any:
+        run = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            dir=str(folder),
+            name=name + run_name,
+            group=f"{page}, sweep {swept}" if swept else page,
+            job_type=info.experiment,
+            config={**about, **more},
+            tags=[tag[:64] for tag in (info.experiment, info.hardware, swept) if tag],  # wandb's limit
+            settings=wandb.Settings(mode="offline", silent=True, console="off", save_code=False, x_disable_stats=True),
+        )
+        written.append(str(run.settings.sync_dir))
+        return run
+
+    medians = _medians(result)
+    for variant, label in info.variants.items():
+        with started(label, variant=variant) as run:
+            own = {f"{metric} {at}".strip(): row["median"] for (v, at, metric), row in medians.items() if v == variant}
+            run.summary.update(own)
+            for name, x, rows in (*_over_points(result, variant, medians), *_over_time(result, variant)):
+                run.define_metric(f"{name}/*", step_metric=f"{name}/{x}")
+                for row in rows:
+                    run.log({f"{name}/{column}": value for column, value in row.items()})
+    with started("report") as run:
+        tables = {"medians": list(medians.values()), "claims": _claims(result), "values": [*map(asdict, result.rows)]}
+        for name, rows in tables.items():
+            data = [list(row.values()) for row in rows]
+            run.log({name: wandb.Table(columns=[*(rows[0] if rows else ())], data=data, allow_mixed_types=True)})
         for path in figures:
-            tracker.figure(path.stem.removeprefix(prefix), path)
-    finally:
-        tracker.finish()
+            shown = path.stem.removeprefix(f"{page}-{info.hardware}-").removeprefix(f"{info.run}-")
+            run.log({f"figures/{shown}": wandb.Image(str(path))})
+    return written
 
 
-def _medians(result: Result, variant: str) -> dict[str, float]:
-    table = Table(result.rows)
-    found = {}
-    for metric in result.info.metrics:
-        for point in result.info.points:
-            values = table.values(variant, point, metric)
-            if values:
-                found[f"{metric} {point}".strip()] = stats.median(list(values.values()))
+def _sent(written: Sequence[str], settings: TrackerSettings) -> str:
+    """Whether they were sent; wandb itself would try again for ever."""
+    later = f"; send them with: wandb sync {' '.join(written)}"
+    if not settings.sync:
+        return later
+    command = [sys.executable, "-m", "wandb", "sync", *written]
+    limit = settings.sync_timeout_s
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return f" could not be sent (no answer within {limit:g} s){later}"
+    except OSError as error:
+        return f" could not be sent ({error}){later}"
+    if done.returncode == 0:
+        return ", sent to W&B"
+    lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("Error:")]
+    reason = (errors or lines or ["wandb sync failed"])[-1].removeprefix("Error:").strip().rstrip(".")
+    return f" could not be sent ({reason}){later}"
+
+
+def _medians(result: Result) -> Medians:
+    info, found = result.info, {}
+    for metric, about in info.metrics.items():
+        for point in info.points:
+            for variant, label in info.variants.items():
+                if values := result.table.values(variant, point, metric):
+                    e = stats.absolute(values, about.share)
+                    ratio = stats.ratio(values, result.table.values(str(info.baseline), point, metric))
+                    gated = any(gate.covers(variant, point) for gate in info.every_gate)
+                    found[variant, point, metric] = {
+                        "metric": metric,
+                        "point": point,
+                        "variant": label,
+                        "median": e.median,
+                        "low": e.low,
+                        "high": e.high,
+                        "n": e.n,
+                        "unit": about.unit,
+                        "ratio to baseline": ratio and ratio.median,
+                        "gate": ("failed" if info.fails(variant, point) else "passed") if gated else None,
+                    }
     return found
 
 
-def _point_series(result: Result, variant: str) -> list[tuple[str, str, list[Values]]]:
+def _over_points(result: Result, variant: str, medians: Medians) -> list[tuple[str, str, list[Values]]]:
     """(name, x, rows) of the metrics over the numeric setting with the most values; the other settings, where they
     vary too, split the curves."""
     points = result.info.points
     numbers: dict[str, set[Any]] = {}
-    for settings in points.values():
-        for key, value in settings.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                numbers.setdefault(key, set()).add(value)
-    table = Table(result.rows)
+    for key, value in (pair for settings in points.values() for pair in settings.items()):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            numbers.setdefault(key, set()).add(value)
     curves: dict[tuple[str, str], list[Values]] = {}
     for point, settings in points.items():
-        keys = [key for key in settings if len(numbers.get(key, ())) > 1]
-        if not keys:
+        x = max(settings, key=lambda key: len(numbers.get(key, ())), default="")
+        if len(numbers.get(x, ())) < 2:
             continue
-        x = max(keys, key=lambda key: len(numbers[key]))
         others = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != x)
-        row: dict[str, float] = {x: settings[x]}
+        row = {x: settings[x]}
         for metric in result.info.metrics:
-            values = table.values(variant, point, metric)
-            if values:
-                estimate = stats.absolute(values, result.info.metrics[metric].share)
-                row[metric] = estimate.median
-                if estimate.low is not None and estimate.high is not None:
-                    row |= {f"{metric} low": estimate.low, f"{metric} high": estimate.high}
+            found = medians.get((variant, point, metric), {})
+            ends = {f"{metric} {end}": found[end] for end in ("low", "high") if found.get(end) is not None}
+            row |= {metric: found["median"], **ends} if found else {}
         if len(row) > 1:
             curves.setdefault((f"points {others}".strip(), x), []).append(row)
     return [(name, x, sorted(rows, key=lambda row: row[x])) for (name, x), rows in curves.items()]
 
 
-def _median_table(result: Result) -> tuple[list[str], list[list[Any]]]:
-    info, table = result.info, Table(result.rows)
-    rows = []
-    for metric, about in info.metrics.items():
-        for point in info.points:
-            reference = table.values(str(info.baseline), point, metric)
-            for variant, label in info.variants.items():
-                values = table.values(variant, point, metric)
-                if not values:
-                    continue
-                e = stats.absolute(values, about.share)
-                ratio = stats.ratio(values, reference)
-                gated = any(gate.covers(variant, point) for gate in info.every_gate)
-                rows.append([metric, point, label, e.median, e.low, e.high, e.n, about.unit,
-                             None if ratio is None else ratio.median,
-                             None if not gated else "failed" if info.fails(variant, point) else "passed"])  # fmt: skip
-    columns = ["metric", "point", "variant", "median", "low", "high", "n", "unit", "ratio to baseline", "gate"]
-    return columns, rows
+def _over_time(result: Result, variant: str) -> Iterator[tuple[str, str, list[Values]]]:
+    for point in dict.fromkeys(step.point for step in result.steps if step.variant == variant):
+        steps = [asdict(step) for step in result.steps if (step.variant, step.point) == (variant, point)]
+        rows = [{column: value for column, value in step.items() if column not in NOT_SERIES} for step in steps]
+        yield f"steps {point}".strip(), "start_s", rows
 
 
-def _claim_table(result: Result) -> tuple[list[str], list[list[Any]]]:
-    rows = []
-    for claim in result.info.claims:
-        judged = claims.judge(claim, result.rows, result.info.every_gate, result.info.metrics[claim.metric].share)
-        rows.append(
-            [
-                wording.claim(claim, result.info),
-                judged.verdict.value,
-                wording.measured(judged, result.info),
-                judged.reason,
-                claim.source,
-            ]
-        )
-    return ["claim", "verdict", "measured", "why", "source"], rows
-
-
-def _values(rows: Sequence[Row]) -> list[list[Any]]:
-    return [[v.value if isinstance(v, Enum) else v for v in asdict(row).values()] for row in rows]
+def _claims(result: Result) -> list[Values]:
+    return [
+        {
+            "claim": wording.claim(judged.claim, result.info),
+            "verdict": judged.verdict.value,
+            "measured": wording.measured(judged, result.info),
+            "why": judged.reason,
+            "source": judged.claim.source,
+        }
+        for judged in result.judgements
+    ]

@@ -69,6 +69,10 @@ class LinearMethod(ABC):
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         """Name ("q_proj.weight") -> what becomes of that tensor. Together they fill the weights."""
 
+    def loaded(self) -> None:  # noqa: B027 most have nothing left to do
+        """Called once, when every tensor of a checkpoint has been taken. Raises ModelError where what came is not
+        whole."""
+
     @abstractmethod
     def sharded_dims(self) -> dict[str, int | None]:
         """Name of a weight -> its dimension that ranks share; None where each has all of it. Where that is the

@@ -1,23 +1,122 @@
-"""An executor without weights: the dry model (dry_model.py) behind the same runner as any other."""
+"""The dry model: no weights, a deterministic token function, and a time model; behind the same runner as any other.
+
+It is also the sharpest test of the cache there is. Each KV slot holds one 64-bit state instead of K and V,
+
+    state[p] = A * state[p - 1] + token[p] + 1   (mod 2^64)
+
+read through the block table exactly where a real model would read K and V. The next token is a hash of the last
+state, so a single wrong block, missing token, stale slot or lost swap changes every token that follows.
+"""
 
 from __future__ import annotations
 
 import time
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from mini_infer.core.config import EngineConfig, When
+from mini_infer.attention.context import AttentionBatch
+from mini_infer.core.config import DryConfig, EngineConfig, When
+from mini_infer.core.plan import Transfer
+from mini_infer.core.uniforms import splitmix64
 from mini_infer.kernels.ops import TorchKernels
 from mini_infer.runtime.executor.base import Executor
-from mini_infer.runtime.executor.dry_model import DryModel
 from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import ByteTokenizer, Tokenizer
 from mini_infer.runtime.worker.limits import settle_limits
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
+from mini_infer.runtime.worker.step_input import StepInput
 from mini_infer.speculative.step_costs import measure_costs
+
+_A = 6364136223846793005  # odd, so that it has an inverse modulo 2^64
+_A_INVERSE = pow(_A, -1, 2**64)
+_EOS_ONE_IN = 256
+_PEAK = 8.0  # logit of the greedy token; all others are below 4
+
+
+class DryModel:
+    """Stands where a model and its KV store stand.
+
+    Args:
+        num_blocks, block_size, num_host_blocks: as in the KVManager.
+    """
+
+    def __init__(self, config: DryConfig, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+        self.config = config
+        self._eos = ByteTokenizer(config.vocab_size).eos_token_ids[0]
+        self._states = np.zeros((num_blocks + 1, block_size), dtype=np.uint64)  # the last one for padding
+        self._host_states = np.zeros((num_host_blocks, block_size), dtype=np.uint64)
+        self._transfers_done: list[int] = []
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Writes the step's states and returns them, [T] int64, on the CPU."""
+        batch, states = step.batch, self._states.reshape(-1)
+        seq_lens, ends = batch.seq_lens.numpy(), batch.query_starts.numpy()
+        starts = seq_lens - np.diff(ends)
+        tables, token_ids = batch.block_tables.numpy(), step.token_ids.numpy()
+        block_size = self._states.shape[1]
+        previous = np.zeros(len(starts), dtype=np.uint64)
+        rows = np.flatnonzero(starts)
+        block, offset = np.divmod(starts[rows] - 1, block_size)
+        previous[rows] = states[tables[rows, block].astype(np.int64) * block_size + offset]
+
+        new = np.empty(len(token_ids), dtype=np.uint64)
+        tokens = token_ids.astype(np.uint64) + np.uint64(1)
+        d = batch.num_decode_rows if batch.decode_query_len == 1 else 0
+        new[:d] = previous[:d] * np.uint64(_A) + tokens[:d]
+        for row in range(d, len(starts)):
+            span = slice(ends[row], ends[row + 1])
+            new[span] = _chain(previous[row], tokens[span])
+        states[batch.slot_mapping.numpy()] = new
+
+        self._take_time(batch)
+        return torch.from_numpy(new.view(np.int64))
+
+    def start(self, transfer: Transfer) -> None:
+        """Copies at once."""
+        stores = self._states, self._host_states
+        source, destination = stores if transfer.to_host else stores[::-1]
+        for place, other in transfer.pairs:
+            destination[other] = source[place]
+        self._transfers_done.append(transfer.transfer_id)
+
+    def poll(self, wait: bool = False) -> tuple[int, ...]:
+        done, self._transfers_done = self._transfers_done, []
+        return tuple(done)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """States [N] -> float32 [N, vocab_size]: noise in [0, 4) over the vocabulary and a peak at the greedy token, a
+        printable character, or now and then the end of the sequence."""
+        states: NDArray[np.uint64] = hidden.numpy().view(np.uint64)
+        draw = splitmix64(states)
+        text = np.uint64(32) + draw % np.uint64(95)
+        greedy = np.where((draw >> np.uint64(32)) % np.uint64(_EOS_ONE_IN) == 0, np.uint64(self._eos), text)
+        vocab = np.arange(1, self.config.vocab_size + 1, dtype=np.uint64)
+        noise = splitmix64(states[:, None] ^ (vocab * np.uint64(0x9E3779B97F4A7C15))) >> np.uint64(40)
+        logits = noise.astype(np.float32) * np.float32(4 / 2**24)
+        logits[np.arange(len(states)), greedy.astype(np.int64)] = _PEAK
+        return torch.from_numpy(logits)
+
+    def _take_time(self, batch: AttentionBatch) -> None:
+        c = self.config
+        prefill_tokens = batch.num_tokens - batch.num_decode_tokens
+        micros = c.prefill_token_us * prefill_tokens + c.decode_token_us * batch.num_decode_rows
+        seconds = c.step_ms * 1e-3 + micros * 1e-6
+        if seconds > 0:
+            time.sleep(seconds)
+
+
+def _chain(previous: np.uint64, tokens: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """state[i] = A * state[i - 1] + tokens[i] for a whole chunk at once: divide by A^(i + 1), sum, multiply back."""
+    n = len(tokens)
+    powers = np.cumprod(np.full(n, _A, dtype=np.uint64))
+    inverses = np.cumprod(np.full(n, _A_INVERSE, dtype=np.uint64))
+    return powers * (previous + np.cumsum(tokens * inverses))
+
 
 _NO_GRAPHS = CaptureReport(limits=("the dry model runs on the CPU",))
 

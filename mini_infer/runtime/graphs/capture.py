@@ -30,11 +30,7 @@ Captured = TypeVar("Captured")
 
 class GraphMemory:
     """What an engine's graphs share, since only one of them runs at a time: a pool of memory and the stream that they
-    are captured on.
-
-    A pool's memory is used again only on the stream that it was taken for, and cuBLAS keeps a workspace (32 MiB on
-    Hopper) for each stream that it has worked on. So a second stream would cost both.
-    """
+    are captured on. A second stream would need memory and cuBLAS's workspace (32 MiB on Hopper) of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

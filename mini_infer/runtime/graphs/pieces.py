@@ -11,10 +11,8 @@ A graph knows addresses and nothing else. So what a graph reads is the model's p
 tensors of `_Static`, or memory of the pool that an earlier graph of the same step has written. The last is safe
 because the forward that is captured holds whatever it reads later (the residual stream, cos and sin) across its cuts.
 
-Kernels that are launched as programmatic dependents (kernels/pdl.py) stay safe: a graph starts when all that its
-stream did before has ended, attention's kernels included, so its first kernel has nothing to wait for; inside, the
-order is that of the stream it was captured on; and what follows a graph starts when all its kernels have ended. So
-each cut is a barrier, and a `gdc_wait` never has to see beyond one.
+Kernels that are launched as programmatic dependents (kernels/pdl.py) stay safe: each cut is a barrier, since a graph
+starts when all that its stream did before has ended, and what follows it when all its kernels have.
 """
 
 from __future__ import annotations
@@ -28,25 +26,22 @@ from torch import Tensor
 
 from mini_infer.attention.context import AttentionBatch, AttentionContext
 from mini_infer.cache.kv_store import KVStore
-from mini_infer.core.config import PREFILL_GRAPH_STEP
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.graphs.capture import Cutter, Graph, GraphMemory, capture_sizes
 from mini_infer.runtime.worker.startup import CaptureReport
 
+_SIZE_STEP = 64  # tokens
+
 
 def token_ladder(max_prefill_tokens: int, max_num_batched_tokens: int) -> list[int]:
     """Token counts to capture, ascending. None of them is of use beyond the first that takes any step."""
-    largest = min(max_prefill_tokens, -(-max_num_batched_tokens // PREFILL_GRAPH_STEP) * PREFILL_GRAPH_STEP)
-    return list(range(PREFILL_GRAPH_STEP, largest + 1, PREFILL_GRAPH_STEP))
+    return list(range(_SIZE_STEP, min(max_prefill_tokens, max_num_batched_tokens) + _SIZE_STEP, _SIZE_STEP))
 
 
 def graph_bytes(spec: ModelSpec, dtype: torch.dtype, sizes: Sequence[int]) -> int:
-    """About how much memory the graphs of these token counts take; CaptureReport tells what it was.
-
-    The tensors of the largest size are counted as if a layer freed none. What the driver keeps of a graph is an
-    estimate, meant to be too high: 256 KiB for some ten kernels. cuBLAS takes up to 32 MiB for the stream of capture.
-    """
+    """About how much memory the graphs of these token counts take: the tensors of the largest, as if a layer freed
+    none; for each graph 256 KiB of the driver's, which is meant to be too much; and up to 32 MiB of cuBLAS's."""
     if not sizes:
         return 0
     static = spec.hidden_size + 2 * spec.attention.num_heads * spec.attention.head_dim
@@ -105,12 +100,7 @@ class _CutContext(AttentionContext):
 
 
 class PiecewiseGraphs:
-    """
-    Args:
-        sizes: token counts to capture.
-        padding_slot: the slot of the KV store that padding tokens write to.
-        new_graph: makes a graph that captures on the current stream.
-    """
+    """Graphs of `sizes` tokens, made by `new_graph`, whose padding tokens write to `padding_slot` of the KV store."""
 
     def __init__(
         self,

@@ -1,13 +1,10 @@
 """CUDA graphs of whole steps of rows alone (runtime/worker/row_step.py), from the growth of the block tables to where
 each row goes on: a decode step is one launch, a step with the drafts of a draft model is two.
 
-There is a graph for each descriptor (rows, tokens a row) of a ladder or grid; a batch takes the next larger one and
-fills it up with padding. All graphs share one memory pool (capture.py), and one tensor for their logits, which at a
-large vocabulary take more than all else. What changes between replays travels through one small static input
-(RequestStates.pack_rows).
-
-Drafts have a graph of their own, since they are also made in steps with prompts, and so that what drafting takes can
-be measured.
+A batch takes the next larger graph and fills it up with padding. All graphs share one memory pool (capture.py), and one
+tensor for their logits, which at a large vocabulary take more than all else. What changes between replays travels
+through one small static input (RequestStates.pack_rows). Drafts have a graph of their own, since they are also made in
+steps with prompts, and so that what drafting takes can be measured.
 """
 
 from __future__ import annotations
@@ -89,12 +86,8 @@ class StepGraphs:
         memory: GraphMemory,
         unit: str,
     ) -> CaptureReport:
-        """Captures all descriptors, on a GPU, those of most tokens first.
-
-        Args:
-            logits, draft_logits: memory that all graphs write theirs to; the second is None where no model drafts.
-            unit: what the report counts.
-        """
+        """Captures all descriptors, on a GPU. They write their logits to the memory given; `draft_logits` is None where
+        no model drafts. `unit` is what the report counts."""
         captured, report = capture_sizes(
             descriptors,
             lambda descriptor: self._capture(descriptor, logits, draft_logits, memory),
@@ -112,7 +105,7 @@ class StepGraphs:
     ) -> _Captured:
         """Captures one descriptor on the current stream, with rows of padding."""
         rows, query_len = descriptor.num_rows, descriptor.query_len
-        pad = partial(self._states.pack_rows, NO_ROWS, rows)
+        pad = partial(self._states.pack_rows, StepPlan(0), rows)
         draft_logits, chain = None, None
 
         def draft() -> Tensor | None:
@@ -163,9 +156,6 @@ class StepGraphs:
         return captured.done
 
 
-NO_ROWS = StepPlan(step=0, req_indices=[], starts=[], counts=[], samples=[], num_decode_rows=0)
-
-
 def batch_ladder(largest: int) -> list[int]:
     """Batch sizes to capture, ascending: fine where a row weighs much, then in steps of 16. Above 256, of 64."""
     sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(320, largest + 64, 64)]
@@ -181,11 +171,6 @@ def draft_ladder(largest: int) -> Sequence[int]:
     """Numbers of rows with drafts to capture: as without up to 32, then in steps of 32, since each takes several
     graphs."""
     return [rows for rows in batch_ladder(largest) if rows <= 32 or rows % 32 == 0 or rows == largest]
-
-
-def decode_grid(max_rows: int) -> list[BatchDescriptor]:
-    """Steps without drafts to capture."""
-    return [BatchDescriptor(rows) for rows in batch_ladder(max_rows)]
 
 
 def draft_grid(max_rows: int, max_drafts: int) -> list[BatchDescriptor]:

@@ -86,7 +86,6 @@ class Adjustments:
             req_indices, positions: [S], of its rows: whose, and tokens before the one that is picked.
             masks: row -> bits of the tokens that it may pick.
             params: of all requests, draw.PARAM_COLUMNS.
-            send: makes a tensor on the logits' device.
         """
         columns = self._columns.take(req_indices)
         early = positions < columns["min_len"]

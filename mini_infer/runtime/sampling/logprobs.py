@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,28 +67,14 @@ def report(logits: Tensor, token_ids: Tensor, wanted: Wanted) -> Logprobs:
     return Logprobs(wanted, numbers.to("cpu", non_blocking=True), values.to("cpu", non_blocking=True))
 
 
-class RowLogprobs(NamedTuple):
-    """What a row of the plan asks for, on its way to the host."""
-
-    row: int
-    slices: list[Logprobs]
-
-    def finish(self) -> list[TokenLogprob]:
-        return [entry for part in self.slices for entry in part.finish().values()]
-
-
 def prompt_logprobs(
     plan: StepPlan, hidden: Tensor, history: Tensor, vocab_size: int, compute_logits: Callable[[Tensor], Tensor]
-) -> list[RowLogprobs]:
-    """
-    Args:
-        hidden: [T, ...] of all the plan's tokens.
-        history: [requests, longest] int32: each request's tokens, which hold those that are asked about.
-        compute_logits: hidden states [N, ...] -> [N, vocab_size].
-    """
+) -> dict[int, list[Logprobs]]:
+    """What rows of the plan ask for, in slices, from the hidden states [T, ...] of all its tokens. `history` [requests,
+    longest] int32 holds each request's tokens; compute_logits takes hidden states [N, ...] to [N, vocab_size]."""
     firsts = list(accumulate(plan.counts, initial=0))
     at_a_time = max(1, LOGITS_AT_A_TIME // vocab_size)
-    rows = []
+    by_row = {}
     for row, count, num_top in plan.prompt_logprobs:
         next_tokens = history[plan.req_indices[row], plan.starts[row] + 1 :]
         slices = []
@@ -99,5 +84,5 @@ def prompt_logprobs(
             numbers = list(range(end - start))
             wanted = Wanted(None, numbers, [min(num_top, vocab_size)] * len(numbers))
             slices.append(report(logits, next_tokens[start:end].long(), wanted))
-        rows.append(RowLogprobs(row, slices))
-    return rows
+        by_row[row] = slices
+    return by_row

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,23 +41,14 @@ class Rare:
     wanted: Wanted | None
 
 
-class SampledTokens(NamedTuple):
-    token_ids: Tensor  # [S] int64, on the device of the logits
-    logprobs: Logprobs | None  # None: no row asks for them
-
-
 class Sampler:
     """The sampling parameters of every request, on the host, and what samples by them.
 
     Args:
-        max_num_seqs: requests that there can be at a time.
-        main: the main path as one call that is safe to capture; None: torch operations, which `sample` chooses on the
-            host by what the rows of a step use.
+        main: the main path as one call that is safe to capture: (logits [S, V], left as they are, param_rows [S,
+            num_params] int32 as `admit` returned them, positions [S]: tokens before the one that is sampled) -> token
+            ids [S] int64. None: torch operations, which `sample` chooses on the host by what rows use.
         verify: likewise, where drafts were drawn: (logits, param_rows, positions, drafts, their logits, sources).
-
-    Attributes:
-        main: (logits [S, V], left as they are, param_rows [S, num_params] int32 as `admit` returned them, positions
-            [S]: tokens before the one that is sampled) -> token ids [S] int64, by what lies on the device alone.
     """
 
     num_params = NUM_PARAMS
@@ -114,11 +104,8 @@ class Sampler:
         return self._verify(logits, param_rows, positions, drafts.token_ids, draft_logits, drafts.sources)
 
     def warm_up(self, draft_logits: Tensor | None = None) -> None:
-        """Compiles what `resample` runs, whose scores are float32 whatever the model's logits are.
-
-        Args:
-            draft_logits: [1, V'] like those of a draft model, where there is one.
-        """
+        """Compiles what `resample` runs, whose scores are float32 whatever the model's logits are. `draft_logits` [1,
+        V'] are like a draft model's, where there is one."""
         if self._graph_safe:
             scores = torch.zeros((1, padded(self.vocab_size)), device=self.device)[:, : self.vocab_size]
             rows = torch.zeros((1, NUM_PARAMS), dtype=torch.int32, device=self.device)
@@ -136,8 +123,8 @@ class Sampler:
         history: Tensor,
         masks: Mapping[int, bytes] = NO_MASKS,
         draft_logits: Tensor | None = None,
-    ) -> SampledTokens:
-        """One token a row, eagerly. Of a row that is a draft's place: the draft itself where it is accepted.
+    ) -> tuple[Tensor, Logprobs | None]:
+        """One token a row [S] int64, eagerly, and the log-probabilities that are asked for.
 
         Args:
             logits: [S, V], left as they are.
@@ -148,26 +135,16 @@ class Sampler:
             masks: row -> bits, of the rows that may not pick any token (Constraint.mask).
             draft_logits: as in `pick`.
         """
-        rare = self.rare(req_indices, positions, masks)
         drafts = None if draft_logits is None else step.drafts
-        if self._graph_safe:
+        if self._graph_safe or drafts is not None:
             token_ids = self.pick(logits, step.param_rows, step.sampled_positions, drafts, draft_logits)
-            if rare is None:
-                return SampledTokens(token_ids, None)
-            return SampledTokens(token_ids, self.resample(logits, token_ids, rare, history, drafts, draft_logits))
-        scores = logits.float()
-        if rare is not None and rare.adjustment is not None:
-            a = rare.adjustment
-            adjusted = adjust(logits, a, history)
-            scores = adjusted if len(a.rows) == len(logits) else scores.index_copy(0, a.rows, adjusted)
-        if drafts is None:
-            token_ids = pick_tokens(
-                scores, Draw.of(self._params.take(req_indices), positions, self.vocab_size, self._send)
-            )
         else:
-            token_ids = self.pick(scores, step.param_rows, step.sampled_positions, drafts, draft_logits)
-        wanted = None if rare is None else rare.wanted
-        return SampledTokens(token_ids, None if wanted is None else report(logits, token_ids, wanted))
+            draw = Draw.of(self._params.take(req_indices), positions, self.vocab_size, self._send)
+            token_ids = pick_tokens(logits.float(), draw)
+        rare = self.rare(req_indices, positions, masks)
+        if rare is None:
+            return token_ids, None
+        return token_ids, self.resample(logits, token_ids, rare, history, drafts, draft_logits)
 
     def draws_drafts(self, req_indices: Array) -> Array:
         """[S] bool: whether drafts for the request are drawn at random. Not for one that brings a seed: how

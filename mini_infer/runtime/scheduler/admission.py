@@ -1,14 +1,130 @@
-"""Admission control: who is next to join the batch, whether there is room for it, and who has to give way."""
+"""Who waits, who is in the batch, who is next to join it, whether there is room, and who has to give way."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections.abc import Callable
 from typing import NamedTuple
 
 from mini_infer.cache.kv_manager import KVManager, PrefixMatch
-from mini_infer.core.request import Request
-from mini_infer.runtime.scheduler.batch import Batch
-from mini_infer.runtime.scheduler.waiting_line import WaitingLine
+from mini_infer.core.request import Request, RequestStatus
+
+Rank = tuple[int, int]
+
+
+class WaitingLine:
+    """New requests and preempted ones, smallest rank first; and beside them siblings (n > 1), each until the prompt of
+    its leader is computed and its blocks can be shared, unless all are to be computed side by side."""
+
+    def __init__(self, rank: Callable[[Request], Rank], siblings_wait: bool) -> None:
+        self._rank = rank
+        self._siblings_wait = siblings_wait
+        self._line: list[Request] = []
+        self._siblings: dict[Request, list[Request]] = {}  # by leader
+        self._leaders: dict[Request, None] = {}  # those of them that have been admitted
+        self.num_swapped = 0
+
+    def __len__(self) -> int:
+        return len(self._line) + sum(map(len, self._siblings.values()))
+
+    def add(self, request: Request) -> None:
+        """A new request. One with `fork_of` waits beside the line as long as its leader's prompt is not computed."""
+        leader = request.fork_of
+        if leader is not None and self._siblings_wait and leader.status is RequestStatus.waiting:
+            self._siblings.setdefault(leader, []).append(request)
+        else:
+            self.push(request, RequestStatus.waiting)
+
+    def push(self, request: Request, status: RequestStatus) -> None:
+        """A request that comes, as `waiting` or `swapped`; or one that is there, and whose swapped blocks are lost."""
+        if request.status is RequestStatus.swapped:
+            self.num_swapped -= 1
+        else:
+            insort(self._line, request, key=self._rank)
+        request.status = status
+        self.num_swapped += status is RequestStatus.swapped
+
+    def discard(self, request: Request) -> None:
+        """Takes out a request that has ended; the caller gives it that status."""
+        beside = self._siblings.get(request.fork_of, []) if request.fork_of is not None else []
+        if request in beside:
+            beside.remove(request)
+        else:
+            self._leave(bisect_left(self._line, self._rank(request), key=self._rank))
+
+    def head(self) -> Request | None:
+        """The request whose turn it is."""
+        return self._line[0] if self._line else None
+
+    def admit_head(self) -> None:
+        """Takes out the head; the caller gives it another status."""
+        head = self._leave(0)
+        if head in self._siblings:
+            self._leaders[head] = None
+
+    def _leave(self, place: int) -> Request:
+        request = self._line.pop(place)
+        self.num_swapped -= request.status is RequestStatus.swapped
+        return request
+
+    def release_siblings(self, leader: Request) -> None:
+        """The leader's prompt is computed, or never will be: either way its siblings need not wait any longer."""
+        if leader in self._siblings:
+            self._leaders.pop(leader, None)
+            for sibling in self._siblings.pop(leader):
+                self.push(sibling, RequestStatus.waiting)
+
+    def num_siblings_before(self, request: Request) -> int:
+        """Siblings beside the line that rank before it: nobody may take their places while they wait."""
+        beside = [sibling for leader in self._leaders for sibling in self._siblings[leader]]
+        return sum(self._rank(sibling) < self._rank(request) for sibling in beside)
+
+
+class Batch:
+    """Three queues, each in rank order: the last one is the first to give way."""
+
+    def __init__(self, size: int, rank: Callable[[Request], Rank]) -> None:
+        self.prefilling: list[Request] = []
+        self.running: list[Request] = []
+        self.swapping_in: list[Request] = []
+        self._queues = {
+            RequestStatus.prefilling: self.prefilling,
+            RequestStatus.running: self.running,
+            RequestStatus.swapping_in: self.swapping_in,
+        }
+        self.free_indices = list(range(size - 1, -1, -1))
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.prefilling) + len(self.swapping_in)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.status in self._queues
+
+    def requests(self) -> list[Request]:
+        return self.running + self.prefilling + self.swapping_in
+
+    def last(self) -> Request:
+        """Who ranks behind all others."""
+        return max((queue[-1] for queue in self._queues.values() if queue), key=self.rank)
+
+    def join(self, request: Request, status: RequestStatus) -> None:
+        request.req_index = self.free_indices.pop()
+        request.status = status
+        insort(self._queues[status], request, key=self.rank)
+
+    def move(self, request: Request, status: RequestStatus) -> None:
+        self._queues[request.status].remove(request)
+        request.status = status
+        insort(self._queues[status], request, key=self.rank)
+
+    def leave(self, request: Request) -> None:
+        """The caller gives it another status."""
+        assert request.req_index is not None
+        self._queues[request.status].remove(request)
+        self.free_indices.append(request.req_index)
+        request.req_index, request.is_announced = None, False
+        request.grow_after = request.quiet_until = 0
 
 
 class Newcomer(NamedTuple):
@@ -23,11 +139,6 @@ class Newcomer(NamedTuple):
 
 
 class AdmissionControl:
-    """
-    Args:
-        watermark_blocks: that stay free while others run.
-    """
-
     def __init__(self, line: WaitingLine, batch: Batch, kv: KVManager, watermark_blocks: int) -> None:
         self._line, self._batch, self._kv, self._watermark_blocks = line, batch, kv, watermark_blocks
 
@@ -40,10 +151,7 @@ class AdmissionControl:
     def room_for(self, request: Request, without: list[Request] | None = None) -> PrefixMatch | None:
         """Whether a request that waits could be admitted: the prefix that it would share, or None. Whoever asks what a
         newcomer may bring (admission, priorities, drafts, steps behind drafts in flight) asks this.
-
-        Args:
-            without: what would be if these requests had given way.
-        """
+        `without`: what would be if these requests had given way."""
         num_ahead = self._line.num_siblings_before(request)
         if len(self._batch.free_indices) + len(without or ()) <= num_ahead:
             return None

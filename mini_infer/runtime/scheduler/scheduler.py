@@ -15,9 +15,9 @@ Steps may overlap: a request with a token in flight, whose place is known though
 planned behind it. What was computed for a request that has meanwhile ended is dropped. One with a grammar sits out the
 steps before the booking: what may come next depends on the token in flight.
 
-waiting_line.py has who waits, batch.py who is computed, admission.py who is next and who gives way, planned_step.py a
-step's rows, booking.py what a step's tokens do to their requests, draft_plan.py drafts. No tensors: the same scheduler
-drives a GPU, the dry model and a simulator.
+admission.py has who waits, who is computed, who is next and who gives way; planned_step.py a step's rows, and what its
+tokens do to their requests; speculative/draft_plan.py drafts. No tensors: the same scheduler drives a GPU, a dry model
+and a simulator.
 """
 
 from __future__ import annotations
@@ -26,31 +26,20 @@ from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Batching, Policy, Preemption, SchedulerConfig
 from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus
-from mini_infer.runtime.scheduler.admission import AdmissionControl, Newcomer
-from mini_infer.runtime.scheduler.batch import Batch
-from mini_infer.runtime.scheduler.booking import TokenUpdate, book_prompt_logprobs, book_tokens
-from mini_infer.runtime.scheduler.planned_step import PlannedStep
-from mini_infer.runtime.scheduler.waiting_line import Rank, WaitingLine
+from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, Rank, WaitingLine
+from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate, book_prompt_logprobs, book_tokens
 from mini_infer.speculative.draft_plan import add_drafts, can_follow
 from mini_infer.speculative.speculator import NoSpeculation
 
 
 class Scheduler:
-    """
-    Args:
-        watermark: share of the pool that admission leaves free, so that running requests can grow for a while
-            before somebody has to be preempted.
-        speculator: proposes drafts for running requests.
-        follows: a step may be launched before drafts of the one before it are read: the device knows where rows stand.
-    """
-
     def __init__(
         self,
         config: SchedulerConfig,
         kv: KVManager,
-        watermark: float = 0.01,
+        watermark: float = 0.01,  # share of the pool that admission leaves free for running requests to grow
         speculator: NoSpeculation | None = None,
-        follows: bool = False,
+        follows: bool = False,  # a step may be launched before drafts of the one before it are read
     ) -> None:
         self.config = config
         self.kv = kv
@@ -244,7 +233,7 @@ class Scheduler:
         whole = not (self.config.chunked_prefill or self._static)
         if whole and newcomer.missing_tokens > step.budget:
             return False
-        self._line.admit_head(request)
+        self._line.admit_head()
         if request.status is RequestStatus.swapped:
             step.transfers.append(self.kv.swap_in(request))
             self._batch.join(request, RequestStatus.swapping_in)
@@ -306,7 +295,7 @@ class Scheduler:
         book_prompt_logprobs(step, result)
         updates, endings = book_tokens(step, plan, result, now, self.kv)
         for ending in endings:
-            self.finish(*ending)
+            self.finish(*ending[:3])
         for request in step.rows[plan.num_decode_rows :]:
             if request.num_output_tokens:
                 self._line.release_siblings(request)

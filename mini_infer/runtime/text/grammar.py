@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mini_infer.core.errors import RequestError
-from mini_infer.core.grammar import Grammar, GrammarKind
 from mini_infer.core.request import FinishReason
+from mini_infer.core.sampling_params import Grammar, GrammarKind
 from mini_infer.runtime.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,10 @@ class GrammarCompiler:
                 if self._masks is None:
                     self._masks = _Masks(self._tokenizer, self._vocab_size, self._eos_token_ids)
                 compiled = CompiledGrammar(grammar, self._masks)
-                self._keep(grammar, compiled)
+                with self._lock:
+                    self._compiled[grammar] = compiled
+                    if len(self._compiled) > _KEPT:
+                        del self._compiled[next(iter(self._compiled))]
         return compiled
 
     def _kept(self, grammar: Grammar) -> CompiledGrammar | None:
@@ -72,12 +75,6 @@ class GrammarCompiler:
             if compiled is not None:
                 self._compiled[grammar] = compiled
             return compiled
-
-    def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
-        with self._lock:
-            self._compiled[grammar] = compiled
-            if len(self._compiled) > _KEPT:
-                del self._compiled[next(iter(self._compiled))]
 
     def update_masks(self) -> None:
         """Makes the masks of all sequences that have taken in a token."""

@@ -15,8 +15,7 @@ from mini_infer.core.request import (
     RequestOutput,
     TokenLogprob,
 )
-from mini_infer.runtime.engine_core import Ending
-from mini_infer.runtime.scheduler.booking import TokenUpdate
+from mini_infer.runtime.scheduler.planned_step import Ending, TokenUpdate
 from mini_infer.runtime.text.detokenizer import Detokenizer
 from mini_infer.runtime.text.grammar import GrammarCompiler
 

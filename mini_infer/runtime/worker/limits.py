@@ -72,15 +72,14 @@ def _host_blocks(cache: CacheConfig, num_blocks: int, block_bytes: int) -> int:
     """Page-locked memory is taken from everybody else on the machine: unasked no more than HOST_GIB, and never more
     than half of what is free."""
     room = psutil.virtual_memory().available // 2
-    if cache.num_host_blocks is None and cache.host_memory_gib is None:
+    blocks, gib = cache.num_host_blocks, cache.host_memory_gib
+    if blocks is None and gib is None:
         room = min(room, int(HOST_GIB * 2**30))
         return max(1, min(num_blocks, room // block_bytes)) if block_bytes else num_blocks
-    if cache.num_host_blocks is not None:
-        asked, key = cache.num_host_blocks, f"cache.num_host_blocks={cache.num_host_blocks}"
-    else:
-        assert cache.host_memory_gib is not None
-        asked = int(cache.host_memory_gib * 2**30) // block_bytes if block_bytes else num_blocks
-        key = f"cache.host_memory_gib={cache.host_memory_gib}"
+    asked, key = blocks, f"cache.num_host_blocks={blocks}"
+    if gib is not None:
+        asked, key = int(gib * 2**30) // block_bytes if block_bytes else num_blocks, f"cache.host_memory_gib={gib}"
+    assert asked is not None
     if asked < 1:
         raise ConfigError(f"{key} is less than one KV block of {block_bytes} bytes: raise it")
     if asked * block_bytes > room:

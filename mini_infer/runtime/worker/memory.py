@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import torch
 
 from mini_infer.cache.kv_store import KVStore
-from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import CacheConfig, EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.core.request import SamplingParams
+from mini_infer.modeling.model import Model
 
 CPU_KV_GIB = 0.5
 _SMALL_TENSOR, _SMALL_MEMORY = 2**19, 32 * 2**20  # torch's allocator keeps tensors up to 1 MiB apart
@@ -40,10 +40,13 @@ def kv_memory(cache: CacheConfig, device: torch.device, step_bytes: int = 0) -> 
     return max(0, int(total * cache.gpu_memory_utilization) - (total - free) - step_bytes - _GRAPHS_RESERVE)
 
 
-def allocate_kv(layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> KVStore:
-    """A KV store of `num_blocks` blocks and a spare one. Raises ConfigError where they do not fit."""
+def allocate_kv(model: Model, num_blocks: int, block_size: int) -> KVStore:
+    """The model's KV store of `num_blocks` blocks and a spare one. Raises ConfigError where they do not fit."""
+    layout = model.kv_layout
     try:
-        return KVStore(layout, num_blocks=num_blocks + 1, block_size=block_size, device=device)
+        return KVStore(
+            layout, num_blocks=num_blocks + 1, block_size=block_size, device=model.device, scales=model.kv_scales
+        )
     except torch.OutOfMemoryError as error:
         needed = layout.bytes_per_block(block_size) * (num_blocks + 1)
         raise ConfigError(

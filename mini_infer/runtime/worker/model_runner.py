@@ -11,7 +11,7 @@ who speculates are parts that it is given; the dry model is one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_infer.core.plan import NO_DRAFT, StepPlan, StepResult
+from mini_infer.core.plan import NO_DRAFT, NONE, StepPlan, StepResult
 from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs
-from mini_infer.runtime.sampling.logprobs import Logprobs, RowLogprobs, prompt_logprobs
+from mini_infer.runtime.sampling.logprobs import Logprobs, prompt_logprobs
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.row_step import RowStep, real_tokens
@@ -31,7 +31,7 @@ from mini_infer.speculative.draft_model import Drafter, Stopwatch
 
 if TYPE_CHECKING:  # it is handed them
     from mini_infer.cache.transfer import KVTransfer
-    from mini_infer.runtime.executor.dry_model import DryModel
+    from mini_infer.runtime.executor.dry import DryModel
     from mini_infer.runtime.worker.torch_model import TorchModel
 
 
@@ -46,7 +46,7 @@ class LaunchedStep(NamedTuple):
     tokens: Tensor | None = None  # [S], with drafts [2, S]: what the target picks, and what stands there
     real: IntArray | None = None  # [S]: those among `tokens`, where it has padding
     logprobs: Logprobs | None = None
-    prompt_logprobs: Sequence[RowLogprobs] = ()
+    prompt_logprobs: Mapping[int, list[Logprobs]] = NONE  # by row
     drafting: Stopwatch | None = None  # None where no model drafted
 
 
@@ -61,9 +61,6 @@ class Runner:
         follows: a step may be launched before the drafts of the one before it are read, whose rows must therefore go
             alone where they can.
         threads: what a step of so many tokens runs inside, on a CPU.
-
-    Attributes:
-        graphs: steps of rows alone, of which none is captured yet.
     """
 
     def __init__(
@@ -123,12 +120,12 @@ class Runner:
         sampled = Samples.of(plan)
         real = real_tokens(plan.counts, descriptor.query_len) if descriptor.query_len > 1 else None
         logprobs = self._rows.resample(done, sampled, real, sampled.by_place(plan.masks), drafted.logits)
-        if done.tokens_and_drafts is not None:
-            return self._launched(
-                plan, done.tokens_and_drafts, sampled=sampled, real=real, logprobs=logprobs, drafting=drafted.time
-            )
-        n = plan.num_rows
-        return self._launched(plan, done.token_ids[:n], sampled=sampled, logits=done.logits[:n], logprobs=logprobs)
+        tokens, logits = done.tokens_and_drafts, None
+        if tokens is None:
+            tokens, logits = done.token_ids[: plan.num_rows], done.logits[: plan.num_rows]
+        return self._launched(
+            plan, tokens, sampled=sampled, logits=logits, real=real, logprobs=logprobs, drafting=drafted.time
+        )
 
     def _launch_any(self, plan: StepPlan, params: Sequence[IntArray]) -> LaunchedStep:
         self._states.apply(plan, params)
@@ -144,7 +141,7 @@ class Runner:
         step = self._states.build(plan, sampled, sources)
         hidden = self._model.forward(step)
         history, compute_logits = self._states.history, self._model.compute_logits
-        of_prompts: Sequence[RowLogprobs] = ()
+        of_prompts: Mapping[int, list[Logprobs]] = NONE
         if plan.prompt_logprobs:
             of_prompts = prompt_logprobs(plan, hidden, history, self._sampler.vocab_size, compute_logits)
         if not len(sampled.rows):
@@ -179,11 +176,8 @@ class Runner:
         return first, self.graphs.fit(*size) or BatchDescriptor(*size)
 
     def _sources(self, sampled: Samples, first: int, num_rows: int) -> IntArray:
-        """[S]: where each token's draft has its logits, NO_DRAFT where nothing random drew it.
-
-        Args:
-            first, num_rows: of the packed rows whose drafts were made.
-        """
+        """[S]: where each token's draft has its logits, NO_DRAFT where nothing random drew it. Drafts were made of
+        `num_rows` packed rows from `first` on."""
         drawn = sampled.have_drafts() & self._sampler.draws_drafts(sampled.req_indices)
         return np.where(drawn, sampled.places() * num_rows + sampled.rows - first, NO_DRAFT)
 
@@ -211,7 +205,10 @@ class Runner:
             own = logprobs.setdefault(rows[index], [])
             if len(own) < len(tokens[rows[index]]):
                 own.append(entry)
-        of_prompts = {part.row: part.finish() for part in launched.prompt_logprobs}
+        of_prompts = {
+            row: [entry for part in slices for entry in part.finish().values()]
+            for row, slices in launched.prompt_logprobs.items()
+        }
         draft_s = 0.0 if launched.drafting is None else launched.drafting.read()
         ended = () if self._transfers is None else self._transfers.poll(wait=not tokens)
         return StepResult(tokens, logprobs, of_prompts, draft_s, ended)
@@ -231,13 +228,8 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def keep_accepted(tokens: list[list[int]], rows: Sequence[int], picked: Sequence[int], drafts: Sequence[int]) -> None:
-    """Puts into `tokens` what each row keeps: it goes on as long as the token is the draft that stands there.
-
-    Args:
-        rows: of each token; those of a row are neighbours.
-        picked: what the target says comes there.
-        drafts: what stands there; NO_DRAFT for nothing.
-    """
+    """Puts into `tokens` what each row keeps of what the target picked: it goes on as long as that is the draft which
+    stands there. `rows` are those of each token, neighbours in a row."""
     last, goes_on = -1, True
     for row, token, draft in zip(rows, picked, drafts, strict=True):
         if row != last or goes_on:

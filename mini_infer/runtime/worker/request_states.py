@@ -39,23 +39,15 @@ _ONE_TOKEN_AND_NO_GROWTH = np.array([[1], [-1]], dtype=np.int32)
 
 
 class RequestStates:
-    """
-    Args:
-        max_num_seqs: requests; one row more is kept for padding.
-        max_model_len: the longest request, in tokens.
-        padding_block: the KV block that padding rows write to.
-        lookahead: tokens of padding that may stand behind the longest request's last one.
-    """
-
     def __init__(
         self,
-        max_num_seqs: int,
-        max_model_len: int,
+        max_num_seqs: int,  # one row more is kept for padding
+        max_model_len: int,  # of a request, in tokens
         block_size: int,  # tokens a KV block
         num_params: int,  # int32 columns of sampling parameters
         device: torch.device,
-        padding_block: int = 0,
-        lookahead: int = 0,
+        padding_block: int = 0,  # the KV block that padding rows write to
+        lookahead: int = 0,  # tokens of padding that may stand behind the longest request's last one
     ) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len + lookahead
@@ -164,11 +156,11 @@ class RequestStates:
         if plan.num_drafts and plan.counts[0] < plan.counts[n - 1]:
             alike = bisect_right(plan.counts, 1, hi=n)  # rows with drafts go with prompts, which may have any length
         batch = AttentionBatch.of_rows(
-            positions=places,
-            slot_mapping=blocks * self.block_size + (places - block * self.block_size),
-            block_tables=self.rows[:, self._table : self._table + width].index_select(0, rows32),
-            query_starts=starts32,
-            seq_lens=lens32,
+            places,
+            blocks * self.block_size + (places - block * self.block_size),  # slots
+            self.rows[:, self._table : self._table + width].index_select(0, rows32),  # block tables
+            starts32,
+            lens32,
             num_decode_rows=alike,
             host_query_starts=query_starts,
             host_seq_lens=seq_lens,
@@ -189,12 +181,8 @@ class RequestStates:
     # --- a step of rows alone: one token each, or as many as there are drafts -----------------------------------------
 
     def pack_rows(self, plan: StepPlan, num_rows: int, first: int = 0, growths: Sequence[Growth] = ()) -> None:
-        """Sends the plan's decode rows from `first` on, filled up with padding rows, to where `build_rows` finds them.
-        All else that the plan brings must have been applied.
-
-        Args:
-            growths: that travel with their rows, as `small_growths` gives them.
-        """
+        """Sends the plan's decode rows from `first` on, filled up with padding rows, to where `build_rows` finds them,
+        with `growths` as `small_growths` gives them. All else that the plan brings must have been applied."""
         n = plan.num_decode_rows - first
         packed = np.empty((PACKED, num_rows), dtype=np.int32)
         packed[0, :n], packed[0, n:] = plan.req_indices[first : first + n], self.padding_index
@@ -220,11 +208,10 @@ class RequestStates:
 
     def build_rows(self, num_rows: int, query_len: int, shift: int = 0, drafting: bool = False) -> StepInput:
         """The input of a step of the packed rows, made on the device: shapes depend on num_rows and query_len only, so
-        that it can be captured in a CUDA graph.
+        that it can be captured in a CUDA graph. Tokens that a row has too few of are padding: what they write is
+        written over before anybody reads it.
 
         Args:
-            query_len: tokens of each row. Those that a row has too few of are padding: they are computed for nothing,
-                and what they write is written over before anybody reads it.
             shift: added to the first positions.
             drafting: the last token of each row samples, greedily where the request brings a seed. Else all do.
         """

@@ -14,7 +14,7 @@ Where each row starts may be known to the device alone (RequestStates.pack_rows)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,8 @@ class DoneRows:
 
 
 class RowStep:
-    """
-    Args:
-        model: as the Runner's; captured, it needs `forward_eagerly` as well.
-        rate: drafts are accepted at this rate, by a hash of (seed, position), whatever the target says: what comes out
-            means nothing, what it costs does. None: as verified.
-    """
+    """With a `rate` drafts are accepted at it, by a hash of (seed, position), whatever the target says: what comes out
+    means nothing, what it costs does. Captured, the model needs `forward_eagerly` as well."""
 
     def __init__(self, model: Any, states: RequestStates, sampler: Sampler, rate: float | None = None) -> None:
         self._model, self._states, self._sampler, self._rate = model, states, sampler, rate
@@ -52,13 +48,8 @@ class RowStep:
     def run(
         self, num_rows: int, query_len: int, draft_logits: Tensor | None = None, out: Tensor | None = None
     ) -> DoneRows:
-        """Computes the packed rows.
-
-        Args:
-            draft_logits: what drafts were drawn from, as the Drafter's `chain` gives it; None where nothing random
-                proposed them.
-            out: [num_rows * query_len, vocab_size], memory for the logits where the call is captured.
-        """
+        """Computes the packed rows. `draft_logits` are as the Drafter's `chain` gives them; where the call is captured,
+        `out` [num_rows * query_len, vocab_size] is memory for the logits."""
         step = self._states.build_rows(num_rows, query_len)
         if out is None:
             logits = self._model.compute_logits(self._model.forward(step))
@@ -84,13 +75,8 @@ class RowStep:
         draft_logits: Tensor | None,
     ) -> Logprobs | None:
         """Picks the tokens again of rows that want more than `run` does, and returns the log-probabilities that are
-        asked for.
-
-        Args:
-            sampled: the plan's.
-            real: [S], where those lie among the R * Q tokens; None: they are the first.
-            masks: by place in `sampled`.
-        """
+        asked for. `real` [S] is where the plan's samples lie among the R * Q tokens, None where they are the first;
+        `masks` are by place in `sampled`."""
         rare = self._sampler.rare(sampled.req_indices, sampled.positions, masks)
         if rare is None:
             return None
@@ -110,6 +96,6 @@ class RowStep:
         self._states.settle(step, token_ids, self._rate, self._sampler.vocab_size)
 
 
-def real_tokens(counts: list[int], query_len: int) -> IntArray:
+def real_tokens(counts: Sequence[int], query_len: int) -> IntArray:
     """Those of rows of query_len tokens that are not padding: flat indices, of `counts[i]` tokens of row i."""
     return np.flatnonzero((np.arange(query_len) < np.array(counts)[:, None]).ravel())

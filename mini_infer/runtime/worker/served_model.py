@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,14 +12,19 @@ import torch
 from mini_infer.attention.backend import Requirements
 from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig, Numerics, When
-from mini_infer.core.errors import ConfigError
+from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.ops import Kernels
 from mini_infer.modeling.checkpoint import resolve_folder
-from mini_infer.modeling.loader import load_model, load_spec, outline, resolve_dtype
+from mini_infer.modeling.loader import load_model, load_spec, outline, resolve_dtype, with_cache
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.runtime.worker.memory import require_room_for_weights
-from mini_infer.runtime.worker.torch_model import AttentionBackends
+from mini_infer.runtime.sampling.sampler import Sampler
+from mini_infer.runtime.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from mini_infer.runtime.worker.limits import Limits
+from mini_infer.runtime.worker.memory import allocate_kv, require_room_for_weights
+from mini_infer.runtime.worker.request_states import RequestStates
+from mini_infer.runtime.worker.torch_model import AttentionBackends, TorchModel
+from mini_infer.speculative.draft_model import DraftKV, DraftModel
 
 NEEDS_GPU = "CUDA graphs need a GPU, not cpu"
 
@@ -35,18 +41,12 @@ class ServedModel:
     no_graphs: str | None  # why its steps cannot be captured in CUDA graphs; None where they can
 
     @classmethod
-    def plan(
-        cls, config: EngineConfig, model: ModelConfig, device: torch.device, uncapturable: str | None
-    ) -> ServedModel:
-        """Raises ConfigError or ModelError where it cannot be served with these settings.
-
-        Args:
-            uncapturable: name of a sampler that cannot be captured; None for one that can.
-        """
+    def plan(cls, config: EngineConfig, model: ModelConfig, device: torch.device, kernels: Kernels) -> ServedModel:
+        """Raises ConfigError or ModelError where it cannot be served with these settings."""
         if model.hf_config is None:  # a hub name is looked up once; from here on it is a folder
             folder = resolve_folder(model.path, weights=model.load_format is LoadFormat.auto)
             model = dataclasses.replace(model, path=str(folder))
-        spec = load_spec(model)
+        spec = with_cache(load_spec(model), config.cache)
         dtype = resolve_dtype(model, spec, device)
         kv_layout = spec.kv_layout(dtype)
         invariant = config.numerics is Numerics.batch_invariant
@@ -63,13 +63,23 @@ class ServedModel:
             sliding_window=any(spec.windows),
             batch_invariant=invariant,
         )
-        backends, no_graphs = _select_attention(config, needs, uncapturable)
+        backends, no_graphs = _select_attention(config, needs, kernels)
         block_bytes = kv_layout.bytes_per_block(config.cache.block_size)
         return cls(model, spec, dtype, device, kv_layout, block_bytes, backends, no_graphs)
 
     @cached_property
     def weight_bytes(self) -> int:
         return outline(self.spec, self.dtype).weight_bytes()
+
+    @property
+    def quantization(self) -> str:
+        """Of the weights, for a run's record."""
+        return "none" if self.spec.quantization is None else self.spec.quantization.describe()
+
+    @property
+    def kv_dtype(self) -> str:
+        """For a run's record."""
+        return "float8_e4m3fn, a scale a head" if self.spec.fp8_kv else str(self.dtype).removeprefix("torch.")
 
     def load(self, max_len: int, kernels: Kernels) -> Model:
         """The weights, for positions below `max_len`. Raises ConfigError where they will not fit."""
@@ -78,7 +88,7 @@ class ServedModel:
 
 
 def _select_attention(
-    config: EngineConfig, needs: Requirements, uncapturable: str | None
+    config: EngineConfig, needs: Requirements, kernels: Kernels
 ) -> tuple[AttentionBackends, str | None]:
     """The backends, and why decode steps will not be captured in CUDA graphs; None where they will."""
     capture = config.graphs.capture
@@ -86,8 +96,8 @@ def _select_attention(
         reason = "graphs.capture=never"
     elif needs.device.type != "cuda":
         reason = NEEDS_GPU
-    elif uncapturable is not None:
-        reason = f"the {uncapturable} sampler cannot be captured"
+    elif kernels.name != "triton":
+        reason = "the torch sampler cannot be captured"
     else:
         try:
             return AttentionBackends.select(config.attention, dataclasses.replace(needs, graphs=True)), None
@@ -96,3 +106,56 @@ def _select_attention(
     if capture is When.always:
         raise ConfigError(f"graphs.capture=always: {reason}. Set graphs.capture=auto or never")
     return AttentionBackends.select(config.attention, needs), reason
+
+
+logger = logging.getLogger(__name__)
+
+PADDING_IDS = 1024  # models of one family round the size of one vocabulary up, each in its own way
+
+
+def plan_draft(config: EngineConfig, target: ServedModel, tokenizer: Tokenizer, kernels: Kernels) -> ServedModel | None:
+    """The draft model, None where there is none. Raises ConfigError where it cannot propose for the target."""
+    if not config.speculation.has_draft_model:
+        return None
+    name = f"speculation.draft.path={config.speculation.draft.path}"
+    try:
+        draft = ServedModel.plan(config, config.speculation.draft.model(config.model), target.device, kernels)
+    except ModelError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    vocab_size, known = draft.spec.vocab_size, target.spec.vocab_size
+    if abs(vocab_size - known) > PADDING_IDS or not _same_tokenizer(draft.config, tokenizer):
+        raise ConfigError(
+            f"{name} has another vocabulary than the target ({vocab_size} tokens and {known}): its "
+            "drafts would mean something else there. Take a smaller model of the target's family"
+        )
+    if draft.weight_bytes > target.weight_bytes:
+        logger.warning("%s is larger than the target: drafting will take longer than it can save", name)
+    return draft
+
+
+def _same_tokenizer(draft: ModelConfig, target: Tokenizer) -> bool:
+    """As far as both are there: a shape alone has none."""
+    if draft.hf_config is not None or isinstance(target, NoTokenizer):
+        return True
+    own = load_tokenizer(draft)
+    if isinstance(own, NoTokenizer) or own.definition == target.definition:
+        return True
+    return own.token_bytes is not None and own.token_bytes == target.token_bytes
+
+
+def make_drafter(
+    config: EngineConfig, draft: ServedModel, weights: Model, limits: Limits, states: RequestStates, sampler: Sampler
+) -> tuple[DraftModel, TorchModel]:
+    """Who proposes on the device, and its model, with as many blocks of KV memory as the target's, each with the same
+    number."""
+    block_size = config.cache.block_size
+    try:
+        store = allocate_kv(weights, limits.num_blocks, block_size)
+    except ConfigError as error:
+        raise ConfigError(f"speculation.draft has as many KV blocks as the target: {error}") from error
+    vocab_size = min(draft.spec.vocab_size, sampler.vocab_size)
+    fewer = vocab_size if vocab_size < sampler.vocab_size else None
+    model = TorchModel(weights, store, draft.backends, known_tokens=fewer)
+    kv = DraftKV(states.padding_index, states.max_model_len, block_size, limits.num_blocks + 1, limits.num_host_blocks)
+    max_tokens = config.scheduler.max_num_batched_tokens
+    return DraftModel(model, kv, states, sampler, vocab_size=vocab_size, max_tokens=max_tokens), model

@@ -39,6 +39,9 @@ class StartupReport:
     attention_decode: str = "none"
     numerics: str = "none"
     kernels: str = "none"
+    quantization: str = "none"  # of the target's weights
+    draft_quantization: str = "none"
+    kv_dtype: str = "none"
     speculation: str = "none"
     threads: str = "none"  # that torch computes a step with on the CPU
     phases: dict[str, float] = field(default_factory=dict)  # seconds of `seconds`, by what was done
@@ -52,11 +55,7 @@ class StartupReport:
 
 
 class Phases:
-    """
-    Args:
-        finish: waits for what a device was given, so that a phase has all of its own work and none of another's.
-        clock: seconds.
-    """
+    """`finish` waits for what a device was given, so that a phase has all of its own work and none of another's."""
 
     def __init__(
         self, finish: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter

@@ -2,17 +2,8 @@
 
 A step of a small model is some hundred operations of microseconds. Shared among threads each ends with a wait for the
 slowest of them, which costs more than sharing saves, and much more where another process keeps one of the cores. So
-small steps take one thread. Threads that wait sleep (core/openmp.py), wherever the environment says nothing else.
-
-The time that two threads take over the time of one, tiny-target on two cores (medians):
-
-                                  1 row    8 rows    1,000 tokens of a prompt
-    asleep, idle machine           1.07      1.06      0.56
-    asleep, both cores busy        1.16      1.40      1.13
-    spinning, idle machine         0.99      0.86      0.55
-    spinning, both cores busy      5.0      10.4       2.2
-
-Six layers of 1,024 on the idle machine, asleep: 1.05, 0.87, 0.62. In between lies the bound below.
+small steps take one thread. Threads that wait sleep (core/openmp.py), wherever the environment says nothing else: two
+spinning ones took tiny-target's 8 rows 10 times as long as one, both cores being busy, and sleeping ones 1.4 times.
 """
 
 from __future__ import annotations
@@ -26,11 +17,8 @@ _WORTH_SHARING = 4 * 10**8  # parameters times tokens
 
 
 class StepThreads:
-    """
-    Args:
-        asked: threads of every step; None: as many as torch has when this is made, and one for small steps.
-        num_parameters: of a model that computes on the CPU; None: it computes elsewhere.
-    """
+    """`asked` threads for every step; None: as many as torch has when this is made, and one for small steps of a model
+    that has `num_parameters` on the CPU."""
 
     def __init__(self, asked: int | None, num_parameters: int | None) -> None:
         self._most = asked or torch.get_num_threads()

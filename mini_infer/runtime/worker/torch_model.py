@@ -30,11 +30,8 @@ class AttentionBackends:
 
 
 class TorchModel:
-    """
-    Args:
-        known_tokens: of a draft model beside a target that has more. What is no token here stands for nothing, but must
-            not be looked up.
-    """
+    """`known_tokens` are those of a draft model beside a target that has more: what is no token here stands for
+    nothing, but must not be looked up."""
 
     def __init__(
         self,
@@ -48,7 +45,7 @@ class TorchModel:
         self.store = store
         self._backends = backends
         self._pieces: PiecewiseGraphs | None = None
-        self._attention = ModelAttention(store, model.spec.windows, model.spec.attention.scale)
+        self._attention = ModelAttention(store, model.spec.windows, model.spec.attention.scale, model.dtype)
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Computes the step's tokens and returns their hidden states [T, hidden_size], which stay until the next

@@ -27,10 +27,9 @@ from mini_infer.modeling.loader import resolve_device
 from mini_infer.modeling.model import Model
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.pieces import graph_bytes, token_ladder
-from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, batch_ladder, decode_grid, draft_grid
+from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, batch_ladder, draft_grid
 from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import load_tokenizer
-from mini_infer.runtime.worker.draft import make_drafter, plan_draft
 from mini_infer.runtime.worker.limits import Limits
 from mini_infer.runtime.worker.memory import (
     allocate_kv,
@@ -41,7 +40,7 @@ from mini_infer.runtime.worker.memory import (
 )
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.request_states import RequestStates
-from mini_infer.runtime.worker.served_model import NEEDS_GPU, ServedModel
+from mini_infer.runtime.worker.served_model import NEEDS_GPU, ServedModel, make_drafter, plan_draft
 from mini_infer.runtime.worker.startup import CaptureReport, Phases, StartupReport
 from mini_infer.runtime.worker.threads import StepThreads
 from mini_infer.runtime.worker.torch_model import TorchModel
@@ -61,12 +60,11 @@ class Worker:
         self._phase = Phases(partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else None)
         with self._phase("choose kernels"):
             self._kernels = select_kernels(config.model.kernels, self.device, config.numerics)
-        uncapturable = None if self._kernels.name == "triton" else "torch"  # the sampler that goes with the kernels
         with self._phase("choose attention"):
-            self.target = ServedModel.plan(config, config.model, self.device, uncapturable)
+            self.target = ServedModel.plan(config, config.model, self.device, self._kernels)
         with self._phase("tokenizer"):
             self.tokenizer = load_tokenizer(self.target.config)
-        self.draft = plan_draft(config, self.target, self.tokenizer, uncapturable)
+        self.draft = plan_draft(config, self.target, self.tokenizer, self._kernels)
         spec = self.target.spec
         self.eos_token_ids = spec.eos_token_ids or tuple(self.tokenizer.eos_token_ids)
         self._served = [self.target] if self.draft is None else [self.target, self.draft]
@@ -157,7 +155,7 @@ class Worker:
     def _make_runner(self, limits: Limits, follows: bool) -> tuple[Runner, list[TorchModel]]:
         """What computes steps, with KV memory of its own; the target, and the draft model where there is one."""
         config, sampler = self._config, self._sampler
-        store = allocate_kv(self.target.kv_layout, limits.num_blocks, config.cache.block_size, self.device)
+        store = allocate_kv(self._weights[0], limits.num_blocks, config.cache.block_size)
         models = [TorchModel(self._weights[0], store, self.target.backends)]
         states = RequestStates.of(config, limits, sampler)
         drafter = None
@@ -173,28 +171,35 @@ class Worker:
     # --- CUDA graphs ----------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        memory = GraphMemory(self.device) if self.device.type == "cuda" else None
-        config, sizes = self._config.graphs, self._prefill_sizes
-        self._captured = [CaptureReport(), CaptureReport(), CaptureReport()]
-        with self._phase("capture decode"):
-            if memory is None or self.target.no_graphs is not None:
-                self._captured[0] = CaptureReport(limits=(self.target.no_graphs or NEEDS_GPU,))
-            else:
-                self._captured[0] = self._capture_rows(decode_grid(self._most_rows), memory, "rows")
-        with self._phase("capture pieces"):  # without attention and sampler: on a GPU nothing stands in their way
-            if memory is not None and sizes:
-                self._captured[1] = self._models[0].capture_pieces(sizes, memory)
-            else:
-                asked = "graphs.capture=never" if config.capture is When.never else "graphs.max_prefill_tokens=0"
-                self._captured[1] = CaptureReport(limits=(NEEDS_GPU if memory is None else asked,))
-        if memory is not None and self._captures_rows:
+        """On a GPU; elsewhere it only notes why there are no graphs."""
+        no_pieces = "graphs.max_prefill_tokens=0"
+        if self.device.type != "cuda":
+            no_pieces = NEEDS_GPU
+        elif self._config.graphs.capture is When.never:
+            no_pieces = "graphs.capture=never"
+        self._captured = {
+            "graphs": CaptureReport(limits=(self.target.no_graphs or NEEDS_GPU,)),
+            "prefill_graphs": CaptureReport(limits=(no_pieces,)),
+        }
+        if self.device.type == "cuda":
+            self._capture(GraphMemory(self.device), self._prefill_sizes)
+        with self._phase("reserve memory"):
+            self.reserve_memory()
+
+    def _capture(self, memory: GraphMemory, sizes: list[int]) -> None:
+        if self.target.no_graphs is None:
+            with self._phase("capture decode"):
+                grid = [BatchDescriptor(rows) for rows in batch_ladder(self._most_rows)]
+                self._captured["graphs"] = self._capture_rows(grid, memory, "rows")
+        if sizes:  # without attention and sampler: nothing stands in their way
+            with self._phase("capture pieces"):
+                self._captured["prefill_graphs"] = self._models[0].capture_pieces(sizes, memory)
+        if self._captures_rows:
             with self._phase("capture rows"):
                 for draft in self._models[1:] if sizes else ():
                     draft.capture_pieces(sizes, memory)
                 if self._draft_grid:
-                    self._captured[2] = self._capture_rows(self._draft_grid, memory, "tokens of drafts")
-        with self._phase("reserve memory"):
-            self.reserve_memory()
+                    self._captured["draft_graphs"] = self._capture_rows(self._draft_grid, memory, "tokens of drafts")
 
     def _capture_rows(self, grid: list[BatchDescriptor], memory: GraphMemory, unit: str) -> CaptureReport:
         logits = [model.new_logits(n) for model, n in zip(self._models, _logits_rows(grid), strict=False) if n]
@@ -220,7 +225,6 @@ class Worker:
 
     def report(self) -> StartupReport:
         kernels, target, draft = self._kernels, self.target, self.draft
-        graphs, prefill_graphs, draft_graphs = self._captured
         return StartupReport(
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             dtype=str(target.dtype).removeprefix("torch."),
@@ -229,6 +233,9 @@ class Worker:
             attention_decode=str(target.backends.decode),
             numerics=self._config.numerics.value,
             kernels=f"{kernels.name} ({kernels.fallback})" if kernels.fallback else kernels.name,
+            quantization=target.quantization,
+            draft_quantization=draft.quantization if draft else "none",
+            kv_dtype=target.kv_dtype,
             sampler=self._sampler.name,
             overlap=self.overlap,
             threads=str(self._threads),
@@ -238,9 +245,7 @@ class Worker:
             weight_bytes=target.weight_bytes,
             seconds=self._phase.total,
             phases=self._phase.seconds,
-            graphs=graphs,
-            prefill_graphs=prefill_graphs,
-            draft_graphs=draft_graphs,
+            **self._captured,
             speculation=self._config.speculation.describe(),
             draft_weight_bytes=draft.weight_bytes if draft else 0,
             draft_kv_bytes=self.limits.num_blocks * draft.block_bytes if draft else 0,

@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 from mini_infer.core.errors import RequestError
-from mini_infer.core.grammar import GrammarKind
-from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.core.sampling_params import GrammarKind, SamplingParams
 from mini_infer.serving.api.schema import GenerationRequest, ResponseFormat
 
 SAME_NAME = (

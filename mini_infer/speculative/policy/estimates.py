@@ -21,12 +21,8 @@ _PLAIN_STEPS = 3  # the first may still wait for one with drafts, and the last i
 
 
 class AcceptanceRate:
-    """The chance that a draft is accepted if those before it are, from trials whose weight fades.
-
-    Args:
-        fade: what is left of a trial's weight after one more.
-        accepted, trials: that are assumed.
-    """
+    """The chance that a draft is accepted if those before it are, from trials (some of them assumed) of whose weight
+    `fade` is left after one more."""
 
     def __init__(self, fade: float, accepted: float = 0.0, trials: float = 0.0) -> None:
         self._fade, self._accepted, self.trials = fade, accepted, trials
@@ -101,19 +97,15 @@ def expected_accepted(rates: Array, lengths: Array) -> float:
 
 
 def best_lengths(rates: Array, limits: Array, costs: StepCosts, relative: Sequence[float]) -> Array:
-    """The draft lengths of R rows that bring most tokens a second.
+    """The draft lengths of R rows [R] int64 that bring most tokens a second, all zero where they do not bring MARGIN
+    times what none bring.
 
     Tried are the same length for all, and, where a step is not padded, those drafts whose chance of being accepted is
     above some threshold: fewer for a row whose drafts are often wrong.
 
     Args:
-        rates: [R] each row's acceptance rate.
-        limits: [R] int: drafts that it may have.
-        relative: by the longest draft's length: the factor by which steps are dearer than `costs` says, against steps
-            without drafts.
-
-    Returns:
-        [R] int64, all zero where drafts do not bring MARGIN times what none bring.
+        rates, limits: [R]: of each row the acceptance rate, and how many drafts it may have.
+        relative: as StepTimes.relative.
     """
     rows, most = len(rates), int(limits.max())
     chances = rates[:, None] ** np.arange(1, 1 + most)  # that all drafts up to each are accepted

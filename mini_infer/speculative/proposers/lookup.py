@@ -14,14 +14,8 @@ INDEXED_TOKENS = 8_192  # of a prompt, its last ones: indexing takes some 2 us a
 
 
 class NgramIndex:
-    """The n-grams of one request's prompt and output, and what followed them last (Saxena 2023, "Prompt Lookup
-    Decoding").
-
-    Appending a token enters max_n - min_n + 1 n-grams, whatever the length; nothing is searched when proposing.
-
-    Args:
-        min_n, max_n: tokens that must match, at least, and those that are tried first.
-    """
+    """The n-grams of min_n to max_n tokens in one request's prompt and output, and what followed them last (Saxena
+    2023, "Prompt Lookup Decoding"). Nothing is searched when proposing."""
 
     def __init__(self, token_ids: Sequence[int], min_n: int, max_n: int) -> None:
         self._tokens: list[int] = []
@@ -56,11 +50,7 @@ Index = NgramIndex | SuffixIndex  # of one request; never told of drafts, so tha
 
 
 class LookupProposer(Proposer):
-    """
-    Args:
-        make: an index of the last tokens of a request.
-        learn: takes in a request that has ended.
-    """
+    """`make` makes an index of the last tokens of a request; `learn` takes in a request that has ended."""
 
     needs_tokens = True
 
@@ -86,7 +76,6 @@ class LookupProposer(Proposer):
 
 
 def ngram_proposer(smallest: int, largest: int) -> LookupProposer:
-    """Args: tokens that must match, at least, and those that are tried first."""
     return LookupProposer(lambda request, token_ids: NgramIndex(token_ids, smallest, largest))
 
 

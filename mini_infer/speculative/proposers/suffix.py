@@ -32,7 +32,7 @@ class Followers:
                     known[context] = (*known.get(context, ())[1 - _LATEST :], recent[place])
 
     def continuation(self, text: Sequence[int], k: int, min_probability: float) -> tuple[list[int], float]:
-        """At most k tokens, each the likeliest behind those before it, and how many of them are expected to be accepted.
+        """At most k tokens, each the likeliest behind those before it, and how many are expected to be accepted.
 
         Where c of the latest n tokens behind the longest known context were this one, its probability is estimated as
         c / (n + 3 / length): a context of length l that was seen once is right with l / (l + 3), which holds within 0.1

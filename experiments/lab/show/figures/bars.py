@@ -11,19 +11,18 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from experiments.lab.judge import stats
 from experiments.lab.show import wording
-from experiments.lab.show.figures import frame, points
-from experiments.lab.show.figures.intervals import ARROW, Intervals, intervals, mark_cut, medians, reach
-from experiments.lab.show.figures.style import COLOURS, HATCHES, INK, line_style
+from experiments.lab.show.figures import frame, lines
+from experiments.lab.show.figures.frame import COLOURS, HATCHES, INK, line_style
+from experiments.lab.show.figures.intervals import ARROW, Intervals, intervals, mark_cut, medians, reach, tip
 from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.result import Result
-from experiments.lab.store.rows import Table, Turn
+from experiments.lab.store.rows import Turn
 
-DENSE = 0.34  # inches a bar: below, its number is turned upright
+LETTER = 0.075  # inches, of a number above a bar: where it has not the room, it is turned upright
 MANY = 4  # bars in a group that can still be told apart
 DWARFED = 30  # a bar this many times another leaves nothing of it to be seen
-
+CENTRED = {"ha": "center", "va": "bottom"}
 GREYS = ("#202020", "#9a9a9a", "#5c5c5c", "#c8c8c8")
 
 
@@ -47,17 +46,16 @@ def rows_of(panel: PanelSpec, result: Result) -> Rows | None:
     """None where upright bars are the better picture."""
     if panel.kind is not PanelKind.bars:
         return None
-    table, variants = Table(result.rows), result.info.variants
-    at = _points(panel, result, table)
-    found = {(v, p): table.values(v, p, panel.metric) for v in variants for p in at}
+    variants, at = result.info.variants, _points(panel, result)
+    found = {(v, p): result.table.values(v, p, panel.metric) for v in variants for p in at}
     every = medians(values for values in found.values() if values)
     log = bool(every) and min(every) > 0 and max(every) > DWARFED * min(every)
     if len(variants) == 1 or not (log or len(at) == 1 or (len(at) > 1 and len(variants) > MANY)):
         return None
-    tried = {row.variant for row in result.rows if row.metric == panel.metric}
     if len(at) > 1 and len(variants) <= MANY:
         by_variant = {label: [found[v, p] for p in at] for v, label in variants.items()}
         return Rows([wording.point(p) for p in at], by_variant, [True] * len(at), log, False)
+    tried = {row.variant for row in result.rows if row.metric == panel.metric}
     by_point = {wording.point(p): [found[v, p] for v in variants] for p in at}
     return Rows(list(variants.values()), by_point, [v in tried for v in variants], log, len(at) > 1)
 
@@ -70,7 +68,8 @@ def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
         kept = [(row, values) for row, values in enumerate(measured) if values]
         if not kept:
             continue
-        drawn = intervals([values for _, values in kept], within)
+        repeats = [values for _, values in kept]
+        drawn = intervals(repeats, within)
         places = [row + (index - (count - 1) / 2) * 0.5 / count for row, _ in kept]
         tips = [tip(rows.names[row], label if count > 1 else "", values) for row, values in kept]
         if plain_bars:
@@ -82,19 +81,18 @@ def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
             style = line_style(index, 0) | {"linestyle": "none"}
             if rows.by_point:  # colours are the variants'
                 style |= dict.fromkeys(("color", "markerfacecolor"), GREYS[index % len(GREYS)])
-            points_, *_ = ax.errorbar(drawn.medians, places, xerr=drawn.errors, label=label if count > 1 else None,
-                                      **style)  # fmt: skip
-            frame.says(points_, tips)
+            points, *_ = ax.errorbar(drawn.medians, places, xerr=drawn.errors, label=label if count > 1 else None,
+                                     **style)  # fmt: skip
+            frame.says(points, tips)
         mark_cut(ax, places, drawn, "x")
-        for one, (place, (_, values)) in enumerate(zip(places, kept, strict=True)):
-            end, away = _end(values, drawn, one)
-            _dots(ax, list(values.values()), [place] * len(values))
-            if count == 1:
-                ax.annotate(wording.number(drawn.medians[one]), (end, place), (1 + away, 0), va="center", fontsize=8,
-                            textcoords="offset points")  # fmt: skip
-    _unmeasured(ax, rows)
-    ax.set_ylim(len(rows.names) - 0.4, -0.6)
-    ax.set_yticks(range(len(rows.names)), [textwrap.fill(name, 26) for name in rows.names] if named else [])
+        _repeats(ax, places, repeats, drawn, across=True, number=count == 1)
+    for row, tried in enumerate(rows.tried):
+        if not any(measured[row] for measured in rows.series.values()):
+            ax.annotate("INVALID" if tried else "not measured", (0, row), (3, 0), xycoords=("axes fraction", "data"),
+                        textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+    frame.name_rows(ax, [textwrap.fill(name, 26) for name in rows.names])
+    if not named:
+        ax.set_yticks([])
     ax.margins(x=0.16)
     if rows.log:
         frame.log(ax.xaxis, ax, True)
@@ -105,61 +103,58 @@ def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
 
 
 def draw(ax: Axes, panel: PanelSpec, result: Result, width: float) -> dict[str, float]:
-    """Upright. Where each point stands on the x axis; empty where nothing is drawn."""
-    table, variants = Table(result.rows), list(result.info.variants.items())
-    at = _points(panel, result, table)
+    """Upright, in a panel of `width` inches. Where each point stands on the x axis; empty where nothing is drawn."""
+    variants, at = result.info.variants, _points(panel, result)
+    found = {(v, p): result.table.values(v, p, panel.metric) for v in variants for p in at}
     tried = {(row.variant, row.point) for row in result.rows if row.metric == panel.metric}
     step = 0.8 / len(variants)
-    dense = width * 0.8 / max(1, len(at) * len(variants)) < DENSE
-    within = reach(v for name, _ in variants for p in at for v in table.values(name, p, panel.metric).values())
-    for column, (variant, label) in enumerate(variants):
-        places, values, tips = [], [], []
-        for group, point in enumerate(at):
-            found = table.values(variant, point, panel.metric)
-            place = group + (column - (len(variants) - 1) / 2) * step
-            if found:
-                places.append(place)
-                values.append(found)
-                tips.append(tip(label, wording.point(point), values[-1]))
-            elif (variant, point) in tried:
+    longest = max((len(wording.number(m)) for m in medians(each for each in found.values() if each)), default=0)
+    dense = 0.8 * width * step / max(1, len(at)) < LETTER * longest
+    within = reach(value for values in found.values() for value in values.values())
+    for column, (variant, label) in enumerate(variants.items()):
+        place_of = {p: group + (column - (len(variants) - 1) / 2) * step for group, p in enumerate(at)}
+        for point, place in place_of.items():
+            if not found[variant, point] and (variant, point) in tried:
                 ax.annotate("INVALID", (place, 0), (0, 3), textcoords="offset points", ha="center", va="bottom",
                             fontsize=7.5, rotation=90)  # fmt: skip
-        drawn = intervals(values, within)
+        kept = [point for point in at if found[variant, point]]
+        places, repeats = [place_of[point] for point in kept], [found[variant, point] for point in kept]
+        drawn = intervals(repeats, within)
         bars = ax.bar(places, drawn.medians, step * 0.92, yerr=drawn.errors, label=label, **_bar_style(column))
-        for bar, text in zip(bars, tips, strict=True):
-            frame.says(bar, [text])
+        for bar, point in zip(bars, kept, strict=True):
+            frame.says(bar, [tip(label, wording.point(point), found[variant, point])])
         mark_cut(ax, places, drawn)
-        for index, (place, repeats) in enumerate(zip(places, values, strict=True)):
-            top, away = _end(repeats, drawn, index)
-            ax.annotate(wording.number(drawn.medians[index]), (place, top), (0, away), textcoords="offset points",
-                        ha="center", va="bottom", fontsize=7.5, rotation=90 if dense else 0)  # fmt: skip
-            _dots(ax, [place] * len(repeats), list(repeats.values()))
+        _repeats(ax, places, repeats, drawn, across=False, number=True, rotation=90 if dense else 0)
     ax.margins(y=0.24 if dense else 0.1)
-    points.name_axis(ax, panel, result, at, width)
+    lines.name_points(ax, panel, result, at, width)
     return {point: float(index) for index, point in enumerate(at)}
 
 
-def tip(name: str, where: str, repeats: Mapping[Turn, float]) -> str:
-    """What a point says to the pointer."""
-    estimate = wording.interval(stats.absolute(repeats))
-    return f"{', '.join(part for part in (name, where) if part)}: {estimate}, {len(repeats)} repeats"
+def _points(panel: PanelSpec, result: Result) -> list[str]:
+    info = result.info
+    return [p for p in info.points if any(result.table.values(v, p, panel.metric) for v in info.variants)]
 
 
-def _points(panel: PanelSpec, result: Result, table: Table) -> list[str]:
-    return [p for p in result.info.points if any(table.values(v, p, panel.metric) for v in result.info.variants)]
-
-
-def _unmeasured(ax: Axes, rows: Rows) -> None:
-    for row, tried in enumerate(rows.tried):
-        if not any(measured[row] for measured in rows.series.values()):
-            ax.annotate("INVALID" if tried else "not measured", (0, row), (3, 0), xycoords=("axes fraction", "data"),
-                        textcoords="offset points", va="center", fontsize=8)  # fmt: skip
-
-
-def _end(repeats: Mapping[Turn, float], bars: Intervals, index: int) -> tuple[float, float]:
-    """Of all that is drawn at a bar, and points to leave free behind it."""
-    top = float(np.nanmax([*repeats.values(), bars.medians[index] + bars.errors[1][index]]))
-    return top, 3 + ARROW * bars.cut[1][index]
+def _repeats(
+    ax: Axes,
+    places: Sequence[float],
+    repeats: Sequence[Mapping[Turn, float]],
+    drawn: Intervals,
+    *,
+    across: bool,
+    number: bool,
+    rotation: int = 0,
+) -> None:
+    """Every repeat as a dot, and the median behind all that is drawn of a bar. `across`: the values are on the x axis."""
+    for index, (place, values) in enumerate(zip(places, repeats, strict=True)):
+        dots = [(value, place) if across else (place, value) for value in values.values()]
+        ax.plot(*zip(*dots, strict=True), ".", color=INK, markersize=3, alpha=0.6, zorder=4)
+        if number:
+            end = float(np.nanmax([*values.values(), drawn.medians[index] + drawn.errors[1][index]]))
+            away = 3 + ARROW * drawn.cut[1][index] + across
+            ax.annotate(wording.number(drawn.medians[index]), (end, place) if across else (place, end),
+                        (away, 0) if across else (0, away), textcoords="offset points", rotation=rotation,
+                        fontsize=8 if across else 7.5, **({"va": "center"} if across else CENTRED))  # fmt: skip
 
 
 def _bar_style(index: int) -> dict[str, Any]:
@@ -170,7 +165,3 @@ def _bar_style(index: int) -> dict[str, Any]:
         "linewidth": 0,
         "error_kw": {"ecolor": INK, "capsize": 3, "elinewidth": 1.4},
     }
-
-
-def _dots(ax: Axes, x: Sequence[float], y: Sequence[float]) -> None:
-    ax.plot(x, y, ".", color=INK, markersize=3, alpha=0.6, zorder=4)

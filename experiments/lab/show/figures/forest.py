@@ -7,12 +7,11 @@ import textwrap
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
 
 from experiments.lab.show import answer, effects, wording
 from experiments.lab.show.effects import Effect
 from experiments.lab.show.figures import frame
-from experiments.lab.show.figures.style import INK
+from experiments.lab.show.figures.frame import INK
 from experiments.lab.store.result import Result, RunInfo
 
 ROWS = 5
@@ -24,25 +23,20 @@ BETTER, WORSE, UNTOLD, TARGET, AIM = "#0072B2", "#D55E00", "#8c8c8c", "#202020",
 def draw(result: Result) -> Figure:
     """At most five rows, of a result with anything to compare."""
     found = effects.shown(result, ROWS)
-    with frame.default_style():
-        figure = frame.new(frame.WIDTH, 1.15 + 0.48 * len(found))
-        ax = figure.subplots()
-        frame.tidy(ax, "x")
-        marks = [1.0, *(effect.gain.median for effect in found if effect.gain)]
-        marks += [tick for effect in found for tick in effect.ticks if tick]
-        low, high = min(marks), max(marks)
-        for row, effect in enumerate(found):
-            _row(ax, row, effect, result.info, (low / FAR, high * FAR))
-        ax.axvline(1, color=INK, linewidth=1)
-        ax.set_ylim(len(found) - 0.4, -0.7)
-        ax.set_yticks(range(len(found)), [_name(effect, result.info) for effect in found])
-        frame.log(ax.xaxis, ax, True)
-        left, right = ax.get_xlim()
-        ax.set_xlim(min(left, 0.8), max(right, 1.25) * (right / left) ** 0.42)  # the figures stand on the right
-        _ticks(ax)
-        ax.set_xlabel(_axis(found, result.info), fontsize=9)
-        frame.legend(figure, [ax], least=1)
-        return figure
+    figure, ax = frame.one(1.15 + 0.48 * len(found), grid="x")
+    marks = [1.0, *(effect.gain.median for effect in found if effect.gain)]
+    marks += [tick for effect in found for tick in effect.ticks if tick]
+    for row, effect in enumerate(found):
+        _row(ax, row, effect, result.info, (min(marks) / FAR, max(marks) * FAR))
+    ax.axvline(1, color=INK, linewidth=1)
+    frame.name_rows(ax, [_name(effect, result.info) for effect in found])
+    frame.log(ax.xaxis, ax, True)
+    left, right = ax.get_xlim()
+    ax.set_xlim(min(left, 0.8), max(right, 1.25) * (right / left) ** 0.42)  # the figures stand on the right
+    _ticks(ax)
+    ax.set_xlabel(_axis(found, result.info), fontsize=9)
+    frame.legend(figure, [ax], least=1)
+    return figure
 
 
 def _row(ax: Axes, row: int, effect: Effect, info: RunInfo, within: tuple[float, float]) -> None:
@@ -78,10 +72,8 @@ def _ticks(ax: Axes) -> None:
     if right / left > 6:
         return frame.log_ticks(ax.xaxis, right / left)
     places = [place for place in NEAR if left <= place <= right]
-    ax.set_xticks(places if right / left > 2 else [0.9, *places, 1.1], minor=False)
+    frame.ticks(ax.xaxis, places if right / left > 2 else [0.9, *places, 1.1])
     ax.set_xlim(left, right)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.xaxis.set_minor_locator(NullLocator())
     return None
 
 

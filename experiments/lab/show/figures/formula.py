@@ -6,26 +6,26 @@ metric it is that of a full batch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.draft_formulas import leviathan_speedup
+from experiments.lab.show.figures import frame
+from experiments.lab.show.figures.frame import BOUND, INK, line_style, plain, spread
 from experiments.lab.show.figures.intervals import intervals, mark_cut, medians, reach
-from experiments.lab.show.figures.style import BOUND, INK, line_style, plain, spread
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
-from experiments.lab.store.rows import Table, Turn
+from experiments.lab.store.rows import Turn
 
 FORMULA = "formula_tokens_per_s"
 COSTS = ("draft_cost", "verify_cost", "drafts_per_decode")
 
 
-@dataclass(frozen=True)
-class _Series:
+class _Series(NamedTuple):
     label: str
     colour: int  # a variant's is the same in all panels
     x: list[float]
@@ -37,12 +37,9 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     """Over a setting of the points: a series a variant. Over a metric (acceptance): a series a point, through its
     variants. False where there is nothing to show."""
     assert panel.x is not None
-    over_metric = panel.x in result.info.metrics
-    found = _over_metric(panel, result) if over_metric else _over_setting(panel, result)
-    if not found:
-        return False
-    drawn = [value for one in found for value in (*medians(one.speedups), *one.line[1])]
-    within = reach([1.0, *drawn])
+    info = result.info
+    found = (_over_metric if panel.x in info.metrics else _over_setting)(panel, panel.x, result)
+    within = reach([1.0, *(value for one in found for value in (*medians(one.speedups), *one.line[1]))])
     for one in found:
         style = line_style(one.colour, 0)
         points = intervals(one.speedups, within, stats.factors)
@@ -55,19 +52,17 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         ax.axvline(panel.mark, color=BOUND, linewidth=1, linestyle="--", label=panel.mark_label or plain(panel.mark))
     if panel.log_x:
         ax.set_xscale("log", base=10)
-        places = spread(sorted({x for one in found for x in one.x}), np.log)
-        ax.set_xticks(places, [plain(place) for place in places])
-        ax.set_xticks([], minor=True)
+        frame.ticks(ax.xaxis, spread(sorted({x for one in found for x in one.x}), np.log))
     ax.set_ylim(bottom=0)
-    metric, baseline = result.info.metrics.get(panel.x), result.info.variants[str(result.info.baseline)]
+    metric = info.metrics.get(panel.x)
     ax.set_xlabel(panel.x_label or (metric.label if metric else panel.x.rpartition(".")[2]), fontsize=9)
-    ax.set_ylabel(f"speed-up over {baseline}", fontsize=9)
-    return True
+    ax.set_ylabel(f"speed-up over {info.variants[str(info.baseline)]}", fontsize=9)
+    return bool(found)
 
 
-def _over_setting(panel: PanelSpec, result: Result) -> list[_Series]:
+def _over_setting(panel: PanelSpec, key: str, result: Result) -> list[_Series]:
     info = result.info
-    places = sorted((s[panel.x], name) for name, s in info.points.items() if panel.x in s)
+    places = sorted((s[key], name) for name, s in info.points.items() if key in s)
     found = []
     for row, (variant, label) in enumerate(info.variants.items()):
         measured, told = (
@@ -80,41 +75,36 @@ def _over_setting(panel: PanelSpec, result: Result) -> list[_Series]:
     return found
 
 
-def _over_metric(panel: PanelSpec, result: Result) -> list[_Series]:
-    """The line is the formula for any acceptance, at the point's median costs."""
-    table, info = Table(result.rows), result.info
-    assert panel.x is not None
-    found = []
+def _over_metric(panel: PanelSpec, key: str, result: Result) -> list[_Series]:
+    """The line is the formula for any acceptance, at the point's median costs, from a little below the lowest
+    acceptance measured to a little above the highest."""
+    info, table, found = result.info, result.table, []
     for row, name in enumerate(info.points):
         measured = [
             (median(at.values()), ratios)
             for variant in info.variants
-            if (at := table.values(variant, name, panel.x))
+            if (at := table.values(variant, name, key))
             and (ratios := _ratios(panel.metric, panel, result, variant, name))
         ]
-        if measured:
-            x = [place for place, _ in measured]
-            line = _curve(result, name, min(x), max(x))
-            found.append(_Series(name or "measured", row, x, [ratios for _, ratios in measured], line))
+        if not measured:
+            continue
+        x = [place for place, _ in measured]
+        costs = [[v for variant in info.variants for v in table.values(variant, name, cost).values() if v]
+                 for cost in COSTS]  # fmt: skip
+        line: tuple[list[float], list[float]] = ([], [])
+        if all(costs):
+            draft_cost, verify_cost, drafts = map(median, costs)
+            rates = np.linspace(max(0.0, min(x) - 0.05), min(1.0, max(x) + 0.05), 60).tolist()
+            line = (rates, [leviathan_speedup(a, round(drafts), draft_cost, verify_cost) for a in rates])
+        found.append(_Series(name or "measured", row, x, [ratios for _, ratios in measured], line))
     return found
-
-
-def _curve(result: Result, point: str, low: float, high: float) -> tuple[list[float], list[float]]:
-    """From a little below the lowest acceptance measured to a little above the highest."""
-    table = Table(result.rows)
-    every = [[v for name in result.info.variants for v in table.values(name, point, c).values() if v] for c in COSTS]
-    if not all(every):
-        return [], []
-    draft_cost, verify_cost, drafts = map(median, every)
-    rates = np.linspace(max(0.0, low - 0.05), min(1.0, high + 0.05), 60).tolist()
-    return rates, [leviathan_speedup(a, round(drafts), draft_cost, verify_cost) for a in rates]
 
 
 def _ratios(metric: str, panel: PanelSpec, result: Result, variant: str, point: str) -> dict[Turn, float]:
     """Over the panel's metric of the baseline, repeat by repeat."""
-    if variant == result.info.baseline:
+    baseline, table = result.info.baseline, result.table
+    if variant == baseline:
         return {}
-    table = Table(result.rows)
+    base = table.values(str(baseline), point, panel.metric)
     own = table.values(variant, point, metric)
-    base = table.values(str(result.info.baseline), point, panel.metric)
     return {turn: value / base[turn] for turn, value in own.items() if base.get(turn, 0) > 0}

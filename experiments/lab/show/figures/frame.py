@@ -1,12 +1,12 @@
-"""What all figures share: their size, axes with numbers that a person reads, a legend, and the files they become. The
-same result gives the same bytes: no pyplot, default style, no date."""
+"""What all figures share: size, colours, axes with numbers that a person reads, a legend, and the files they become.
+The same result gives the same bytes: no pyplot, default style, no date."""
 
 from __future__ import annotations
 
 import io
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -16,20 +16,35 @@ import matplotlib.style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from PIL import Image  # matplotlib writes its PNGs with it
 
 from experiments.lab.judge.metrics import Metric
-from experiments.lab.show.figures.style import INK, plain
+from experiments.lab.show import wording
 
+# Okabe and Ito's palette, which people with any colour vision can tell apart, with a brown for its black, on which no
+# interval could be seen. Of nine colours, seven hatches, seven markers and four dashes any two of 36 variants differ.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#661100", "#F0E442")
+BOUND = "#D55E00"
+HATCHES = ("", "///", "...", "\\\\\\", "xxx", "ooo", "---")
+MARKERS = "os^Dv<>"
+DASHES = ("-", "--", "-.", ":")
+INK = "#404040"
+ON_TOP: dict[str, Any] = {  # a text that may cross lines and bars
+    "zorder": 6,
+    "bbox": {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
+}
 DPI = 144
 WIDTH = 10.2  # inches: about what a code-hosting page shows without shrinking
 MADE_FOR = "mini-infer report: "
 LEGEND_CHARACTERS = 110  # a row
+NARROW = 0.045  # of the axis: a smaller piece of a bar has no room for its number
 _TIP, NEXT = "tip:", "\u2016"  # begin and separate what the points of an artist say to the pointer
 _SVG = {"svg.fonttype": "none", "svg.hashsalt": "mini-infer"}
 
@@ -46,11 +61,19 @@ def new(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
+def one(height: float, width: float = WIDTH, grid: Literal["x", "y"] = "y") -> tuple[Figure, Axes]:
+    """A figure of one panel."""
+    figure = new(width, height)
+    ax = figure.subplots()
+    tidy(ax, grid)
+    return figure, ax
+
+
 def png(figure: Figure, page: str) -> bytes:
     """The file names its page, so that a report whose results are gone can be told from other pictures."""
     buffer = io.BytesIO()
-    with default_style():
-        figure.savefig(buffer, format="png", metadata={"Software": None, "Description": f"{MADE_FOR}{page}"})
+    with default_style():  # savefig would draw it once more, for sizes that the layout has found
+        FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None, "Description": f"{MADE_FOR}{page}"})
     figure.set_layout_engine("none")  # everything has its place by now, and finding it takes as long as drawing
     return buffer.getvalue()
 
@@ -59,7 +82,9 @@ def svg(figure: Figure) -> str:
     """An <svg> element for a page; what `says` attached stands in `data-tip`, a text a point."""
     buffer = io.StringIO()
     with default_style(), matplotlib.rc_context(_SVG):
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        dpi = figure.dpi
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        figure.dpi = dpi
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
@@ -103,6 +128,34 @@ def _path(path: str) -> str:
         elif dx or dy or len(moves) < 4:  # a marker may be a line without length
             parts.append(f"l{dx / 10:g} {dy / 10:g}" if dx and dy else f"h{dx / 10:g}" if dx else f"v{dy / 10:g}")
     return "".join(parts)
+
+
+def stacks(rows: Mapping[str, Mapping[str, float]], looks: Mapping[str, Mapping[str, Any]], unit: str) -> Figure:
+    """Bars from the left, a row of pieces each, whose sizes in `unit` stand in them and their sum behind.
+
+    Args:
+        looks: of each piece by its name, in the order of the legend.
+    """
+    legend_lines = -(-len(looks) // 3)
+    figure, ax = one(0.9 + 0.55 * len(rows) + 0.25 * legend_lines, grid="x")
+    longest = max(sum(pieces.values()) for pieces in rows.values())
+    for row, (who, pieces) in enumerate(rows.items()):
+        left = 0.0
+        for name, size in pieces.items():
+            seen = name in ax.get_legend_handles_labels()[1]
+            (bar,) = ax.barh(row, size, 0.68, left=left, linewidth=0.6, label=None if seen else name,
+                             **{"edgecolor": "white", **looks[name]})  # fmt: skip
+            says(bar, [f"{who}: {name} {wording.number(size)} {unit}"])
+            if size > NARROW * longest:
+                ax.annotate(wording.number(size), (left + size / 2, row), ha="center", va="center", fontsize=7.5,
+                            **ON_TOP)  # fmt: skip
+            left += size
+        ax.annotate(wording.number(left), (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    name_rows(ax, [textwrap.fill(who, 26) for who in rows])
+    ax.set_xlim(0, 1.1 * longest)
+    linear(ax.xaxis, 8)
+    legend(figure, [ax])
+    return figure
 
 
 def says(artist: Artist, tips: Sequence[str]) -> None:
@@ -162,12 +215,50 @@ def log_ticks(axis: Axis, span: float) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def ticks(axis: Axis, places: Sequence[float], names: Sequence[str] | None = None) -> None:
+    axis.set_ticks(places, [plain(place) for place in places] if names is None else names)
+    axis.set_minor_locator(NullLocator())
+
+
 def linear(axis: Axis, ticks: int) -> None:
     axis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+
+
+def name_rows(ax: Axes, names: Sequence[str]) -> None:
+    """Rows from the top down, with their names on the left."""
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -0.6)
 
 
 def nothing(ax: Axes, why: str) -> None:
     ax.annotate(why, (0.5, 0.5), xycoords="axes fraction", ha="center", color=INK, fontsize=9)
     ax.set_xticks([])
     ax.set_yticks([])
+
+
+def line_style(variant: int, kind: int) -> dict[str, Any]:
+    colour = COLOURS[variant % len(COLOURS)]
+    return {
+        "color": colour,
+        "marker": MARKERS[variant % len(MARKERS)],
+        "linestyle": DASHES[(variant + kind) % len(DASHES)],
+        "markerfacecolor": "white" if kind % 2 else colour,  # and where lines cover each other, rings show
+        "markersize": 5.5,
+        "capsize": 3,
+    }
+
+
+def plain(value: float) -> str:
+    """`0.5  20  1,000  1,000,000`"""
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.6g}"
+
+
+def spread(places: Sequence[float], scale: Any = float) -> list[float]:
+    """Ticks that leave each other room for a label, the largest first."""
+    room = 0.15 * (scale(max(places)) - scale(min(places))) if places else 0.0
+    shown: list[float] = []
+    for place in sorted(places, reverse=True):
+        if not shown or scale(shown[-1]) - scale(place) >= room:
+            shown.append(place)
+    return shown

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from matplotlib.figure import Figure
 
 from experiments.lab.show import effects, wording
-from experiments.lab.show.figures import forest, load, memory, panels, profile, timeline
+from experiments.lab.show.figures import forest, frame, load, memory, panels, profile, timeline
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result
@@ -19,7 +19,11 @@ from experiments.lab.store.result import Result
 class Picture:
     name: str  # of the file, without what says which result it is of
     title: str
-    draw: Callable[[], Figure]
+    make: Callable[[], Figure]
+
+    def draw(self) -> Figure:
+        with frame.default_style():
+            return self.make()
 
 
 @dataclass(frozen=True)
@@ -36,52 +40,39 @@ class Gallery:
 
 def of(result: Result) -> Gallery:
     plots = [Picture(plot.name, plot.title, partial(panels.draw, plot, result)) for plot in result.info.plots]
-    courses, profiles = _courses(result), _profiles(result)
+    courses, profiles = list(_courses(result)), list(_profiles(result))
     compared = {profile.variant for profile in result.info.profiles}
-    at_work = [*courses, *(profiles if len(compared) > 1 else []), *plots][:1]
-    first = [*_forest(result), *at_work]
-    others = [*plots, *courses, *profiles, *_load(result), *_waits(result), *_memory(result)]
+    first = [*courses, *(profiles if len(compared) > 1 else []), *plots][:1]
+    if effects.shown(result, 1):
+        first.insert(0, Picture("effects", "How much better", partial(forest.draw, result)))
     kept = {picture.name for picture in first}
+    others = (*plots, *courses, *profiles, *_under_load(result))
     return Gallery(tuple(first), tuple(picture for picture in others if picture.name not in kept))
 
 
-def _forest(result: Result) -> list[Picture]:
-    if not effects.shown(result, 1):
-        return []
-    return [Picture("effects", "How much better", partial(forest.draw, result))]
-
-
-def _courses(result: Result) -> list[Picture]:
-    found = []
+def _courses(result: Result) -> Iterator[Picture]:
     for point in timeline.points(result):
         for index, variants in enumerate(timeline.pairs(result, point)):
             labels = " and ".join(result.info.variants[v] for v in variants)
             title = f"Step by step: {', '.join(part for part in (labels, wording.point(point)) if part)}"
             name = _named("steps", point) + (f"-{index + 1}" if index else "")
-            found.append(Picture(name, title, partial(timeline.draw, result, point, variants)))
-    return found
+            yield Picture(name, title, partial(timeline.draw, result, point, variants))
 
 
-def _profiles(result: Result) -> list[Picture]:
-    return [
-        Picture(_named("profile", point), f"Where a decode step's time goes {wording.point(point)}".strip(),
-                partial(profile.draw, result, point))
-        for point in profile.points(result)
-    ]  # fmt: skip
+def _profiles(result: Result) -> Iterator[Picture]:
+    for point in profile.points(result):
+        title = f"Where a decode step's time goes {wording.point(point)}".strip()
+        yield Picture(_named("profile", point), title, partial(profile.draw, result, point))
 
 
-def _load(result: Result) -> list[Picture]:
-    found, curve, rates = [], load.pareto_of(result), load.goodput_of(result)
+def _under_load(result: Result) -> Iterator[Picture]:
+    """Latency, goodput, waiting and memory, of what was measured. Distributions are over the requests of all passes,
+    and over the tokens of one, at the first claim's point if that is stored."""
+    curve, rates = load.pareto_of(result), load.goodput_of(result)
     if curve is not None:
-        found.append(Picture("pareto", "Throughput against latency", partial(load.pareto, *curve)))
+        yield Picture("pareto", "Throughput against latency", partial(load.pareto, *curve))
     if rates is not None:
-        found.append(Picture("goodput", "What of an offered rate comes out in time", partial(load.goodput, rates)))
-    return found
-
-
-def _waits(result: Result) -> list[Picture]:
-    """Distributions over the requests of all passes, and over the tokens of one, at the first claim's point if that is
-    stored."""
+        yield Picture("goodput", "What of an offered rate comes out in time", partial(load.goodput, rates))
     stored = {step.point for step in result.steps} | {request.point for request in result.requests}
     wanted = [effect.cell[1] for effect in effects.of_claims(result)]
     for point in [point for point in (*wanted, *result.info.points) if point in stored][:1]:
@@ -93,12 +84,9 @@ def _waits(result: Result) -> list[Picture]:
         metrics = [*(["ttft_ms"] if own.requests else []), *(["itl_ms"] if own.steps else [])]
         title = f"How long requests and tokens waited {wording.point(point)}".strip()
         plot = PlotSpec("waits", title, tuple(PanelSpec(metric, PanelKind.distribution) for metric in metrics))
-        return [Picture("waits", title, partial(panels.draw, plot, own))]
-    return []
-
-
-def _memory(result: Result) -> list[Picture]:
-    return [Picture("memory-map", "Where the memory goes", partial(memory.draw, result))] if memory.of(result) else []
+        yield Picture("waits", title, partial(panels.draw, plot, own))
+    if memory.of(result):
+        yield Picture("memory-map", "Where the memory goes", partial(memory.draw, result))
 
 
 def _named(kind: str, point: str) -> str:

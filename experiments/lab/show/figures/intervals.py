@@ -13,10 +13,11 @@ from matplotlib.markers import CARETDOWNBASE, CARETLEFTBASE, CARETRIGHTBASE, CAR
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.stats import Estimate
-from experiments.lab.show.figures.style import INK
+from experiments.lab.show import wording
+from experiments.lab.show.figures.frame import INK
 from experiments.lab.store.rows import Turn
 
-Of = Callable[[Mapping[Turn, float]], Estimate]
+Repeats = Mapping[Turn, float]
 SPARE = 1.0  # of what the medians take of an axis: on either side of them an interval may take as much
 NOTE = "arrow: the interval goes on beyond the axis"
 ARROW = 6.0  # points
@@ -58,22 +59,22 @@ def reach(estimates: Iterable[float], log: bool = False) -> Reach:
     return Reach(low / factor, high * factor)
 
 
-def medians(values: Iterable[Mapping[Turn, float]]) -> list[float]:
+def medians(values: Iterable[Repeats]) -> list[float]:
     """Of each place's repeats."""
     return [stats.absolute(repeats).median for repeats in values]
 
 
-def intervals(values: Iterable[Mapping[Turn, float]], within: Reach, of: Of = stats.absolute) -> Intervals:
+def intervals(
+    values: Iterable[Repeats], within: Reach, of: Callable[[Repeats], Estimate] = stats.absolute
+) -> Intervals:
     """Of each place's repeats, as far as they are drawn. What is a ratio already is estimated by `stats.factors`."""
     found = Intervals([], ([], []), ([], []))
-    for repeats in values:
-        estimate = of(repeats)
+    for estimate in map(of, values):
         centre = estimate.median
-        low = math.nan if estimate.low is None else estimate.low
-        high = math.nan if estimate.high is None else estimate.high
+        low, high = (math.nan if end is None else end for end in (estimate.low, estimate.high))
         found.medians.append(centre)
-        found.errors[0].append(max(0.0, centre - max(within.low, low)) if estimate.low is not None else math.nan)
-        found.errors[1].append(max(0.0, min(within.high, high) - centre) if estimate.high is not None else math.nan)
+        found.errors[0].append(max(centre - max(low, within.low), 0.0))  # the order matters: NaN stays NaN
+        found.errors[1].append(max(min(high, within.high) - centre, 0.0))
         found.cut[0].append(low < within.low)
         found.cut[1].append(high > within.high)
     return found
@@ -97,3 +98,9 @@ def mark_cut(
             ax.plot(x, y, linestyle="none", marker=arrow, color=colour, markersize=ARROW, clip_on=False, zorder=5)
     if any(map(any, found.cut)) and NOTE not in ax.get_title():
         ax.set_title(f"{ax.get_title()}\n{NOTE}".lstrip(), fontsize=8, color=INK)
+
+
+def tip(name: str, where: str, repeats: Repeats) -> str:
+    """What a point says to the pointer."""
+    estimate = wording.interval(stats.absolute(repeats))
+    return f"{', '.join(part for part in (name, where) if part)}: {estimate}, {len(repeats)} repeats"

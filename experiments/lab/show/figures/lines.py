@@ -1,71 +1,72 @@
-"""Lines over a setting, and curves of one metric over another."""
+"""Lines over a setting, curves of one metric over another, the single requests and tokens behind a metric; and what
+panels of points share: names on the x axis, and the bounds of claims."""
 
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullLocator
 
+from experiments.lab.judge import distributions
 from experiments.lab.show import wording
-from experiments.lab.show.figures import bars, frame, points
-from experiments.lab.show.figures.intervals import intervals, mark_cut, medians, reach
-from experiments.lab.show.figures.style import INK, ON_TOP, line_style, plain, spread
-from experiments.lab.spec import PanelSpec
+from experiments.lab.show.figures import frame
+from experiments.lab.show.figures.frame import BOUND, INK, ON_TOP, line_style, plain, spread
+from experiments.lab.show.figures.intervals import intervals, mark_cut, medians, reach, tip
+from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.result import Result
-from experiments.lab.store.rows import Table
+
+NAME_WIDTH = 12  # characters of a named point below its bars
+FAR = 3  # a bound this many times above everything measured would only press the data flat
 
 
 def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
     """One line a variant; where points differ in more than x, one line a variant and combination of the others. Where
     each point stands on the x axis; empty where nothing is drawn."""
     assert panel.x is not None
-    table, info = Table(result.rows), result.info
-    at_x = {name: settings for name, settings in info.points.items() if panel.x in settings}
-    measured = [n for n in at_x if any(table.values(v, n, panel.metric) for v in info.variants)]
-    place_of, names = _places([at_x[name][panel.x] for name in measured])
-    alone = len(place_of) == len(measured)  # whatever else changes does so with x
-    rests = {name: "" if alone else _rest(at_x[name], panel.x) for name in measured}
-    others = list(dict.fromkeys(rests.values()))
-    every = [found for v in info.variants for name in measured if (found := table.values(v, name, panel.metric))]
+    table, info, key = result.table, result.info, panel.x
+    variants = info.variants
+    at_x = {name: settings[key] for name, settings in info.points.items() if key in settings}
+    at_x = {name: x for name, x in at_x.items() if any(table.values(v, name, panel.metric) for v in variants)}
+    numeric = all(is_number(x) for x in at_x.values())
+    place_of = {x: float(x) if numeric else float(index) for index, x in enumerate(dict.fromkeys(at_x.values()))}
+    alone = len(place_of) == len(at_x)  # whatever else changes does so with x
+    rests = {name: "" if alone else _rest(info.points[name], key) for name in at_x}
+    every = [found for v in variants for name in at_x if (found := table.values(v, name, panel.metric))]
     within = reach(medians(every), has_log_y(panel, result))
-    for row, (variant, label) in enumerate(info.variants.items()):
-        for kind, rest in enumerate(others):
-            places: list[float] = []
-            values = []
-            for name in measured:
-                found = table.values(variant, name, panel.metric)
-                if found and rests[name] == rest:
-                    places.append(place_of[at_x[name][panel.x]])
-                    values.append(found)
-            if not places:
+    for row, (variant, label) in enumerate(variants.items()):
+        for kind, rest in enumerate(dict.fromkeys(rests.values())):
+            found = [(place_of[at_x[name]], values) for name in at_x
+                     if rests[name] == rest and (values := table.values(variant, name, panel.metric))]  # fmt: skip
+            if not found:
                 continue
-            order = sorted(range(len(places)), key=places.__getitem__)
-            x, y = [places[i] for i in order], intervals([values[i] for i in order], within)
-            text = ", ".join(part for part in (label if len(info.variants) > 1 else "", rest) if part)
+            found.sort(key=lambda item: item[0])
+            x, repeats = [place for place, _ in found], [values for _, values in found]
+            y = intervals(repeats, within)
+            text = ", ".join(part for part in (label if len(variants) > 1 else "", rest) if part)
             style = line_style(row, kind)
             line, *_ = ax.errorbar(x, y.medians, yerr=y.errors, label=text or label, **style)
-            frame.says(line, [bars.tip(text, plain(x[one]), values[i]) for one, i in enumerate(order)])
+            frame.says(line, [tip(text, plain(place), values) for place, values in found])
             mark_cut(ax, x, y, colour=style["color"])
-    shown = [place_of[value] for value in dict.fromkeys(at_x[name][panel.x] for name in measured)]
-    if panel.log_x and names is None and min(shown, default=1) > 0:
-        ax.set_xscale("log", base=10)
-        shown = spread(shown, math.log)
-    elif names is None:
-        shown = spread(shown)
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_xticks(shown, [plain(place) for place in shown] if names is None else names)
-    ax.set_xlabel(panel.x_label or panel.x.rpartition(".")[2], fontsize=9)
-    return {name: place_of[at_x[name][panel.x]] for name in measured}
+    if numeric:
+        log = panel.log_x and min(place_of.values(), default=1) > 0
+        if log:
+            ax.set_xscale("log", base=10)
+        frame.ticks(ax.xaxis, spread(list(place_of.values()), math.log if log else float))
+    else:
+        frame.ticks(ax.xaxis, list(place_of.values()), list(map(str, place_of)))
+    ax.set_xlabel(panel.x_label or key.rpartition(".")[2], fontsize=9)
+    return {name: place_of[x] for name, x in at_x.items()}
 
 
 def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     """One curve a variant through its points, each at what was measured of two metrics: latency against the rate
     that was really reached, say."""
     assert panel.x is not None
-    table, info = Table(result.rows), result.info
+    table, info = result.table, result.info
     measured = {
         variant: [
             (point, xs, ys)
@@ -79,19 +80,18 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     within_y = reach(medians(ys for _, _, ys in every), has_log_y(panel, result))
     named = False
     for row, (variant, label) in enumerate(info.variants.items()):
-        found = measured[variant]
-        if not found:
+        if not measured[variant]:
             continue
-        x = intervals([xs for _, xs, _ in found], within_x)
-        y = intervals([ys for _, _, ys in found], within_y)
+        names, all_x, all_y = zip(*measured[variant], strict=True)
+        x, y = intervals(all_x, within_x), intervals(all_y, within_y)
         style = line_style(row, 0)
         line, *_ = ax.errorbar(x.medians, y.medians, xerr=x.errors, yerr=y.errors, label=label, **style)
-        frame.says(line, [bars.tip(label, wording.point(point), ys) for point, _, ys in found])
-        key = points.only_key(result, [point for point, _, _ in found])
+        frame.says(line, [tip(label, wording.point(point), ys) for point, ys in zip(names, all_y, strict=True)])
         if not named:
-            for (point, _, _), at_x, at_y in zip(found, x.medians, y.medians, strict=True):
-                name = point if key is None else points.setting(result, point)
-                ax.annotate(name, (at_x, at_y), (5, -10), textcoords="offset points", fontsize=7.5, **ON_TOP)
+            key = _only_key(result, names)
+            for point, at_x, at_y in zip(names, x.medians, y.medians, strict=True):
+                name = point if key is None else _setting(result, point)
+                ax.annotate(name, (at_x, at_y), (-6, 3), textcoords="offset points", fontsize=7.5, ha="right", **ON_TOP)
             if key is not None:
                 ax.set_title(f"{ax.get_title()} (small numbers: {key})", fontsize=8, color=INK)
             named = True
@@ -106,17 +106,102 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     return bool(every)
 
 
-def _places(values: Sequence[Any]) -> tuple[Mapping[Any, float], list[str] | None]:
-    """Where values stand on an axis, and their names where they are no numbers."""
-    distinct = list(dict.fromkeys(values))
-    if all(points.is_number(value) for value in distinct):
-        return {value: float(value) for value in distinct}, None
-    return {value: float(index) for index, value in enumerate(distinct)}, [str(value) for value in distinct]
+def distribution(ax: Axes, panel: PanelSpec, result: Result) -> bool:
+    """The share of requests, or of tokens, that took longer than the time on the x axis: a straight look at the tail,
+    where 1 % on the y axis is the P99."""
+    shown = distributions.of(panel.metric, result)
+    every: list[float] = []
+    smallest = 100.0
+    for row, (variant, label) in enumerate(result.info.variants.items()):
+        times, weights = shown.values.get(variant, ((), ()))
+        if times:
+            every += times
+            x, share = distributions.above(times, weights)
+            style = line_style(row, 0)
+            ax.step(x, share, where="post", label=label, color=style["color"], linestyle=style["linestyle"])
+            smallest = min(smallest, *(s for s in share if s > 0))
+    if not every:
+        return False
+    if 0 < 30 * min(every) < max(every):
+        frame.log(ax.xaxis, ax, True)
+    ax.set_yscale("log")
+    ax.set_ylim(max(smallest / 1.5, 0.01), 130)
+    frame.log_ticks(ax.yaxis, 1000)
+    ax.set_xlabel(shown.label, fontsize=9)
+    ax.set_ylabel(f"share of {shown.what} above (%)", fontsize=9)
+    return True
 
 
-def _rest(settings: Mapping[str, Any], x: str) -> str:
-    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != x)
+def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, float]) -> None:
+    """The bounds of absolute claims about the panel's metric. A single one is a line with words; several are marks at
+    their points, whose numbers stand in the table of claims."""
+    claims = []
+    for claim in (side for both in result.info.claims for side in both.sides):
+        if claim.metric == panel.metric and not claim.bound.is_ratio and claim.point in result.info.points:
+            top = ax.get_ylim()[1]
+            if claim.value <= FAR * top:
+                ax.set_ylim(top=max(top, 1.12 * claim.value))
+                claims.append(claim)
+    if len(claims) > 1 and len(places) > 1:
+        for index, claim in enumerate(claim for claim in claims if claim.point in places):
+            x, label = places[claim.point], None if index else "bound of a claim"
+            if panel.kind is PanelKind.bars:
+                ax.plot([x - 0.46, x + 0.46], [claim.value] * 2, color=BOUND, linewidth=1.6, zorder=5, label=label)
+            else:
+                ax.plot([x], [claim.value], "_", color=BOUND, markersize=17, markeredgewidth=1.8, zorder=5, label=label)
+        return
+    for index, claim in enumerate(claims):
+        ax.axhline(claim.value, color=BOUND, linewidth=1, linestyle="--")
+        side = "at least" if claim.bound.is_floor else "at most"
+        text = f"claim: {side} {wording.number(claim.value)}" + (f" at {claim.point}" if claim.point else "")
+        place = (0.02 + 0.48 * (index % 2), claim.value)
+        note = ax.annotate(text, place, (0, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
+                           fontsize=8, color=BOUND, annotation_clip=True, **ON_TOP)  # fmt: skip
+        note.set_in_layout(False)
+
+
+def name_points(ax: Axes, panel: PanelSpec, result: Result, points: Sequence[str], width: float) -> None:
+    """On the x axis of a panel of `width` inches, by the value alone where they differ in one setting."""
+    key = _only_key(result, points)
+    names = [_in_lines(p, panel) for p in points] if key is None else [_setting(result, p) for p in points]
+    longest = max((len(line) for name in names for line in name.split("\n")), default=0)
+    ax.set_xticks(range(len(points)), names)
+    if longest * len(names) * 0.085 > width * 0.8:  # about 0.085 inches a letter
+        ax.tick_params(axis="x", labelrotation=90, labelsize=8)
+    ax.set_xlabel(panel.x_label or key or "", fontsize=9)
 
 
 def has_log_y(panel: PanelSpec, result: Result) -> bool:
     return panel.log_y and all(row.value > 0 for row in result.rows if row.valid and row.metric == panel.metric)
+
+
+def plain_setting(value: Any) -> str:
+    return f"{value:,}" if is_number(value) else str(value)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _in_lines(point: str, panel: PanelSpec) -> str:
+    """A setting a line, without those that the panel's title has."""
+    told = {f"{key.rpartition('.')[2]}={value}" for key, value in panel.where.items()} | {panel.where.get("case")}
+    words = [word for word in point.split(" ") if word not in told]
+    lines = re.sub(r" (?=\S+=)", "\n", " ".join(words)).split("\n")
+    return "\n".join(textwrap.fill(line, NAME_WIDTH, break_long_words=False) for line in lines)
+
+
+def _only_key(result: Result, points: Sequence[str]) -> str | None:
+    """What all points differ in, where it is one thing: then its values are names enough."""
+    keys = {tuple(result.info.points[point]) for point in points}
+    (only, *others) = keys or {()}
+    return only[0].rpartition(".")[2] if not others and len(only) == 1 else None
+
+
+def _setting(result: Result, point: str) -> str:
+    (value,) = result.info.points[point].values()
+    return plain_setting(value)
+
+
+def _rest(settings: Mapping[str, Any], x: str) -> str:
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items() if key != x)

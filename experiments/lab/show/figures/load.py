@@ -8,11 +8,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.lab.show import effects, wording
-from experiments.lab.show.figures import frame, lines, points
-from experiments.lab.show.figures.style import INK
+from experiments.lab.show.figures import frame, lines
+from experiments.lab.show.figures.frame import INK
 from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.result import Result
-from experiments.lab.store.rows import Table
 
 IN_FLIGHT = ("workload.concurrency", "workload.count")
 RATE = "workload.rate_per_s"
@@ -20,6 +19,7 @@ SPEED, GOODPUT = "output_tokens_per_s", "goodput_rps"
 LATENCIES = ("itl_p50_ms", "tpot_ms", "ttft_ms")
 IN_TIME = 0.95  # of the requests that were offered
 ENOUGH = 3  # points of a curve
+WIDTH, HEIGHT = 0.8 * frame.WIDTH, 4.2
 
 
 def pareto_of(result: Result) -> tuple[Result, str] | None:
@@ -36,17 +36,13 @@ def pareto_of(result: Result) -> tuple[Result, str] | None:
 
 def pareto(result: Result, latency: str) -> Figure:
     """Throughput over latency, a curve a variant; what is above and to the left of another is better."""
-    with frame.default_style():
-        figure = frame.new(0.8 * frame.WIDTH, 4.2)
-        ax = figure.subplots()
-        frame.tidy(ax)
-        ax.set_title("up and left is better", fontsize=8, color=INK)
-        panel = PanelSpec(SPEED, PanelKind.curve, x=latency, log_x=True, log_y=True)
-        lines.curve(ax, panel, result)
-        frame.log(ax.yaxis, ax, False)
-        ax.set_ylabel(frame.axis_label(result.info.metrics[SPEED], 36), fontsize=9)
-        frame.legend(figure, [ax])
-        return figure
+    figure, ax = frame.one(HEIGHT, WIDTH)
+    ax.set_title("up and left is better", fontsize=8, color=INK)
+    lines.curve(ax, PanelSpec(SPEED, PanelKind.curve, x=latency, log_x=True, log_y=True), result)
+    frame.log(ax.yaxis, ax, False)
+    ax.set_ylabel(frame.axis_label(result.info.metrics[SPEED], 36), fontsize=9)
+    frame.legend(figure, [ax])
+    return figure
 
 
 def goodput_of(result: Result) -> Result | None:
@@ -58,21 +54,16 @@ def goodput_of(result: Result) -> Result | None:
 
 def goodput(result: Result) -> Figure:
     """Requests a second that met every objective, over those that were offered: up to the knee both are the same."""
-    with frame.default_style():
-        figure = frame.new(0.8 * frame.WIDTH, 4.2)
-        ax = figure.subplots()
-        frame.tidy(ax)
-        offered = [settings[RATE] for settings in result.info.points.values()]
-        ax.plot(
-            [0, max(offered)], [0, max(offered)], color=INK, linewidth=1, linestyle=":", label="all that is offered"
-        )
-        lines.draw(ax, PanelSpec(GOODPUT, PanelKind.lines, x=RATE, x_label="requests a second offered"), result)
-        ax.set_title(_knee(result), fontsize=8, color=INK)
-        ax.set_xlim(left=0)
-        ax.set_ylim(bottom=0)
-        ax.set_ylabel(frame.axis_label(result.info.metrics[GOODPUT], 40), fontsize=9)
-        frame.legend(figure, [ax])
-        return figure
+    figure, ax = frame.one(HEIGHT, WIDTH)
+    most = max(settings[RATE] for settings in result.info.points.values())
+    ax.plot([0, most], [0, most], color=INK, linewidth=1, linestyle=":", label="all that is offered")
+    lines.draw(ax, PanelSpec(GOODPUT, PanelKind.lines, x=RATE, x_label="requests a second offered"), result)
+    ax.set_title(_knee(result), fontsize=8, color=INK)
+    ax.set_xlim(left=0)
+    ax.set_ylim(bottom=0)
+    ax.set_ylabel(frame.axis_label(result.info.metrics[GOODPUT], 40), fontsize=9)
+    frame.legend(figure, [ax])
+    return figure
 
 
 def _knee(result: Result) -> str:
@@ -93,13 +84,10 @@ def _knee(result: Result) -> str:
 def _measured(result: Result, key: str, *metrics: str) -> dict[str, dict[str, Any]]:
     """The points that set `key` to a number, and where some variant has valid values of all metrics. Those that differ
     in anything else would be no curve."""
-    table, info = Table(result.rows), result.info
-    found = {
-        name: {key: settings[key]}
-        for name, settings in info.points.items()
-        if points.is_number(settings.get(key))
-        and any(all(table.values(v, name, metric) for metric in metrics) for v in info.variants)
-    }
-    others = {name: {k: v for k, v in info.points[name].items() if k != key} for name in found}
-    alike = [name for name in found if others[name] == next(iter(others.values()))]
-    return {name: found[name] for name in alike}
+    info, found = result.info, {}
+    for name, settings in info.points.items():
+        values = ([result.table.values(v, name, metric) for metric in metrics] for v in info.variants)
+        if lines.is_number(settings.get(key)) and any(map(all, values)):
+            found[name] = {k: v for k, v in settings.items() if k != key}
+    alike = [name for name, others in found.items() if others == next(iter(found.values()))]
+    return {name: {key: info.points[name][key]} for name in alike}

@@ -3,7 +3,6 @@ multiply."""
 
 from __future__ import annotations
 
-import math
 import textwrap
 
 import numpy as np
@@ -11,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, TwoSlopeNorm
 
 from experiments.lab.judge import pairs
-from experiments.lab.judge.pairs import Told
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.store.result import Result
 
@@ -27,20 +25,27 @@ def draw(ax: Axes, metric: str, result: Result) -> bool:
     info, names = result.info, pairs.mechanisms(result)
     cells, noise = np.full((2, len(names), len(names)), np.nan)
     texts: dict[tuple[int, int], str] = {}
+
+    def enter(row: int, column: int, found: Estimate, unit: str = "x") -> None:
+        """Coloured by its value above the diagonal, and grey where nothing is told."""
+        told = found.low is not None and found.high is not None and not found.low <= 1 <= found.high
+        text = f"{found.median:.2f}{unit}"
+        texts[row, column] = text if told or unit else f"({text})"
+        if not told:
+            noise[row, column] = 0
+        elif row < column:
+            cells[row, column] = found.median
+
     for i, name in enumerate(names):
         alone = pairs.gain(result, name, metric)
         if alone is not None:
-            texts[i, i] = f"{alone.median:.2f}x"
-            noise[i, i] = math.nan if _is_told(alone) else 0
+            enter(i, i, alone)
     if not texts:
         return False
     for pair in pairs.of(result, metric):
         j, i = names.index(pair.first), names.index(pair.second)
-        texts[i, j] = f"{pair.both.median:.2f}x"
-        noise[i, j] = math.nan if _is_told(pair.both) else 0
-        told = pair.told is not Told.within
-        texts[j, i] = f"{pair.interaction.median:.2f}" if told else f"({pair.interaction.median:.2f})"
-        (cells if told else noise)[j, i] = pair.interaction.median
+        enter(i, j, pair.both)
+        enter(j, i, pair.interaction, "")
     ax.imshow(noise, cmap=ListedColormap([NOISE]))
     ax.imshow(cells, cmap="PuOr", norm=TwoSlopeNorm(1.0, 1 - SHOWN, 1 + SHOWN), alpha=0.5)  # numbers stand on it
     for (row, column), text in texts.items():
@@ -54,7 +59,3 @@ def draw(ax: Axes, metric: str, result: Result) -> bool:
     words = ("bold: alone; below: the pair; above: the pair /", "the product of both; grey: may be 1")
     ax.set_xlabel("\n".join(words), fontsize=8)
     return True
-
-
-def _is_told(gain: Estimate) -> bool:
-    return gain.low is not None and gain.high is not None and not gain.low <= 1 <= gain.high

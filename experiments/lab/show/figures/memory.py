@@ -4,21 +4,17 @@ starts."""
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.lab.show import wording
-from experiments.lab.show.figures import frame
-from experiments.lab.show.figures.style import COLOURS, HATCHES, ON_TOP
+from experiments.lab.show.figures.frame import COLOURS, HATCHES, stacks
 from experiments.lab.store.result import Result
 
 PARTS = {"weights": ("weights",), "KV": ("KV",), "CUDA graphs": ("CUDA graphs", "CUDA graphs of steps with prompts")}
 FREE = "free, or work space"
 _SIZE = re.compile(r"([\d,.]+) (GiB|MiB)")
-NARROW = 0.05  # of the axis: a smaller piece has no room for its number
 
 
 def of(result: Result) -> dict[str, dict[str, float]]:
@@ -37,31 +33,11 @@ def of(result: Result) -> dict[str, dict[str, float]]:
 
 
 def draw(result: Result) -> Figure:
-    found = of(result)
-    with frame.default_style():
-        figure = frame.new(frame.WIDTH, 1.2 + 0.5 * len(found))
-        ax = figure.subplots()
-        frame.tidy(ax, "x")
-        widest = max(sum(sizes.values()) for sizes in found.values())
-        for row, (variant, sizes) in enumerate(found.items()):
-            left = 0.0
-            for index, part in enumerate([*PARTS, FREE]):
-                size = sizes.get(part, 0.0)
-                style: dict[str, Any]
-                style = {"color": "#eeeeee"} if part == FREE else {"color": COLOURS[index], "hatch": HATCHES[index]}
-                (bar,) = ax.barh(row, size, 0.7, left=left, edgecolor="white", linewidth=0.6,
-                                 label=part if row == 0 else None, **style)  # fmt: skip
-                frame.says(bar, [f"{result.info.variants[variant]}: {part} {wording.number(size)} GiB"])
-                if size > NARROW * widest:
-                    middle = (left + size / 2, row)
-                    ax.annotate(wording.number(size), middle, ha="center", va="center", fontsize=8, **ON_TOP)
-                left += size
-        ax.set_yticks(range(len(found)), [textwrap.fill(result.info.variants[v], 26) for v in found])
-        ax.set_ylim(len(found) - 0.4, -0.6)
-        frame.linear(ax.xaxis, 8)
-        ax.set_xlabel("GiB on the device", fontsize=9)
-        frame.legend(figure, [ax])
-        return figure
+    looks = {part: {"color": COLOURS[i], "hatch": HATCHES[i]} for i, part in enumerate(PARTS)}
+    looks[FREE] = {"color": "#eeeeee"}
+    figure = stacks({result.info.variants[v]: sizes for v, sizes in of(result).items()}, looks, "GiB")
+    figure.axes[0].set_xlabel("GiB on the device", fontsize=9)
+    return figure
 
 
 def _gib(facts: Mapping[str, Any], keys: tuple[str, ...]) -> float:

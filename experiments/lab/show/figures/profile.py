@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.lab.measure.profile import ROLES, KernelRow, StepProfile, by_role, role_of
 from experiments.lab.show import wording
-from experiments.lab.show.figures import frame, style
+from experiments.lab.show.figures import frame
 from experiments.lab.show.grids import Grid
 from experiments.lab.store.result import Result
 
 ROWS = 14  # of a table of kernels; what is left is summed up
 BETWEEN, WITHIN = "idle between steps", "between a step's kernels"
-COLOURS = dict(zip(ROLES, style.COLOURS, strict=False)) | {"other": "#F0E442", WITHIN: "#e4e4e4", BETWEEN: "#ffffff"}
-HATCHES = {role: style.HATCHES[i % len(style.HATCHES)] for i, role in enumerate(ROLES)}
-HATCHES |= {"other": "**", WITHIN: "", BETWEEN: "////"}
+LOOKS: dict[str, dict[str, str]] = {
+    **{role: {"color": colour, "hatch": frame.HATCHES[i % len(frame.HATCHES)]}
+       for i, (role, colour) in enumerate(zip(ROLES, frame.COLOURS, strict=False))},
+    "other": {"color": "#F0E442", "hatch": "**"},
+    WITHIN: {"color": "#e4e4e4", "edgecolor": "#666666"},
+    BETWEEN: {"color": "#ffffff", "hatch": "////", "edgecolor": "#666666"},
+}  # fmt: skip
 OVERLAP = 1.05  # times the time in which any kernel ran, there is more of them than can be
-NARROW = 0.045  # of the axis: a smaller piece has no room for its number
 
 
 def points(result: Result) -> list[str]:
@@ -98,23 +99,11 @@ def _line(kernel: str, role: str, calls: float, us: float, total: float) -> tupl
 def draw(result: Result, point: str) -> Figure:
     """A bar for each engine that was profiled there, a peer's beside ours."""
     own = [profile for profile in result.info.profiles if profile.point == point]
-    with frame.default_style():
-        figure = frame.new(frame.WIDTH, 1.5 + 0.62 * len(own))
-        ax = figure.subplots()
-        frame.tidy(ax, "x")
-        longest = max(sum(_pieces(profile, result.kernels).values()) for profile in own)
-        seen: set[str] = set()
-        for row, profile in enumerate(own):
-            _bar(ax, row, _pieces(profile, result.kernels), longest, seen, result.info.variants[profile.variant])
-        labels = [textwrap.fill(result.info.variants[profile.variant], 26) for profile in own]
-        ax.set_yticks(range(len(own)), labels)
-        ax.set_ylim(len(own) - 0.4, -0.6)
-        ax.set_xlim(0, 1.1 * longest)
-        frame.linear(ax.xaxis, 8)
-        ax.set_xlabel("µs of a decode step on the GPU, under the profiler", fontsize=9)
-        frame.legend(figure, [ax])
-        figure.suptitle("Where a decode step's time goes" + (f", {point}" if point else ""), fontsize=12)
-        return figure
+    pieces = {result.info.variants[profile.variant]: _pieces(profile, result.kernels) for profile in own}
+    figure = frame.stacks(pieces, LOOKS, "µs")
+    figure.axes[0].set_xlabel("µs of a decode step on the GPU, under the profiler", fontsize=9)
+    figure.suptitle("Where a decode step's time goes" + (f", {point}" if point else ""), fontsize=12)
+    return figure
 
 
 def _roles(profile: StepProfile, kernels: Sequence[KernelRow]) -> dict[str, float]:
@@ -126,18 +115,3 @@ def _pieces(profile: StepProfile, kernels: Sequence[KernelRow]) -> dict[str, flo
     found = _roles(profile, kernels)
     within = profile.profiled_us - profile.busy_us - profile.idle_us
     return found | {WITHIN: max(within, 0.0), BETWEEN: profile.idle_us}
-
-
-def _bar(ax: Axes, row: int, pieces: dict[str, float], longest: float, seen: set[str], who: str) -> None:
-    left = 0.0
-    for name, us in pieces.items():
-        edge = "#666666" if name in (WITHIN, BETWEEN) else "white"
-        (bar,) = ax.barh(row, us, 0.68, left=left, color=COLOURS[name], hatch=HATCHES[name], linewidth=0.6,
-                         edgecolor=edge, label=None if name in seen else name)  # fmt: skip
-        seen.add(name)
-        frame.says(bar, [f"{who}: {name} {wording.number(us)} µs"])
-        if us > NARROW * longest:
-            ax.annotate(wording.number(us), (left + us / 2, row), ha="center", va="center", fontsize=7.5,
-                        **style.ON_TOP)  # fmt: skip
-        left += us
-    ax.annotate(wording.number(left), (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)

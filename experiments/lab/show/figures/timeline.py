@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from experiments.lab.measure.steps import RequestRow, StepRow
 from experiments.lab.show import effects
 from experiments.lab.show.figures import frame
-from experiments.lab.show.figures.style import INK, plain
+from experiments.lab.show.figures.frame import INK, plain
 from experiments.lab.store.result import Result
 
 MAX_STEPS = 500  # drawn one by one; more of them would be thinner than a line
@@ -81,22 +81,21 @@ def draw(result: Result, point: str, variants: Sequence[str]) -> Figure:
     asked = {v: first_pass(result, v, point) for v in variants}
     end = max(s.start_s + s.duration_s for steps in own.values() for s in steps)
     binned = max(map(len, own.values())) > MAX_STEPS
-    with frame.default_style():
-        figure = frame.new(frame.WIDTH, sum(HEIGHTS) + 1.5)
-        axes = figure.subplots(len(HEIGHTS), len(variants), sharex=True, sharey="row", height_ratios=HEIGHTS,
-                               squeeze=False)  # fmt: skip
-        for column, (variant, steps) in enumerate(own.items()):
-            _steps(axes[0, column], axes[1, column], steps, end, binned)
-            if asked[variant]:
-                _requests(axes[2, column], asked[variant])
-            else:
-                _queues(axes[2, column], steps, end, binned)
-            _blocks(axes[3, column], steps, end, binned)
-            axes[0, column].set_title(_title(steps, result), fontsize=9, loc="left", fontweight="bold")
-            axes[-1, column].set_xlabel("seconds from the start of the timed pass", fontsize=9)
-        _scales(list(axes[:, 0]), [s for steps in own.values() for s in steps], any(asked.values()), end)
-        frame.legend(figure, axes.flatten())
-        return figure
+    figure = frame.new(frame.WIDTH, sum(HEIGHTS) + 1.5)
+    axes = figure.subplots(len(HEIGHTS), len(variants), sharex=True, sharey="row", height_ratios=HEIGHTS,
+                           squeeze=False)  # fmt: skip
+    for column, (variant, steps) in enumerate(own.items()):
+        _steps(axes[0, column], axes[1, column], steps, end, binned)
+        if asked[variant]:
+            _requests(axes[2, column], asked[variant])
+        else:
+            _queues(axes[2, column], steps, end, binned)
+        _blocks(axes[3, column], steps, end, binned)
+        axes[0, column].set_title(_title(steps, result), fontsize=9, loc="left", fontweight="bold")
+        axes[-1, column].set_xlabel("seconds from the start of the timed pass", fontsize=9)
+    _scales(list(axes[:, 0]), [s for steps in own.values() for s in steps], any(asked.values()), end)
+    frame.legend(figure, axes.flatten())
+    return figure
 
 
 def shape(

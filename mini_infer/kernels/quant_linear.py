@@ -1,0 +1,294 @@
+"""Matrix products with quantized weights, and activations quantized or not.
+
+One kernel for all formats and any number of rows. Weights are the tall operand of the tensor core, as in
+invariant_linear.py, and K is never split, so a row's result is the same to the bit in any batch.
+
+    weights    activations    a step of the loop                                        at the end
+    int8       int8           sums of products, exact in int32                          * scale_x * scale_w
+    fp8        fp8            128 columns in the tensor core's sum, then in float32     * scale_x * scale_w
+    fp8 block  fp8 groups     128 columns * scale_x * scale_w, then in float32
+    int8       as they are    codes made bf16, which is exact                           * scale_w
+    int4       as they are    unpacked and made bf16, a group * scale_w, in float32
+
+The tensor core of Hopper keeps some 14 bits of a sum of fp8 products, hence the 128 (DeepSeek-V3, arXiv:2412.19437,
+section 3.3.2).
+
+Packed int4: byte j of the 64 that hold columns [128c, 128c + 128) has column 128c + j in its low and column
+128c + 64 + j in its high half. So the two halves of a tile of bytes are products with two tiles of x, and no element
+has to change its thread.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
+from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.quantize_tokens import quantize_tokens
+from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
+from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _scales_of(ptr, outs, real, group, NUM_GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    return tl.load(ptr + outs // ROWS * NUM_GROUPS + group, mask=real, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _less_zero(codes, zeros_ptr, outs, real, group, NUM_GROUPS: tl.constexpr, DOT: tl.constexpr):
+    """Codes 0 to 15 less their zeros, or less 8: small whole numbers, exact in DOT."""
+    if zeros_ptr is None:
+        signed = codes.to(tl.int8) - 8
+    else:
+        zeros = tl.load(zeros_ptr + outs * NUM_GROUPS + group, mask=real, other=0)
+        signed = codes.to(tl.int8) - zeros[:, None]
+    return signed.to(DOT)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quant_linear_kernel(
+    x_desc,
+    x_scales_ptr,
+    codes_desc,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    OUT_SIZE: tl.constexpr,
+    IN_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # columns of a tile of codes; bytes, where PACKED
+    TALL: tl.constexpr,  # as in invariant_linear.py
+    PACKED: tl.constexpr,
+    GROUP: tl.constexpr,  # columns that share a scale of the weights; None: all
+    GROUP_ROWS: tl.constexpr,
+    X_GROUP: tl.constexpr,  # ... of the activations
+    DOT: tl.constexpr,  # dtype of the factors
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row_tiles, out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), (OUT_SIZE + BLOCK_OUT - 1) // BLOCK_OUT
+    band = tl.program_id(0) // (TALL * out_tiles)
+    height = tl.minimum(row_tiles - band * TALL, TALL)
+    within = tl.program_id(0) % (TALL * out_tiles)
+    row, out = (band * TALL + within % height) * BLOCK_ROWS, within // height * BLOCK_OUT
+    rows, outs = row + tl.arange(0, BLOCK_ROWS), out + tl.arange(0, BLOCK_OUT)
+    exists, real = rows < num_rows, outs < OUT_SIZE
+    GROUPS: tl.constexpr = 1 if GROUP is None else (IN_SIZE + GROUP - 1) // GROUP
+    X_GROUPS: tl.constexpr = 1 if X_GROUP is None else (IN_SIZE + X_GROUP - 1) // X_GROUP
+    SUM: tl.constexpr = tl.int32 if tl.int8 == DOT else tl.float32
+    sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], SUM)
+    HALF: tl.constexpr = 64  # bytes of 128 packed columns
+    if PACKED:
+        for byte in range(0, IN_SIZE // 2, BLOCK_K):
+            codes = codes_desc.load([out, byte])
+            k = byte // HALF * (2 * HALF) + byte % HALF
+            low, high = x_desc.load([row, k]).to(DOT), x_desc.load([row, k + HALF]).to(DOT)
+            first, second = 0, 0
+            if GROUP is not None:
+                first, second = k // GROUP, (k + HALF) // GROUP
+            a = _less_zero(codes & 15, zeros_ptr, outs, real, first, GROUPS, DOT)
+            b = _less_zero(codes >> 4, zeros_ptr, outs, real, second, GROUPS, DOT)
+            if GROUP is None:
+                sums = tl.dot(a, low.T, sums, input_precision="ieee")
+                sums = tl.dot(b, high.T, sums, input_precision="ieee")
+            else:
+                part = tl.dot(a, low.T, input_precision="ieee")
+                if GROUP >= 2 * HALF:
+                    part = tl.dot(b, high.T, part, input_precision="ieee")
+                scales = _scales_of(scales_ptr, outs, real, first, GROUPS, 1)
+                sums = tl.fma(part, tl.broadcast_to(scales[:, None], part.shape), sums)
+                if GROUP < 2 * HALF:
+                    part = tl.dot(b, high.T, input_precision="ieee")
+                    scales = _scales_of(scales_ptr, outs, real, second, GROUPS, 1)
+                    sums = tl.fma(part, tl.broadcast_to(scales[:, None], part.shape), sums)
+    else:
+        for k in range(0, IN_SIZE, BLOCK_K):  # descriptors give zeros beyond the ends
+            codes, x = codes_desc.load([out, k]), x_desc.load([row, k])
+            if _INTERPRETED and tl.float8e4nv == DOT:  # numpy has no such
+                codes, x = codes.to(tl.float32), x.to(tl.float32)
+            if tl.int8 == DOT:
+                sums = tl.dot(codes, x.T, sums, out_dtype=tl.int32)
+            elif GROUP is None and X_GROUP is None and tl.float8e4nv != DOT:
+                sums = tl.dot(codes.to(DOT), x.to(DOT).T, sums, input_precision="ieee")
+            else:
+                part = tl.dot(codes, x.T)
+                scale = tl.full([BLOCK_OUT, BLOCK_ROWS], 1.0, tl.float32)
+                if X_GROUP is not None:
+                    scale *= tl.load(x_scales_ptr + rows * X_GROUPS + k // X_GROUP, mask=exists, other=0.0)[None, :]
+                if GROUP is not None:
+                    scale *= _scales_of(scales_ptr, outs, real, k // GROUP, GROUPS, GROUP_ROWS)[:, None]
+                sums = tl.fma(part, scale, sums)
+    result = sums.to(tl.float32)
+    scale = tl.full([BLOCK_OUT, BLOCK_ROWS], 1.0, tl.float32)
+    if x_scales_ptr is not None and X_GROUP is None:
+        scale *= tl.load(x_scales_ptr + rows, mask=exists, other=0.0)[None, :]
+    if GROUP is None:
+        scale *= _scales_of(scales_ptr, outs, real, 0, 1, GROUP_ROWS)[:, None]
+    bias = tl.zeros([BLOCK_OUT], tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + outs, mask=real, other=0.0).to(tl.float32)
+    result = tl.fma(result, scale, tl.broadcast_to(bias[:, None], result.shape))
+    places = rows.to(tl.int64)[None, :] * OUT_SIZE + outs[:, None]
+    inside = real[:, None] & exists[None, :]
+    result = result.to(out_ptr.dtype.element_ty)
+    if residual_ptr is not None:  # rounded as between two operations
+        residual = tl.load(residual_ptr + places, mask=inside, other=0.0)
+        result = (result.to(tl.float32) + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + places, result, mask=inside)
+
+
+@triton.jit
+def _dequantize_kernel(
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    out_ptr,
+    OUT_SIZE: tl.constexpr,
+    IN_SIZE: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """Tiles of 128 columns."""
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    real = (outs < OUT_SIZE)[:, None]
+    columns = tl.program_id(1) * 128 + tl.arange(0, 128)
+    inside = real & (columns < IN_SIZE)[None, :]
+    wide = outs.to(tl.int64)[:, None]
+    if PACKED:
+        places = columns // 128 * 64 + columns % 64
+        both = tl.load(codes_ptr + wide * (IN_SIZE // 2) + places[None, :], mask=inside, other=0)
+        codes = ((both >> (columns % 128 // 64 * 4).to(tl.uint8)[None, :]) & 15).to(tl.float32)
+    else:
+        codes = tl.load(codes_ptr + wide * IN_SIZE + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    WIDTH: tl.constexpr = IN_SIZE if GROUP is None else GROUP
+    places = (outs // GROUP_ROWS)[:, None] * ((IN_SIZE + WIDTH - 1) // WIDTH) + (columns // WIDTH)[None, :]
+    if zeros_ptr is not None:
+        codes -= tl.load(zeros_ptr + places, mask=inside, other=0).to(tl.float32)
+    elif PACKED:
+        codes -= 8
+    values = codes * tl.load(scales_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + wide * IN_SIZE + columns[None, :], values.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """[N, K] of `dtype`, each value rounded once."""
+    form, out_size = weight.form, weight.codes.shape[0]
+    packed = form.number is Number.int4
+    in_size = weight.codes.shape[1] * (2 if packed else 1)
+    out = torch.empty((out_size, in_size), dtype=dtype, device=weight.codes.device)
+    _dequantize_kernel[(triton.cdiv(out_size, 32), triton.cdiv(in_size, 128))](
+        weight.codes, weight.scales, weight.zeros, out, OUT_SIZE=out_size, IN_SIZE=in_size, PACKED=packed,
+        GROUP=form.columns, GROUP_ROWS=form.rows, BLOCK_OUT=32, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+MAX_ROWS = 256  # above, weights alone in fewer bits are made floating again first
+
+
+class Tile(NamedTuple):
+    rows: int
+    outs: int
+    k: int  # columns of the codes; bytes of packed ones
+    num_warps: int
+    num_stages: int
+
+
+def tile_for(rows: int, number: Number, group: int | None) -> Tile:
+    """By the number of rows alone, so that a tile's speed may differ and its sums may not."""
+    size = min(max(triton.next_power_of_2(rows), 16), 128)
+    if number is Number.int4:
+        return Tile(size, 64, min(64, group or 64), 4, 5 if size <= 32 else 4)
+    return Tile(size, 64 if size <= 64 else 128, 128, 4, 6 if size <= 32 else 4)
+
+
+def quantized_linear(
+    x: Tensor | QuantizedTokens,
+    weight: QuantizedWeight,
+    bias: Tensor | None = None,
+    activations: ActivationFormat | None = None,
+    out: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """x W^T + b as the table above says.
+
+    Args:
+        x: [T, K] float32, bfloat16 or float16, elements of a row adjacent; or what it became by `activations`.
+        weight: [N, K], its codes contiguous.
+        bias: [N].
+        activations: what x becomes first; None: it stays.
+        out: takes the result where it is given, [T, N] contiguous.
+        residual: [T, N] contiguous, of x's dtype, added to the rounded product.
+        tile: instead of the one for this number of rows, for tests and measurements.
+
+    Returns:
+        [T, N] of x's dtype. A row depends on that row of x, the weights and the bias alone, to the bit.
+
+    Raises:
+        ValueError: for formats that do not go together, and rows that do not begin at multiples of 16 bytes.
+    """
+    if isinstance(x, Tensor) and activations is not None:
+        x = quantize_tokens(x, activations)
+    values, x_scales = (x, None) if isinstance(x, Tensor) else (x.codes, x.scales)
+    (rows, in_size), (out_size, _), form = values.shape, weight.codes.shape, weight.form
+    packed = form.number is Number.int4
+    check(form, activations, in_size)
+    if out is None:
+        out = torch.empty((rows, out_size), dtype=x.dtype, device=values.device)
+    if not rows:
+        return out
+    dot = DOT_DTYPES[x.dtype]
+    if activations is not None:
+        dot = tl.int8 if form.number is Number.int8 else tl.float8e4nv
+    tile = tile or tile_for(rows, form.number, form.columns)
+    x_columns = tile.k if not packed else min(tile.k, 64)
+    if (shared := shared_memory(values.device)) is not None:
+        stage = tile.rows * x_columns * values.element_size() * (2 if packed else 1) + tile.outs * tile.k
+        tile = tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outs),)
+    _quant_linear_kernel[grid](
+        TensorDescriptor.from_tensor(values, [tile.rows, x_columns]), x_scales,
+        TensorDescriptor.from_tensor(weight.codes, [tile.outs, tile.k]), weight.scales, weight.zeros, bias, residual,
+        out, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_K=tile.k,
+        TALL=8, PACKED=packed, GROUP=form.columns, GROUP_ROWS=form.rows,
+        X_GROUP=None if activations is None else activations.columns, DOT=dot, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **launch_options(values.device),
+    )  # fmt: skip
+    return out
+
+
+def check(form: WeightFormat, activations: ActivationFormat | None, in_size: int) -> None:
+    """Raises ValueError, saying what there is, for a product that there is not."""
+    if form.number is Number.int4:
+        if activations is not None or form.columns not in (None, 32, 64, 128) or in_size % 128:
+            raise ValueError(
+                f"products of int4 weights take activations as they are, groups of 32, 64 or 128 columns or all, and a "
+                f"multiple of 128 columns, not {activations}, {form.columns} and {in_size}"
+            )
+        return
+    if activations is not None and activations.number is not form.number:
+        raise ValueError(f"weights and activations of one product are of one format, not {form} and {activations}")
+    groups = {form.columns, None if activations is None else activations.columns}
+    if not groups <= {None, 128} or (groups != {None} and form.number is Number.int8) or in_size % 16:
+        raise ValueError(
+            f"8-bit weights and activations have a scale a row, or fp8 one for 128 columns, and a multiple of 16 "
+            f"columns, not {form}, {activations} and {in_size}"
+        )

@@ -1,0 +1,301 @@
+"""Weights in fewer bits, by whatever scheme and from whatever folder (mini_infer/quantization).
+
+q_proj, k_proj, v_proj of a folder --> LayerFormat.read --> codes, scales, zeros --> rows of one QuantizedWeight
+x [T, K] --> columns in the weight's order --> Kernels.quantized_linear --> [T, N]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from mini_infer.core.errors import ModelError
+from mini_infer.kernels.interface import Kernels, Stream
+from mini_infer.kernels.ops import TorchKernels
+from mini_infer.modeling.linear_methods.base import (
+    Build,
+    LinearMethod,
+    LinearMethodFactory,
+    LinearShape,
+    Parallel,
+    empty_parameter,
+)
+from mini_infer.modeling.linear_methods.unquantized import Unquantized
+from mini_infer.modeling.model import CheckpointTensor
+from mini_infer.quantization.checkpoints import LayerFormat, ModelFormat, Rounded
+from mini_infer.quantization.formats import Number, WeightFormat
+from mini_infer.quantization.packing import pack_int4
+from mini_infer.quantization.weight import QuantizedWeight
+
+logger = logging.getLogger(__name__)
+
+
+def stored_as(model: ModelFormat) -> LinearMethodFactory:
+    """Linear methods for weights that a folder holds in this form."""
+
+    def create(name: str, shape: LinearShape, build: Build) -> LinearMethod:
+        formats = {part: model.layer(f"{name}.{part}" if name else part) for part in shape.parts}
+        first = next(iter(formats.values()))
+        if any(layer != first for layer in formats.values()):
+            return SideBySide(name, shape, build, create)
+        if first is None:
+            return Unquantized.create(name, shape, build)
+        if len(shape.parts) > 1 and not _fit_together(first.scheme.weights, shape):
+            return SideBySide(name, shape, build, create)
+        return QuantizedLinear(name, shape, build, first)
+
+    return create
+
+
+def _fit_together(form: WeightFormat, shape: LinearShape) -> bool:
+    """Whether every part begins with a scale of its own."""
+    *above, _ = shape.parts.values()
+    return all(size % form.rows == 0 for size in above)
+
+
+class QuantizedLinear(LinearMethod):
+    """Parts in one format, one under the other.
+
+    Attributes:
+        weight, bias: what is computed with. An output without a scale of its own has that of its part.
+        activations: their format; None: they stay as they are.
+        order: [K] int64, the columns of x in the order of the weight's; None: in their own.
+        outlier_columns, outlier_weight: [n] int64 and [N, n], of the model's dtype: columns of x that are not
+            quantized, whose codes are 0, and their part of the weight; both None where there are none.
+    """
+
+    def __init__(self, name: str, shape: LinearShape, build: Build, form: LayerFormat) -> None:
+        self._name, self._shape, self._build, self._format = name, shape, build, form
+        scheme, device = form.scheme, build.device
+        weights, rows, columns = scheme.weights, shape.out_size, shape.in_size
+        packed = weights.number is Number.int4
+        self._scale_dtype = build.dtype if packed else torch.float32
+        codes = empty_parameter(
+            rows,
+            -(-columns // 128) * 64 if packed else columns,
+            dtype=torch.uint8 if packed else weights.number.code_dtype,
+            device=device,
+        )
+        scales_shape = weights.scales_shape(rows, columns)
+        scales = empty_parameter(*scales_shape, dtype=self._scale_dtype, device=device)
+        zeros = None if weights.symmetric else empty_parameter(*scales_shape, dtype=torch.int8, device=device)
+        self.weight = QuantizedWeight(codes, scales, zeros, weights)
+        self.bias = empty_parameter(rows, dtype=build.dtype, device=device) if shape.bias else None
+        self.activations = scheme.activations
+        self.order = empty_parameter(columns, dtype=torch.int64, device=device) if form.act_order else None
+        self.outlier_columns = self.outlier_weight = None
+        if count := math.ceil(scheme.outliers * columns):
+            self.outlier_columns = empty_parameter(count, dtype=torch.int64, device=device)
+            self.outlier_weight = empty_parameter(rows, count, dtype=build.dtype, device=device)
+        self._kernels: Kernels = build.kernels
+        refusal = build.kernels.quantized_refusal(weights, scheme.activations, columns)
+        if refusal is not None:
+            logger.warning("%s is computed by torch operations, which is slow: %s", name, refusal)
+            self._kernels = TorchKernels()
+        self._taken: dict[str, dict[str, Tensor]] = {part: {} for part in shape.parts}  # until all are there
+        self._placed = False
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        codes, scales, zeros, _ = self.weight
+        found = {
+            "codes": codes,
+            "scales": scales,
+            "zeros": zeros,
+            "bias": self.bias,
+            "order": self.order,
+            "outlier_columns": self.outlier_columns,
+            "outlier_weight": self.outlier_weight,
+        }
+        return {name: weight for name, weight in found.items() if isinstance(weight, nn.Parameter)}
+
+    def sharded_dims(self) -> dict[str, int | None]:
+        """Ranks that share inputs have whole tiles of 128 columns of int4. Raises ModelError where columns are sorted
+        by group, since a rank's columns would then need inputs of another."""
+        column = self._shape.parallel is Parallel.column
+        if not column and self.order is not None:
+            raise ModelError(
+                f"{self._name}: ranks cannot share the inputs of a weight with act-order (desc_act=true), whose groups "
+                "have columns from anywhere; take a checkpoint without, or one rank"
+            )
+        scales = 0 if column else (1 if self.weight.form.columns is not None else None)
+        outputs = 0 if column else None
+        dims = {"codes": 0 if column else 1, "scales": scales, "zeros": scales, "bias": outputs}
+        dims |= {"order": None, "outlier_columns": None, "outlier_weight": outputs}
+        return {name: dims[name] for name in self.weights()}
+
+    def apply(self, x: Tensor) -> Tensor:
+        if self.order is not None:
+            x = x.index_select(1, self.order)
+        kernels, columns, outliers = self._kernels, self.outlier_columns, None
+        if columns is not None and self.outlier_weight is not None:
+            outliers = self._build.kernels.linear(x.index_select(1, columns), self.outlier_weight, None)
+            x = x.index_fill(1, columns, 0)  # in whose scales the outliers have no part
+        return kernels.quantized_linear(x, self.weight, self.bias, self.activations, outliers)
+
+    def norm_apply(self, stream: Stream, silu_mul: bool) -> tuple[Tensor, Tensor] | None:
+        if self.activations is None or self.order is not None or self.outlier_columns is not None:
+            return None
+        tokens, total = self._kernels.quantized_norm(stream, self.activations)
+        y = self._kernels.quantized_linear(tokens, self.weight, self.bias, self.activations)
+        return (self._build.kernels.silu_mul(y) if silu_mul else y), total
+
+    def apply_add(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        if self.order is not None or self.outlier_columns is not None:
+            return None
+        return self._kernels.quantized_linear(x, self.weight, self.bias, self.activations, residual)
+
+    # --- loading --------------------------------------------------------------------------------------------------
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        found, start = {}, 0
+        for part, size in self._shape.parts.items():
+            with self._naming(part):
+                stored = self._format.tensors(size, self._shape.in_size)
+            for key, tensor in stored.items():
+                take = partial(self._take, part, key) if tensor.used else _pass_over
+                found[f"{part}.{key}"] = CheckpointTensor(
+                    tensor.shapes[0],
+                    take,
+                    tensor.dtypes,
+                    required=tensor.required,
+                    other_shapes=tensor.shapes[1:],
+                )
+            if self.bias is not None:
+                found[f"{part}.bias"] = CheckpointTensor.copied_to(self.bias[start : start + size])
+            elif not isinstance(self._format, Rounded):  # some quantizers write biases of zeros
+                found[f"{part}.bias"] = CheckpointTensor((size,), partial(self._require_zeros, part), required=False)
+            start += size
+        return found
+
+    def loaded(self) -> None:
+        if not self._placed:
+            self._place(self._taken, self._format)
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        """What the layer would have unquantized, rounded: a model in fp32 is a reference for it."""
+        plain = Unquantized.create(self._name, self._shape, self._build)
+        plain.fill_dummy(draw)
+        self.round(plain.weight, plain.bias)
+
+    def round(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Takes weight [N, K], rounded to nearest, and bias [N] of the unquantized layer."""
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+        parts = weight.split(list(self._shape.parts.values()))
+        tensors = {part: {"weight": own} for part, own in zip(self._shape.parts, parts, strict=True)}
+        self._place(tensors, Rounded(self._format.scheme))
+
+    def _take(self, part: str, key: str, tensor: Tensor) -> None:
+        """Keeps it until the layer has all it needs: then the layer is placed, so that no more than a few wait."""
+        self._taken[part][key] = tensor.to(self._build.device)
+        sizes = self._shape.parts.items()
+        if not self._placed and all(
+            self._format.complete(self._taken[name], size, self._shape.in_size) for name, size in sizes
+        ):
+            self._place(self._taken, self._format)
+
+    def _place(self, tensors: Mapping[str, Mapping[str, Tensor]], form: LayerFormat) -> None:
+        codes, scales, zeros, own = self.weight
+        if self.outlier_columns is not None:
+            tensors = self._without_outliers(tensors)
+        orders, start = [], 0
+        for part, size in self._shape.parts.items():
+            with self._naming(part):
+                weight, order = form.read(tensors[part], self._scale_dtype)
+            orders.append(torch.arange(self._shape.in_size, device=codes.device) if order is None else order)
+            rows = slice(start, start + size)
+            new = weight.codes
+            if own.number is Number.int4:
+                new = pack_int4(new, own.symmetric)
+            codes[rows] = new
+            high = slice(start // own.rows, -(-(start + size) // own.rows))
+            scales[high] = weight.scales.to(scales.dtype)
+            if zeros is not None and weight.zeros is not None:
+                zeros[high] = weight.zeros
+            start += size
+        if self.order is not None:
+            if any(not torch.equal(order, orders[0]) for order in orders):
+                raise ModelError(
+                    f"{self._name}: {', '.join(self._shape.parts)} have different orders of columns (g_idx), and are "
+                    "computed in one product; take a checkpoint with desc_act=false"
+                )
+            self.order.copy_(orders[0])
+        self._taken, self._placed = {}, True
+
+    def _without_outliers(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Sets the columns with the largest weights apart."""
+        assert self.outlier_columns is not None
+        assert self.outlier_weight is not None
+        weight = torch.cat([tensors[part]["weight"] for part in self._shape.parts])
+        largest = weight.abs().amax(0).float().topk(len(self.outlier_columns)).indices.sort().values
+        self.outlier_columns.copy_(largest)
+        self.outlier_weight.copy_(weight[:, largest])
+        rest = weight.index_fill(1, largest, 0).split(list(self._shape.parts.values()))
+        return {part: {"weight": own} for part, own in zip(self._shape.parts, rest, strict=True)}
+
+    def _require_zeros(self, part: str, bias: Tensor) -> None:
+        if bias.any():
+            raise ModelError(f"{self._name}.{part}.bias is not zero, and this architecture has none there")
+
+    @contextlib.contextmanager
+    def _naming(self, part: str) -> Iterator[None]:
+        """What is wrong inside is wrong with that part."""
+        try:
+            yield
+        except ModelError as error:
+            raise ModelError(f"{self._name}.{part}: {error}") from error
+
+
+class SideBySide(LinearMethod):
+    """Parts that no one product can have: of different formats, or whose blocks of rows would overlap. Each has its
+    own, and their outputs stand side by side."""
+
+    def __init__(self, name: str, shape: LinearShape, build: Build, create: LinearMethodFactory) -> None:
+        self._name, self._shape, self._build = name, shape, build
+        self._methods = {
+            part: create(name, LinearShape(shape.in_size, {part: size}, shape.bias, shape.parallel), build)
+            for part, size in shape.parts.items()
+        }
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        own = {part: method.weights() for part, method in self._methods.items()}
+        return {f"{part}_{name}": weight for part, weights in own.items() for name, weight in weights.items()}
+
+    def sharded_dims(self) -> dict[str, int | None]:
+        own = {part: method.sharded_dims() for part, method in self._methods.items()}
+        return {f"{part}_{name}": dim for part, dims in own.items() for name, dim in dims.items()}
+
+    def apply(self, x: Tensor) -> Tensor:
+        return torch.cat([method.apply(x) for method in self._methods.values()], dim=1)
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        return {
+            name: tensor for method in self._methods.values() for name, tensor in method.checkpoint_tensors().items()
+        }
+
+    def loaded(self) -> None:
+        for method in self._methods.values():
+            method.loaded()
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        plain, start = Unquantized.create(self._name, self._shape, self._build), 0
+        plain.fill_dummy(draw)
+        for part, size in self._shape.parts.items():
+            method, rows = self._methods[part], slice(start, start + size)
+            bias = None if plain.bias is None else plain.bias[rows]
+            if isinstance(method, QuantizedLinear):
+                method.round(plain.weight[rows], bias)
+            else:
+                for name, own in method.weights().items():
+                    own.copy_(getattr(plain, name)[rows])
+            start += size
+
+
+def _pass_over(tensor: Tensor) -> None:
+    """It is known, and nothing becomes of it."""

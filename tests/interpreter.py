@@ -1,0 +1,62 @@
+"""Triton's interpreter without the work that it does again at every operation; what it computes is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from triton import language
+from triton.language import core
+from triton.runtime import interpreter
+
+
+def prepare(patch: pytest.MonkeyPatch) -> interpreter._LangPatchScope:
+    """Makes kernels take less than half of their time. Undone by the scope's `restore` and by `patch`."""
+    # Its own functions come into triton.language once, and not whenever a device function is called.
+    scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": core}))
+    patch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())
+
+    # Whether a sum of integers overflows is computed for an assertion that is only made with debug.
+    assert not interpreter.interpreter_builder.options.debug
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    patch.setattr(interpreter.interpreter_builder, "options", options)
+
+    # Each value has one of a few types.
+    patch.setattr(interpreter, "_get_np_dtype", _once_a_name(interpreter._get_np_dtype))
+    blocks = dict[tuple[str, str], Any]()
+    with_element_type = core.block_type.with_element_ty
+
+    def block_of(self: Any, element: Any) -> Any:
+        key = self.name, element.name
+        if key not in blocks:
+            blocks[key] = with_element_type(self, element)
+        return blocks[key]
+
+    patch.setattr(core.block_type, "with_element_ty", block_of)
+    make_tensor = core.tensor.__init__
+    shapes = dict[str, tuple[Any, Any]]()
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        known = shapes.get(type.name)
+        if known is None:
+            make_tensor(self, handle, type)
+            shapes[type.name] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = known
+
+    patch.setattr(core.tensor, "__init__", init)
+    return scope
+
+
+def _once_a_name(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    known = dict[str, Any]()
+
+    def call(type: Any) -> Any:
+        if type.name not in known:
+            known[type.name] = function(type)
+        return known[type.name]
+
+    return call
