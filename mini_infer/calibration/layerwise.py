@@ -150,9 +150,10 @@ class _Layer:
         chosen = {n: m for n, m in linears.items() if not self._recipe.keeps(f"{self._name}.{n}")}
         for name, linear in chosen.items():
             if self._form.columns and linear.in_features % self._form.columns:
+                smaller = "--group 32 or 64" if self._form.rows == 1 else "--scheme fp8"
                 raise ModelError(
                     f"{self._name}.{name} has {linear.in_features} input columns, which groups of "
-                    f"{self._form.columns} do not divide: give --group 32 or 64, or --keep {name}"
+                    f"{self._form.columns} do not divide: give {smaller}, or --keep {name}"
                 )
         return chosen
 

@@ -12,12 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from mini_infer import LLMEngine, SamplingParams
 from mini_infer.calibration.folder import UNFINISHED, quantize_folder
 from mini_infer.calibration.layerwise import put_in, quantized_layers
 from mini_infer.calibration.recipe import Method, Recipe
 from mini_infer.calibration.streamed import StreamedDecoder
 from mini_infer.calibration.text import calibration_ids
 from mini_infer.cli.quantize import main
+from mini_infer.core.config import CacheConfig, Device, DType, EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.modeling.checkpoint import safetensors_files
 
@@ -105,6 +107,39 @@ def test_mixed_keeps_the_columns_with_the_largest_inputs(folder: Path, tmp_path:
     assert not tensors[f"{name}.weight"][:, columns].any()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("w4a16", Method.gptq, **FEW, symmetric=False),
+        Recipe("w8a8", Method.smoothquant, **FEW),
+        Recipe("fp8", Method.rtn, **FEW),
+        Recipe("mixed", Method.rtn, **FEW),
+    ],
+    ids=lambda recipe: recipe.scheme,
+)
+def test_our_engine_computes_what_was_meant(folder: Path, tmp_path: Path, recipe: Recipe) -> None:
+    out = quantize_folder(str(folder), tmp_path / "out", recipe, texts, CPU)
+    expected, ids = whole(folder), ids_of(folder, recipe)
+    for layer, _ in quantized_layers(StreamedDecoder(folder, CPU), recipe, ids if recipe.needs_text else None):
+        put_in(expected, layer, recipe)
+    model = ModelConfig(path=str(out), device=Device.cpu, dtype=DType.float32)
+    engine = LLMEngine(EngineConfig(model=model, cache=CacheConfig(num_blocks=16)))
+    # Sums in another order, and a rounded activation is now and then the next code.
+    allowed = 1e-4 if recipe.formats.activations is None else 2e-2
+    try:
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+        for row in ids:
+            (output,) = engine.generate([row.tolist()], params)
+            (found,) = output.outputs[0].logprobs
+            of_all = torch.log_softmax(logits(expected, row)[-1], -1)
+            assert len(found.top) == 5
+            for token, value in found.top:
+                assert value == pytest.approx(float(of_all[token]), abs=allowed)
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("method", [Method.rtn, Method.gptq])
 @pytest.mark.parametrize("layers", [0, 1, 2])
 def test_interrupted_it_goes_on_to_the_same_files(folder: Path, tmp_path: Path, method: Method, layers: int) -> None:
@@ -156,8 +191,9 @@ def test_a_text_that_is_too_short(folder: Path, tmp_path: Path) -> None:
 
 
 def test_groups_that_do_not_divide(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"q_proj has 64 input columns, which groups of 128 do not divide"):
-        quantize_folder(str(folder), tmp_path / "out", Recipe("w4a16", Method.rtn, 128), texts, CPU)
+    for recipe, way_out in ((Recipe("w4a16", Method.rtn, 128), "--group"), (Recipe("fp8_block", Method.rtn), "fp8")):
+        with pytest.raises(ModelError, match=rf"q_proj has 64 .* groups of 128 do not divide: give .*{way_out}"):
+            quantize_folder(str(folder), tmp_path / recipe.scheme, recipe, texts, CPU)
 
 
 def test_a_folder_that_is_quantized_already(folder: Path, tmp_path: Path) -> None:
