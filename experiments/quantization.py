@@ -18,9 +18,8 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from experiments.lab import points, schema
-from experiments.lab.judge import claims
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.measure.probe import Probe
+from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.store.rows import Row
@@ -83,42 +82,32 @@ class QuantizationSpec(ExperimentSpec):
 
 
 class Quantization(Probe):
+    spec_class = QuantizationSpec
+    spec: QuantizationSpec
     device = Device.cpu
-    baseline = None
     metrics: Mapping[str, Metric] = METRICS
 
-    def __init__(self, spec: QuantizationSpec, model: str, repeats: int, seed: int, threads: int) -> None:
-        self.spec = spec
-        self._folder = resolve_folder(model)
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        spec = self.spec
+        self._folder = resolve_folder(schema.engine_config(config.engine).model.path)
+        seed = self.settings.seed
         self._recipes = {name: _recipe(name, settings, spec, seed) for name, settings in spec.variants.items()}
         self.variants = {name: settings.get("label", name) for name, settings in spec.variants.items()}
-        count = read_json(self._folder / "config.json")["num_hidden_layers"]
-        self._single = [
-            *(points.point({"layer": index}) for index in range(count)),
-            *(points.point({"part": part}) for part in spec.parts),
-        ]
-        self.points = [WHOLE, *(self._single if spec.single else [])]
+        layers = range(read_json(self._folder / "config.json")["num_hidden_layers"])
+        single = [points.point({"layer": index}) for index in layers]
+        single += [points.point({"part": part}) for part in spec.parts]
+        self.points = [WHOLE, *(single if spec.single else [])]
         self.timed = [(name, WHOLE) for name in self.variants]
-        self.timed += [(name, point) for name in spec.single for point in self._single]
-        self.claims = claims.resolve_all(
-            spec.claims, variants=list(self.variants), baseline=None, metrics=list(METRICS), points=self.points
-        )
-        self.repeats, self._seed, self._threads = repeats, seed, threads
+        self.timed += [(name, point) for name in spec.single for point in single]
         self._turns: dict[tuple[str, str], int] = {}
-        self._made: dict[str, tuple[Recipe, list[RoundedLayer]]] = {}
+        self._made: dict[str, list[RoundedLayer]] = {}
         self._study: _Study | None = None
-
-    @classmethod
-    def from_config(cls, config: DictConfig) -> Quantization:
-        spec = schema.experiment_spec(QuantizationSpec, config)
-        measure = schema.build(schema.Measure, config.measure, "measure")
-        model = schema.engine_config(config.engine).model.path
-        return cls(spec, model, measure.repeats, measure.seed, measure.threads or torch.get_num_threads())
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
         turn = self._turns[variant, point.name] = self._turns.get((variant, point.name), -1) + 1
-        with _threads(self._threads), torch.no_grad():
-            study = self._study = self._study or _Study(self._folder, self.spec, self._seed)
+        with _threads(self.threads), torch.no_grad():
+            study = self._study = self._study or _Study(self._folder, self.spec, self.settings.seed)
             model, bits = self._model(variant, point, study)
             found = teacher_forced(study.reference_logits, {"": _logits(model)}, study.windows(turn))[""]
             values: dict[str, float | None] = {
@@ -151,8 +140,8 @@ class Quantization(Probe):
         if variant not in self._made:
             decoder = StreamedDecoder(self._folder, CPU)
             ids = study.calibration(recipe) if recipe.needs_text else None
-            self._made[variant] = recipe, [layer for layer, _ in quantized_layers(decoder, recipe, ids)]
-        layers = self._made[variant][1]
+            self._made[variant] = [layer for layer, _ in quantized_layers(decoder, recipe, ids)]
+        layers = self._made[variant]
         for index, layer in enumerate(layers):
             if point.values.get("layer", index) == index:
                 put_in(model, layer, recipe, point.values.get("part", ""))

@@ -91,6 +91,7 @@ PAIRED = {
     "spec_decode_drafts": [_DRAFT],
     "spec_decode_acceptance": [_DRAFT],
     "spec_decode_adaptive": [_DRAFT],
+    "quantization_speed": [],
     "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
 }
 NEEDS_TRITON = {"flash_decode"}  # test_lab_kernels.py runs it in Triton's interpreter
