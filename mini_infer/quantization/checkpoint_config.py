@@ -148,6 +148,17 @@ def _compressed_tensors(config: _Config) -> ModelFormat:
     return model
 
 
+def _mixed(config: _Config) -> ModelFormat:
+    """As the quantizer writes it: compressed-tensors' w8a8, and columns that stayed as they were."""
+    outliers = SCHEMES[config.one_of("scheme", ("mixed",))].outliers
+    model = _compressed_tensors(config)
+    rules = tuple(
+        (pattern, layer and replace(layer, scheme=replace(layer.scheme, outliers=outliers)))
+        for pattern, layer in model.rules
+    )
+    return replace(model, rules=rules)
+
+
 def _group_format(group: _Config, default: Any) -> tuple[CompressedTensors, bool]:
     """How the projections of one of config_groups are stored; whether their activations' scales are static."""
     kind = group.get("format", default)
@@ -251,6 +262,7 @@ def _target(target: str, config: _Config) -> tuple[int, str]:
 
 _READERS: dict[str, Callable[[_Config], ModelFormat]] = {
     "compressed-tensors": _compressed_tensors,
+    "mini-infer": _mixed,
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,

@@ -124,7 +124,7 @@ def quantize(values: Tensor, form: WeightFormat) -> Quantized:
 
 
 def _rounded(values: Tensor, form: WeightFormat) -> Quantized:
-    spread = _spread(values.float(), form)  # [rows of scales, rows, columns of scales, columns]
+    spread = grouped(values.float(), form)  # [rows of scales, rows, columns of scales, columns]
     if form.symmetric:
         largest = spread.abs().amax((1, 3))
         # By a tensor: on a GPU torch divides by a number as it multiplies by its inverse, which rounds otherwise.
@@ -179,7 +179,8 @@ def spread_scales(scales: Tensor, form: WeightFormat, shape: torch.Size) -> Tens
     return wide.repeat_interleave(form.columns or columns, 1)[:, :columns]
 
 
-def _spread(values: Tensor, form: WeightFormat) -> Tensor:
+def grouped(values: Tensor, form: WeightFormat) -> Tensor:
+    """values [N, K], filled up with zeros -> [rows of scales, rows, columns of scales, columns]."""
     rows, columns = values.shape
     high, wide = form.rows, form.columns or columns
     padded = torch.nn.functional.pad(values, (0, -columns % wide, 0, -rows % high))

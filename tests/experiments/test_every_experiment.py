@@ -47,6 +47,14 @@ OWN = {
         *("experiment.steps=20", "experiment.matches=3", "measure.repeats=1", "experiment.waiting=[10,100]"),
         *("experiment.running=[8,16,32]", "experiment.prompt_tokens=[512]", "experiment.waiting_running=16"),
     ],
+    "quantization": [
+        *("experiment.windows=1", "experiment.window_tokens=32", "experiment.prompts=1", "experiment.new_tokens=3"),
+        *("measure.repeats=1", "experiment.single=[w4_rtn]", "experiment.parts=[down_proj]"),
+        # What is calibrated takes minutes; tests/calibration has it on a smaller model.
+        *("~experiment.variants.w8a8_smoothquant", "~experiment.variants.mixed", "~experiment.variants.w4_awq"),
+        *("~experiment.variants.w4_gptq", "~experiment.variants.w4_gptq_64", "~experiment.variants.w4_gptq_32"),
+        *("~experiment.variants.w4_gptq_32z", "~experiment.variants.w4_gptq_kept"),
+    ],
     "ceilings": ["experiment.mib=[1]", "experiment.matmul={cpu: [64]}", "measure.repeats=1"],
     "fused_kernels": [
         *KERNELS,
@@ -86,6 +94,7 @@ PAIRED = {
     "spec_decode_drafts": [_DRAFT],
     "spec_decode_acceptance": [_DRAFT],
     "spec_decode_adaptive": [_DRAFT],
+    "quantization_speed": [],
     "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
 }
 NEEDS_TRITON = {"flash_decode"}  # test_lab_kernels.py runs it in Triton's interpreter

@@ -211,7 +211,10 @@ class QuantizedLinear(LinearMethod):
     def _place(self, tensors: Mapping[str, Mapping[str, Tensor]], form: LayerFormat) -> None:
         codes, scales, zeros, own = self.weight
         if self.outlier_columns is not None:
-            tensors = self._without_outliers(tensors)
+            if isinstance(form, Rounded):
+                tensors = self._without_outliers(tensors)
+            else:
+                self._take_outliers(tensors)
         orders, start = [], 0
         for part, size in self._shape.parts.items():
             with self._naming(part):
@@ -246,6 +249,21 @@ class QuantizedLinear(LinearMethod):
         self.outlier_weight.copy_(weight[:, largest])
         rest = weight.index_fill(1, largest, 0).split(list(self._shape.parts.values()))
         return {part: {"weight": own} for part, own in zip(self._shape.parts, rest, strict=True)}
+
+    def _take_outliers(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        assert self.outlier_columns is not None
+        assert self.outlier_weight is not None
+        parts = [tensors[part] for part in self._shape.parts]
+        columns = parts[0]["outlier_columns"]
+        if any(not torch.equal(part["outlier_columns"], columns) for part in parts):
+            raise ModelError(
+                f"{self._name}: {', '.join(self._shape.parts)} have different outlier_columns, and are computed in one "
+                "product; quantize the folder again with mini-infer-quantize"
+            )
+        if not bool(((columns >= 0) & (columns < self._shape.in_size)).all()):
+            raise ModelError(f"{self._name}: outlier_columns must be from 0 to {self._shape.in_size - 1}")
+        self.outlier_columns.copy_(columns)
+        self.outlier_weight.copy_(torch.cat([part["outlier_weight"] for part in parts]))
 
     def _require_zeros(self, part: str, bias: Tensor) -> None:
         if bias.any():

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mini_infer.calibration.gptq import gptq
+from mini_infer.calibration.migration import awq_scales, product_error, smoothquant_scales
+from mini_infer.calibration.scales import fitted, rounded
+from mini_infer.calibration.stages import Inputs
+from mini_infer.quantization.formats import INT8, Number, Quantized, WeightFormat, dequantize
+
+FORMS = [
+    WeightFormat(Number.int4, columns=32),
+    WeightFormat(Number.int4, columns=32, symmetric=False),
+    WeightFormat(Number.int4),
+]
+
+
+def inputs(tokens: int = 512, columns: int = 96) -> tuple[Tensor, Inputs]:
+    """Correlated, with two columns far larger than the others and one that is never used."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, 24, generator=generator) @ torch.randn(24, columns, generator=generator)
+    x += 0.3 * torch.randn(tokens, columns, generator=generator)
+    x[:, [5, 70]] *= 30
+    x[:, 9] = 0
+    return x, Inputs(x.T @ x, x.abs().amax(0), x.abs().sum(0))
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    return torch.randn(40, 96, generator=torch.Generator().manual_seed(2))
+
+
+def error(found: Quantized, weight: Tensor, form: WeightFormat) -> float:
+    x, _ = inputs()
+    return float((x @ (dequantize(found, form) - weight).T).square().sum())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("act_order", [True, False])
+def test_gptq_errs_less_than_rounding_to_nearest(weight: Tensor, form: WeightFormat, act_order: bool) -> None:
+    _, seen = inputs()
+    found = gptq(weight, seen.gram, form, act_order)
+    low, high = (-8, 7) if form.symmetric else (0, 15)
+    assert int(found.codes.min()) >= low
+    assert int(found.codes.max()) <= high
+    nearest = error(rounded(weight, form), weight, form)
+    assert error(found, weight, form) < 0.5 * nearest
+    assert error(fitted(weight, form, seen.gram.diagonal()), weight, form) < nearest
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gptq_of_inputs_that_have_nothing_in_common_rounds_to_nearest(weight: Tensor, form: WeightFormat) -> None:
+    found = gptq(weight, torch.eye(96), form)
+    expected = fitted(weight, form, torch.ones(96))
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.scales, expected.scales)
+
+
+def test_gptq_of_fewer_tokens_than_columns(weight: Tensor) -> None:
+    x, _ = inputs(tokens=8)
+    found = gptq(weight, x.T @ x, FORMS[0])
+    assert bool(torch.isfinite(dequantize(found, FORMS[0])).all())
+
+
+def test_scales_are_numbers_of_the_dtype_that_stores_them(weight: Tensor) -> None:
+    _, seen = inputs()
+    for found in (
+        rounded(weight, INT8, torch.bfloat16),
+        fitted(weight, FORMS[0], seen.gram.diagonal(), torch.bfloat16),
+        gptq(weight, seen.gram, FORMS[0], dtype=torch.bfloat16),
+    ):
+        assert torch.equal(found.scales, found.scales.bfloat16().float())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_awq_errs_less_than_without_scales(weight: Tensor, form: WeightFormat) -> None:
+    _, seen = inputs()
+    scales = awq_scales(weight, seen, form)
+    found = dequantize(fitted(weight * scales, form, seen.gram.diagonal() / scales.square()), form) / scales
+    alone = dequantize(fitted(weight, form, seen.gram.diagonal()), form)
+    assert product_error(found - weight, seen) < product_error(alone - weight, seen)
+
+
+def test_smoothquant_moves_outliers_to_the_weights(weight: Tensor) -> None:
+    _, seen = inputs()
+    assert torch.allclose(smoothquant_scales(weight, seen, 0.5)[5] / smoothquant_scales(weight, seen, 0.5)[6],
+                          (seen.largest[5] / seen.largest[6] * weight[:, 6].abs().max()
+                           / weight[:, 5].abs().max()).sqrt())  # fmt: skip
+    every = seen.divided(smoothquant_scales(weight, seen, 1.0)).largest
+    used = every[every > 0]
+    assert float(used.max() / used.min()) == pytest.approx(1, abs=1e-3)  # all of it: activations are alike
+
+
+def test_product_error_is_that_of_the_products(weight: Tensor) -> None:
+    x, seen = inputs()
+    difference = 0.01 * weight
+    assert product_error(difference, seen) == pytest.approx(float((x @ difference.T).square().sum()), rel=1e-4)
+
+
+def test_inputs_divided(weight: Tensor) -> None:
+    x, seen = inputs()
+    scales = torch.rand(96) + 0.5
+    found, y = seen.divided(scales), x / scales
+    torch.testing.assert_close(found.gram, y.T @ y, rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(found.largest, y.abs().amax(0))
