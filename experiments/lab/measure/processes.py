@@ -169,7 +169,8 @@ class _Relay(Steps):
 def _child(connection: Connection, *packed: Any) -> None:
     if hasattr(os, "setsid"):
         os.setsid()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stop in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs are started with SIGINT ignored
+        signal.signal(stop, signal.default_int_handler)
     _answer(connection, *packed)
 
 
