@@ -173,9 +173,8 @@ class _Layer:
             return RoundedLinear(gptq(weight, inputs.gram, form, recipe.act_order, self._dtype))
         if recipe.method is Method.awq:
             return RoundedLinear(fitted(weight, form, inputs.gram.diagonal(), self._dtype))
-        if not recipe.formats.outliers:
+        if not (count := recipe.formats.num_outliers(weight.shape[1])):
             return RoundedLinear(rounded(weight, form, self._dtype))
-        count = -int(-recipe.formats.outliers * weight.shape[1] // 1)
         columns = inputs.largest.topk(count).indices.sort().values
         rest = weight.index_fill(1, columns, 0.0)
         return RoundedLinear(rounded(rest, form, self._dtype), columns, weight[:, columns].to(self._dtype).float())

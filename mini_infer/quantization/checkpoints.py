@@ -11,7 +11,6 @@ read in quantization/checkpoint_config.py.
 
 from __future__ import annotations
 
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -143,7 +142,7 @@ class CompressedTensors(LayerFormat):
             found["weight_zero_point"] = Stored(whole, (torch.int8, *FLOATS), required=False, used=False)
         if self.grouped:
             found["weight_g_idx"] = Stored(((in_size,),), (torch.int32, torch.int64))
-        if outliers := math.ceil(self.scheme.outliers * in_size):  # the quantizer's own, beside compressed-tensors
+        if outliers := self.scheme.num_outliers(in_size):  # the quantizer's own, beside compressed-tensors
             found["outlier_columns"] = Stored(((outliers,),), (torch.int64,))
             found["outlier_weight"] = Stored(((out_size, outliers),))
         if self.scheme.activations is not None:  # static ones: here a scale is made for each token

@@ -12,6 +12,7 @@ step that needs them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -72,6 +73,10 @@ class Scheme:
     weights: WeightFormat
     activations: ActivationFormat | None = None
     outliers: float = 0.0
+
+    def num_outliers(self, in_size: int) -> int:
+        """In eights, so that rows of their weight begin at multiples of 16 bytes."""
+        return min(8 * math.ceil(self.outliers * in_size / 8), in_size)
 
     def describe(self) -> str:
         """For a run's record: "int4 weights in groups of 128 with zeros", "fp8 weights, fp8 activations"."""

@@ -131,9 +131,9 @@ def _gate_once(self, variant, point, *asked):
     return next(replace(gate, variant=variant, point=point) for known, gate in GATES if known == asked)
 
 
-def _logits_once(config):
+def _logits_once(*config):
     if all(known != config for known, _ in ERRORS):
-        ERRORS.append((config, LOGITS(config)))
+        ERRORS.append((config, LOGITS(*config)))
     return next(error for known, error in ERRORS if known == config)
 
 

@@ -207,13 +207,16 @@ def test_memory_is_that_of_weights_and_the_fullest_step(checkpoint):
     subject.close()
 
 
+LOAD_CLIENTS = {Kind.served_bench, Kind.vllm_bench}  # which make arrivals of their own
+
+
 @pytest.mark.parametrize(
     ("item", "refused_by"),
     [
         (Item((1,), 1), set()),
-        (Item((1,), 1, arrival_s=0.0), {Kind.hf}),
-        (Item((1,), 1, follows=0), {Kind.hf, Kind.hf_continuous}),
-        (Item((1,), 1, priority=1), {Kind.hf, Kind.hf_continuous}),
+        (Item((1,), 1, arrival_s=0.0), {Kind.hf, *LOAD_CLIENTS}),
+        (Item((1,), 1, follows=0), {Kind.hf, Kind.hf_continuous, *LOAD_CLIENTS}),
+        (Item((1,), 1, priority=1), {Kind.hf, Kind.hf_continuous, *LOAD_CLIENTS}),
     ],
 )
 def test_a_peer_refuses_what_it_cannot_serve(item, refused_by):

@@ -116,7 +116,7 @@ class TestSpec:
             ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
             (
                 {"quantization_config": {"quant_method": "bitsandbytes"}},
-                "bitsandbytes.*compressed-tensors, gptq, awq, fp8",
+                "bitsandbytes.*compressed-tensors, mini-infer, gptq, awq, fp8",
             ),
             ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ],

@@ -118,7 +118,7 @@ def test_rounding_takes_groups_and_zeros():
     ("config", "message"),
     [
         ("int8", "quantization_config must be a mapping, got 'int8'"),
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes'; supported are compressed-tensors, gptq, awq, fp8"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes'; supported are compressed-tensors, mini-infer, gptq"),
         ({"quant_method": "gptq", "bits": 3}, "bits is 3; supported are 4, 8"),
         ({"quant_method": "gptq", "bits": 8, "sym": False}, "bits=8 with sym=false.*sym=true"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'; supported are gptq, gptq_v2"),

@@ -28,6 +28,7 @@ NOT_EVERY_NUMBER = {  # will do, and this one does
     "cache.num_host_blocks": "0",
     "scheduler.max_num_batched_tokens": "256",
     "graphs.max_prefill_tokens": "128",
+    "model.quantization_group": "64",
 }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -97,8 +96,7 @@ class QuantizedLinear(LinearMethod):
         self.activations = scheme.activations
         self.order = empty_parameter(columns, dtype=torch.int64, device=device) if form.act_order else None
         self.outlier_columns = self.outlier_weight = None
-        # In eights, so that rows of their weight begin at multiples of 16 bytes.
-        if count := min(8 * math.ceil(scheme.outliers * columns / 8), columns):
+        if count := scheme.num_outliers(columns):
             self.outlier_columns = empty_parameter(count, dtype=torch.int64, device=device)
             self.outlier_weight = empty_parameter(rows, count, dtype=build.dtype, device=device)
         self._kernels: Kernels = build.kernels
