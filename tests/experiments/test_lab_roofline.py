@@ -68,7 +68,7 @@ def test_a_prompt_is_bound_by_operations(qwen, h200):
     head = 2 * 152_064 * 3_584
     assert step.flops == 2 * layers * n + head + 28 * 4 * 28 * 128 * n * (n + 1) // 2
     found = floor(step, h200)
-    assert found.seconds == found.compute_s == pytest.approx(step.flops / 789e12)
+    assert found.seconds == found.compute_s == pytest.approx(step.flops / (h200.tflop_s_of("bfloat16") * 1e12))
 
 
 def test_prompts_that_sample_nothing_do_not_read_lm_head(qwen):
