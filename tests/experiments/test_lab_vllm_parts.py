@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from experiments.lab.kernels import apart
+from experiments.lab.kernels import apart, timer
 from experiments.lab.kernels.apart import Apart
 from experiments.lab.kernels.attention import DecodeAttention, FlashDecode, PrefillAttention
 from experiments.lab.kernels.case import VariantAbsent
@@ -114,20 +114,35 @@ def on_a_cpu(monkeypatch):
 
 
 def test_a_kernel_is_timed_where_it_lives(on_a_cpu):
-    shape = {"heads": "4/2", "head_dim": 16, "batch": 3, "length": 50}
-    for cls, more in ((FlashDecode, {}), (DecodeAttention, {}), (PrefillAttention, {"queries": 20})):
-        case = cls({**shape, **more}, torch.float32, torch.device("cpu"))
-        timer, error = on_a_cpu.prepare(case, "fa3", seed=0)
-        assert error < 1e-5
-        assert timer.sample_us() > 0
-        assert not timer.captured
+    shape = {"heads": "4/2", "head_dim": 16, "batch": 1, "length": 20}
+    timed, error = on_a_cpu.prepare(FlashDecode(shape, torch.float32, torch.device("cpu")), "fa3", seed=0)
+    assert error < 1e-5
+    assert timed.sample_us() > 0
+    assert not timed.captured
+
+
+@pytest.mark.parametrize(("case", "more"), [(DecodeAttention, {}), (PrefillAttention, {"queries": 20})])
+def test_it_is_asked_what_our_kernels_are(monkeypatch, case, more):
+    monkeypatch.setattr(timer, "SAMPLES", 1)
+    monkeypatch.setattr(timer, "MAX_COPIES", 2)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", stand_in())
+    shape = {"heads": "4/2", "head_dim": 16, "batch": 3, "length": 50, **more}
+    peer = apart.KernelPeer()
+    assert peer.prepare(f"{case.__module__}:{case.__name__}", shape, "float32", "fa3", 0, "cpu")["error"] < 1e-5
+    assert peer.sample_us() > 0
+
+
+def stand_in():
+    spec = importlib.util.spec_from_file_location("fake", Path(STAND_IN, "vllm", "vllm_flash_attn.py"))
+    fake = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fake)
+    return fake
 
 
 def test_a_plan_that_is_used_up_is_no_fast_kernel(monkeypatch):
     """As of a kernel whose scheduler's counter nobody sets back: it writes nothing from the second call on."""
-    spec = importlib.util.spec_from_file_location("fake", Path(STAND_IN, "vllm", "vllm_flash_attn.py"))
-    fake = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fake)
+    fake = stand_in()
     attend, written = fake.flash_attn_varlen_func, []
 
     def once(*, out, **plan):
