@@ -1,10 +1,12 @@
 """Sweeps: a failing job is reported at the end and stops nobody, whichever launcher runs the jobs."""
 
-import importlib
 import importlib.util
 import json
 import multiprocessing
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
@@ -16,6 +18,8 @@ from experiments.lab.store import result as store
 from experiments.lab.store.lock import exclusive
 from experiments.lab.sweep import DONE, FAILED, LOST, Outcome
 from mini_infer.core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 needs_joblib = pytest.mark.skipif(
     importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None, reason="the extra `sweep` is not installed"
@@ -149,20 +153,26 @@ SMALL = [
 
 
 @pytest.fixture
-def run_sweep(run_py, capsys, tmp_path):
-    """One job that works, and one whose settings are refused. Returns the exit code, stdout and stderr."""
+def arguments(tmp_path):
+    """One job that works, and one whose settings are refused."""
+    places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
+    return ["-m", *SMALL, "measure.seed=0,-1", *places, f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+
+
+@pytest.fixture
+def run_sweep(run_py, capsys, arguments):
+    """Returns the exit code, stdout and stderr."""
+    return lambda *overrides: (run_py(*arguments, *overrides), *capsys.readouterr())
+
+
+@pytest.fixture
+def run_sweep_apart(arguments):
+    """In a process of its own: a launcher that pickles jobs changes the classes of the configs that come back."""
 
     def run(*overrides):
-        code = run_py(
-            "-m",
-            *SMALL,
-            "measure.seed=0,-1",
-            f"paths.results={tmp_path / 'results'}",
-            f"paths.reports={tmp_path / 'reports'}",
-            f"hydra.sweep.dir={tmp_path / 'sweep'}",
-            *overrides,
-        )
-        return code, *capsys.readouterr()
+        command = [sys.executable, "run.py", *arguments, *overrides]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout, done.stderr
 
     return run
 
@@ -186,11 +196,8 @@ def test_a_sweep_goes_on_after_a_failure(tmp_path, run_sweep):
 
 @pytest.mark.slow
 @needs_joblib
-def test_a_sweep_through_joblib(tmp_path, run_sweep):
-    try:
-        code, shown, errors = run_sweep("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    finally:
-        importlib.import_module("joblib.externals.loky").get_reusable_executor().shutdown()
+def test_a_sweep_through_joblib(tmp_path, run_sweep_apart):
+    code, shown, errors = run_sweep_apart("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     (note,) = check_sweep(tmp_path, code, shown, errors).info.notes
     assert "2 at a time on this machine" in note
     assert errors.count("warning: jobs run 2 at a time on this machine and disturb each other's timings") == 1
@@ -198,8 +205,8 @@ def test_a_sweep_through_joblib(tmp_path, run_sweep):
 
 @pytest.mark.slow
 @needs_submitit
-def test_a_sweep_through_submitit(tmp_path, run_sweep):
-    code, shown, errors = run_sweep("hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5")
+def test_a_sweep_through_submitit(tmp_path, run_sweep_apart):
+    code, shown, errors = run_sweep_apart("hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5")
     check_sweep(tmp_path, code, shown, errors)
     assert errors.count("disturb each other's timings") == 1
 
