@@ -80,9 +80,6 @@ class Kernels(Protocol):
     def quantized_norm(self, stream: Stream, form: ActivationFormat) -> tuple[QuantizedTokens, Tensor]:
         """The stream -> (its norm, quantized; its value)."""
 
-    def quantized_silu_mul(self, gate_up: Tensor, form: ActivationFormat) -> QuantizedTokens:
-        """gate_up [T, 2I] -> silu(gate) * up [T, I], quantized."""
-
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The stream -> (its norm, its value). Leaves its argument as it is."""
 

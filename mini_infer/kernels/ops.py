@@ -5,6 +5,7 @@ A model is handed one `Kernels` when it is built. Triton is imported by nobody e
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 
 import torch
@@ -56,10 +57,6 @@ class TorchKernels:
         normed, total = self.add_rms_norm(stream)
         return QuantizedTokens(*quantize_tokens(normed, form), normed.dtype), total
 
-    def quantized_silu_mul(self, gate_up: Tensor, form: ActivationFormat) -> QuantizedTokens:
-        product = self.silu_mul(gate_up)
-        return QuantizedTokens(*quantize_tokens(product, form), product.dtype)
-
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         x, residual, (weight, eps) = stream
         total = x if residual is None else residual + x
@@ -102,7 +99,7 @@ class TritonKernels(TorchKernels):
         self.gemv, self._quantized = gemv, quant_linear
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
-        self._quantized_norm, self._quantized_silu_mul = rms_norm.quantized_rms_norm, silu_mul.silu_mul_quantized
+        self._quantized_norm, self._few_rows = rms_norm.quantized_rms_norm, float(quant_linear.MAX_ROWS)
 
     def quantized_linear(
         self,
@@ -112,7 +109,7 @@ class TritonKernels(TorchKernels):
         activations: ActivationFormat | None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(x, Tensor) and activations is None and len(x) > self._quantized.MAX_ROWS:
+        if isinstance(x, Tensor) and activations is None and len(x) > self._few_rows:
             y = self.linear(x, self._quantized.dequantize_weight(weight, x.dtype), bias)
             return y if residual is None else residual + y
         return self._quantized.quantized_linear(x, weight, bias, activations, residual=residual)
@@ -127,9 +124,6 @@ class TritonKernels(TorchKernels):
     def quantized_norm(self, stream: Stream, form: ActivationFormat) -> tuple[QuantizedTokens, Tensor]:
         x, residual, norm = stream
         return self._quantized_norm(x, residual, *norm, form)
-
-    def quantized_silu_mul(self, gate_up: Tensor, form: ActivationFormat) -> QuantizedTokens:
-        return self._quantized_silu_mul(gate_up, form)
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         x, residual, norm = stream
@@ -158,20 +152,11 @@ class InvariantKernels(TritonKernels):
         from mini_infer.kernels.invariant_linear import invariant_linear
 
         self.gemv = None  # it sums in other orders than products of more rows
+        self._few_rows = math.inf  # one kernel for all
         self._linear = invariant_linear
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         return self._linear(x, weight.contiguous(), bias, out)  # a copy on a CPU alone, for tests
-
-    def quantized_linear(
-        self,
-        x: Tensor | QuantizedTokens,
-        weight: QuantizedWeight,
-        bias: Tensor | None,
-        activations: ActivationFormat | None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        return self._quantized.quantized_linear(x, weight, bias, activations, residual=residual)
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
         return self._rope_and_store(qkv, qk_norm, places, one_shape=True)

@@ -8,9 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.pdl import launch_options
-from mini_infer.kernels.quantize_tokens import empty_tokens, num_warps, store_encoded
-from mini_infer.quantization.formats import ActivationFormat
-from mini_infer.quantization.weight import QuantizedTokens
 
 _BLOCK = 1024  # of 512 to 4096 the best on an H200, or within 1 % of it, at any size
 
@@ -22,16 +19,6 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _product(gate_ptr, columns, SIZE: tl.constexpr):
-    """Of a row whose gate begins at gate_ptr, and up SIZE behind it: rounded as by torch operations, 0 beyond SIZE."""
-    inside = columns < SIZE
-    gate = tl.load(gate_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    dtype = gate_ptr.dtype.element_ty
-    return ((gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up).to(dtype)
-
-
-@triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -39,42 +26,12 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constex
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    product = _product(gate_up_ptr + row * 2 * SIZE, columns, SIZE)
-    tl.store(out_ptr + row * SIZE + columns, product, mask=columns < SIZE)
-
-
-@triton.jit
-def _silu_mul_quantized_kernel(
-    gate_up_ptr,
-    codes_ptr,
-    scales_ptr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE_MAX: tl.constexpr,
-    FP8: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A program has a whole row, whose largest element is its scale."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    product = _product(gate_up_ptr + row * 2 * SIZE, tl.arange(0, BLOCK), SIZE)
-    store_encoded(product.to(tl.float32), codes_ptr, scales_ptr, row, SIZE, GROUP, SCALE_MAX, FP8)
-
-
-def silu_mul_quantized(gate_up: Tensor, form: ActivationFormat) -> QuantizedTokens:
-    """As `quantize_tokens` of `silu_mul`, to the bit."""
-    size = gate_up.shape[1] // 2
-    tokens, constants = empty_tokens(gate_up, size, form)
-    block = max(triton.next_power_of_2(size), 16)
-    if len(gate_up):
-        _silu_mul_quantized_kernel[(len(gate_up),)](
-            gate_up, tokens.codes, tokens.scales, SIZE=size, BLOCK=block, num_warps=num_warps(block), **constants,
-            **launch_options(gate_up.device),
-        )  # fmt: skip
-    return tokens
+    inside = columns < SIZE
+    gate = tl.load(gate_up_ptr + row * 2 * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # rounded as between two torch operations
+    tl.store(out_ptr + row * SIZE + columns, (activated * up).to(dtype), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
