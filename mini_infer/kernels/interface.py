@@ -10,11 +10,14 @@ T tokens, hidden size H, Hq query heads and Hkv KV heads of size D.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from mini_infer.core.model_config import Routing
 from mini_infer.quantization.formats import ActivationFormat, WeightFormat
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
@@ -52,6 +55,45 @@ class Places(NamedTuple):
     key_slots: Tensor  # [slots, Hkv, D]
     value_slots: Tensor  # [slots, Hkv, D]
     kv_scales: Tensor | None = None  # [2, Hkv] float32: what is stored is divided by them, where the cache is float8
+
+
+class Scores(str, Enum):
+    """What a router makes of its logits."""
+
+    softmax = "softmax"  # over all experts
+    sigmoid = "sigmoid"  # each for itself
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How a token's experts and their weights follow from the router's logits [E]. Computed in float32:
+
+    scores = softmax or sigmoid of the logits
+    choice = scores, + a correction bias where there is one; or what `routing` draws instead
+    groups of E / num_groups experts: those with the top_groups highest sums of their group_top highest choices
+    experts = the top_k highest choices in these groups, the highest first; of equals the first
+    weights = the experts' scores, divided by their sum where `normalize`, times `scale`
+    """
+
+    num_experts: int
+    top_k: int
+    scores: Scores = Scores.softmax
+    normalize: bool = False
+    scale: float = 1.0
+    correction_bias: bool = False  # the checkpoint has one (Wang et al. 2024, arXiv:2408.15664)
+    num_groups: int = 1
+    top_groups: int = 1
+    group_top: int = 1
+    float32_logits: bool = False  # the product with x is in float32 too
+    routing: Routing = Routing.learned
+    seed: int = 0  # of what `routing` draws, another in each layer
+
+
+class TokenPlaces(NamedTuple):
+    """Which tokens a step computes."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
 
 
 class Kernels(Protocol):
@@ -92,3 +134,22 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2I] -> silu(gate) * up [T, I]."""
+
+    def route(
+        self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
+    ) -> tuple[Tensor, Tensor]:
+        """As RouterSpec defines it: logits [T, E] and bias [E] float32 -> (experts [T, top_k] int32, their weights
+        [T, top_k] float32)."""
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """The sum over j, from first to last, of weights[t, j] * down(silu(gate x_t) * up x_t) of expert ids[t, j].
+
+        Args:
+            x: [T, H].
+            ids, weights: [T, k], as `route` gives them; an expert may come up any number of times.
+            gate_up: [E, 2I, H], gate over up, of x's dtype.
+            down: [E, H, I].
+
+        Returns:
+            [T, H] of x's dtype.
+        """

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mini_infer.core.config import KernelChoice, Numerics
 from mini_infer.core.errors import ConfigError
-from mini_infer.kernels.interface import Kernels, Places, QKNorm, Stream
+from mini_infer.kernels.interface import Kernels, Places, QKNorm, RouterSpec, Stream, TokenPlaces
+from mini_infer.kernels.moe import experts_reference, route_reference
 from mini_infer.quantization.formats import ActivationFormat, WeightFormat, as_stored, quantize_tokens
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight, quantized_linear_reference
 
@@ -85,6 +86,14 @@ class TorchKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def route(
+        self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
+    ) -> tuple[Tensor, Tensor]:
+        return route_reference(logits, bias, router, tokens)
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return experts_reference(x, ids, weights, gate_up, down)
 
 
 class TritonKernels(TorchKernels):
