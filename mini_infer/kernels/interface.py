@@ -141,14 +141,23 @@ class Kernels(Protocol):
         """As RouterSpec defines it: logits [T, E] and bias [E] float32 -> (experts [T, top_k] int32, their weights
         [T, top_k] float32)."""
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Tensor | QuantizedWeight,
+        down: Tensor | QuantizedWeight,
+        activations: ActivationFormat | None = None,
+    ) -> Tensor:
         """The sum over j, from first to last, of weights[t, j] * down(silu(gate x_t) * up x_t) of expert ids[t, j].
 
         Args:
             x: [T, H].
             ids, weights: [T, k], as `route` gives them; an expert may come up any number of times.
-            gate_up: [E, 2I, H], gate over up, of x's dtype.
-            down: [E, H, I].
+            gate_up: [E, 2I, H], gate over up, of x's dtype; or quantized, with E as the first dimension of each tensor.
+            down: [E, H, I], the same.
+            activations: the format of x and of what down takes; None: they stay as they are.
 
         Returns:
             [T, H] of x's dtype.

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from mini_infer.core.model_config import Routing
 from mini_infer.kernels.interface import RouterSpec, Scores, TokenPlaces
+from mini_infer.quantization.formats import ActivationFormat, quantize_tokens
+from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight, quantized_linear_reference
 
 _UINT32 = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
@@ -55,22 +57,49 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def experts_reference(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def experts_reference(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor | QuantizedWeight,
+    down: Tensor | QuantizedWeight,
+    activations: ActivationFormat | None = None,
+) -> Tensor:
     """The definition. Arguments and result as of Kernels.experts.
 
     On a GPU nothing may wait for the counts of tokens, so that every expert computes every token there.
     """
     tokens, chosen = ids.shape
     results = x.new_zeros((tokens, chosen, x.shape[1]))
-    for expert in range(len(down)):
+    for expert in range(len(_codes(down))):
         own = ids == expert
         if x.is_cuda:
-            results = torch.where(own[..., None], _expert(x, gate_up[expert], down[expert])[:, None], results)
-        elif len(rows := own.flatten().nonzero()[:, 0]):
-            results.view(tokens * chosen, -1)[rows] = _expert(x[rows // chosen], gate_up[expert], down[expert])
+            every = _expert(x, expert, gate_up, down, activations)
+            results = torch.where(own[..., None], every[:, None], results)
+        elif len(pairs := own.flatten().nonzero()[:, 0]):
+            results.view(tokens * chosen, -1)[pairs] = _expert(x[pairs // chosen], expert, gate_up, down, activations)
     return (results * weights[..., None]).sum(1).to(x.dtype)
 
 
-def _expert(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+def _expert(
+    x: Tensor,
+    expert: int,
+    gate_up: Tensor | QuantizedWeight,
+    down: Tensor | QuantizedWeight,
+    activations: ActivationFormat | None,
+) -> Tensor:
+    gate, up = _product(x, expert, gate_up, activations).chunk(2, dim=-1)
+    return _product(F.silu(gate) * up, expert, down, activations)
+
+
+def _product(x: Tensor, expert: int, weight: Tensor | QuantizedWeight, activations: ActivationFormat | None) -> Tensor:
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight[expert])
+    zeros = None if weight.zeros is None else weight.zeros[expert]
+    own = QuantizedWeight(weight.codes[expert], weight.scales[expert], zeros, weight.form)
+    wide = x if activations is None else QuantizedTokens(*quantize_tokens(x, activations), torch.float64)
+    return quantized_linear_reference(wide, own, None, activations).to(x.dtype)  # as TorchKernels.quantized_linear
+
+
+def _codes(weight: Tensor | QuantizedWeight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.codes
