@@ -17,13 +17,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from mini_infer.core.errors import ModelError
 from mini_infer.kernels.interface import RouterSpec, Stream, TokenPlaces
 from mini_infer.modeling.layers import Layer, Linear
-from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel, empty_parameter
+from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape, Parallel, empty_parameter
+from mini_infer.modeling.linear_methods.quantized import QuantizedLinear
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.mlp import MLP
 from mini_infer.modeling.model import CheckpointTensor
 from mini_infer.modeling.spec import ModelSpec, MoESpec
+from mini_infer.quantization.formats import ActivationFormat
+from mini_infer.quantization.weight import QuantizedWeight
 
 
 class MoE(nn.Module):
@@ -80,27 +84,79 @@ class Router(Layer):
 
 
 class Experts(Layer):
-    """E experts below `name` ("model.layers.0.mlp.experts"), whose weights lie one after the other in memory."""
+    """E experts below `name` ("model.layers.0.mlp.experts"). Raises ModelError where they are quantized in a form that
+    their products cannot have."""
 
     def __init__(self, name: str, size: int, spec: MoESpec, build: Build) -> None:
         super().__init__()
-        self._name, self._names, self._kernels = name, spec.names, build.kernels
-        count, inner, on = spec.router.num_experts, spec.intermediate_size, (build.dtype, build.device)
-        self.gate_up = empty_parameter(count, 2 * inner, size, dtype=on[0], device=on[1])
-        self.down = empty_parameter(count, size, inner, dtype=on[0], device=on[1])
+        count, inner, names = spec.router.num_experts, spec.intermediate_size, spec.names
+        gate_up = LinearShape(size, {names.gate: inner, names.up: inner}, False, Parallel.column)
+        down = LinearShape(inner, {names.down: size}, False, Parallel.row)
+        self._name, self._kernels = name, build.kernels
+        self._gate_up, self._down = (_Stack(name, count, shape, build) for shape in (gate_up, down))
+        if self._gate_up.activations != self._down.activations:
+            raise ModelError(f"{name}: gate, up and down of experts with activations in different formats")
+        for product, stack in (("gate_up", self._gate_up), ("down", self._down)):
+            for key, weight in stack.weights.items():
+                self.register_parameter(f"{product}_{key}", weight)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return self._kernels.experts(x, ids, weights, self.gate_up, self.down)
+        gate_up, down = self._gate_up, self._down
+        return self._kernels.experts(x, ids, weights, gate_up.stacked, down.stacked, down.activations)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        names = self._names
-        found = {}
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            for part, memory in ((names.gate, gate), (names.up, up), (names.down, down)):
-                found[f"{self._name}.{expert}.{part}.weight"] = CheckpointTensor.copied_to(memory)
-        return found
+        return {
+            f"{self._name}.{expert}.{part}": tensor
+            for stack in (self._gate_up, self._down)
+            for expert, method in enumerate(stack.methods)
+            for part, tensor in method.checkpoint_tensors().items()
+        }
+
+    def loaded(self) -> None:
+        for method in self._gate_up.methods + self._down.methods:
+            method.loaded()
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
-        draw(self.gate_up)
-        draw(self.down)
+        for method in self._gate_up.methods + self._down.methods:
+            method.fill_dummy(draw)
+
+
+class _Stack:
+    """One product of all experts: a linear method each, which loads its weights, in memory that they have together.
+
+    Attributes:
+        weights: what the methods keep, with the expert as the first dimension.
+        stacked, activations: as Kernels.experts takes them.
+    """
+
+    def __init__(self, name: str, count: int, shape: LinearShape, build: Build) -> None:
+        self.methods = [build.linear_method(f"{name}.{expert}", shape, build) for expert in range(count)]
+        first, own = self.methods[0], [method.weights() for method in self.methods]
+        formats = {_format(method) for method in self.methods}
+        if len(formats) > 1 or None in formats:
+            raise ModelError(
+                f"{name}: {', '.join(shape.parts)} of all experts must be in one format, in which they can be one "
+                "product: without outlier columns (model.quantization=mixed) and without act-order (desc_act=true)"
+            )
+        self.weights: dict[str, nn.Parameter] = {}
+        for key, weight in own[0].items():
+            stack = empty_parameter(count, *weight.shape, dtype=weight.dtype, device=weight.device)
+            for expert, weights in enumerate(own):
+                weights[key].data = stack[expert]
+            self.weights[key] = stack
+        self.stacked: Tensor | QuantizedWeight
+        self.activations: ActivationFormat | None = None
+        if isinstance(first, QuantizedLinear):
+            codes, scales, zeros = (self.weights.get(key) for key in ("codes", "scales", "zeros"))
+            assert codes is not None
+            assert scales is not None
+            self.stacked, self.activations = QuantizedWeight(codes, scales, zeros, first.weight.form), first.activations
+        else:
+            self.stacked = self.weights["weight"]
+
+
+def _format(method: LinearMethod) -> object:
+    """What methods of one product have in common; None where there is no such product."""
+    if isinstance(method, QuantizedLinear) and method.order is None and method.outlier_columns is None:
+        return method.weight.form, method.activations
+    return "unquantized" if isinstance(method, Unquantized) else None

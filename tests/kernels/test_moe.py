@@ -144,7 +144,7 @@ def stacked(weights: Tensor, form: WeightFormat) -> QuantizedWeight:
 @pytest.mark.parametrize("few", [0, 100])
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_quantized_experts_are_those_of_the_definition(scheme: str, few: int, device: torch.device) -> None:
-    layer = Layer(5, 2, 3, 256, 128, torch.float32, device)
+    layer = Layer(3, 2, 3, 128, 128, torch.float32, device)
     form = QUANTIZED[scheme]
     x, ids, weights, gate_up, down = layer.arguments()
     quantized = stacked(gate_up, form.weights), stacked(down, form.weights)
