@@ -168,7 +168,7 @@ class _Weight(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor | QuantizedWeight) -> _Weight:
         if isinstance(weight, Tensor):
-            return cls(weight, None, None, None)
+            return cls(weight.contiguous(), None, None, None)  # a copy on a CPU alone, for tests
         codes, scales, zeros, form = weight
         return cls(codes, scales, zeros, (form.number is Number.int4, form.columns, form.rows))
 

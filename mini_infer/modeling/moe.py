@@ -140,7 +140,9 @@ class _Stack:
             )
         self.weights: dict[str, nn.Parameter] = {}
         for key, weight in own[0].items():
-            stack = empty_parameter(count, *weight.shape, dtype=weight.dtype, device=weight.device)
+            strides = weight.numel(), *weight.stride()
+            memory = torch.empty_strided((count, *weight.shape), strides, dtype=weight.dtype, device=weight.device)
+            stack = nn.Parameter(memory, requires_grad=False)
             for expert, weights in enumerate(own):
                 weights[key].data = stack[expert]
             self.weights[key] = stack
