@@ -98,6 +98,7 @@ class ModelConfig:
     quantization_symmetric: bool = True  # w4a16 without zeros
     kernels: KernelChoice = KernelChoice.auto  # of everything between the matmuls and the attention
     routing: Routing = Routing.learned  # which experts tokens go to; the router computes its scores in any case
+    count_experts: bool = False  # step records say how many tokens went to each expert
     max_model_len: int | None = None  # tokens of prompt + output; default: the model's own limit
     threads: int | None = None  # of torch for a step; default: all that it has, and on a CPU one for small steps
     seed: int = 0  # of the random weights of load_format=dummy

@@ -90,10 +90,11 @@ class RouterSpec:
 
 
 class TokenPlaces(NamedTuple):
-    """Which tokens a step computes."""
+    """Which tokens a step computes, for those who go by that."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
+    real: Tensor | None = None  # [T] int32, 1 of a token and 0 of padding; None: nobody asks
 
 
 class Kernels(Protocol):

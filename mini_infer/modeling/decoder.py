@@ -137,11 +137,20 @@ class Decoder(Model):
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         cos, sin = self.rotary.forward(positions)
-        tokens = TokenPlaces(token_ids, positions)
+        real = None if self.expert_counts is None else context.real_tokens().int()
+        tokens = TokenPlaces(token_ids, positions, real)
         x, residual = F.embedding(token_ids, self.embed_tokens), None
         for layer in self.layers:
             x, residual = layer.forward(x, residual, cos, sin, context, tokens)
         return self._kernels.add_rms_norm(Stream(x, residual, self.norm.norm))[0]
+
+    def count_experts(self) -> None:
+        """From now on."""
+        layers = [module for module in self.modules() if isinstance(module, MoE)]
+        shape = len(layers), layers[0].num_experts
+        self.expert_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        for layer, counts in zip(layers, self.expert_counts, strict=True):
+            layer.counts = counts
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         return self._head.apply(hidden, out)

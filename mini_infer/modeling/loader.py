@@ -61,13 +61,15 @@ def _as_configured(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
 
 def _with_routing(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
     """The spec of a model whose tokens go to experts as the config says."""
+    asked = [f"model.routing={config.routing.value}"] if config.routing is not Routing.learned else []
+    asked += ["model.count_experts=true"] if config.count_experts else []
+    if asked and not any(isinstance(layer.feed_forward, MoESpec) for layer in spec.layers):
+        raise ModelError(
+            f"{' and '.join(asked)}: {spec.architecture} has no experts that our code sends tokens to. Set "
+            "model.routing=learned and model.count_experts=false"
+        )
     if config.routing is Routing.learned:
         return spec
-    if not any(isinstance(layer.feed_forward, MoESpec) for layer in spec.layers):
-        raise ModelError(
-            f"model.routing={config.routing.value}: {spec.architecture} has no experts that our code routes tokens to. "
-            "Set model.routing=learned"
-        )
     layers = list(spec.layers)
     for index, layer in enumerate(layers):
         if isinstance(moe := layer.feed_forward, MoESpec):
@@ -111,6 +113,8 @@ def load_model(
     if spec.through_transformers and config.load_format is LoadFormat.auto:
         return load_transformers_model(resolve_folder(config.path), spec, build)
     model = _new_model(spec, max_len or spec.max_model_len, build)
+    if config.count_experts and isinstance(model, Decoder):
+        model.count_experts()
     if config.load_format is LoadFormat.dummy:
         model.fill_dummy(dummy_weights(device, config.seed))
     else:

@@ -31,6 +31,13 @@ from mini_infer.quantization.weight import QuantizedWeight
 
 
 class MoE(nn.Module):
+    """
+    Attributes:
+        counts: [E] int32, to which tokens are added by the experts that they go to; None: they are not counted.
+    """
+
+    counts: Tensor | None = None
+
     def __init__(self, name: str, model: ModelSpec, spec: MoESpec, build: Build) -> None:
         super().__init__()
         names, size = spec.names, model.hidden_size
@@ -41,11 +48,15 @@ class MoE(nn.Module):
         self.shared_gate = None
         if spec.shared_gate:
             self.shared_gate = Linear(name, size, {f"{names.shared}_gate": 1}, False, Parallel.column, build)
+        self.num_experts = spec.router.num_experts
         self._kernels = build.kernels
 
     def forward(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor, Tensor | None]:
         x, total = self._kernels.add_rms_norm(stream)
-        y = self.experts.forward(x, *self.gate.forward(x, tokens))
+        ids, weights = self.gate.forward(x, tokens)
+        if self.counts is not None and tokens.real is not None:
+            self.counts.index_add_(0, ids.flatten(), tokens.real[:, None].expand_as(ids).flatten())
+        y = self.experts.forward(x, ids, weights)
         if self.shared is not None:
             shared = self.shared.of(x)
             y = y + shared if self.shared_gate is None else y + self.shared_gate.of(x).sigmoid() * shared

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
+from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.attention.context import AttentionBatch, AttentionContext, ModelAttention
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.cache.kv_store import KVStore
@@ -200,3 +201,37 @@ class TestQuantized:
     def test_outlier_columns_are_refused(self) -> None:
         with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts: gate_proj, up_proj .* without outlier columns"):
             make(dummy(quantization="mixed"))
+
+
+class TestCounts:
+    def engine(self, **model: Any) -> LLMEngine:
+        values = {"path": "made up", "load_format": "dummy", "hf_config": QWEN3, "device": "cpu", **model}
+        cache = {"num_blocks": 32, "block_size": 8, "prefix_caching": False}
+        return LLMEngine(EngineConfig.from_dict({"model": values, "cache": cache}))
+
+    def test_of_each_step_stand_in_its_record(self) -> None:
+        engine = self.engine(count_experts=True)
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        engine.generate([[1, 2, 3, 4, 5], [7, 8]], params)
+        for record in engine.records:
+            computed = record.prefill_tokens + record.verified_tokens
+            assert [sum(layer) for layer in record.expert_tokens] == [2 * computed] * 2
+            assert record.expert_imbalance is not None
+            assert 1 <= record.expert_imbalance <= 2, "two of four experts at most take all"
+        engine.close()
+
+    def test_nobody_counts_unless_asked(self) -> None:
+        engine = self.engine()
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        assert all(not record.expert_tokens and record.expert_imbalance is None for record in engine.records)
+        engine.close()
+
+    def test_padding_counts_nothing(self, step_rows: Callable[..., AttentionBatch]) -> None:
+        model = make(dummy(count_experts=True))
+        store, backend = KVStore(model.kv_layout, num_blocks=4, block_size=4, device=CPU), SdpaBackend()
+        batch = step_rows([(0, 3, [1]), (0, 2, [3])], 0, 4)  # the last block is for padding
+        attention = ModelAttention(store, model.spec.windows, model.spec.attention.scale)
+        with torch.inference_mode():
+            model.forward(TOKENS[:5], batch.positions, AttentionContext(batch, attention, backend, backend))
+        assert model.expert_counts is not None
+        assert model.expert_counts.sum(1).tolist() == [2 * 3] * 2
