@@ -122,7 +122,8 @@ def route(logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: Token
     weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
     if count:
         _route_kernel[(count,)](
-            logits, bias, tokens.token_ids, tokens.positions, ids, weights, router.seed, EXPERTS=experts, BLOCK=triton.next_power_of_2(experts),
+            logits, bias, tokens.token_ids, tokens.positions, ids, weights, router.seed, EXPERTS=experts,
+            BLOCK=triton.next_power_of_2(experts),
             TOP_K=router.top_k, TOP_K_BLOCK=triton.next_power_of_2(router.top_k),
             SIGMOID=router.scores is Scores.sigmoid, NORMALIZE=router.normalize, SCALE=float(router.scale),
             GROUPS=router.num_groups, TOP_GROUPS=router.top_groups, GROUP_TOP=router.group_top,
