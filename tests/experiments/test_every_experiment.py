@@ -64,6 +64,12 @@ OWN = {
         "{case: silu_mul, shapes: {tokens: [3], inner: [64]}},"
         "{case: gemv, shapes: {rows: [1], matrix: {small: {out: 24, in: 32}}}}]",
     ],
+    "moe_layer": [
+        *(option for option in KERNELS if option != "~experiment.variants.triton"),
+        *("~experiment.variants.few", "~experiment.variants.grouped"),
+        "experiment.sweeps=[{case: moe_layer, "
+        "shapes: {tokens: [3], experts: [4], chosen: [2], hidden: [16], inner: [8]}}]",
+    ],
     "attention_backends": [
         *KERNELS,
         "experiment.sweeps=[{case: prefill, shapes: {heads: ['4/2'], length: [40], queries: [24], head_dim: [16]}},"
