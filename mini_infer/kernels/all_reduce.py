@@ -13,7 +13,8 @@ that the others can read (symmetric memory), and one kernel a rank reads all par
               meeting. With two ranks it has no use.
 
 A meeting is between programs of one index. Each sets a flag of its own at every peer, from 0 to 1, and waits until the
-peers' flags with itself are 1, which it sets back to 0; so flags need no count, and a captured CUDA graph can be replayed.
+peers' flags with itself are 1, which it sets back to 0. So flags need no count, and a captured CUDA graph can be
+replayed.
 
 Who calls it alternates between two memories: when a rank writes part k + 2 it has met the others for sum k + 1, and so
 they have ended sum k, the last that read the place.
