@@ -75,13 +75,10 @@ def _scheme(recipe: Recipe) -> Any:
     from compressed_tensors.quantization import QuantizationScheme
 
     weights, activations = recipe.formats.weights, recipe.formats.activations
-    if weights.number is Number.int4:
-        kind = "pack-quantized"
-    elif activations is None:
-        kind = "naive-quantized"
-    else:
+    kind, inputs = "pack-quantized", None  # weights alone: the format of theirs that vLLM has products for
+    if activations is not None:
         kind = "float-quantized" if weights.number is Number.fp8 else "int-quantized"
-    inputs = None if activations is None else _activation_args(activations)
+        inputs = _activation_args(activations)
     return QuantizationScheme(targets=["Linear"], weights=_weight_args(weights), input_activations=inputs, format=kind)
 
 

@@ -3,6 +3,7 @@ made up."""
 
 import json
 import queue
+import shutil
 import threading
 import time
 from collections import deque
@@ -48,6 +49,32 @@ def test_our_settings_have_their_names_there(arguments):
         "gpu_memory_utilization": 0.4,
         "disable_log_stats": True,
     }
+
+
+def test_quantized_weights_are_told_in_its_words(arguments):
+    def of(**model):
+        found = arguments(model={**DUMMY, **model})
+        config = json.loads((Path(found["model"]) / "config.json").read_text())
+        shutil.rmtree(found["model"])
+        return found.get("quantization"), config.get("quantization_config")
+
+    assert of() == (None, None)
+    assert of(quantization="fp8") == ("fp8", None)
+    assert of(quantization="fp8_block")[1]["weight_block_size"] == [128, 128]
+    for scheme, form, bits, group in (
+        ("w8a8", "int-quantized", 8, None),
+        ("w8a16", "pack-quantized", 8, None),
+        ("w4a16", "pack-quantized", 4, 64),
+    ):
+        name, config = of(quantization=scheme, quantization_group=64)
+        weights = config["config_groups"]["group_0"]["weights"]
+        assert (name, config["format"], weights["num_bits"], weights.get("group_size")) == (None, form, bits, group)
+        assert config["ignore"] == ["lm_head"]
+    assert arguments(cache={"dtype": "fp8"})["kv_cache_dtype"] == "fp8"
+    with pytest.raises(ConfigError, match=r"no model\.quantization=mixed"):
+        of(quantization="mixed")
+    with pytest.raises(ConfigError, match=r"no model\.quantization=w8a8 of tiny-target: it rounds to fp8 alone"):
+        arguments(model={"quantization": "w8a8"})
 
 
 def test_kv_memory_in_bytes_or_blocks_takes_the_place_of_a_share(arguments):

@@ -25,8 +25,11 @@ from experiments.lab.measure.schedule import Schedule
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.workloads import Item
-from mini_infer.core.config import Batching, EngineConfig, Layout, LoadFormat, Preemption
+from mini_infer.calibration.compressed import quantization_config
+from mini_infer.calibration.recipe import Method, Recipe
+from mini_infer.core.config import Batching, CacheDType, EngineConfig, Layout, LoadFormat, Preemption
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.model_config import ModelConfig, Quantization
 from mini_infer.core.speculation_config import SpeculationConfig, SpeculationMethod
 from mini_infer.modeling.checkpoint import read_json, resolve_folder
 
@@ -277,14 +280,16 @@ def engine_arguments(config: EngineConfig, folder: Path) -> dict[str, Any]:
         "speculation.adaptive=true": drafts and speculation.adaptive,
         "cache.layout=contiguous": cache.layout is not Layout.paged,
         "scheduler.batching=static": scheduler.batching is not Batching.continuous,
+        "speculation.draft.quantization": drafts and speculation.draft.quantization is not Quantization.none,
         "scheduler.preemption=swap": scheduler.preemption is not Preemption.recompute,
         "model.load_format=dry": model.load_format is LoadFormat.dry,
     }
     for setting, is_set in missing.items():
         if is_set:
             raise ConfigError(f"the variant kind `vllm` has no {setting}: leave it out of that variant")
+    quantization, hf_config = _quantization(model)
     arguments: dict[str, Any] = {
-        "model": model_folder(model.path, model.hf_config, folder / "model"),
+        "model": model_folder(model.path, hf_config, folder / "model"),
         "dtype": model.dtype.value,
         "load_format": model.load_format.value,
         "max_model_len": model.max_model_len,
@@ -296,7 +301,10 @@ def engine_arguments(config: EngineConfig, folder: Path) -> dict[str, Any]:
         "enable_prefix_caching": cache.prefix_caching,
         "gpu_memory_utilization": cache.gpu_memory_utilization,
         "disable_log_stats": True,
+        **quantization,
     }
+    if cache.dtype is CacheDType.fp8:
+        arguments["kv_cache_dtype"] = "fp8"
     if cache.num_blocks is not None:
         arguments["num_gpu_blocks_override"] = cache.num_blocks
     if cache.memory_gib is not None:
@@ -305,6 +313,26 @@ def engine_arguments(config: EngineConfig, folder: Path) -> dict[str, Any]:
     if drafts:
         arguments["speculative_config"] = _speculative_config(speculation, arguments["model"], folder / "draft")
     return arguments
+
+
+def _quantization(model: ModelConfig) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """Arguments, and the model's config.json where its weights are random. vLLM rounds bf16 weights to fp8 alone; to
+    all else a config.json tells it that they are."""
+    scheme = model.quantization
+    if scheme is Quantization.none:
+        return {}, model.hf_config
+    if scheme is Quantization.fp8:
+        return {"quantization": "fp8"}, model.hf_config
+    if scheme is Quantization.mixed or model.hf_config is None:
+        raise ConfigError(
+            f"the variant kind `vllm` has no model.quantization={scheme.value} of {model.path or 'random weights'}: it "
+            "rounds to fp8 alone, and takes w8a8, w8a16, w4a16 and fp8_block for random weights (model.hf_config)"
+        )
+    if scheme is Quantization.fp8_block:
+        blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        return {}, {**model.hf_config, "quantization_config": blocks}
+    recipe = Recipe(scheme.value, Method.rtn, model.quantization_group, model.quantization_symmetric)
+    return {}, {**model.hf_config, "quantization_config": quantization_config(recipe, ["lm_head"])}
 
 
 def model_folder(path: str, hf_config: Mapping[str, Any] | None, folder: Path) -> str:
