@@ -97,6 +97,21 @@ class TokenPlaces(NamedTuple):
     real: Tensor | None = None  # [T] int32, 1 of a token and 0 of padding; None: nobody asks
 
 
+class Routes(NamedTuple):
+    """Where tokens go. An expert may come up any number of times."""
+
+    ids: Tensor  # [T, k] int32, of experts
+    weights: Tensor  # [T, k] float32
+
+
+class ExpertWeights(NamedTuple):
+    """Of x's dtype; or quantized, with E as the first dimension of each tensor."""
+
+    gate_up: Tensor | QuantizedWeight  # [E, 2I, H], gate over up
+    down: Tensor | QuantizedWeight  # [E, H, I]
+    activations: ActivationFormat | None = None  # of x and of what down takes; None: they stay as they are
+
+
 class Kernels(Protocol):
     """Arguments are contiguous unless said."""
 
@@ -136,30 +151,9 @@ class Kernels(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2I] -> silu(gate) * up [T, I]."""
 
-    def route(
-        self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
-    ) -> tuple[Tensor, Tensor]:
-        """As RouterSpec defines it: logits [T, E] and bias [E] float32 -> (experts [T, top_k] int32, their weights
-        [T, top_k] float32)."""
+    def route(self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
+        """As RouterSpec defines it, of logits [T, E] and bias [E] float32."""
 
-    def experts(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        gate_up: Tensor | QuantizedWeight,
-        down: Tensor | QuantizedWeight,
-        activations: ActivationFormat | None = None,
-    ) -> Tensor:
-        """The sum over j, from first to last, of weights[t, j] * down(silu(gate x_t) * up x_t) of expert ids[t, j].
-
-        Args:
-            x: [T, H].
-            ids, weights: [T, k], as `route` gives them; an expert may come up any number of times.
-            gate_up: [E, 2I, H], gate over up, of x's dtype; or quantized, with E as the first dimension of each tensor.
-            down: [E, H, I], the same.
-            activations: the format of x and of what down takes; None: they stay as they are.
-
-        Returns:
-            [T, H] of x's dtype.
-        """
+    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+        """x [T, H] -> [T, H] of its dtype: the sum over a token's experts, from first to last, of their weight times
+        down(silu(gate x) * up x)."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mini_infer.core.model_config import Routing
-from mini_infer.kernels.interface import RouterSpec, Scores, TokenPlaces
+from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, Scores, TokenPlaces
 from mini_infer.quantization.formats import ActivationFormat, quantize_tokens
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight, quantized_linear_reference
 
@@ -16,10 +16,8 @@ GOLDEN = 0x9E3779B9
 TINY = 1e-20  # added to a sum of scores, lest it be zero
 
 
-def route_reference(
-    logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
-) -> tuple[Tensor, Tensor]:
-    """The definition. Arguments and results as of Kernels.route."""
+def route_reference(logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
+    """The definition. Arguments as of Kernels.route."""
     logits = logits.float()
     scores = logits.softmax(-1) if router.scores is Scores.softmax else logits.sigmoid()
     choice = scores if bias is None else scores + bias
@@ -34,7 +32,7 @@ def route_reference(
     weights = scores.gather(1, ids)
     if router.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-    return ids.int(), weights * router.scale
+    return Routes(ids.int(), weights * router.scale)
 
 
 def _drawn(router: RouterSpec, tokens: TokenPlaces) -> Tensor:
@@ -57,37 +55,25 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def experts_reference(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Tensor | QuantizedWeight,
-    down: Tensor | QuantizedWeight,
-    activations: ActivationFormat | None = None,
-) -> Tensor:
+def experts_reference(x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
     """The definition. Arguments and result as of Kernels.experts.
 
     On a GPU nothing may wait for the counts of tokens, so that every expert computes every token there.
     """
-    tokens, chosen = ids.shape
+    tokens, chosen = routes.ids.shape
     results = x.new_zeros((tokens, chosen, x.shape[1]))
-    for expert in range(len(_codes(down))):
-        own = ids == expert
+    down = weights.down
+    for expert in range(len(down if isinstance(down, Tensor) else down.codes)):
+        own = routes.ids == expert
         if x.is_cuda:
-            every = _expert(x, expert, gate_up, down, activations)
-            results = torch.where(own[..., None], every[:, None], results)
+            results = torch.where(own[..., None], _expert(x, expert, weights)[:, None], results)
         elif len(pairs := own.flatten().nonzero()[:, 0]):
-            results.view(tokens * chosen, -1)[pairs] = _expert(x[pairs // chosen], expert, gate_up, down, activations)
-    return (results * weights[..., None]).sum(1).to(x.dtype)
+            results.view(tokens * chosen, -1)[pairs] = _expert(x[pairs // chosen], expert, weights)
+    return (results * routes.weights[..., None]).sum(1).to(x.dtype)
 
 
-def _expert(
-    x: Tensor,
-    expert: int,
-    gate_up: Tensor | QuantizedWeight,
-    down: Tensor | QuantizedWeight,
-    activations: ActivationFormat | None,
-) -> Tensor:
+def _expert(x: Tensor, expert: int, weights: ExpertWeights) -> Tensor:
+    gate_up, down, activations = weights
     gate, up = _product(x, expert, gate_up, activations).chunk(2, dim=-1)
     return _product(F.silu(gate) * up, expert, down, activations)
 
@@ -99,7 +85,3 @@ def _product(x: Tensor, expert: int, weight: Tensor | QuantizedWeight, activatio
     own = QuantizedWeight(weight.codes[expert], weight.scales[expert], zeros, weight.form)
     wide = x if activations is None else QuantizedTokens(*quantize_tokens(x, activations), torch.float64)
     return quantized_linear_reference(wide, own, None, activations).to(x.dtype)  # as TorchKernels.quantized_linear
-
-
-def _codes(weight: Tensor | QuantizedWeight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.codes

@@ -28,6 +28,7 @@ import torch
 import triton
 from torch import Tensor
 
+from mini_infer.kernels.interface import ExpertWeights, Routes
 from mini_infer.kernels.moe_kernels import (
     combine_kernel,
     few_down_kernel,
@@ -65,15 +66,7 @@ def tile_for(pairs: int, experts: int, itemsize: int) -> Tile:
 
 
 def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Tensor | QuantizedWeight,
-    down: Tensor | QuantizedWeight,
-    activations: ActivationFormat | None = None,
-    *,
-    few_tokens: int = FEW_TOKENS,
-    tile: Tile | None = None,
+    x: Tensor, routes: Routes, weights: ExpertWeights, *, few_tokens: int = FEW_TOKENS, tile: Tile | None = None
 ) -> Tensor:
     """Arguments and result as of Kernels.experts, summed in float32.
 
@@ -82,46 +75,32 @@ def experts(
         tile: instead of the one for this number of pairs, for tests and measurements.
     """
     out = torch.empty_like(x)
-    if len(x):
-        routes, stacks = (ids, weights), (_Weight.of(gate_up), _Weight.of(down))
-        if len(x) <= few_tokens:
-            _few(x, routes, stacks, activations, out)
-        else:
-            _many(x, routes, stacks, activations, out, tile)
+    if len(x) > few_tokens:
+        _many(x, routes, weights, out, tile)
+    elif len(x):
+        _few(x, routes, weights, out)
     return out
 
 
-def _few(
-    x: Tensor,
-    routes: tuple[Tensor, Tensor],
-    stacks: tuple[_Weight, _Weight],
-    activations: ActivationFormat | None,
-    out: Tensor,
-) -> None:
-    (ids, weights), (gate_up, down) = routes, stacks
-    (tokens, chosen), size, inner = ids.shape, x.shape[1], gate_up.codes.shape[1] // 2
+def _few(x: Tensor, routes: Routes, weights: ExpertWeights, out: Tensor) -> None:
+    gate_up, down, activations = _Weight.of(weights.gate_up), _Weight.of(weights.down), weights.activations
+    (tokens, chosen), size, inner = routes.ids.shape, x.shape[1], gate_up.codes.shape[1] // 2
     x, h = _as_quantized(x, activations), x.new_empty((tokens * chosen, inner))
     block_k = min(triton.next_power_of_2(size), 512)
     options = {"CHOSEN": chosen, "SIZE": size, "INNER": inner, "BLOCK_OUT": 8, "num_warps": 4}
     options |= launch_options(x.device)
     few_gate_up_kernel[(triton.cdiv(inner, 8), tokens * chosen)](
-        x, ids, gate_up[:3], h, FORM=gate_up.form, BLOCK_K=gate_up.block_k(block_k), **options
+        x, routes.ids, gate_up[:3], h, FORM=gate_up.form, BLOCK_K=gate_up.block_k(block_k), **options
     )
     h = _as_quantized(h, activations)
     few_down_kernel[(triton.cdiv(size, 8), tokens)](
-        h, ids, weights, down[:3], out, FORM=down.form, BLOCK_K=down.block_k(block_k), **options
+        h, *routes, down[:3], out, FORM=down.form, BLOCK_K=down.block_k(block_k), **options
     )
 
 
-def _many(
-    x: Tensor,
-    routes: tuple[Tensor, Tensor],
-    stacks: tuple[_Weight, _Weight],
-    activations: ActivationFormat | None,
-    out: Tensor,
-    tile: Tile | None,
-) -> None:
-    (ids, weights), (gate_up, down) = routes, stacks
+def _many(x: Tensor, routes: Routes, weights: ExpertWeights, out: Tensor, tile: Tile | None) -> None:
+    gate_up, down, activations = _Weight.of(weights.gate_up), _Weight.of(weights.down), weights.activations
+    ids = routes.ids
     (tokens, chosen), size = ids.shape, x.shape[1]
     pairs, count, options = tokens * chosen, len(down.codes), launch_options(x.device)
     tile = tile or tile_for(pairs, count, x.element_size())
@@ -149,7 +128,7 @@ def _many(
     product(h, down, y, gated=False)
     block = min(triton.next_power_of_2(size), 1024)
     combine_kernel[(tokens, triton.cdiv(size, block))](
-        y, weights, out, CHOSEN=chosen, SIZE=size, BLOCK=block, num_warps=4, **options
+        y, routes.weights, out, CHOSEN=chosen, SIZE=size, BLOCK=block, num_warps=4, **options
     )
 
 

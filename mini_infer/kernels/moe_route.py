@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.core.model_config import Routing
-from mini_infer.kernels.interface import RouterSpec, Scores, TokenPlaces
+from mini_infer.kernels.interface import RouterSpec, Routes, Scores, TokenPlaces
 from mini_infer.kernels.moe import GOLDEN, TINY
 from mini_infer.kernels.pdl import launch_options
 
@@ -115,8 +115,8 @@ def _route_kernel(
     tl.store(weights_ptr + token * TOP_K + place, weights * SCALE, mask=some)
 
 
-def route(logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> tuple[Tensor, Tensor]:
-    """Arguments, contiguous, and results as of Kernels.route."""
+def route(logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
+    """Arguments, contiguous, as of Kernels.route."""
     count, experts = logits.shape
     ids = torch.empty((count, router.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
@@ -129,4 +129,4 @@ def route(logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: Token
             GROUPS=router.num_groups, TOP_GROUPS=router.top_groups, GROUP_TOP=router.group_top,
             ROUTING=_ROUTINGS[router.routing], num_warps=1, **launch_options(logits.device),
         )  # fmt: skip
-    return ids, weights
+    return Routes(ids, weights)

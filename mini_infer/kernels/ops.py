@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mini_infer.core.config import KernelChoice, Numerics
 from mini_infer.core.errors import ConfigError
-from mini_infer.kernels.interface import Kernels, Places, QKNorm, RouterSpec, Stream, TokenPlaces
+from mini_infer.kernels.interface import ExpertWeights, Kernels, Places, QKNorm, RouterSpec, Routes, Stream, TokenPlaces
 from mini_infer.kernels.moe import experts_reference, route_reference
 from mini_infer.quantization.formats import ActivationFormat, WeightFormat, as_stored, quantize_tokens
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight, quantized_linear_reference
@@ -87,21 +87,11 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def route(
-        self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
-    ) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
         return route_reference(logits, bias, router, tokens)
 
-    def experts(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        gate_up: Tensor | QuantizedWeight,
-        down: Tensor | QuantizedWeight,
-        activations: ActivationFormat | None = None,
-    ) -> Tensor:
-        return experts_reference(x, ids, weights, gate_up, down, activations)
+    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+        return experts_reference(x, routes, weights)
 
 
 class TritonKernels(TorchKernels):
@@ -155,21 +145,11 @@ class TritonKernels(TorchKernels):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._silu_mul(gate_up)
 
-    def route(
-        self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
-    ) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
         return self._route(logits, bias, router, tokens)
 
-    def experts(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        gate_up: Tensor | QuantizedWeight,
-        down: Tensor | QuantizedWeight,
-        activations: ActivationFormat | None = None,
-    ) -> Tensor:
-        return self._experts(x, ids, weights, gate_up, down, activations, few_tokens=self._few_tokens)
+    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+        return self._experts(x, routes, weights, few_tokens=self._few_tokens)
 
     def check(self, device: torch.device) -> None:
         """Compiles and runs one small kernel, whatever error that raises."""

@@ -144,14 +144,6 @@ class Decoder(Model):
             x, residual = layer.forward(x, residual, cos, sin, context, tokens)
         return self._kernels.add_rms_norm(Stream(x, residual, self.norm.norm))[0]
 
-    def count_experts(self) -> None:
-        """From now on."""
-        layers = [module for module in self.modules() if isinstance(module, MoE)]
-        shape = len(layers), layers[0].num_experts
-        self.expert_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        for layer, counts in zip(layers, self.expert_counts, strict=True):
-            layer.counts = counts
-
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         return self._head.apply(hidden, out)
 
@@ -174,6 +166,14 @@ class Decoder(Model):
             draw(table)
         for layer in self._weighted():
             layer.fill_dummy(draw)
+
+    def count_experts(self) -> None:
+        """In `expert_counts`, from now on. There must be layers with experts."""
+        layers = [module for module in self.modules() if isinstance(module, MoE)]
+        shape = len(layers), layers[0].num_experts
+        self.expert_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        for layer, counts in zip(layers, self.expert_counts, strict=True):
+            layer.counts = counts
 
     def _weighted(self) -> list[Layer]:
         return [module for module in self.modules() if isinstance(module, Layer)]

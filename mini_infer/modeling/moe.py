@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_infer.core.errors import ModelError
-from mini_infer.kernels.interface import RouterSpec, Stream, TokenPlaces
+from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, Stream, TokenPlaces
 from mini_infer.modeling.layers import Layer, Linear
 from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape, Parallel, empty_parameter
 from mini_infer.modeling.linear_methods.quantized import QuantizedLinear
@@ -53,10 +53,10 @@ class MoE(nn.Module):
 
     def forward(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor, Tensor | None]:
         x, total = self._kernels.add_rms_norm(stream)
-        ids, weights = self.gate.forward(x, tokens)
+        routes = self.gate.forward(x, tokens)
         if self.counts is not None and tokens.real is not None:
-            self.counts.index_add_(0, ids.flatten(), tokens.real[:, None].expand_as(ids).flatten())
-        y = self.experts.forward(x, ids, weights)
+            self.counts.index_add_(0, routes.ids.flatten(), tokens.real[:, None].expand_as(routes.ids).flatten())
+        y = self._kernels.experts(x, routes, self.experts.weights)
         if self.shared is not None:
             shared = self.shared.of(x)
             y = y + shared if self.shared_gate is None else y + self.shared_gate.of(x).sigmoid() * shared
@@ -77,8 +77,8 @@ class Router(Layer):
         if spec.correction_bias:
             self.correction = empty_parameter(spec.num_experts, dtype=torch.float32, device=build.device)
 
-    def forward(self, x: Tensor, tokens: TokenPlaces) -> tuple[Tensor, Tensor]:
-        """x [T, H] -> (experts, weights), as Kernels.route."""
+    def forward(self, x: Tensor, tokens: TokenPlaces) -> Routes:
+        """Of x [T, H]."""
         logits = self._method.apply(x.to(self.weight.dtype))
         return self._kernels.route(logits, self.correction, self._spec, tokens)
 
@@ -95,25 +95,22 @@ class Router(Layer):
 
 
 class Experts(Layer):
-    """E experts below `name` ("model.layers.0.mlp.experts"). Raises ModelError where they are quantized in a form that
-    their products cannot have."""
+    """E experts below `name` ("model.layers.0.mlp.experts"), to be computed with `weights`. Raises ModelError where
+    they are quantized in a form that their products cannot have."""
 
     def __init__(self, name: str, size: int, spec: MoESpec, build: Build) -> None:
         super().__init__()
         count, inner, names = spec.router.num_experts, spec.intermediate_size, spec.names
         gate_up = LinearShape(size, {names.gate: inner, names.up: inner}, False, Parallel.column)
         down = LinearShape(inner, {names.down: size}, False, Parallel.row)
-        self._name, self._kernels = name, build.kernels
+        self._name = name
         self._gate_up, self._down = (_Stack(name, count, shape, build) for shape in (gate_up, down))
         if self._gate_up.activations != self._down.activations:
             raise ModelError(f"{name}: gate, up and down of experts with activations in different formats")
         for product, stack in (("gate_up", self._gate_up), ("down", self._down)):
             for key, weight in stack.weights.items():
                 self.register_parameter(f"{product}_{key}", weight)
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        gate_up, down = self._gate_up, self._down
-        return self._kernels.experts(x, ids, weights, gate_up.stacked, down.stacked, down.activations)
+        self.weights = ExpertWeights(self._gate_up.stacked, self._down.stacked, self._down.activations)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         return {
@@ -137,7 +134,7 @@ class _Stack:
 
     Attributes:
         weights: what the methods keep, with the expert as the first dimension.
-        stacked, activations: as Kernels.experts takes them.
+        stacked, activations: as in ExpertWeights.
     """
 
     def __init__(self, name: str, count: int, shape: LinearShape, build: Build) -> None:

@@ -4,7 +4,6 @@ company."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from mini_infer.core.model_config import Routing
-from mini_infer.kernels.interface import RouterSpec, Scores, TokenPlaces
+from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, Scores, TokenPlaces
 from mini_infer.kernels.moe import experts_reference, route_reference
 from mini_infer.kernels.moe_experts import Tile, experts, tile_for
 from mini_infer.kernels.moe_route import route
@@ -88,12 +87,16 @@ class Layer:
             return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
         self.x = randn(tokens, size)
-        self.ids = torch.rand(tokens, count, generator=generator).argsort(1)[:, :chosen].int().contiguous().to(device)
-        self.weights = torch.rand(tokens, chosen, generator=generator).to(device)
-        self.gate_up, self.down = randn(count, 2 * inner, size) / size**0.5, randn(count, size, inner) / inner**0.5
+        ids = torch.rand(tokens, count, generator=generator).argsort(1)[:, :chosen].int().contiguous()
+        self.routes = Routes(ids.to(device), torch.rand(tokens, chosen, generator=generator).to(device))
+        self.weights = ExpertWeights(randn(count, 2 * inner, size) / size**0.5, randn(count, size, inner) / inner**0.5)
 
-    def arguments(self) -> tuple[Tensor, ...]:
-        return self.x, self.ids, self.weights, self.gate_up, self.down
+    def some(self, part: slice = slice(None)) -> tuple[Tensor, Routes, ExpertWeights]:
+        return self.x[part], Routes(*(tensor[part] for tensor in self.routes)), self.weights
+
+    def exact(self) -> Tensor:
+        routes = Routes(self.routes.ids, self.routes.weights.double())
+        return experts_reference(self.x.double(), routes, ExpertWeights(*(part.double() for part in self.weights[:2])))
 
 
 SHAPES = [(1, 2, 3, 24, 20), (3, 1, 5, 40, 33), (4, 4, 4, 16, 16), (13, 3, 7, 72, 40)]
@@ -104,27 +107,25 @@ SHAPES = [(1, 2, 3, 24, 20), (3, 1, 5, 40, 33), (4, 4, 4, 16, 16), (13, 3, 7, 72
 def test_products_are_those_of_the_definition(shape: tuple[int, ...], few: int, device: torch.device) -> None:
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         layer = Layer(*shape, dtype, device)
-        got = experts(*layer.arguments(), few_tokens=few)
-        wide = (part.double() if part.is_floating_point() else part for part in layer.arguments())
+        got = experts(*layer.some(), few_tokens=few)
         assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), experts_reference(*wide), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(got.double(), layer.exact(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("few", [0, 100])
 def test_one_expert_that_takes_everything(few: int, device: torch.device) -> None:
     layer = Layer(9, 2, 5, 32, 16, torch.float32, device)
-    layer.ids.fill_(3)
-    got = experts(*layer.arguments(), few_tokens=few, tile=Tile(16, 64, 32, 4, 2))
-    torch.testing.assert_close(got, experts_reference(*layer.arguments()), rtol=1e-5, atol=1e-5)
-    assert experts(layer.x[:0], layer.ids[:0], layer.weights[:0], layer.gate_up, layer.down).shape == (0, 32)
+    layer.routes.ids.fill_(3)
+    got = experts(*layer.some(), few_tokens=few, tile=Tile(16, 64, 32, 4, 2))
+    torch.testing.assert_close(got.double(), layer.exact(), rtol=1e-5, atol=1e-5)
+    assert experts(*layer.some(slice(0, 0)), few_tokens=few).shape == (0, 32)
 
 
 def test_a_token_is_the_same_to_the_bit_in_any_company(device: torch.device) -> None:
     layer = Layer(21, 3, 6, 48, 24, torch.float32, device)
-    x, ids, weights, *stacks = layer.arguments()
-    every = experts(*layer.arguments(), few_tokens=0)
+    every = experts(*layer.some(), few_tokens=0)
     for part in (slice(0, 1), slice(2, 9), slice(20, 21)):
-        assert torch.equal(experts(x[part], ids[part], weights[part], *stacks, few_tokens=0), every[part])
+        assert torch.equal(experts(*layer.some(part), few_tokens=0), every[part])
 
 
 QUANTIZED = {
@@ -145,42 +146,39 @@ def stacked(weights: Tensor, form: WeightFormat) -> QuantizedWeight:
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_quantized_experts_are_those_of_the_definition(scheme: str, few: int, device: torch.device) -> None:
     layer = Layer(3, 2, 3, 128, 128, torch.float32, device)
-    form = QUANTIZED[scheme]
-    x, ids, weights, gate_up, down = layer.arguments()
-    quantized = stacked(gate_up, form.weights), stacked(down, form.weights)
-    expected = experts_reference(x, ids, weights, *quantized, form.activations)
-    got = experts(x, ids, weights, *quantized, form.activations, few_tokens=few)
+    form, whole = QUANTIZED[scheme], layer.exact()
+    layer.weights = ExpertWeights(*(stacked(part, form.weights) for part in layer.weights[:2]), form.activations)
+    got = experts(*layer.some(), few_tokens=few)
+    expected = experts_reference(*layer.some())
     torch.testing.assert_close(got, expected, rtol=1e-2 if form.activations else 1e-4, atol=1e-2)
-    assert (got - experts_reference(x, ids, weights, gate_up, down)).norm() / got.norm() < 0.25
+    assert (got - whole).norm() / got.norm() < 0.25
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_products_of_real_shapes(dtype: torch.dtype) -> None:
     """Qwen3-30B-A3B's experts, and the same to the bit in every tile."""
-    big = Layer(2048, 8, 128, 2048, 768, dtype, "cuda")
-    x, ids, weights, *stacks = big.arguments()
-    every = experts(*big.arguments(), few_tokens=0)
+    layer = Layer(2048, 8, 128, 2048, 768, dtype, "cuda")
+    every = experts(*layer.some(), few_tokens=0)
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
     for rows in (1, 4, 5, 64, 300, 2048):
-        own = x[:rows], ids[:rows], weights[:rows]
-        torch.testing.assert_close(
-            experts(*own, *stacks), experts_reference(*own, *stacks), rtol=tolerance, atol=tolerance
-        )
-        assert torch.equal(experts(*own, *stacks, few_tokens=0), every[:rows]), rows
-    for pairs in itertools.accumulate([8, 4096, 16384]):
-        tile = tile_for(pairs, 128, x.element_size())
-        assert torch.equal(experts(*big.arguments(), few_tokens=0, tile=tile), every), tile
+        own = layer.some(slice(rows))
+        torch.testing.assert_close(experts(*own), experts_reference(*own), rtol=tolerance, atol=tolerance)
+        assert torch.equal(experts(*own, few_tokens=0), every[:rows]), rows
+    for pairs in (8, 4096, 16384):
+        tile = tile_for(pairs, 128, layer.x.element_size())
+        assert torch.equal(experts(*layer.some(), few_tokens=0, tile=tile), every), tile
 
 
 @pytest.mark.gpu
-def test_steps_can_be_captured_and_replayed_with_other_routes() -> None:
-    layer = Layer(64, 4, 16, 256, 128, torch.bfloat16, "cuda")
-    experts(*layer.arguments())
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_steps_can_be_captured_and_replayed_with_other_routes(tokens: int) -> None:
+    layer = Layer(tokens, 4, 16, 256, 128, torch.bfloat16, "cuda")
+    experts(*layer.some())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = experts(*layer.arguments())
+        out = experts(*layer.some())
     for expert in (3, 15):
-        layer.ids.fill_(expert)
+        layer.routes.ids.fill_(expert)
         graph.replay()
-        assert torch.equal(out, experts(*layer.arguments()))
+        assert torch.equal(out, experts(*layer.some()))

@@ -21,7 +21,7 @@ from torch import Tensor
 from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, require_triton, row_error
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import Routing
-from mini_infer.kernels.interface import RouterSpec, TokenPlaces
+from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, TokenPlaces
 from mini_infer.kernels.moe import experts_reference, route_reference
 
 DENSE, PADDED, FEW, GROUPED = "dense", "padded", "few", "grouped"
@@ -71,8 +71,7 @@ class MoELayer(Case):
         self._sets = [
             (
                 self.random(tokens, hidden),
-                ids.clone(),
-                torch.rand(tokens, chosen, device=self.device),
+                Routes(ids.clone(), torch.rand(tokens, chosen, device=self.device)),
                 self.random(self.shape["experts"], 2 * inner, hidden, scale=hidden**-0.5),
                 self.random(self.shape["experts"], hidden, inner, scale=inner**-0.5),
             )
@@ -91,13 +90,18 @@ class MoELayer(Case):
             require_triton(self.device)
             from mini_infer.kernels.moe_experts import experts
 
-            compute = partial(experts, few_tokens=MOST_FEW if variant == FEW else 0)
+            few_tokens = MOST_FEW if variant == FEW else 0
+
+            def compute(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
+                return experts(x, routes, ExpertWeights(gate_up, down), few_tokens=few_tokens)
+
         return Implementation(lambda copy: compute(*self._sets[copy]))
 
     def error(self, output: Any) -> float:
-        x, ids, weights, gate_up, down = self._sets[0]
+        x, routes, gate_up, down = self._sets[0]
         some = torch.linspace(0, len(x) - 1, min(len(x), CHECKED_TOKENS), device=self.device).round().long()
-        expected = experts_reference(x[some].float(), ids[some], weights[some], gate_up.float(), down.float())
+        exact = ExpertWeights(gate_up.float(), down.float())
+        expected = experts_reference(x[some].float(), Routes(*(part[some] for part in routes)), exact)
         return row_error(output[some], expected)
 
 
@@ -107,19 +111,20 @@ def _products(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return torch.bmm(F.silu(gate) * up, down.transpose(1, 2))
 
 
-def _dense(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    shares = weights.new_zeros((len(x), len(down))).scatter_(1, ids.long(), weights).to(x.dtype)
-    y = _products(x.expand(len(down), *x.shape), gate_up, down)
+def _dense(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
+    count = len(down)
+    shares = routes.weights.new_zeros((len(x), count)).scatter_(1, routes.ids.long(), routes.weights).to(x.dtype)
+    y = _products(x.expand(count, *x.shape), gate_up, down)
     return torch.bmm(shares[:, None], y.transpose(0, 1))[:, 0]
 
 
-def _padded(capacity: int, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _padded(capacity: int, x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
     """A pair's place in its expert's buffer is the number of pairs of that expert before it."""
-    (tokens, chosen), count = ids.shape, len(down)
-    experts = ids.flatten().long()
+    (tokens, chosen), count = routes.ids.shape, len(down)
+    experts = routes.ids.flatten().long()
     before = F.one_hot(experts, count).cumsum(0).gather(1, experts[:, None])[:, 0] - 1
     places = experts * capacity + before
     buffers = x.new_zeros((count * capacity, x.shape[1]))
     buffers.index_copy_(0, places, x.repeat_interleave(chosen, 0))
     y = _products(buffers.unflatten(0, (count, capacity)), gate_up, down).flatten(0, 1)[places]
-    return (y.unflatten(0, (tokens, chosen)) * weights[..., None]).sum(1).to(x.dtype)
+    return (y.unflatten(0, (tokens, chosen)) * routes.weights[..., None]).sum(1).to(x.dtype)
