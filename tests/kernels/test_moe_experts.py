@@ -99,7 +99,7 @@ class Layer:
         return experts_reference(self.x.double(), routes, ExpertWeights(*(part.double() for part in self.weights[:2])))
 
 
-SHAPES = [(1, 2, 3, 24, 20), (3, 1, 5, 40, 33), (4, 4, 4, 16, 16), (13, 3, 7, 72, 40)]
+SHAPES = [(1, 2, 3, 24, 20), (3, 1, 5, 40, 33), (9, 4, 4, 16, 16), (6, 3, 7, 72, 40)]
 
 
 @pytest.mark.parametrize("few", [0, 100])
@@ -122,7 +122,7 @@ def test_one_expert_that_takes_everything(few: int, device: torch.device) -> Non
 
 
 def test_a_token_is_the_same_to_the_bit_in_any_company(device: torch.device) -> None:
-    layer = Layer(21, 3, 6, 48, 24, torch.float32, device)
+    layer = Layer(21, 2, 6, 24, 16, torch.float32, device)
     every = experts(*layer.some(), few_tokens=0)
     for part in (slice(0, 1), slice(2, 9), slice(20, 21)):
         assert torch.equal(experts(*layer.some(part), few_tokens=0), every[part])
@@ -132,7 +132,7 @@ QUANTIZED = {
     **SCHEMES,
     "w4a16_zeros": Scheme(dataclasses.replace(SCHEMES["w4a16"].weights, symmetric=False, columns=64)),
 }
-del QUANTIZED["mixed"]  # whose outliers are no part of a weight
+del QUANTIZED["mixed"], QUANTIZED["w8a16"]  # whose outliers are no part of a weight; whose weights are w8a8's
 
 
 def stacked(weights: Tensor, form: WeightFormat) -> QuantizedWeight:

@@ -31,6 +31,13 @@ SMALL = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 PLAIN: dict[str, Any] = {
     "numerics": "batch_invariant",
     "cache": {"prefix_caching": False},
@@ -126,6 +133,16 @@ def small() -> list[Any]:
 
 
 @pytest.mark.slow
+def test_so_it_is_with_experts() -> None:
+    model = dummy(SMALL | EXPERTS, device="cpu", dtype="float32")
+    asked = requests(101, [5, 1, 9], shared=8, max_tokens=2)
+    engine = make(model, {"cache": {"memory_gib": 0.01}})
+    expected = answers(engine, asked, alone=True)
+    engine.close()
+    check(model, asked, expected, MECHANISMS["chunks, prefix hits, short of memory, overlap"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_every_mechanism_gives_what_a_request_gets_alone(small: list[Any], mechanism: str) -> None:
     check(dummy(SMALL, device="cpu", dtype="float32"), *small, MECHANISMS[mechanism])
@@ -175,7 +192,7 @@ ON_A_GPU: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3", "shipped"])
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "qwen2_moe", "shipped"])
 def on_a_gpu(
     request: pytest.FixtureRequest,
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any], list[Request], list[Any]]]:
