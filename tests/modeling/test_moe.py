@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from quantized_folders import gptq
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
@@ -197,6 +199,26 @@ class TestQuantized:
         assert own.weight_bytes() < 0.55 * whole.weight_bytes()
         expected = run(whole)
         assert (run(own) - expected).norm() / expected.norm() < most
+
+    @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
+    def test_a_folder_computes_what_its_numbers_say(
+        self, architecture: str, tmp_path: Path, run: Callable[[Model], Tensor]
+    ) -> None:
+        config = {**QWEN3, "architectures": [architecture], "num_local_experts": 4}
+        whole = make(dummy(config))
+        store, tensors = gptq(4, 64, symmetric=True), {}
+        for name, tensor in whole.checkpoint_tensors().items():
+            assert tensor.memory is not None
+            if name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight")):
+                own, meant = store(tensor.memory.contiguous())
+                tensor.memory.copy_(meant)
+                tensors |= {name.removesuffix("weight") + key: value.contiguous() for key, value in own.items()}
+            else:
+                tensors[name] = tensor.memory.contiguous()
+        save_file(tensors, tmp_path / "model.safetensors")
+        stored = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+        torch.testing.assert_close(run(make(ModelConfig(path=str(tmp_path)))), run(whole), rtol=1e-4, atol=1e-5)
 
     def test_outlier_columns_are_refused(self) -> None:
         with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts: gate_proj, up_proj .* without outlier columns"):
