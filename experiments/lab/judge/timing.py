@@ -56,7 +56,7 @@ class Evidence:
 
 
 def timed_from_outside(e: Evidence) -> str:
-    outside, inside = e.served.outside_s, e.served.seconds
+    outside, inside = e.served.outside_s, e.served.took
     if outside is None or -GRAIN_S <= outside - inside <= OUTSIDE_SHARE * outside + OUTSIDE_S:
         return ""
     return f"the pass says that it took {inside:.4g} s, and from outside it took {outside:.4g} s"
@@ -66,7 +66,7 @@ def edges(e: Evidence) -> str:
     answered = [r for r in e.requests if r.token_times]
     if not answered or any(r.error for r in e.requests):
         return ""
-    allowed = max(EDGE_S, EDGE_SHARE * e.served.seconds)
+    allowed = max(EDGE_S, EDGE_SHARE * e.served.took)
     late = min(r.arrival for r in e.requests) - e.served.start
     if not -GRAIN_S <= late <= allowed:
         return f"the pass starts {1e3 * abs(late):.3g} ms {'after' if late < 0 else 'before'} its first arrival"

@@ -74,6 +74,8 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
         speed = watch.before()
         served = lent.serve(inputs.measured, cell.workload.in_flight)
         watched = watch.after(speed)
+        if cell.workload.has_ramps:
+            served = served.without_ramps()
         return Pass(replace(served, joules=watched.joules), watched.drift, inputs.measured, before)
 
 

@@ -115,7 +115,7 @@ class Ledger:
         for remark in (validity.few_hits(served, caches), timing.shared_times(evidence)):
             if remark:
                 found.notes.append(f"{label}{at}, repeat {repeat + 1}: {remark}.")
-        if served.steady().window is not None:
+        if served.window is not None:
             found.notes.append(f"Ramps of the open loop are left out{at}: {RAMPS}.")
 
 
