@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.lab.judge import validity
+from experiments.lab.judge import timing, validity
 from experiments.lab.judge.timing import Evidence
 from experiments.lab.measure import clocks
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
@@ -155,6 +155,24 @@ PLANTED = {
     ],
     "memory_grew": [(evidence(memory_growth=3 * 2**20), "3 MiB of GPU memory were taken inside the timed part")],
 }
+
+
+# On an H200, 7B: steps of some 8,100 prompt tokens, whose floor is 136 ms, and a last one of half of that.
+READ_LATE = [0.2306, 0.4220, 0.6148, 1.0264, 1.2318, 1.2546, 1.3483]
+FLOORS = [0.136] * 6 + [0.075]
+
+
+def test_an_end_that_was_read_late_makes_no_step_too_fast():
+    late = evidence(records=steps(*READ_LATE, update_s=0.0), floors_s=FLOORS)
+    assert timing.faster_than_possible(late) == ""
+    assert timing.late_readings(late).startswith("1 of 7 steps look too short")
+
+
+def test_times_that_are_scaled_are_too_fast_in_the_long_run():
+    scaled = evidence(records=steps(*(0.6 * 0.19 * (i + 1) for i in range(40)), update_s=0.0), floors_s=[0.136] * 40)
+    assert "steps took less than the hardware needs" in timing.faster_than_possible(scaled)
+    early = [*READ_LATE[:5], *(end - 0.2 for end in READ_LATE[5:])]
+    assert timing.faster_than_possible(evidence(records=steps(*early, update_s=0.0), floors_s=FLOORS))
 
 
 def test_a_pass_may_break_several_rules():

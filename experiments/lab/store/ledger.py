@@ -112,7 +112,7 @@ class Ledger:
         found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
         caches = cell.kind.can.caches and cell.engine.cache.prefix_caching
         at = f" at {cell.point.name}" if cell.point.name else ""
-        for remark in (validity.few_hits(served, caches), timing.shared_times(evidence)):
+        for remark in (validity.few_hits(served, caches), timing.late_readings(evidence)):
             if remark:
                 found.notes.append(f"{label}{at}, repeat {repeat + 1}: {remark}.")
         if served.window is not None:
