@@ -141,7 +141,7 @@ class Ablation(Experiment):
         ledger = session.ledger
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in spec.search.points} - searches.visited
-        notes = [*(note for found in ledger.rounds for note in found.notes), *session.notes]
+        notes = [*ledger.notes, *session.notes]
         if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(
@@ -154,7 +154,7 @@ class Ablation(Experiment):
             requests=[row for found in ledger.rounds for row in found.requests],
             workload=self._workload(inputs),
             ceilings=known.ceilings,
-            notes=[*dict.fromkeys(notes), *searches.notes],
+            notes=[*notes, *searches.notes],
             error_gates=error_gates,
             profiles=session.profiles,
             kernels=session.kernels,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from experiments.lab.ablation_spec import AblationSpec
-from experiments.lab.judge import stats, validity
+from experiments.lab.judge import stats
 from experiments.lab.measure import cells, hardware, profile_pass
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import Watch
@@ -139,7 +139,7 @@ class Session:
     def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
         """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
         passes = [cells.serve(cell, inputs, self._watch, self._lending)]
-        while passes[-1].drift.worst > validity.MAX_DRIFT and len(passes) < ATTEMPTS:
-            self._steps.again(str(passes[-1].drift))
+        while (problem := passes[-1].drift.problem) and len(passes) < ATTEMPTS:
+            self._steps.again(problem)
             passes.append(cells.serve(cell, inputs, self._watch, self._lending))
         return passes
