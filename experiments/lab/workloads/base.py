@@ -90,7 +90,7 @@ class Workload:
 
     @property
     def has_ramps(self) -> bool:
-        """Whether requests arrive one after another: the first and the last of them meet less load than those between."""
+        """Whether requests arrive one after another: the first and the last of them meet less load than the others."""
         return False
 
     def make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
