@@ -60,7 +60,7 @@ class EngineServer:
         self._stats_due = 0.0
         self._connections: list[Connection] = []
         self._num_connections = 0
-        self._newcomers = Newcomers(engine.prepare)
+        self._newcomers = Newcomers(engine.grammars)
         self._bound = QueueBound(max_queued, engine.config.scheduler.max_num_seqs)
         self._owners: dict[str, Owner] = {}  # of the engine's requests, but those that their owner has aborted
         self._deadlines: list[tuple[float, str]] = []  # a heap
@@ -150,9 +150,9 @@ class EngineServer:
         refusal = self._bound.refusal(
             add.number, num_completions(add), self._engine.scheduler, self._newcomers.num_completions
         )
-        if refusal is None:
-            self._newcomers.put(owner, add)
-        else:
+        if refusal is None and not self._newcomers.put(owner, add):
+            refusal = Refused(add.number, "too many new grammars wait to be compiled: try again later", retry_after=5.0)
+        if refusal is not None:
             owner.connection.notices.append(refusal)
 
     def _flush(self, connection: Connection) -> None:
