@@ -72,9 +72,7 @@ def test_bad_ones_hold_up_no_good_one_and_can_be_given_up(trials: GrammarTrials)
 
 
 @pytest.mark.parametrize(("bound", "reason"), [("LIMITS_S = (0.1, 0.3)", "0.3 s"), ("MEMORY = 2**24", "16 MB")])
-def test_time_and_memory_end_a_trial_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, bound: str, reason: str
-) -> None:
+def test_time_and_memory_end_a_trial_with_the_reason(monkeypatch: pytest.MonkeyPatch, bound: str, reason: str) -> None:
     bounded = f"from mini_infer.serving.processes import grammar_trials as trials; trials.{bound}; trials.main()"
     monkeypatch.setattr(grammar_trials, "COMMAND", ("-c", bounded))
     trials = GrammarTrials(GrammarCompiler(ByteTokenizer(), 261, [ByteTokenizer.EOS]))

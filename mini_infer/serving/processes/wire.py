@@ -1,6 +1,6 @@
 """What the API processes and the engine process say to each other: length-prefixed MessagePack over a Unix socket.
 
-    API process      Add, Abort                              ->  engine process
+    API process      Add, Abort, Count                       ->  engine process
     API process  <-  Ready, then Outputs, Refused and Stats      engine process
 
 Times are seconds on time.perf_counter, which all processes of a machine share.
@@ -40,6 +40,12 @@ class Add(Message):
     streaming: bool  # deltas as they come; else one a completion, at the end
     arrival_time: float
     deadline_time: float | None
+
+
+class Count(Message):
+    """What an API process has counted since it last said so, by the names of `Stats.counted`."""
+
+    counts: dict[str, int]
 
 
 class Abort(Message):
@@ -143,10 +149,11 @@ class Stats(Message):
     drafted: list[int] = []  # by place: drafts that were verified
     accepted: list[int] = []  # and those of them that were accepted
     ended: dict[str, int] = {}  # completions by finish reason
+    counted: dict[str, int] = {}  # by all API processes: "responses PATH STATUS", "refused REASON"
     histograms: dict[str, Histogram] = {}  # of ended completions, by the names of BOUNDS
 
 
-Command = Add | Abort
+Command = Add | Abort | Count
 Event = Ready | Outputs | Refused | Failed | Stats
 
 
