@@ -66,7 +66,8 @@ class Connections:
 
     def await_next(self, connection: LimitedProtocol) -> None:
         """uvicorn's own time for keeping it alive begins."""
-        self._idle[connection] = None
+        if connection not in self._heads and connection not in self._bodies:
+            self._idle[connection] = None
 
     def make_room(self) -> bool:
         """Closes some that wait for their client to speak; whether there were any."""
@@ -77,7 +78,7 @@ class Connections:
         return bool(silent)
 
     def _await(self, connection: LimitedProtocol, waiting: dict[LimitedProtocol, float], seconds: float) -> None:
-        waiting[connection] = asyncio.get_running_loop().time() + seconds
+        waiting.setdefault(connection, asyncio.get_running_loop().time() + seconds)
         if not self._sweeping:
             self._sweeping = True
             asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
@@ -140,6 +141,10 @@ class LimitedProtocol(HttpToolsProtocol):
             super().data_received(piece)
             start += len(piece)
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._limits.await_head(self)  # it may begin in the piece in which the one before has ended
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_body:  # a trailer is for nobody, and there could be many
             super().on_header(name, value)
@@ -156,7 +161,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.transport.is_closing() and not self._in_body and not self._head_bytes and not self.pipeline:
+        if not self.transport.is_closing() and not self.pipeline:
             self._limits.await_next(self)
 
     def refuse(self, error: ApiError) -> None:
