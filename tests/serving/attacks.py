@@ -87,7 +87,7 @@ def httpx_post(server: Server, path: str, body: dict[str, Any], timeout: float =
 
 ATTACKS: dict[str, tuple[Callable[[Server, int], None], int, int]] = {  # with a small size and a large one
     "huge answers": (huge_answers, 0, 2),
-    "endless grammars": (endless_grammars, 1, 12),
+    "endless grammars": (endless_grammars, 2, 12),
     "long texts": (long_texts, 1, 8),
     "endless heads": (endless_heads, 2, 32),
     "silent connections": (silent_connections, 20, 500),

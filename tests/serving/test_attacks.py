@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
-import resource
 import signal
-import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -98,10 +99,8 @@ def test_streams_go_on_while_a_large_answer_is_written(server: Server) -> None:
         stream.setblocking(False)
         while not answer.endswith(b"0\r\n\r\n"):
             answer += large.recv(2**16)
-            try:
+            with contextlib.suppress(BlockingIOError):
                 turns += bool(stream.recv(2**16))
-            except BlockingIOError:
-                pass
     assert len(answer) > 2**21
     assert turns >= 5
 
@@ -269,8 +268,10 @@ def test_refusals_and_statuses_are_counted(server: Server) -> None:
     expected = {(TEXT, "200"): 1, (TEXT, "400"): 1, (TEXT, "404"): 1, ("other", "404"): 1, ("other", "408"): 1}
     expected_refusals = {"model_not_found": 1, "400": 1, "404": 1}
     wait_for(
-        lambda: all(labelled(server).get(key, 0) - before.get(key, 0) >= n for key, n in expected.items())
-        and all(labelled(server).get(key, 0) - before.get(key, 0) == n for key, n in expected_refusals.items())
+        lambda: (
+            all(labelled(server).get(key, 0) - before.get(key, 0) >= n for key, n in expected.items())
+            and all(labelled(server).get(key, 0) - before.get(key, 0) == n for key, n in expected_refusals.items())
+        )
     )
 
 
@@ -313,3 +314,80 @@ def test_a_panic_is_an_error_whose_reason_is_logged(caplog: pytest.LogCaptureFix
     assert "ZeroDivisionError: in a chat template" in caplog.text
     assert "503 shutting_down: why it is" in caplog.text
     assert len(caplog.records) == 2
+
+
+# --- all of them, beside well-behaved streams ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_small_attack_leaves_the_server_as_it_was(server: Server, name: str) -> None:
+    attack, size, _ = ATTACKS[name]
+    attack(server, size)
+    server.check_unharmed()
+
+
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(20, marks=pytest.mark.attack), pytest.param(300, marks=pytest.mark.soak)]
+)
+def test_attacks_cost_the_others_little_and_leave_nothing(seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """The P99 gap of 64 streams stays within twice that of the same time without attacks."""
+    with running("--model.dry.step_ms", "20", "--header-timeout", "2", "--body-timeout", "2") as server:
+        attack_all(server, time.monotonic(), small=True)  # caches are filled, and processes started
+        server.check_unharmed()
+        before = holdings(server)
+        alone = streams(server, seconds)
+        until = time.monotonic() + seconds
+        attackers = [
+            threading.Thread(target=attack_all, args=[server, until, False, name], daemon=True) for name in ATTACKS
+        ]
+        for attacker in attackers:
+            attacker.start()
+        beside = streams(server, seconds)
+        for attacker in attackers:
+            attacker.join()
+        server.check_unharmed()
+        wait_for(lambda: holdings(server)["descriptors"] <= before["descriptors"] + 4, timeout=90)
+        after = holdings(server)
+        with capsys.disabled():
+            for name, gaps in (("alone", alone), ("beside attacks", beside)):
+                figures = ", ".join(
+                    f"{q} {1000 * percentile(gaps, p):.1f}" for q, p in (("P50", 50), ("P99", 99), ("max", 100))
+                )
+                print(f"\ngap in ms, {name}: {figures} ({len(gaps)} gaps)", end="")
+            print(f"\nbefore {before}\nafter  {after}")
+        assert percentile(beside, 99) <= 2 * percentile(alone, 99)
+        assert after["threads"] <= before["threads"] + 8
+        assert after["processes"] == before["processes"]
+        assert after["shared memory"] == before["shared memory"]
+        assert after["MiB"] < 2 * before["MiB"] + 512
+
+
+def attack_all(server: Server, until: float, small: bool, *names: str) -> None:
+    """Each at least once, and then again and again."""
+    for name in names or ATTACKS:
+        attack, at_small, at_large = ATTACKS[name]
+        while True:
+            attack(server, at_small if small else at_large)
+            if time.monotonic() >= until:
+                break
+
+
+def streams(server: Server, seconds: float) -> list[float]:
+    command = [sys.executable, str(Path(__file__).with_name("well_behaved.py")), str(server.port), "64", str(seconds)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
+def percentile(values: list[float], share: float) -> float:
+    return values[min(int(len(values) * share / 100), len(values) - 1)]
+
+
+def holdings(server: Server) -> dict[str, float]:
+    process = psutil.Process(server.process.pid)
+    family = [process, *process.children(recursive=True)]
+    return {
+        "descriptors": sum(each.num_fds() for each in family),
+        "threads": sum(each.num_threads() for each in family),
+        "processes": len(family),
+        "MiB": sum(each.memory_info().rss for each in family) >> 20,
+        "shared memory": len(os.listdir("/dev/shm")),
+    }

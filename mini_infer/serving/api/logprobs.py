@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, islice
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, islice
 from typing import Any
 
 from mini_infer.core.request import TokenLogprob
@@ -58,7 +58,7 @@ def _chat_token(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, A
 
 
 def completion_logprobs(
-    tokens: Sequence[TokenLogprob | None],
+    tokens: Sequence[Iterable[TokenLogprob | None]],
     token_ids: Sequence[int],
     texts: TokenTexts,
     alternatives: int,
@@ -67,15 +67,19 @@ def completion_logprobs(
     """`logprobs` of a completion choice.
 
     Args:
-        tokens: one for each of `token_ids`; None for a prompt's first token, which nothing predicts.
+        tokens: one for each of `token_ids`, in pieces; None for a prompt's first token, which nothing predicts.
         alternatives: how many were asked for; the chosen token is listed beside them.
         offset: where in the choice's text the first token begins, in characters.
     """
     lengths = (len(texts[token_id][0]) for token_id in token_ids)
     return {
         "tokens": (texts.unambiguous(token_id) for token_id in token_ids),
-        "token_logprobs": (None if token is None else _finite(token.logprob) for token in tokens),
-        "top_logprobs": (None if token is None else _top(token, texts) for token in tokens) if alternatives else None,
+        "token_logprobs": (None if token is None else _finite(token.logprob) for token in chain.from_iterable(tokens)),
+        "top_logprobs": (
+            (None if token is None else _top(token, texts) for token in chain.from_iterable(tokens))
+            if alternatives
+            else None
+        ),
         "text_offset": islice(accumulate(lengths, initial=offset), len(token_ids)),
     }
 

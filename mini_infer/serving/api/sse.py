@@ -25,7 +25,8 @@ from mini_infer.serving.processes.wire import DEADLINE, Delta, merge
 
 DONE = b"data: [DONE]\n\n"
 CLIENT_LEFT = 499  # as other servers log it
-BLOCK = 2**15  # bytes of a long answer: a millisecond or two
+BLOCK = 2**14  # bytes of a long answer: about a millisecond
+PAUSE_S = 0.001  # between two of them, at least: the others' turn
 SERVER_SEND = "mini_infer.send"  # in the scope: the server's own `send`, without what the web framework wraps around it
 
 
@@ -145,9 +146,9 @@ class WholeAnswer(_Answer):
         await send(_start(headers))
         for block in chain([first, second], blocks):
             await send({"type": "http.response.body", "body": block, "more_body": True})
-            await asyncio.sleep(0)  # the others' turn
             if self._aborted:
                 return
+            await asyncio.sleep(PAUSE_S)
         await send({"type": "http.response.body"})
 
     async def _collect(self, stream: Stream) -> list[Delta]:

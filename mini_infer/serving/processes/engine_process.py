@@ -30,7 +30,18 @@ from mini_infer.serving.processes.connection import Connection
 from mini_infer.serving.processes.engine_stats import EngineStats
 from mini_infer.serving.processes.launch import MAX_QUEUED
 from mini_infer.serving.processes.newcomers import Newcomer, Newcomers, Owner, num_completions
-from mini_infer.serving.processes.wire import DEADLINE, Abort, Add, Count, Delta, Failed, FrameWriter, Ready, Refused
+from mini_infer.serving.processes.wire import (
+    DEADLINE,
+    Abort,
+    Add,
+    Count,
+    Delta,
+    Failed,
+    FrameWriter,
+    PromptLogprobs,
+    Ready,
+    Refused,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +265,8 @@ class EngineServer:
         for output in outputs:
             request_id = output.request_id
             owner = owners.get(request_id)
-            prompt_logprobs = output.prompt_logprobs
+            entries = output.prompt_logprobs
+            prompt_logprobs = None if entries is None else PromptLogprobs.of(entries)
             for new in output.outputs:
                 reason, cached = None, 0
                 if new.finish_reason is not None:
