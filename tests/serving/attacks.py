@@ -49,7 +49,7 @@ def endless_grammars(server: Server, size: int) -> None:
         schema = {"type": "integer", "multipleOf": 10_000_019 + i}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         with contextlib.suppress(httpx.TimeoutException):
-            httpx_post(server, TEXT, {"prompt": "x", "response_format": form}, timeout=0.3 if i % 2 else 10)
+            httpx_post(server, TEXT, {"prompt": "x", "response_format": form}, timeout=10 if i % 4 == 3 else 0.3)
 
 
 def long_texts(server: Server, size: int) -> None:
@@ -87,7 +87,7 @@ def httpx_post(server: Server, path: str, body: dict[str, Any], timeout: float =
 
 ATTACKS: dict[str, tuple[Callable[[Server, int], None], int, int]] = {  # with a small size and a large one
     "huge answers": (huge_answers, 0, 2),
-    "endless grammars": (endless_grammars, 2, 12),
+    "endless grammars": (endless_grammars, 1, 12),
     "long texts": (long_texts, 1, 8),
     "endless heads": (endless_heads, 2, 32),
     "silent connections": (silent_connections, 20, 500),

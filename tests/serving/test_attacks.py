@@ -61,8 +61,10 @@ def test_an_answer_beyond_the_limit_is_refused_with_the_product(server: Server) 
     error = httpx_post(server, TEXT, body).json()["error"]
     assert "25 prompts x 8001 tokens x 65 log-probabilities" in error["message"]
     assert error["param"] == "logprobs"
-    error = httpx_post(server, TEXT, {"prompt": ["x"] * 100, "n": 256, "max_tokens": 4000}).json()["error"]
-    assert "100 prompts x n = 256 x 4000 tokens" in error["message"]
+    error = httpx_post(server, TEXT, {"prompt": ["x"] * 20, "n": 54, "max_tokens": 8000}).json()["error"]
+    assert "20 prompts x n = 54 x 8000 tokens make up to 8640000; at most 8388608 are allowed" in error["message"]
+    error = httpx_post(server, TEXT, {"prompt": ["x"] * 100, "n": 256, "max_tokens": 1}).json()["error"]
+    assert "100 prompts x n = 256 are 25600 completions; at most" in error["message"]
 
 
 def test_an_open_length_becomes_what_the_limit_leaves() -> None:

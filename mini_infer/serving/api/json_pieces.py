@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-AT_ONCE = 16  # entries of an iterator: a fraction of a millisecond, with 64 log-probabilities each
+AT_ONCE = 4  # entries of an iterator: a fraction of a millisecond, with 64 log-probabilities each
 
 
 def _listed(value: Any) -> list[Any]:

@@ -197,6 +197,9 @@ class Service:
 
     def submit(self, prompts: Sequence[list[int]], params: SamplingParams, body: GenerationRequest) -> list[Stream]:
         """One stream for each prompt, or an error and none."""
+        if len(prompts) > 1 and len(prompts) * params.n > self.max_requests:
+            product = f"{len(prompts)} prompts x n = {params.n} are {len(prompts) * params.n} completions"
+            raise RequestError(f"{product}; at most {self.max_requests} are taken at once", "n")
         lengths = [len(token_ids) for token_ids in prompts]
         echo = bool(getattr(body, "echo", False))
         limit = self.settings.max_answer_size
