@@ -329,15 +329,15 @@ def test_a_small_attack_leaves_the_server_as_it_was(server: Server, name: str) -
 
 
 @pytest.mark.parametrize(
-    "seconds", [pytest.param(20, marks=pytest.mark.attack), pytest.param(300, marks=pytest.mark.soak)]
+    "seconds", [pytest.param(20, marks=pytest.mark.attack), pytest.param(600, marks=pytest.mark.soak)]
 )
 def test_attacks_cost_the_others_little_and_leave_nothing(seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
-    """The P99 gap of 64 streams stays within twice that of the same time without attacks."""
+    """The P99 gap of 64 streams stays within twice that of the same streams without attacks."""
     with running("--model.dry.step_ms", "20", "--header-timeout", "2", "--body-timeout", "2") as server:
         attack_all(server, time.monotonic(), small=True)  # caches are filled, and processes started
         server.check_unharmed()
         before = holdings(server)
-        alone = streams(server, seconds)
+        alone = streams(server, min(seconds, 60))
         until = time.monotonic() + seconds
         attackers = [
             threading.Thread(target=attack_all, args=[server, until, False, name], daemon=True) for name in ATTACKS
