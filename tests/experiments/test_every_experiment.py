@@ -55,7 +55,7 @@ OWN = {
         *("~experiment.variants.w4_gptq", "~experiment.variants.w4_gptq_64", "~experiment.variants.w4_gptq_32"),
         *("~experiment.variants.w4_gptq_32z", "~experiment.variants.w4_gptq_kept"),
     ],
-    "ceilings": ["experiment.mib=[1]", "experiment.matmul={cpu: [64]}", "measure.repeats=1"],
+    "ceilings": ["experiment.mib={cpu: [1]}", "experiment.matmul={cpu: [64]}", "measure.repeats=1"],
     "fused_kernels": [
         *KERNELS,
         "~experiment.variants.compile",

@@ -214,7 +214,7 @@ SERVING: dict[str, Formula] = {
     "slo_rate_rps": of_pass(
         "highest rate of arrivals at which requests met the SLO", "requests/s", _HIGH, lambda s, c: NOT_SEARCHED
     ),
-    "total_s": of_pass("time for the whole workload", "s", _LOW, lambda s, c: s.seconds),
+    "total_s": of_pass("time for the whole workload", "s", _LOW, lambda s, c: s.took),
     "prefix_hit_rate": of_request("share of prompt tokens found in the prefix cache", "", _HIGH, _hit_rate),
     "preemptions": of_request(
         "preemptions", "", _LOW, of_engine(lambda s: float(sum(r.preemptions for r in s.requests)))
@@ -323,8 +323,7 @@ def require_classes(names: Sequence[str], classes: Iterable[str], where: str) ->
 
 
 def measure(served: Served, names: Sequence[str], context: Context | None = None) -> Mapping[str, float | Missing]:
-    context, served = context or Context(), served.steady()
-    found = {}
+    context, found = context or Context(), {}
     for name in names:
         base, _, group = name.partition(CLASS)
         found[name] = SERVING[base].compute(_only(served, group) if group else served, context)

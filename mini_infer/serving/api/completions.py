@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import Response
 
 from mini_infer.core.errors import RequestError
+from mini_infer.core.request import TokenLogprob
 from mini_infer.runtime.text.prompt import Prompt
 from mini_infer.serving.api.logprobs import completion_logprobs
 from mini_infer.serving.api.sampling import sampling_params
 from mini_infer.serving.api.schema import CompletionRequest
 from mini_infer.serving.api.service import Service
 from mini_infer.serving.api.sse import EventStream, EventTemplate, WholeAnswer
-from mini_infer.serving.processes.wire import Delta
+from mini_infer.serving.processes.wire import Delta, PromptLogprobs
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -99,7 +100,7 @@ class CompletionRenderer:
         self._with_token_ids = bool(body.return_token_ids)
         self._unsaid = set(range(len(prompts) * num_choices)) if echo else set()  # choices that lack their echo
         self._offsets = [0] * (len(prompts) * num_choices)  # characters that each choice has got
-        self._prompt_logprobs: dict[int, list] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._template: EventTemplate | None = None
         if body.stream:
             options = body.stream_options
@@ -150,11 +151,12 @@ class CompletionRenderer:
         if self._scoring:
             delta.text, delta.token_ids, delta.logprobs = "", [], []
             delta.finish_reason, delta.stop_reason = "length", None
-        text, token_ids, tokens = delta.text, delta.token_ids, list(delta.logprobs or [])
+        text, token_ids = delta.text, delta.token_ids
+        tokens: list[Iterable[TokenLogprob | None]] = [delta.logprobs or []]
         if choice in self._unsaid and self._echo is not None:
             self._unsaid.discard(choice)
             token_ids = self._prompts[prompt] + token_ids
-            tokens = self._prompt_logprobs.get(prompt, []) + tokens
+            tokens = [self._prompt_logprobs.get(prompt, []), *tokens]
             text = self._echo[prompt] + text
         offset = self._offsets[choice]
         self._offsets[choice] += len(text)
