@@ -9,16 +9,17 @@ import importlib
 import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mini_infer.attention.context import AttentionBatch, ModelAttention, Rows
 from mini_infer.cache.layout import KVLayout
-from mini_infer.core.config import AttentionChoice
+from mini_infer.core.config import AttentionChoice, MLAForm
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.limits import AttentionLimits, names
 
@@ -45,6 +46,28 @@ AUTO_ORDER: dict[str, dict[Kind, Sequence[AttentionChoice]]] = {
 
 
 @dataclass(frozen=True)
+class Latent:
+    """A cache of latents [rank + rope_dim], of which each head's keys [head_dim] and values [value_dim] are made, and
+    how it is attended to (attention/mla.py)."""
+
+    num_heads: int
+    head_dim: int
+    value_dim: int
+    rank: int
+    rope_dim: int
+    form: MLAForm
+    crossover: int  # rows of no more new tokens absorb, where `form` is auto
+
+    def expanded(self, dtype: torch.dtype) -> KVLayout:
+        """What kernels see where keys and values of all heads are made of the latents."""
+        return KVLayout.of_heads(1, self.num_heads, self.head_dim, dtype, self.value_dim)
+
+    def absorbed(self, dtype: torch.dtype) -> KVLayout:
+        """What kernels see where the latents themselves are keys, and the first of their numbers values."""
+        return KVLayout.of_heads(1, 1, self.rank + self.rope_dim, dtype, self.rank)
+
+
+@dataclass(frozen=True)
 class Requirements:
     """What a model, a cache and a machine ask of a backend."""
 
@@ -55,6 +78,7 @@ class Requirements:
     sliding_window: bool  # some layer has one
     graphs: bool = False  # decode steps will be captured in CUDA graphs
     batch_invariant: bool = False  # numbers must not depend on a row's company
+    latent: Latent | None = None  # None: the cache has keys and values
 
 
 @dataclass(frozen=True)
@@ -81,8 +105,8 @@ class Capabilities:
             if major not in self.gpu_generations:
                 takes = names([f"{generation}.x" for generation in self.gpu_generations])
                 return f"it takes GPUs of compute capability {takes}, not {major}.{minor}"
-        keys = needs.layout.keys
-        if keys is None or keys.dtype not in (needs.dtype, *limits.scaled_dtypes):
+        keys, values = needs.layout.heads or (None, None)
+        if keys is None or values is None or keys.dtype not in (needs.dtype, *limits.scaled_dtypes):
             also = f" or {names(limits.scaled_dtypes)}" if limits.scaled_dtypes else ""
             kept = "" if keys is None else f", not {keys.dtype}"
             return (
@@ -92,7 +116,7 @@ class Capabilities:
         least = limits.scaled_capability if keys.scaled and needs.device.type == "cuda" else None
         if least is not None and torch.cuda.get_device_capability(needs.device) < least:
             return f"it takes {keys.dtype} on GPUs of compute capability {least[0]}.{least[1]} and above"
-        refusal = limits.refusal(keys.shape[1], needs.block_size, needs.dtype)
+        refusal = limits.refusal(keys.shape[1], needs.block_size, needs.dtype, values.shape[1])
         if refusal is not None:
             return refusal
         if needs.sliding_window and not self.sliding_window:
@@ -106,8 +130,8 @@ class Capabilities:
 
 class AttentionStep(Protocol):
     """Decode rows or prefill rows of one step: q [tokens of these rows, num_heads, head_dim] attends to what is in the
-    cache, where the K and V of these same tokens are already. The result is in `out`, contiguous and of q's shape and
-    dtype, where it is given."""
+    cache, where the K and V of these same tokens are already -> [tokens, num_heads, value_dim] of q's dtype, in `out`,
+    contiguous, where it is given."""
 
     def __call__(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor: ...
 
@@ -156,26 +180,28 @@ class AttentionBackend(ABC):
         """Compiles everything that steps of up to max_rows rows will run, so that none of them waits for a compiler:
         by steps of one-token rows at the start of block 0, with every window in force, and with none. The cache stays
         as it is."""
-        keys, windows = attention.store.keys(0), attention.windows
+        store, windows = attention.store, attention.windows
+        device, dtype = store.device, attention.dtype or store.keys(0).dtype
         lengths = {1, 1 + max((window for window in windows if window is not None), default=0)}
         for (num_rows, max_query_len), length in itertools.product(self.variants(kind), lengths):
             if num_rows > max_rows:
                 continue
-            zeros = torch.zeros(num_rows, dtype=torch.int64, device=keys.device)
+            zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
             batch = AttentionBatch(
                 positions=zeros,
                 slot_mapping=zeros,
                 block_tables=zeros.int()[:, None],
-                query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=keys.device),
-                seq_lens=torch.ones(num_rows, dtype=torch.int32, device=keys.device),
+                query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
+                seq_lens=torch.ones(num_rows, dtype=torch.int32, device=device),
                 num_decode_rows=num_rows if kind == "decode" else 0,
                 max_decode_seq_len=length,
                 max_prefill_query_len=max_query_len,  # only what the step says of its longest row
                 max_prefill_seq_len=length,
+                host_query_starts=np.arange(num_rows + 1),
+                host_seq_lens=np.ones(num_rows, dtype=np.int64),
             )
             step = (self.decode if kind == "decode" else self.prefill)(batch, attention)
-            dtype = attention.dtype or keys.dtype
-            q = keys.new_zeros(num_rows, num_heads, keys.shape[-1], dtype=dtype)
+            q = torch.zeros(num_rows, num_heads, attention.head_dim, dtype=dtype, device=device)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # a compiler's, about its own package
                 for window in set(windows):
@@ -195,24 +221,35 @@ class Selection:
         return f"{self.choice.value} ({'; '.join(self.passed_over)})" if self.passed_over else self.choice.value
 
 
-def select_backend(choice: AttentionChoice, kind: Kind, needs: Requirements) -> Selection:
-    """The chosen backend, or for `auto` the first in AUTO_ORDER that can. Raises ConfigError with the reasons."""
+def select_backend(
+    choice: AttentionChoice,
+    kind: Kind,
+    needs: Requirements,
+    backends: Mapping[AttentionChoice, str] | None = None,
+) -> Selection:
+    """The chosen one of `backends` (default: BACKENDS), or for `auto` the first in AUTO_ORDER that can. Raises
+    ConfigError with the reasons."""
+    if needs.latent is not None:
+        from mini_infer.attention.mla import select_latent_backend  # which needs this module
+
+        return select_latent_backend(choice, kind, needs, needs.latent)
+    backends = BACKENDS if backends is None else backends
     candidates = AUTO_ORDER[needs.device.type][kind] if choice is AttentionChoice.auto else (choice,)
     refusals: list[str] = []
-    for candidate in candidates:
-        backend = _load(candidate, kind, needs)
+    for candidate in (known for known in candidates if known in backends):
+        backend = _load(backends[candidate], kind, needs)
         if isinstance(backend, AttentionBackend):
             return Selection(backend, candidate, tuple(refusals))
         refusals.append(f"{candidate.value}: {backend}")
-    others = ", ".join(c.value for c in (AttentionChoice.auto, *BACKENDS) if c is not choice)
+    others = ", ".join(c.value for c in (AttentionChoice.auto, *backends) if c is not choice)
     raise ConfigError(
         f"attention.{kind}={choice.value} cannot serve this model: {'; '.join(refusals)}. Others: {others}"
     )
 
 
-def _load(candidate: AttentionChoice, kind: Kind, needs: Requirements) -> AttentionBackend | str:
-    """The backend, or why it cannot serve."""
-    module, _, name = BACKENDS[candidate].partition(":")
+def _load(where: str, kind: Kind, needs: Requirements) -> AttentionBackend | str:
+    """The backend, or why it cannot serve. `where`: module:class."""
+    module, _, name = where.partition(":")
     try:
         backend: type[AttentionBackend] = getattr(importlib.import_module(module), name)
     except ImportError as error:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.kv_store import KVStore, PagedHeads
 from mini_infer.quantization.formats import as_stored
 
 if TYPE_CHECKING:
@@ -70,6 +70,31 @@ class AttentionBatch(NamedTuple):
         n, starts = self.num_decode_rows, self.query_starts
         return Rows(self.block_tables[n:], starts[n:] - self.num_decode_tokens if n else starts, self.seq_lens[n:])
 
+    def only_decode(self) -> AttentionBatch:
+        """Its decode rows, as a batch of their own."""
+        n, t, starts, lens = self.num_decode_rows, self.num_decode_tokens, self.host_query_starts, self.host_seq_lens
+        return self._replace(
+            positions=self.positions[:t],
+            slot_mapping=self.slot_mapping[:t],
+            **self.decode_rows()._asdict(),
+            host_query_starts=None if starts is None else starts[: n + 1],
+            host_seq_lens=None if lens is None else lens[:n],
+        )
+
+    def only_prefill(self) -> AttentionBatch:
+        """Its prefill rows, as a batch of their own, of a step whose lengths the host knows."""
+        n, t, starts, lens = self.num_decode_rows, self.num_decode_tokens, self.host_query_starts, self.host_seq_lens
+        assert starts is not None, "captured steps have decode rows alone"
+        assert lens is not None, "captured steps have decode rows alone"
+        return self._replace(
+            positions=self.positions[t:],
+            slot_mapping=self.slot_mapping[t:],
+            **self.prefill_rows()._asdict(),
+            num_decode_rows=0,
+            host_query_starts=starts[n:] - t,
+            host_seq_lens=lens[n:],
+        )
+
     @classmethod
     def of_rows(
         cls, *tensors: Tensor, num_decode_rows: int, host_query_starts: np.ndarray, host_seq_lens: np.ndarray
@@ -91,17 +116,48 @@ class AttentionBatch(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class UpProjections:
+    """From a cached latent [rank + rope_dim] to a head's key and value (attention/mla.py)."""
+
+    weights: Sequence[Tensor]  # of each layer: [num_heads, nope_dim + value_dim, rank], W_UK above W_UV
+    rope_dim: int
+    value_dim: int
+
+    @property
+    def rank(self) -> int:
+        return self.weights[0].shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries and keys: nope_dim + rope_dim."""
+        return self.weights[0].shape[1] - self.value_dim + self.rope_dim
+
+
+@dataclass(frozen=True, eq=False)
 class ModelAttention:
     """The same in every step: the cache of a model, and how its layers attend.
 
     windows[layer] is the layer's sliding window: a query at position p sees (p - window, p]; None sees [0, p].
     scale multiplies q.k.
+
+    Of a cache of latents, `up` is what makes keys and values of them.
     """
 
-    store: KVStore
+    store: PagedHeads
     windows: Sequence[int | None]
     scale: float
     dtype: torch.dtype | None = None  # of queries; None: that of keys
+    up: UpProjections | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries."""
+        return self.store.keys(0).shape[-1] if self.up is None else self.up.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Of what attention gives."""
+        return self.store.values(0).shape[-1] if self.up is None else self.up.value_dim
 
     def windows_within(self, length: int) -> list[int | None]:
         """A window that covers every sequence of a step, the longest of `length` tokens, is none."""
@@ -123,7 +179,8 @@ class AttentionContext:
         decode_backend: AttentionBackend,
     ) -> None:
         self.batch = batch
-        self._kv_store = attention.store
+        assert isinstance(attention.store, KVStore), "other stores are views of one, for kernels"
+        self._kv_store, self._attention = attention.store, attention
         # A backend derives here, once a step, what all layers share.
         self._decode = decode_backend.decode(batch, attention) if batch.num_decode_rows else None
         has_prefill = batch.num_decode_rows < batch.num_rows
@@ -131,11 +188,11 @@ class AttentionContext:
 
     def key_slots(self, layer: int) -> Tensor:
         """[num_blocks * block_size, num_kv_heads, head_dim], where batch.slot_mapping points."""
-        return self._kv_store.slots(layer, "k")
+        return self.slots(layer, "k")
 
     def value_slots(self, layer: int) -> Tensor:
         """[num_blocks * block_size, num_kv_heads, head_dim], where batch.slot_mapping points."""
-        return self._kv_store.slots(layer, "v")
+        return self.slots(layer, "v")
 
     def real_tokens(self) -> Tensor:
         """[T] bool: not those of padding, which write to the last block of the store."""
@@ -146,6 +203,10 @@ class AttentionContext:
         """As KVStore.scales."""
         return self._kv_store.scales(layer)
 
+    def slots(self, layer: int, name: str) -> Tensor:
+        """[num_blocks * block_size, *shape] of a plane, where batch.slot_mapping points."""
+        return self._kv_store.slots(layer, name)
+
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k and v [T, num_kv_heads, head_dim] of the model's dtype, of any strides."""
         keys, values, places = self.key_slots(layer), self.value_slots(layer), self.batch.slot_mapping
@@ -155,15 +216,15 @@ class AttentionContext:
         values.view(v.dtype).index_copy_(0, places, v)
 
     def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
-        """Attends with q [T, num_heads, head_dim] to the K and V stored so far, this step's among them; returns q's
-        shape and dtype, in `out`, contiguous, where it is given."""
+        """Attends with q [T, num_heads, head_dim] to what is stored so far, this step's among it -> [T, num_heads,
+        value_dim] of q's dtype, in `out`, contiguous, where it is given."""
         if self._decode is None:
             assert self._prefill is not None, "a batch has rows"
             return self._prefill(layer, q, out)
         if self._prefill is None:
             return self._decode(layer, q, out)
         n = self.batch.num_decode_tokens
-        out = q.new_empty(q.shape) if out is None else out
+        out = q.new_empty(*q.shape[:2], self._attention.value_dim) if out is None else out
         self._decode(layer, q[:n], out[:n])
         self._prefill(layer, q[n:], out[n:])
         return out

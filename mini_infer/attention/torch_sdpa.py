@@ -16,13 +16,15 @@ from torch import Tensor
 
 from mini_infer.attention.backend import AttentionBackend, AttentionStep, Capabilities
 from mini_infer.attention.context import AttentionBatch, ModelAttention
-from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.kv_store import PagedHeads
 from mini_infer.kernels.limits import AttentionLimits
 
 Attend = Callable[[int, Tensor], Tensor]  # layer, q -> as AttentionStep, of some of the rows
 
 _LIMITS = AttentionLimits(
-    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), scaled_dtypes=frozenset({torch.float8_e4m3fn})
+    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    unequal_values=True,
+    scaled_dtypes=frozenset({torch.float8_e4m3fn}),
 )
 
 
@@ -94,7 +96,7 @@ class SdpaBackend(AttentionBackend):
 
         def attend(layer: int, q: Tensor) -> Tensor:
             gather(layer)
-            mask, shape, group, dtype = masks[windows[layer]], q.shape, q.shape[1] // kv_heads, q.dtype
+            mask, heads, group, dtype = masks[windows[layer]], q.shape[1], q.shape[1] // kv_heads, q.dtype
             q = q.to(k.dtype)
             if n == 1:
                 q = q.view(rows, kv_heads, group, -1)
@@ -104,7 +106,7 @@ class SdpaBackend(AttentionBackend):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=attention.scale)
             if n > 1:
                 out = out.unflatten(2, (n, group)).transpose(1, 2)
-            return out.reshape(shape).to(dtype)
+            return out.reshape(-1, heads, v.shape[-1]).to(dtype)
 
         return attend
 
@@ -155,22 +157,31 @@ class _Scratch:
 
 
 class _Gather:
-    """The blocks of some rows of block tables [R, W], as K and V of shape [R, length, num_kv_heads, head_dim]: in one
-    index_select, since they are rows b and num_blocks + b of the same matrix."""
+    """The blocks of some rows of block tables [R, W], as K [R, length, num_kv_heads, head_dim] and V of its own size:
+    in one index_select, where they are rows b and num_blocks + b of the same matrix."""
 
-    def __init__(self, store: KVStore, block_tables: Tensor, length: int, scratch: _Scratch) -> None:
+    def __init__(self, store: PagedHeads, block_tables: Tensor, length: int, scratch: _Scratch) -> None:
         self._store = store
         blocks = block_tables[:, : math.ceil(length / store.block_size)].flatten()
-        self._index = torch.cat((blocks, blocks + store.num_blocks))
-        self._out = scratch.take(len(self._index), store.blocks(0))
-        rows = block_tables.shape[0]
-        self._codes = self._out.view(2, rows, -1, *store.keys(0).shape[2:])[:, :, :length]
+        rows, sides = block_tables.shape[0], (store.keys(0), store.values(0))
+        if (joint := store.blocks(0)) is not None:
+            self._index = torch.cat((blocks, blocks + store.num_blocks))
+            self._gathered = [scratch.take(len(self._index), joint)]
+            both = tuple(self._gathered[0].view(2, rows, -1, *sides[0].shape[2:]))
+        else:
+            self._index = blocks
+            self._gathered = [side.new_empty(len(blocks), *side.shape[1:]) for side in sides]
+            both = tuple(out.view(rows, -1, *out.shape[2:]) for out in self._gathered)
+        self._codes = [side[:, :length] for side in both]
         # Numbers of 8 bits are made float32, in which then all is computed.
-        self.k, self.v = self._codes if store.scales(0) is None else self._codes.float()
+        self.k, self.v = self._codes if store.scales(0) is None else [codes.float() for codes in self._codes]
 
     def __call__(self, layer: int) -> None:
         """Fills k and v."""
-        torch.index_select(self._store.blocks(layer), 0, self._index, out=self._out)
+        joint = self._store.blocks(layer)
+        sources = (self._store.keys(layer), self._store.values(layer)) if joint is None else (joint,)
+        for source, out in zip(sources, self._gathered, strict=True):
+            torch.index_select(source, 0, self._index, out=out)
         if (scales := self._store.scales(layer)) is not None:
             for heads, codes, own in zip((self.k, self.v), self._codes, scales, strict=True):
                 heads.copy_(codes).mul_(own[:, None])

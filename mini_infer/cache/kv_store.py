@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from mini_infer.cache.layout import KVLayout, Plane
+
+
+class PagedHeads(Protocol):
+    """What attention kernels see of a cache: keys and values of heads in blocks, whatever is stored."""
+
+    num_blocks: int
+    block_size: int
+    device: torch.device
+
+    def keys(self, layer: int) -> Tensor:
+        """[num_blocks, block_size, num_kv_heads, head_dim]"""
+
+    def values(self, layer: int) -> Tensor:
+        """[num_blocks, block_size, num_kv_heads, value_dim]"""
+
+    def blocks(self, layer: int) -> Tensor | None:
+        """[2 * num_blocks, block_size * num_kv_heads * head_dim]: row b is block b's keys, num_blocks + b its values;
+        None where they are not in one tensor."""
+
+    def scales(self, layer: int) -> Tensor | None:
+        """What 8-bit keys and values are multiplied by, [2, num_kv_heads] float32; None where they are in the model's
+        dtype."""
 
 
 class KVStore:
@@ -38,8 +62,8 @@ class KVStore:
         self.device = device
         self.tensors: list[Tensor] = []
         self._scales: list[Tensor] | None = None
-        if (keys := layout.keys) is not None and keys.scaled:
-            scales = torch.ones(layout.num_layers, 2, keys.shape[0], device=device) if scales is None else scales
+        if (heads := layout.heads) is not None and heads[0].scaled:
+            scales = torch.ones(layout.num_layers, 2, heads[0].shape[0], device=device) if scales is None else scales
             self._scales = list(scales.detach())
         # Views are made once: on a CPU, indexing costs as much as a small kernel.
         self._planes: dict[tuple[int, str], Tensor] = {}
@@ -69,17 +93,17 @@ class KVStore:
         model's dtype."""
         return None if self._scales is None else self._scales[layer]
 
-    def blocks(self, layer: int) -> Tensor:
-        """[2 * num_blocks, block_size * num_kv_heads * head_dim]: row b is block b's keys, num_blocks + b its
-        values."""
-        return self._blocks[layer, "k"]
+    def blocks(self, layer: int) -> Tensor | None:
+        """As PagedHeads.blocks."""
+        blocks = self._blocks[layer, "k"]
+        return blocks if len(blocks) == 2 * self.num_blocks else None
 
     def keys(self, layer: int) -> Tensor:
         """[num_blocks, block_size, num_kv_heads, head_dim]"""
         return self._planes[layer, "k"]
 
     def values(self, layer: int) -> Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_dim]"""
+        """[num_blocks, block_size, num_kv_heads, value_dim]"""
         return self._planes[layer, "v"]
 
 

@@ -60,27 +60,36 @@ class KVLayout:
         return cls((planes,) * num_layers)
 
     @classmethod
-    def of_heads(cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVLayout:
-        """Keys and values of every layer; no token has scales of its own."""
-        return cls.alike(num_layers, *(Plane(name, (num_kv_heads, head_dim), dtype) for name in "kv"))
+    def of_heads(
+        cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+    ) -> KVLayout:
+        """Keys and values (default: of the keys' size) of every layer; no token has scales of its own."""
+        sizes = {"k": head_dim, "v": value_dim or head_dim}
+        return cls.alike(num_layers, *(Plane(name, (num_kv_heads, size), dtype) for name, size in sizes.items()))
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
-    def keys(self) -> Plane | None:
-        """Plane "k" of shape (num_kv_heads, head_dim), where all layers keep that and values alike, as of
-        `of_heads`."""
-        keys = self.layers[0][0] if self.layers else None
-        if keys is None or len(keys.shape) != 2:
+    def heads(self) -> tuple[Plane, Plane] | None:
+        """Planes "k" and "v" of shape (num_kv_heads, size), where all layers keep those alike, as of `of_heads`."""
+        planes = self.layers[0] if self.layers else ()
+        if len(planes) != 2 or any(len(plane.shape) != 2 for plane in planes):
             return None
-        num_kv_heads, head_dim = keys.shape
-        return keys if self == KVLayout.of_heads(self.num_layers, num_kv_heads, head_dim, keys.dtype) else None
+        k, v = planes
+        num_kv_heads, head_dim = k.shape
+        plain = KVLayout.of_heads(self.num_layers, num_kv_heads, head_dim, k.dtype, v.shape[1])
+        return (k, v) if self == plain else None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers."""
+        return sum(plane.bytes_per_token for planes in self.layers for plane in planes)
 
     def bytes_per_block(self, block_size: int) -> int:
         """Of all layers."""
-        return block_size * sum(plane.bytes_per_token for planes in self.layers for plane in planes)
+        return block_size * self.bytes_per_token
 
     def groups(self) -> list[tuple[list[int], tuple[Plane, ...]]]:
         """Layers that keep the same, wherever they stand, with what they keep."""

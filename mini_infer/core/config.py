@@ -130,15 +130,25 @@ class SchedulerConfig:
             )
 
 
+class MLAForm(str, Enum):
+    auto = "auto"  # a cache of latents, expanded for prompts, absorbed for few new tokens; batch_invariant: naive
+    naive = "naive"  # a cache of the keys and values of every head
+    latent = "latent"  # a cache of latents, of which keys and values are made wherever they are attended to
+    absorbed = "absorbed"  # a cache of latents, attended to as they are: the up-projections go to query and output
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """Prefill and decode rows of one batch may use different backends."""
 
     prefill: AttentionChoice = AttentionChoice.auto  # of prompts
     decode: AttentionChoice = AttentionChoice.auto  # of requests that decode
+    mla: MLAForm = MLAForm.auto  # of models with multi-head latent attention
+    mla_crossover: int = 128  # mla=auto: prompts of which no more tokens are new absorb, too
 
     def __post_init__(self) -> None:
         coerce(self)
+        at_least(self, 0, "mla_crossover")
 
 
 @dataclass(frozen=True)

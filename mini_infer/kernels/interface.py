@@ -112,6 +112,16 @@ class ExpertWeights(NamedTuple):
     activations: ActivationFormat | None = None  # of x and of what down takes; None: they stay as they are
 
 
+class LatentPlaces(NamedTuple):
+    """As Places, for a cache of latents: rank R, and P dimensions that are rotated."""
+
+    cos: Tensor  # [T, 1, P], cos cos of each token's angles, as RotaryTable gives them
+    sin: Tensor  # [T, 1, P], -sin sin
+    slot_mapping: Tensor  # [T] int64, where in slots each token goes
+    slots: Tensor  # [slots, R + P]
+    interleaved: bool  # dimensions 2i and 2i + 1 are rotated together; else i and i + P / 2
+
+
 class Kernels(Protocol):
     """Arguments are contiguous unless said."""
 
@@ -146,6 +156,15 @@ class Kernels(Protocol):
 
         Args:
             qkv: [T, (Hq + 2 Hkv) * D], q heads | k heads | v heads.
+        """
+
+    def rope_and_store_latent(self, q: Tensor, kv: Tensor, norm: Norm, places: LatentPlaces) -> Tensor:
+        """Stores a step's latents, the first R numbers of `kv` normalised and the others rotated, and returns its
+        queries, the last P numbers of each head rotated. What was rotated has the first of each pair in its first half.
+
+        Args, of which tokens may lie apart:
+            q: [T, Hq, D]; what is returned is contiguous.
+            kv: [T, R + P].
         """
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

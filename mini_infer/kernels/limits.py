@@ -18,11 +18,14 @@ class AttentionLimits:
     dtypes: Collection[torch.dtype]
     head_sizes: Collection[int] | None = None
     block_sizes: Collection[int] | None = None
+    unequal_values: bool = False  # values may be of another size than keys
     scaled_dtypes: Collection[torch.dtype] = ()
     scaled_capability: tuple[int, int] | None = None  # the least of a GPU for these; None: any
 
-    def refusal(self, head_size: int, block_size: int, dtype: torch.dtype) -> str | None:
-        """Why the kernel cannot, or None if it can."""
+    def refusal(self, head_size: int, block_size: int, dtype: torch.dtype, value_size: int | None = None) -> str | None:
+        """Why the kernel cannot, or None if it can. Values are of the keys' size, unless said."""
+        if value_size not in (None, head_size) and not self.unequal_values:
+            return f"it takes keys and values of one size, not {head_size} and {value_size}"
         if dtype not in self.dtypes:
             return f"it takes {names(self.dtypes)}, not {dtype}"
         if self.head_sizes is not None and head_size not in self.head_sizes:

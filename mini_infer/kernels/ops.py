@@ -14,7 +14,18 @@ from torch import Tensor
 
 from mini_infer.core.config import KernelChoice, Numerics
 from mini_infer.core.errors import ConfigError
-from mini_infer.kernels.interface import ExpertWeights, Kernels, Places, QKNorm, RouterSpec, Routes, Stream, TokenPlaces
+from mini_infer.kernels.interface import (
+    ExpertWeights,
+    Kernels,
+    LatentPlaces,
+    Norm,
+    Places,
+    QKNorm,
+    RouterSpec,
+    Routes,
+    Stream,
+    TokenPlaces,
+)
 from mini_infer.kernels.moe import experts_reference, route_reference
 from mini_infer.quantization.formats import ActivationFormat, WeightFormat, as_stored, quantize_tokens
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight, quantized_linear_reference
@@ -83,6 +94,14 @@ class TorchKernels:
         value_slots.view(v.dtype).index_copy_(0, slot_mapping, v)
         return q
 
+    def rope_and_store_latent(self, q: Tensor, kv: Tensor, norm: Norm, places: LatentPlaces) -> Tensor:
+        rope_dim = places.cos.shape[-1]
+        c, r = kv.tensor_split((-rope_dim,), dim=1)
+        nope, rotated = q.tensor_split((-rope_dim,), dim=2)
+        c = F.rms_norm(c, norm.weight.shape, *norm)
+        places.slots.index_copy_(0, places.slot_mapping, torch.cat((c, _rotated(r[:, None], places)[:, 0]), dim=1))
+        return torch.cat((nope, _rotated(rotated, places)), dim=2)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
@@ -92,6 +111,13 @@ class TorchKernels:
 
     def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
         return experts_reference(x, routes, weights)
+
+
+def _rotated(x: Tensor, places: LatentPlaces) -> Tensor:
+    """x [T, heads, P], the first of each pair then in the first half."""
+    if places.interleaved:
+        x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+    return torch.addcmul(x * places.cos, x.roll(x.shape[-1] // 2, dims=-1), places.sin)
 
 
 class TritonKernels(TorchKernels):

@@ -1,5 +1,5 @@
-"""The decoder of Llama 2/3, Qwen2/2.5, Qwen3, Mistral and of mixtures of experts: what differs between them is in
-ModelSpec.
+"""The decoder of Llama 2/3, Qwen2/2.5, Qwen3, Mistral, DeepSeek-V2/V3 and of mixtures of experts: what differs between
+them is in ModelSpec.
 
 Each half of a layer reads the residual stream through a norm and a product, and adds a product to it:
 
@@ -18,22 +18,25 @@ number of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_infer.attention.context import AttentionContext
+from mini_infer.attention.context import AttentionContext, ModelAttention, UpProjections
+from mini_infer.cache.kv_store import KVStore
 from mini_infer.kernels.interface import Places, QKNorm, Stream, TokenPlaces
 from mini_infer.modeling.kv_scales import KVScales
 from mini_infer.modeling.layers import Layer, Linear, RMSNorm
 from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel, empty_parameter
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
+from mini_infer.modeling.mla import LatentAttention
 from mini_infer.modeling.mlp import MLP
 from mini_infer.modeling.model import CheckpointTensor, Model
 from mini_infer.modeling.moe import MoE
 from mini_infer.modeling.rope import RotaryTable
-from mini_infer.modeling.spec import AttentionSpec, MLPSpec, ModelSpec, MoESpec
+from mini_infer.modeling.spec import AttentionSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
 
 
 class Attention(nn.Module):
@@ -79,7 +82,7 @@ class Attention(nn.Module):
 
 
 # A kind of attention or feed-forward, and who computes it.
-ATTENTION = {AttentionSpec: Attention}
+ATTENTION = {AttentionSpec: Attention, MLASpec: LatentAttention}
 FEED_FORWARD: dict[type, Callable[..., MLP | MoE]] = {MLPSpec: MLP, MoESpec: MoE}
 
 
@@ -117,7 +120,7 @@ class Decoder(Model):
         self.embed_tokens = empty_parameter(*size, dtype=build.dtype, device=build.device)
         attention = spec.attention
         assert attention.rope is not None, "the architectures of the registry have one"
-        self.rotary = RotaryTable(attention.rope, attention.head_dim, max_len, build.dtype, build.device)
+        self.rotary = RotaryTable(attention.rope, attention.rotary_dim, max_len, build.dtype, build.device)
         layers = (DecoderLayer(f"model.layers.{i}", i, spec, build) for i in range(spec.num_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps, build)
@@ -143,6 +146,13 @@ class Decoder(Model):
         for layer in self.layers:
             x, residual = layer.forward(x, residual, cos, sin, context, tokens)
         return self._kernels.add_rms_norm(Stream(x, residual, self.norm.norm))[0]
+
+    def attention(self, store: KVStore) -> ModelAttention:
+        attention, spec = super().attention(store), self.spec.attention
+        if spec.latent is None:
+            return attention
+        weights = [module.up for module in self.modules() if isinstance(module, LatentAttention)]
+        return replace(attention, up=UpProjections(weights, spec.latent.rope_dim, spec.value_dim))
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         return self._head.apply(hidden, out)

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.config import (
-    CacheConfig,
     CacheDType,
     Device,
     DType,
+    EngineConfig,
     LoadFormat,
+    MLAForm,
     ModelConfig,
+    Numerics,
     Quantization,
     Routing,
 )
@@ -28,7 +30,7 @@ from mini_infer.modeling.linear_methods.quantized import stored_as
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.registry import parse_spec
-from mini_infer.modeling.spec import ModelSpec, MoESpec, token_ids
+from mini_infer.modeling.spec import MLASpec, ModelSpec, MoESpec, token_ids
 from mini_infer.modeling.transformers_model import load_transformers_model, new_transformers_model
 from mini_infer.quantization.checkpoint_config import rounding
 
@@ -49,10 +51,27 @@ def load_spec(config: ModelConfig) -> ModelSpec:
     return spec
 
 
-def with_cache(spec: ModelSpec, cache: CacheConfig) -> ModelSpec:
-    """The spec of a model whose keys and values are kept as the config says."""
+def as_served(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """The spec of a model whose cache is kept as the config says. Raises ConfigError where it cannot be."""
     brings_scales = spec.quantization is not None and spec.quantization.fp8_kv
-    return dataclasses.replace(spec, fp8_kv=cache.dtype is CacheDType.fp8 or brings_scales)
+    spec = dataclasses.replace(spec, fp8_kv=config.cache.dtype is CacheDType.fp8 or brings_scales)
+    form = config.attention.mla
+    if not isinstance(spec.attention, MLASpec):
+        if form is not MLAForm.auto:
+            raise ConfigError(
+                f"attention.mla={form.value}: {spec.architecture} has no multi-head latent attention. Set "
+                "attention.mla=auto"
+            )
+        return spec
+    if spec.fp8_kv:
+        raise ConfigError(
+            f"cache.dtype=fp8: {spec.architecture} caches latents or keys and values of two sizes, for which there are "
+            "no scales. Set cache.dtype=auto"
+        )
+    if form is MLAForm.auto and config.numerics is Numerics.batch_invariant:
+        form = MLAForm.naive  # the one whose sums are all of kernels in one order
+    attention = dataclasses.replace(spec.attention, form=form, crossover=config.attention.mla_crossover)
+    return dataclasses.replace(spec, layers=tuple(dataclasses.replace(x, attention=attention) for x in spec.layers))
 
 
 def _as_configured(spec: ModelSpec, config: ModelConfig) -> ModelSpec:

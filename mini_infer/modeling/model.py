@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mini_infer.attention.context import AttentionContext
+from mini_infer.attention.context import AttentionContext, ModelAttention
+from mini_infer.cache.kv_store import KVStore
 from mini_infer.modeling.spec import ModelSpec
 
 
@@ -71,6 +72,10 @@ class Model(nn.Module):
         Each layer stores K and V of the T tokens through `context` and then attends. T depends on the step; within a
         CUDA graph all else that the model reads has a fixed address, and nothing waits for the device.
         """
+
+    def attention(self, store: KVStore) -> ModelAttention:
+        """What attention knows of the model, whose cache is `store`."""
+        return ModelAttention(store, self.spec.windows, self.spec.attention.scale, self.dtype)
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 
 from mini_infer.core.errors import ModelError
 from mini_infer.core.model_config import Implementation
-from mini_infer.modeling.moe_config import FeedForwards, mixtral, olmoe, qwen_moe
+from mini_infer.modeling.moe_config import FeedForwards, deepseek, mixtral, olmoe, qwen_moe
 from mini_infer.modeling.rope import RopeSpec
-from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, token_ids
+from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, token_ids
 from mini_infer.modeling.transformers_probe import transformers_spec
 from mini_infer.quantization.checkpoint_config import checkpoint_format
 
@@ -23,22 +24,15 @@ def decoder_spec(
     source: str,
     mlp_bias: bool = False,
     feed_forward: Callable[[Any, str], FeedForwards] | None = None,
+    attention: Callable[..., AttentionSpec | MLASpec] | None = None,
     **attends: bool,
 ) -> ModelSpec:
     """A model whose layers differ in their windows and feed-forwards alone, for modeling/decoder.py. `feed_forward`:
-    of mixtures of experts. `attends`: what more AttentionSpec has. Raises ModelError for what the decoder does not
-    do."""
+    of mixtures of experts. `attention`: of another kind than grouped heads; `attends`: what more AttentionSpec has.
+    Raises ModelError for what the decoder does not do."""
     if config.hidden_act != "silu":
         raise ModelError(f"{source}: hidden_act is {config.hidden_act!r}; only 'silu' is supported")
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ModelError(f"{source}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if head_dim % 2:
-        raise ModelError(f"{source}: head_dim={head_dim} is odd, which rotary embedding cannot be")
-    rope = rope_spec(config, source)
-    attention = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope=rope, **attends)
-    windows = layer_windows(config, source)
+    spec, windows = (attention or grouped_heads)(config, source, **attends), layer_windows(config, source)
     if feed_forward is None:
         feed_forwards: FeedForwards = (MLPSpec(config.intermediate_size, mlp_bias),) * len(windows)
     else:
@@ -48,8 +42,7 @@ def decoder_spec(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         layers=tuple(
-            LayerSpec(replace(attention, window=window), own)
-            for window, own in zip(windows, feed_forwards, strict=True)
+            LayerSpec(replace(spec, window=window), own) for window, own in zip(windows, feed_forwards, strict=True)
         ),
         norm_eps=config.rms_norm_eps,
         tie_word_embeddings=config.tie_word_embeddings,
@@ -58,6 +51,17 @@ def decoder_spec(
         eos_token_ids=token_ids(config.eos_token_id),
         config=config,
     )
+
+
+def grouped_heads(config: Any, source: str, **attends: bool) -> AttentionSpec:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ModelError(f"{source}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if head_dim % 2:
+        raise ModelError(f"{source}: head_dim={head_dim} is odd, which rotary embedding cannot be")
+    rope = rope_spec(config, source)
+    return AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope=rope, **attends)
 
 
 def stretched_length(config: Any) -> int:
@@ -101,6 +105,31 @@ def rope_spec(config: Any, source: str) -> RopeSpec:
     return RopeSpec(theta, tuple(scaled.tolist()), float(attention_factor))
 
 
+def latent_attention(config: Any, source: str) -> MLASpec:
+    """Of DeepSeek-V2 and V3."""
+    heads, rope = config.num_attention_heads, rope_spec(config, source)
+    nope_dim, rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
+    if rope_dim % 2:
+        raise ModelError(f"{source}: qk_rope_head_dim={rope_dim} is odd, which rotary embedding cannot be")
+    if config.attention_bias and config.q_lora_rank is None:
+        raise ModelError(f"{source}: attention_bias without q_lora_rank is not supported")
+    values, scale = config.rope_parameters, (nope_dim + rope_dim) ** -0.5
+    if values["rope_type"] != "default" and (strength := values.get("mscale_all_dim")) and values["factor"] > 1:
+        scale *= (0.1 * strength * math.log(values["factor"]) + 1) ** 2  # YaRN's temperature, of q and of k
+    return MLASpec(
+        num_heads=heads,
+        rank=config.kv_lora_rank,
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=config.v_head_dim,
+        scale=scale,
+        rope=rope,
+        q_rank=config.q_lora_rank,
+        interleaved=getattr(config, "rope_interleave", True),
+        bias=config.attention_bias,
+    )
+
+
 # Architecture -> the model_type of its transformers config class, which knows defaults and older spellings, and what
 # `decoder_spec` is told of it.
 ARCHITECTURES: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
@@ -134,6 +163,8 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
             "feed_forward": olmoe,
         },
     ),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", lambda c: {"attention": latent_attention, "feed_forward": deepseek}),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", lambda c: {"attention": latent_attention, "feed_forward": deepseek}),
 }
 
 # A config.json without these would silently get the sizes of the family's 7B model.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from mini_infer.cache.layout import KVLayout
+from mini_infer.attention.backend import Latent
+from mini_infer.attention.mla import LATENT
+from mini_infer.cache.layout import KVLayout, Plane
+from mini_infer.core.config import MLAForm
 from mini_infer.core.errors import ModelError
 from mini_infer.kernels.interface import RouterSpec
 from mini_infer.modeling.rope import RopeSpec
@@ -29,6 +32,89 @@ class AttentionSpec:
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head's q and k
     qk_norm_of_all: bool = False  # RMSNorm over q, all heads together, and over k (OLMoE)
+    latent: ClassVar[None] = None  # its cache holds keys and values
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head of what attention gives."""
+        return self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Of a query or a key, as much as is rotated."""
+        return self.head_dim
+
+    @property
+    def activation_width(self) -> int:
+        """As ModelSpec's: q, k and v merged, and q again."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+
+    def num_weights(self, hidden_size: int) -> int:
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        biases = (q + 2 * kv) * self.qkv_bias + hidden_size * self.o_bias
+        norms = 2 * self.head_dim * self.qk_norm + (q + kv) * self.qk_norm_of_all
+        return hidden_size * (2 * q + 2 * kv) + biases + norms
+
+    def kv_layout(self, num_layers: int, dtype: torch.dtype) -> KVLayout:
+        return KVLayout.of_heads(num_layers, self.num_kv_heads, self.head_dim, dtype)
+
+
+@dataclass(frozen=True)
+class MLASpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): modeling/mla.py."""
+
+    num_heads: int
+    rank: int  # of the latent that keys and values are made of
+    nope_dim: int  # of a head of q and k, what has no position
+    rope_dim: int  # ... and what is rotated, which all heads of k share
+    value_dim: int
+    scale: float  # of q.k
+    rope: RopeSpec
+    q_rank: int | None = None  # of the latent that queries are made of; None: they are made of the stream
+    interleaved: bool = True  # dimensions 2i and 2i + 1 are rotated together; else i and i + rope_dim / 2
+    bias: bool = False  # of all products but those that make heads
+    window: int | None = None  # always None
+    form: MLAForm = MLAForm.absorbed  # of the cache and of attention
+    crossover: int = 0  # as AttentionConfig.mla_crossover
+
+    @property
+    def head_dim(self) -> int:
+        """Of a query or a key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.rope_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Where keys and values are expanded."""
+        return self.num_heads
+
+    @property
+    def latent(self) -> Latent | None:
+        """Of the cache; None where it holds keys and values."""
+        if self.form is MLAForm.naive:
+            return None
+        sizes = self.num_heads, self.head_dim, self.value_dim, self.rank, self.rope_dim
+        return Latent(*sizes, self.form, self.crossover)
+
+    @property
+    def activation_width(self) -> int:
+        """As ModelSpec's: q three times, k and v, and what is absorbed."""
+        return self.num_heads * (4 * self.head_dim + 2 * self.value_dim + 2 * self.rank + self.rope_dim)
+
+    def num_weights(self, hidden_size: int) -> int:
+        q, kv, o = self.num_heads * self.head_dim, self.rank + self.rope_dim, self.num_heads * self.value_dim
+        of_q = hidden_size * q if self.q_rank is None else self.q_rank * (hidden_size + q + 1)
+        biases = ((self.q_rank or 0) + kv + hidden_size) * self.bias
+        made = self.num_heads * (self.nope_dim + self.value_dim)
+        return of_q + hidden_size * (kv + o) + self.rank * (made + 1) + biases
+
+    def kv_layout(self, num_layers: int, dtype: torch.dtype) -> KVLayout:
+        if self.latent is None:
+            return KVLayout.of_heads(num_layers, self.num_heads, self.head_dim, dtype, self.value_dim)
+        return KVLayout.alike(num_layers, Plane(LATENT, (self.rank + self.rope_dim,), dtype))
 
 
 @dataclass(frozen=True)
@@ -77,7 +163,7 @@ FeedForwardSpec = MLPSpec | MoESpec
 
 @dataclass(frozen=True)
 class LayerSpec:
-    attention: AttentionSpec
+    attention: AttentionSpec | MLASpec
     feed_forward: FeedForwardSpec
 
 
@@ -109,7 +195,7 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def attention(self) -> AttentionSpec:
+    def attention(self) -> AttentionSpec | MLASpec:
         """Of all layers, but for their windows."""
         return self.layers[0].attention
 
@@ -121,16 +207,13 @@ class ModelSpec:
     @property
     def activation_width(self) -> int:
         """About how many numbers a token takes in the widest layer, counted as if none were freed before its end."""
-        heads, head_dim = self.attention.num_heads + self.attention.num_kv_heads, self.attention.head_dim
-        # The stream and its norms; q, k and v merged, and q again.
+        # The stream and its norms; attention's; the feed-forward's.
         widest = max(layer.feed_forward.activation_width(self.hidden_size) for layer in self.layers)
-        return 4 * self.hidden_size + 2 * heads * head_dim + widest
+        return 4 * self.hidden_size + self.attention.activation_width + widest
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """Of a model that computes in `dtype`."""
-        attention = self.attention
-        dtype = torch.float8_e4m3fn if self.fp8_kv else dtype
-        return KVLayout.of_heads(self.num_layers, attention.num_kv_heads, attention.head_dim, dtype)
+        return self.attention.kv_layout(self.num_layers, torch.float8_e4m3fn if self.fp8_kv else dtype)
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from mini_infer.core.errors import ModelError
 from mini_infer.modeling.checkpoint import safetensors_files
 from mini_infer.modeling.linear_methods.base import Build
 from mini_infer.modeling.model import CheckpointTensor, Model
-from mini_infer.modeling.spec import AttentionSpec, ModelSpec
+from mini_infer.modeling.spec import AttentionSpec, MLASpec, ModelSpec
 from mini_infer.modeling.transformers_probe import PAGED, attend_by, register
 
 
@@ -73,7 +73,7 @@ class TransformersModel(Model):
 class _PagedAttention:
     """The attention function of all layers, of the step whose context it has."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec | MLASpec) -> None:
         self._head_dim, self._scale = spec.head_dim, spec.scale
         self.context: AttentionContext | None = None
 

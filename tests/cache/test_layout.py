@@ -31,12 +31,13 @@ def test_it_is_a_value() -> None:
 
 
 def test_heads_are_those_of_plain_keys_and_values() -> None:
-    assert KVLayout.of_heads(3, 2, 8, torch.float32).keys == Plane("k", (2, 8), torch.float32)
     k, v = (Plane(name, (2, 8), torch.float32) for name in "kv")
-    wide = Plane("v", (2, 16), torch.float32)
-    for other in (KVLayout.alike(2, LATENT), KVLayout.alike(2, *FP8), KVLayout.alike(2, k, wide), KVLayout.alike(2, k)):
-        assert other.keys is None
-    assert KVLayout(((k, v), (k, wide))).keys is None
+    wide, more = Plane("v", (2, 16), torch.float32), Plane("v", (3, 8), torch.float32)
+    assert KVLayout.of_heads(3, 2, 8, torch.float32).heads == (k, v)
+    assert KVLayout.of_heads(3, 2, 8, torch.float32, 16).heads == (k, wide)
+    for other in (KVLayout.alike(2, LATENT), KVLayout.alike(2, *FP8), KVLayout.alike(2, k, more), KVLayout.alike(2, k)):
+        assert other.heads is None
+    assert KVLayout(((k, v), (k, wide))).heads is None
 
 
 def test_layers_that_keep_the_same_are_one_group() -> None:

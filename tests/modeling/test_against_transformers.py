@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -23,14 +25,14 @@ from transformers import (
 )
 
 from mini_infer.attention.backend import Requirements, select_backend
-from mini_infer.attention.context import AttentionContext, ModelAttention
+from mini_infer.attention.context import AttentionContext
 from mini_infer.cache.kv_store import KVStore
-from mini_infer.core.config import AttentionChoice, ModelConfig
+from mini_infer.core.config import AttentionChoice, AttentionConfig, EngineConfig, MLAForm, ModelConfig
 from mini_infer.kernels.ops import TorchKernels
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.linear_methods.base import Build
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
-from mini_infer.modeling.loader import load_model, load_spec
+from mini_infer.modeling.loader import as_served, load_model, load_spec
 
 CPU = torch.device("cpu")
 LENGTH = 45
@@ -56,6 +58,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     sharded: bool = False
     old_rope: bool = False  # config.json as transformers 4 wrote it: rope_theta, rope_scaling, torch_dtype
+    mla: str = "auto"
 
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:
@@ -65,6 +68,16 @@ def rope(kind: str, **values: Any) -> dict[str, Any]:
 QWEN_MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+YARN_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.3)
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 18,
+    "first_k_dense_replace": 3,
+}
 
 CASES = [
     Case("llama", LlamaConfig),
@@ -135,20 +148,32 @@ CASES = [
     Case("qwen3-moe", Qwen3MoeConfig, QWEN_MOE | {"head_dim": 32, "norm_topk_prob": True}),
     Case("qwen3-moe-every-second", Qwen3MoeConfig, QWEN_MOE | {"decoder_sparse_step": 2, "head_dim": 16}),
     Case("olmoe", OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2}),
+    Case("deepseek-v2", DeepseekV2Config, MLA | {"q_lora_rank": None, "mlp_bias": True}),
+    Case("deepseek-v2-old-rope-absorbed", DeepseekV2Config, MLA | YARN_MSCALE, old_rope=True, mla="absorbed"),
+    Case("deepseek-v2-biases-latent", DeepseekV2Config, MLA | {"attention_bias": True}, mla="latent"),
+    Case("deepseek-v2-naive", DeepseekV2Config, MLA | {"q_lora_rank": None} | YARN, mla="naive"),
+    Case("deepseek-v3", DeepseekV3Config, MLA | YARN_MSCALE, sharded=True),
+    Case("deepseek-v3-halves-absorbed", DeepseekV3Config, MLA | {"rope_interleave": False}, mla="absorbed"),
+    Case("deepseek-v3-latent", DeepseekV3Config, MLA | {"q_lora_rank": None}, mla="latent"),
+    Case("deepseek-v3-naive", DeepseekV3Config, MLA | YARN_MSCALE | {"rope_interleave": False}, mla="naive"),
 ]
 
 
 class PagedModel:
     """A loaded model with a small KV store in which no sequence's blocks are adjacent or in order."""
 
-    def __init__(self, folder: Path, step_rows: Any) -> None:
+    def __init__(self, folder: Path, step_rows: Any, mla: str) -> None:
         config = ModelConfig(path=str(folder))
-        self.spec = load_spec(config)
+        attention = AttentionConfig(mla=MLAForm(mla), mla_crossover=12)
+        self.spec = as_served(load_spec(config), EngineConfig(config, attention=attention))
         self.model = load_model(config, self.spec, torch.float32, CPU)
         self._rows = step_rows
         self.store = self.new_store()
-        needs = Requirements(self.store.layout, BLOCK, torch.float32, CPU, any(self.spec.windows))
-        self._backend = select_backend(AttentionChoice.auto, "prefill", needs).backend
+        needs = Requirements(
+            self.store.layout, BLOCK, torch.float32, CPU, any(self.spec.windows), latent=self.spec.attention.latent
+        )
+        self._prefill = select_backend(AttentionChoice.auto, "prefill", needs).backend
+        self._decode = select_backend(AttentionChoice.auto, "decode", needs).backend
         self._free: list[int] = torch.randperm(96, generator=torch.Generator().manual_seed(0)).tolist()
 
     def new_store(self) -> KVStore:
@@ -164,10 +189,7 @@ class PagedModel:
     def step(self, rows: list[tuple[list[int], int, int, list[int]]], num_decode_rows: int) -> list[torch.Tensor]:
         """rows: (sequence, start, count, block table). Returns each row's logits [count, vocab]."""
         batch = self._rows([row[1:] for row in rows], num_decode_rows, BLOCK, unused_block=rows[0][3][0])
-        scale = self.spec.attention.scale
-        context = AttentionContext(
-            batch, ModelAttention(self.store, self.spec.windows, scale), self._backend, self._backend
-        )
+        context = AttentionContext(batch, self.model.attention(self.store), self._prefill, self._decode)
         tokens = torch.tensor([t for sequence, start, count, _ in rows for t in sequence[start : start + count]])
         logits = self.model.compute_logits(self.model.forward(tokens, batch.positions, context))
         assert logits.dtype == torch.float32
@@ -215,7 +237,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with torch.inference_mode():
         expected = reference(tokens).logits
     assert 0.5 < expected.std() < 3, "logits this flat or this steep would prove little"
-    return Loaded(PagedModel(folder, step_rows), tokens.tolist(), list(expected))
+    return Loaded(PagedModel(folder, step_rows, request.param.mla), tokens.tolist(), list(expected))
 
 
 @pytest.fixture(autouse=True)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from mini_infer.attention.context import AttentionBatch, AttentionContext, ModelAttention
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.cache.kv_store import KVStore
-from mini_infer.core.config import CacheConfig, ModelConfig
+from mini_infer.core.config import CacheConfig, EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.ops import TorchKernels, TritonKernels
 from mini_infer.modeling.linear_methods import quantized
 from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel
 from mini_infer.modeling.linear_methods.quantized import QuantizedLinear, SideBySide, stored_as
-from mini_infer.modeling.loader import load_model, load_spec, outline, with_cache
+from mini_infer.modeling.loader import as_served, load_model, load_spec, outline
 from mini_infer.modeling.model import Model
 from mini_infer.quantization.checkpoint_config import rounding
 from mini_infer.quantization.formats import SCHEMES, Number, WeightFormat, dequantize, quantize, quantize_tokens
@@ -35,7 +35,8 @@ TOKENS = torch.arange(12) * 7 % 90
 
 def load(folder: Path, cache: CacheConfig | None = None, **options: Any) -> Model:
     config = ModelConfig(path=str(folder), **options)
-    return load_model(config, with_cache(load_spec(config), cache or CacheConfig()), torch.float32, CPU)
+    served = as_served(load_spec(config), EngineConfig(config, cache or CacheConfig()))
+    return load_model(config, served, torch.float32, CPU)
 
 
 @torch.inference_mode()
@@ -382,8 +383,8 @@ def test_keys_and_values_are_kept_in_fp8_with_a_folders_scales(
     scales |= {attention.format(1, "k"): torch.tensor([0.5, 1, 2, 4]), attention.format(1, "v"): torch.ones(1)}
     kv_folder(tmp_path, scales)
     own = load(tmp_path)
-    assert own.kv_layout.keys is not None
-    assert own.kv_layout.keys.dtype is torch.float8_e4m3fn
+    assert own.kv_layout.heads is not None
+    assert own.kv_layout.heads[0].dtype is torch.float8_e4m3fn
     assert own.kv_scales is not None
     assert own.kv_scales[:, :, 0].tolist() == [[0.5, 0.25], [0.5, 1.0]]
     assert own.kv_scales[1, 0].tolist() == [0.5, 1, 2, 4]

@@ -112,8 +112,8 @@ def cost(spec: ModelSpec, dtype: torch.dtype, done: StepWork) -> Cost:
     size = dtype.itemsize
     layers, head = layer_weights(spec, done.tokens), spec.vocab_size * spec.hidden_size
     attention = spec.attention
-    kv_row = 2 * attention.num_kv_heads * attention.head_dim  # K and V of one token in one layer
-    pair_flops = 4 * attention.num_heads * attention.head_dim
+    kv_row = attention.kv_layout(1, dtype).bytes_per_token // size  # numbers of one token in one layer
+    pair_flops = 2 * attention.num_heads * (attention.head_dim + attention.value_dim)
     numbers = layers + done.tokens * spec.hidden_size + done.tokens * spec.num_layers * kv_row
     flops = 2.0 * layer_weights(spec, 1) * done.tokens
     if done.sampled:
@@ -135,11 +135,7 @@ def layer_weights(spec: ModelSpec, tokens: int | None = None) -> float:
     hidden = spec.hidden_size
     total = float(hidden)
     for layer in spec.layers:
-        attention = layer.attention
-        q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        biases = (q + 2 * kv) * attention.qkv_bias + hidden * attention.o_bias
-        norms = 2 * hidden + 2 * attention.head_dim * attention.qk_norm + (q + kv) * attention.qk_norm_of_all
-        total += hidden * (2 * q + 2 * kv) + biases + norms + _feed_forward(layer.feed_forward, hidden, tokens)
+        total += layer.attention.num_weights(hidden) + 2 * hidden + _feed_forward(layer.feed_forward, hidden, tokens)
     return total
 
 

@@ -16,7 +16,7 @@ from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepRecord
-from mini_infer.modeling.loader import load_spec, outline, resolve_device, resolve_dtype, with_cache
+from mini_infer.modeling.loader import as_served, load_spec, outline, resolve_device, resolve_dtype
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.speculative.policy.costs import StepCosts
 
@@ -83,7 +83,7 @@ class MemoryWatch:
         self._on_gpu = not self._dry and resolve_device(config.model).type == "cuda"
         self._reserved = 0
         if not self._dry and not self._on_gpu:
-            spec = with_cache(load_spec(config.model), config.cache)
+            spec = as_served(load_spec(config.model), config)
             model = outline(spec, resolve_dtype(config.model, spec, resolve_device(config.model)))
             self._weights, self._block = model.weight_bytes(), model.kv_layout.bytes_per_block(config.cache.block_size)
 

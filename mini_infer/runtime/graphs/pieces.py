@@ -44,7 +44,8 @@ def graph_bytes(spec: ModelSpec, dtype: torch.dtype, sizes: Sequence[int]) -> in
     none; for each graph 256 KiB of the driver's, which is meant to be too much; and up to 32 MiB of cuBLAS's."""
     if not sizes:
         return 0
-    static = spec.hidden_size + 2 * spec.attention.num_heads * spec.attention.head_dim
+    attention = spec.attention
+    static = spec.hidden_size + attention.num_heads * (attention.head_dim + attention.value_dim)
     graphs = len(sizes) * (spec.num_layers + 1)
     return max(sizes) * (spec.activation_width + static) * dtype.itemsize + graphs * 256 * 2**10 + 32 * 2**20
 
@@ -57,7 +58,7 @@ class _Static:
     positions: Tensor  # [max] int64
     slot_mapping: Tensor  # [max] int64
     q: Tensor  # [max, num_heads, head_dim], of the layer that attends next
-    attended: Tensor  # q's shape
+    attended: Tensor  # [max, num_heads, value_dim]
     hidden: Tensor  # [max, hidden_size], what the step gives
 
     def num_bytes(self) -> int:
@@ -119,10 +120,11 @@ class PiecewiseGraphs:
         spec, heads, largest, dtype = model.spec, model.spec.attention, self._sizes[-1], model.dtype
         # Zeros: a graph of any size finds tokens, positions and slots that exist, whatever step was there before.
         rows = torch.zeros((3, largest), dtype=torch.int64, device=store.device)
-        q = torch.zeros((2, largest, heads.num_heads, heads.head_dim), dtype=dtype, device=store.device)
+        sizes = heads.head_dim, heads.value_dim
+        q, attended = (torch.zeros((largest, heads.num_heads, n), dtype=dtype, device=store.device) for n in sizes)
         hidden = torch.zeros((largest, spec.hidden_size), dtype=dtype, device=store.device)
         rows[2] = self._padding_slot
-        self._static = _Static(rows[0], rows[1], rows[2], q[0], q[1], hidden)
+        self._static = _Static(rows[0], rows[1], rows[2], q, attended, hidden)
 
     @torch.inference_mode()
     def capture(self, memory: GraphMemory) -> CaptureReport:

@@ -15,7 +15,7 @@ from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig, Numeri
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.ops import Kernels
 from mini_infer.modeling.checkpoint import resolve_folder
-from mini_infer.modeling.loader import load_model, load_spec, outline, resolve_dtype, with_cache
+from mini_infer.modeling.loader import as_served, load_model, load_spec, outline, resolve_dtype
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.runtime.sampling.sampler import Sampler
@@ -46,7 +46,7 @@ class ServedModel:
         if model.hf_config is None:  # a hub name is looked up once; from here on it is a folder
             folder = resolve_folder(model.path, weights=model.load_format is LoadFormat.auto)
             model = dataclasses.replace(model, path=str(folder))
-        spec = with_cache(load_spec(model), config.cache)
+        spec = as_served(load_spec(model), config)
         dtype = resolve_dtype(model, spec, device)
         kv_layout = spec.kv_layout(dtype)
         invariant = config.numerics is Numerics.batch_invariant
@@ -62,6 +62,7 @@ class ServedModel:
             device,
             sliding_window=any(spec.windows),
             batch_invariant=invariant,
+            latent=spec.attention.latent,
         )
         backends, no_graphs = _select_attention(config, needs, kernels)
         block_bytes = kv_layout.bytes_per_block(config.cache.block_size)

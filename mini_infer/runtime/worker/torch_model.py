@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from mini_infer.attention.backend import Requirements, Selection, select_backend
-from mini_infer.attention.context import AttentionContext, ModelAttention
+from mini_infer.attention.context import AttentionContext
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import AttentionConfig
 from mini_infer.modeling.model import Model
@@ -45,7 +45,7 @@ class TorchModel:
         self.expert_counts = model.expert_counts
         self._backends = backends
         self._pieces: PiecewiseGraphs | None = None
-        self._attention = ModelAttention(store, model.spec.windows, model.spec.attention.scale, model.dtype)
+        self._attention = model.attention(store)
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Computes the step's tokens and returns their hidden states [T, hidden_size], which stay until the next

@@ -1,0 +1,286 @@
+"""Attention to a cache of latents: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+
+All that is kept of a token is its latent c [rank] and r [rope_dim], the part of its key that is rotated and that all
+heads share. Two ways lead from there to what attention of heads gives:
+
+    expanded    k = [W_UK c | r], v = W_UV c    of each head and cached token; then any backend attends to them
+    absorbed    q' = [W_UK^T q_nope | q_rope]   attends to [c | r] as to one KV head, whose values are c;
+                out = W_UV (weighted sum of c)  no cached token is expanded
+
+To expand takes rank * (nope_dim + value_dim) products for each head and cached token, however many queries see it. To
+absorb makes each score and sum longer, 2 rank + rope_dim against head_dim + value_dim. With DeepSeek's sizes both take
+as many where 171 tokens of a row are new, whatever the row's length and the number of heads. So prompts expand, and
+decode and a prompt's short rests absorb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mini_infer.attention.backend import (
+    BACKENDS,
+    AttentionBackend,
+    AttentionStep,
+    Kind,
+    Latent,
+    Requirements,
+    Selection,
+    select_backend,
+)
+from mini_infer.attention.context import AttentionBatch, ModelAttention, UpProjections
+from mini_infer.cache.kv_store import KVStore
+from mini_infer.core.config import AttentionChoice, MLAForm
+from mini_infer.core.errors import ConfigError
+
+LATENT = "latent"  # the plane's name: [rank + rope_dim] of each token, c and then r
+EXPANDED_BYTES = 256 * 2**20  # of keys and values at a time; or one head's
+
+# Who attends to latents as they are. The others attend to keys and values of one size.
+ABSORBED = {AttentionChoice.sdpa: BACKENDS[AttentionChoice.sdpa]}
+
+
+def select_latent_backend(choice: AttentionChoice, kind: Kind, needs: Requirements, latent: Latent) -> Selection:
+    """As select_backend, for a cache of latents."""
+    form, layouts = latent.form, (latent.absorbed(needs.dtype), latent.expanded(needs.dtype))
+    if needs.batch_invariant:
+        raise ConfigError(
+            f"attention.mla={form.value} sums in an order that depends on the batch: with numerics=batch_invariant set "
+            "attention.mla=auto or naive"
+        )
+    if form is MLAForm.latent and needs.graphs and kind == "decode":
+        raise ConfigError(
+            "attention.mla=latent expands as many tokens as a step's rows have, which a CUDA graph cannot: set "
+            "attention.mla=auto, or graphs.capture=auto or never"
+        )
+    heads, latents = (replace(needs, layout=layout, latent=None) for layout in reversed(layouts))
+    by_length = form is MLAForm.auto and kind == "prefill"
+    if form is MLAForm.latent:
+        selection = select_backend(choice, kind, heads)
+        return replace(selection, backend=Expanded(selection.backend))
+    # Whoever is chosen for prompts that expand need not be able to absorb.
+    absorbing = AttentionChoice.auto if by_length and choice not in ABSORBED else choice
+    selection = select_backend(absorbing, kind, latents, ABSORBED)
+    absorbed = Absorbed(selection.backend)
+    if not by_length:
+        return replace(selection, backend=absorbed)
+    expanding = select_backend(choice, kind, heads)
+    return replace(expanding, backend=ByNewTokens(absorbed, Expanded(expanding.backend), latent.crossover))
+
+
+class Absorbed(AttentionBackend):
+    """Through a backend that attends to the latents as to one KV head."""
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        self._inner, self.variants = inner, inner.variants  # type: ignore[method-assign]
+
+    def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
+        return self._around(self._inner.decode(batch, _of_latents(attention)), attention)
+
+    def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
+        return self._around(self._inner.prefill(batch, _of_latents(attention)), attention)
+
+    def _around(self, attend: AttentionStep, attention: ModelAttention) -> AttentionStep:
+        up = _up(attention)
+
+        def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+            w_uk, w_uv = up.weights[layer].tensor_split((-up.value_dim,), dim=1)
+            (tokens, heads, head_dim), (_, nope_dim, rank) = q.shape, w_uk.shape
+            absorbed = q.new_empty(tokens, heads, rank + head_dim - nope_dim)
+            torch.bmm(q[..., :nope_dim].transpose(0, 1), w_uk, out=absorbed[..., :rank].transpose(0, 1))
+            absorbed[..., rank:] = q[..., nope_dim:]
+            attended = attend(layer, absorbed)
+            out = q.new_empty(tokens, heads, up.value_dim) if out is None else out
+            torch.bmm(attended.transpose(0, 1), w_uv.transpose(1, 2), out=out.transpose(0, 1))
+            return out
+
+        return step
+
+
+class Expanded(AttentionBackend):
+    """Through a backend that attends to keys and values of heads, which are made of a step's cached latents first: of
+    some heads at a time, so that a long context takes no more memory."""
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        self._inner, self.variants = inner, inner.variants  # type: ignore[method-assign]
+
+    def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
+        batch = batch.only_decode()
+        heads = _ExpandedHeads(batch, attention)
+        return self._around(self._inner.decode(heads.batch, heads.attention), heads, attention)
+
+    def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
+        batch = batch.only_prefill()
+        heads = _ExpandedHeads(batch, attention)
+        return self._around(self._inner.prefill(heads.batch, heads.attention), heads, attention)
+
+    def _around(self, attend: AttentionStep, heads: _ExpandedHeads, attention: ModelAttention) -> AttentionStep:
+        up = _up(attention)
+
+        def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+            latents, num_heads, at_once = heads.gathered(layer), q.shape[1], heads.at_once
+            out = q.new_empty(*q.shape[:2], up.value_dim) if out is None else out
+            for first in range(0, num_heads, at_once):
+                own = slice(first, first + at_once)
+                heads.fill(latents, up.weights[layer][own])
+                if at_once == num_heads:
+                    return attend(layer, q, out)
+                out[:, own] = attend(layer, q[:, own])
+            return out
+
+        return step
+
+
+class ByNewTokens(AttentionBackend):
+    """Prompts of which few tokens are new absorb, the others expand."""
+
+    def __init__(self, absorbed: Absorbed, expanded: Expanded, crossover: int) -> None:
+        self._absorbed, self._expanded, self._crossover = absorbed, expanded, crossover
+
+    def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
+        return self._absorbed.decode(batch, attention)
+
+    def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
+        batch = batch.only_prefill()
+        assert batch.host_query_starts is not None, "captured steps have decode rows alone"
+        few = np.diff(batch.host_query_starts) <= self._crossover
+        if few.all() or not few.any():
+            return (self._absorbed if few.all() else self._expanded).prefill(batch, attention)
+        parts = []
+        for backend, chosen in ((self._absorbed, few), (self._expanded, ~few)):
+            own, tokens = _some_rows(batch, chosen)
+            parts.append((tokens, backend.prefill(own, attention)))
+
+        def step(layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
+            out = q.new_empty(*q.shape[:2], attention.value_dim) if out is None else out
+            for tokens, attend in parts:
+                out[tokens] = attend(layer, q[tokens])
+            return out
+
+        return step
+
+    def warm_up(self, kind: Kind, attention: ModelAttention, num_heads: int, max_rows: int) -> None:
+        self._absorbed.warm_up(kind, attention, num_heads, max_rows)
+        self._expanded.warm_up(kind, attention, num_heads, max_rows)
+
+
+def _some_rows(batch: AttentionBatch, chosen: np.ndarray) -> tuple[AttentionBatch, Tensor]:
+    """Some of the prefill rows, as a batch of their own, and where their tokens are in the whole."""
+    starts, lens, device = batch.host_query_starts, batch.host_seq_lens, batch.positions.device
+    assert starts is not None, "captured steps have decode rows alone"
+    assert lens is not None, "captured steps have decode rows alone"
+    counts = np.diff(starts)
+    tokens = torch.from_numpy(np.flatnonzero(np.repeat(chosen, counts))).to(device)
+    rows = torch.from_numpy(np.flatnonzero(chosen)).to(device)
+    own_starts = np.concatenate(([0], np.cumsum(counts[chosen])))
+    own = AttentionBatch.of_rows(
+        batch.positions[tokens],
+        batch.slot_mapping[tokens],
+        batch.block_tables[rows],
+        torch.from_numpy(own_starts).int().to(device),
+        batch.seq_lens[rows],
+        num_decode_rows=0,
+        host_query_starts=own_starts,
+        host_seq_lens=lens[chosen],
+    )
+    return own, tokens
+
+
+def expand(latents: Tensor, up: Tensor, keys: Tensor, values: Tensor, linear: Callable[..., Tensor] = F.linear) -> None:
+    """Fills keys [N, heads, nope_dim + rope_dim] and values [N, heads, value_dim] from latents [N, rank + rope_dim] and
+    up [heads, nope_dim + value_dim, rank]."""
+    c, r = latents.tensor_split((up.shape[2],), dim=1)
+    made = linear(c, up.flatten(0, 1), None).unflatten(1, up.shape[:2])
+    nope_dim = up.shape[1] - values.shape[2]
+    keys[..., :nope_dim] = made[..., :nope_dim]
+    keys[..., nope_dim:] = r[:, None]
+    values.copy_(made[..., nope_dim:])
+
+
+def _up(attention: ModelAttention) -> UpProjections:
+    assert attention.up is not None, "a model whose cache holds latents has it"
+    return attention.up
+
+
+def _of_latents(attention: ModelAttention) -> ModelAttention:
+    """The latents as one KV head."""
+    store = attention.store
+    assert isinstance(store, KVStore), "latents are stored"
+    return replace(attention, store=_Latents(store, _up(attention).rank), up=None)
+
+
+class _Latents:
+    """A KV store's latents as keys of one head, and their first `rank` numbers as values."""
+
+    def __init__(self, store: KVStore, rank: int) -> None:
+        self.num_blocks, self.block_size, self.device = store.num_blocks, store.block_size, store.device
+        self._store, self._rank = store, rank
+
+    def keys(self, layer: int) -> Tensor:
+        return self._store.plane(layer, LATENT)[:, :, None]
+
+    def values(self, layer: int) -> Tensor:
+        return self.keys(layer)[..., : self._rank]
+
+    def blocks(self, layer: int) -> None:
+        return None
+
+    def scales(self, layer: int) -> None:
+        return None
+
+
+class _ExpandedHeads:
+    """Keys and values of some heads, made of the latents of a step's rows: blocks of the same size, one row's after the
+    other's, in memory that layers share.
+
+    Attributes:
+        batch, attention: for a backend that is to attend to them.
+        at_once: of how many heads there is room.
+    """
+
+    def __init__(self, batch: AttentionBatch, attention: ModelAttention) -> None:
+        store, tables = attention.store, batch.block_tables
+        assert isinstance(store, KVStore), "latents are stored"
+        self._store, self.device, self.block_size = store, store.device, store.block_size
+        lens = batch.seq_lens.cpu().numpy() if batch.host_seq_lens is None else batch.host_seq_lens
+        counts = -(-lens // self.block_size)
+        self.num_blocks = int(counts.sum())
+        used = np.arange(counts.max()) < counts[:, None]  # [R, blocks of the longest]
+        places = np.flatnonzero(used)
+        own = np.minimum(np.cumsum(used.ravel()).reshape(used.shape) - 1, self.num_blocks - 1)
+        self._blocks = tables[:, : used.shape[1]].flatten()[torch.from_numpy(places).to(self.device)]
+        up = _up(attention)
+        num_heads, made, _ = up.weights[0].shape
+        dtype = up.weights[0].dtype
+        head_bytes = self.num_blocks * self.block_size * (up.head_dim + up.value_dim + made) * dtype.itemsize
+        divisors = [heads for heads in range(1, num_heads + 1) if num_heads % heads == 0]
+        self.at_once = max((d for d in divisors if d * head_bytes <= EXPANDED_BYTES), default=1)
+        shape = self.num_blocks, self.block_size, self.at_once
+        self._keys = torch.empty(*shape, up.head_dim, dtype=dtype, device=self.device)
+        self._values = torch.empty(*shape, up.value_dim, dtype=dtype, device=self.device)
+        self.batch = batch._replace(block_tables=torch.from_numpy(own).int().to(self.device))
+        self.attention = replace(attention, store=self, up=None)
+
+    def gathered(self, layer: int) -> Tensor:
+        """The latents of all blocks, [num_blocks * block_size, rank + rope_dim]."""
+        return self._store.plane(layer, LATENT).index_select(0, self._blocks).flatten(0, 1)
+
+    def fill(self, latents: Tensor, up: Tensor) -> None:
+        expand(latents, up, self._keys.flatten(0, 1), self._values.flatten(0, 1))
+
+    def keys(self, layer: int) -> Tensor:
+        return self._keys
+
+    def values(self, layer: int) -> Tensor:
+        return self._values
+
+    def blocks(self, layer: int) -> None:
+        return None
+
+    def scales(self, layer: int) -> None:
+        return None
