@@ -1,0 +1,124 @@
+"""Greedy tokens of models with multi-head latent attention against transformers', in every form, with every mechanism
+switched on and memory short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from integrity import check_scheduler
+
+from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+
+VOCAB = 61
+NEW_TOKENS = 16
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 18,
+    "first_k_dense_replace": 2,
+    "initializer_range": 0.3,  # large enough that the greedy token leads clearly
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+FORMS = ["naive", "latent", "absorbed", "auto"]
+SHORT: dict[str, Any] = {"cache": {"num_blocks": 16, "block_size": 8, "watermark": 0.0}}
+BUSY: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 23, "overlap": "always"}
+MACHINES: dict[str, dict[str, Any]] = {
+    "recompute": {**SHORT, "scheduler": BUSY},
+    "swap": {
+        "cache": SHORT["cache"] | {"prefix_caching": False},
+        "scheduler": BUSY | {"preemption": "swap"},
+        "speculation": {"method": "ngram", "num_tokens": 3, "adaptive": False},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deepseek")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    shared = torch.randint(0, VOCAB, (40,), generator=generator).tolist()
+    tails = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (3, 10, 1, 7)]
+    lone = [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in (1, 17, 50, 33)]
+    return [*(shared + tail for tail in tails), *lone]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(**SMALL, rope_parameters=YARN)
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    tokens = []
+    for prompt in prompts:
+        with torch.inference_mode():
+            mask = torch.ones(1, len(prompt), dtype=torch.int64)
+            out = model.generate(
+                torch.tensor([prompt]), attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+            )
+        tokens.append(out[0, len(prompt) :].tolist())
+    return tokens
+
+
+def make(folder: Path, form: str, machine: dict[str, Any], **more: Any) -> LLMEngine:
+    attention = {"mla": form, "mla_crossover": 9}
+    return LLMEngine(
+        EngineConfig.from_dict(
+            {"model": {"path": str(folder), "device": "cpu"}, "attention": attention, **machine, **more}
+        )
+    )
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("form", FORMS)
+def test_greedy_tokens_equal_transformers(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]], form: str, machine: str
+) -> None:
+    engine = make(folder, form, MACHINES[machine])
+    outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
+    check_scheduler(engine.scheduler)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    records = engine.records
+    assert any(record.preempted for record in records)
+    assert any(record.num_prefilling for record in records), "no prompt was cut into chunks"
+    if machine == "swap":
+        assert sum(r.swapped_out_blocks for r in records) == sum(r.swapped_in_blocks for r in records) > 0
+        assert any(sum(record.accepted) for record in records)
+    else:
+        assert sum(r.prefix_hit_tokens for r in records) > 0
+    engine.close()
+
+
+def test_the_cache_of_latents_is_as_small_as_its_layout_says(folder: Path, expected: list[list[int]]) -> None:
+    sizes = {}
+    for form in ("naive", "auto"):
+        engine = make(folder, form, SHORT)
+        sizes[form] = engine.startup.kv_bytes
+        engine.close()
+    slots, layers = 16 * 8, 2
+    assert sizes == {"naive": slots * layers * 4 * (20 + 18) * 4, "auto": slots * layers * (24 + 8) * 4}
