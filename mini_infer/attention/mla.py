@@ -41,8 +41,11 @@ from mini_infer.core.errors import ConfigError
 LATENT = "latent"  # the plane's name: [rank + rope_dim] of each token, c and then r
 EXPANDED_BYTES = 256 * 2**20  # of keys and values at a time; or one head's
 
-# Who attends to latents as they are. The others attend to keys and values of one size.
-ABSORBED = {AttentionChoice.sdpa: BACKENDS[AttentionChoice.sdpa]}
+# Who attends to latents as they are.
+ABSORBED = {
+    AttentionChoice.triton: "mini_infer.attention.mla_triton:LatentTritonBackend",
+    AttentionChoice.sdpa: BACKENDS[AttentionChoice.sdpa],
+}
 
 
 def select_latent_backend(choice: AttentionChoice, kind: Kind, needs: Requirements, latent: Latent) -> Selection:

@@ -38,7 +38,7 @@ class TritonBackend(AttentionBackend):
             q, keys, values = q.contiguous(), store.keys(layer), store.values(layer)
             rows: dict[str, Any] = {"window": windows[layer], "query_len": batch.decode_query_len}
             if windows[layer] not in parts:
-                parts[windows[layer]] = flash_decode.split_rows(q, keys, seq_lens, **rows)
+                parts[windows[layer]] = flash_decode.split_rows(q, keys, values, seq_lens, **rows)
             if (scales := store.scales(layer)) is not None:
                 rows["kv_scales"] = scales
             rows |= {"scale": attention.scale, "parts": parts[windows[layer]], "out": out}

@@ -90,17 +90,28 @@ class Parts:
     """How a step's rows are split, and where programs leave what they found: shared by layers, which take turns."""
 
     fields: Tensor  # [S, _FIELDS] int32
-    found: Tensor  # [S, packs, queries, head_dim] of q's dtype
+    found: Tensor  # [S, packs, queries, value_dim] of q's dtype
     found_lse: Tensor  # [S, packs, queries] fp32
 
 
-def split_rows(q: Tensor, keys: Tensor, seq_lens: Tensor, *, window: int | None, query_len: int) -> Parts | None:
+def split_rows(
+    q: Tensor, keys: Tensor, values: Tensor, seq_lens: Tensor, *, window: int | None, query_len: int
+) -> Parts | None:
     """The parts of all rows, for flash_decode with the same arguments. None beyond MAX_ROWS rows, which flash_decode
     leaves whole."""
-    shape, num_rows = decode_shape(q, keys, query_len), seq_lens.shape[0]
+    shape = decode_shape(q, keys, values, query_len)
+    tile, found = shape["SLICES"] * shape["SLICE"], (packs(shape), _queries(shape), shape["VALUE_DIM"])
+    return make_parts(q, seq_lens, found, tile=tile, window=window, query_len=query_len)
+
+
+def make_parts(
+    q: Tensor, seq_lens: Tensor, found: tuple[int, int, int], *, tile: int, window: int | None, query_len: int
+) -> Parts | None:
+    """As split_rows, for rows of tiles of so many keys, of each of whose parts is found what `found` says: packs,
+    queries, value_dim. q has the dtype."""
+    num_rows, num_packs = seq_lens.shape[0], found[0]
     if num_rows > MAX_ROWS:
         return None
-    num_packs = packs(shape)
     target = max(1, _num_sms(q.device) // num_packs)
     num_parts = num_rows + 2 * target
     fields = torch.empty((num_parts, _FIELDS.value), dtype=torch.int32, device=q.device)
@@ -114,10 +125,10 @@ def split_rows(q: Tensor, keys: Tensor, seq_lens: Tensor, *, window: int | None,
         WHOLE_TILES=WHOLE_TILES,
         LONG_TILES=LONG_TILES,
         QUERY_LEN=query_len,
-        TILE=shape["SLICES"] * shape["SLICE"],
+        TILE=tile,
     )
-    found = torch.empty((num_parts, num_packs, _queries(shape), shape["HEAD_DIM"]), dtype=q.dtype, device=q.device)
-    return Parts(fields, found, torch.empty(found.shape[:3], dtype=torch.float32, device=q.device))
+    numbers = torch.empty((num_parts, *found), dtype=q.dtype, device=q.device)
+    return Parts(fields, numbers, torch.empty(numbers.shape[:3], dtype=torch.float32, device=q.device))
 
 
 def _queries(shape: dict[str, Any]) -> int:
@@ -137,7 +148,7 @@ def _flash_decode_kernel(
     block_tables,
     kv_scales,
     parts,  # [S, _FIELDS]
-    found,  # [S, packs, QUERIES, HEAD_DIM] of q's dtype: the results of parts, where a row has several
+    found,  # [S, packs, QUERIES, VALUE_DIM] of q's dtype: the results of parts, where a row has several
     found_lse,  # [S, packs, QUERIES] fp32: log2 of their sums of exponentials
     tickets,  # [R * packs] int32, zeros before and after: how many parts of a row are finished
     table_stride,
@@ -149,35 +160,71 @@ def _flash_decode_kernel(
     QUERY_LEN: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
 ):
     # KV heads vary fastest: programs that start together read neighbouring heads of the same tokens.
-    pack, num_packs = tl.program_id(0), tl.num_programs(0)
-    place = tl.program_id(1)
-    fields = parts + place * _FIELDS
-    row = tl.load(fields)
+    pack = tl.program_id(0)
+    row, length, begin, end = part_of(parts, tl.program_id(1))
     if row < 0:
         return
-    length, begin, end = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
-    first_part, num_parts = tl.load(fields + 4), tl.load(fields + 5)
     acc, top, total = attend(
         q, keys, values, block_tables + row * table_stride, kv_scales, row, pack,
         begin, end, length, window, scale_log2,
-        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, BLOCK_D, SLICES, SLICE,
+        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, ROWS, BLOCK_D, BLOCK_V, SLICES, SLICE,
     )  # fmt: skip
+    finish_part(
+        out, acc, top, total, parts, found, found_lse, tickets, row,
+        QUERIES, MERGE_ROWS, GROUP, QUERY_LEN, NUM_KV_HEADS, VALUE_DIM, ROWS, BLOCK_V,
+    )  # fmt: skip
+
+
+@triton.jit
+def part_of(parts, place):
+    """A part's row (-1: none), the row's length, and the positions [begin, end) that are the part's."""
+    fields = parts + place * _FIELDS
+    return tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
+
+
+@triton.jit
+def finish_part(
+    out,
+    acc,  # [ROWS, BLOCK_V], with top and total as of `attend`
+    top,
+    total,
+    parts,
+    found,
+    found_lse,
+    tickets,
+    row,
+    QUERIES: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """What a program of a grid [packs, parts] found, to where it belongs: a whole row's to `out`; else to `found`,
+    which the last of the row's programs merges."""
+    pack, num_packs = tl.program_id(0), tl.num_programs(0)
+    place = tl.program_id(1)
+    first_part, num_parts = tl.load(parts + place * _FIELDS + 4), tl.load(parts + place * _FIELDS + 5)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # some queries may see nothing of this part
     if num_parts == 1:
-        store_rows(out, acc, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, ROWS, BLOCK_D)
+        store_rows(out, acc, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, VALUE_DIM, ROWS, BLOCK_V)
     else:
         query = tl.arange(0, ROWS)
-        dims = tl.arange(0, BLOCK_D)
+        dims = tl.arange(0, BLOCK_V)
         line = (place * num_packs + pack) * QUERIES + query
         real = query < QUERIES
-        tl.store(found + line[:, None] * HEAD_DIM + dims, acc, mask=real[:, None] & (dims < HEAD_DIM))
+        tl.store(found + line[:, None] * VALUE_DIM + dims, acc, mask=real[:, None] & (dims < VALUE_DIM))
         tl.store(found_lse + line, top + tl.log2(total), mask=real)
         ticket = tickets + row * num_packs + pack
         tl.debug_barrier()  # the ticket speaks for all threads
@@ -185,9 +232,9 @@ def _flash_decode_kernel(
             tl.store(ticket, 0)  # for the next launch
             merged = _merge(
                 found, found_lse, (first_part * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
-                QUERIES, HEAD_DIM, MERGE_ROWS, BLOCK_D,
+                QUERIES, VALUE_DIM, MERGE_ROWS, BLOCK_V,
             )  # fmt: skip
-            store_rows(out, merged, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, MERGE_ROWS, BLOCK_D)
+            store_rows(out, merged, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, VALUE_DIM, MERGE_ROWS, BLOCK_V)
 
 
 @triton.jit
@@ -198,30 +245,30 @@ def _merge(
     stride,  # lines from part to part
     num_parts,
     QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
-    """The parts of one row's pack, weighted by their sums of exponentials. [ROWS, BLOCK_D]"""
-    PARTS: tl.constexpr = min(32, max(1, 2**14 // (ROWS * BLOCK_D)))  # at a time
+    """The parts of one row's pack, weighted by their sums of exponentials. [ROWS, BLOCK_V]"""
+    PARTS: tl.constexpr = min(32, max(1, 2**14 // (ROWS * BLOCK_V)))  # at a time
     query = tl.minimum(tl.arange(0, ROWS), QUERIES - 1)
-    dims = tl.arange(0, BLOCK_D)
+    dims = tl.arange(0, BLOCK_V)
     top = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_V), tl.float32)
     for start in tl.range(0, num_parts, PARTS):
         part = start + tl.arange(0, PARTS)
         line = first_line + tl.minimum(part, num_parts - 1)[:, None] * stride + query
         # Two dimensions, of which the threads go along the fastest: each then holds its elements of all parts, and adds
         # them up alone. With three, versions of Triton differ on which of the others comes next.
-        flat = tl.reshape(line, (PARTS * ROWS,))[:, None] * HEAD_DIM + dims
-        x = tl.load(found + flat, mask=dims < HEAD_DIM, other=0.0)
+        flat = tl.reshape(line, (PARTS * ROWS,))[:, None] * VALUE_DIM + dims
+        x = tl.load(found + flat, mask=dims < VALUE_DIM, other=0.0)
         lse = tl.load(found_lse + line)
         new_top = tl.maximum(top, tl.max(lse, 0))
         weights = tl.where(part[:, None] < num_parts, tl.exp2(lse - new_top), 0.0)
         rescale = tl.exp2(top - new_top)
         total = total * rescale + tl.sum(weights, 0)
-        x = tl.reshape(x, (PARTS, ROWS, BLOCK_D)).to(tl.float32)
+        x = tl.reshape(x, (PARTS, ROWS, BLOCK_V)).to(tl.float32)
         acc = acc * rescale[:, None] + tl.sum(x * weights[:, :, None], 0)
         top = new_top
     return acc / total[:, None]
@@ -248,19 +295,19 @@ def flash_decode(
     The first call on a device must not be under capture (RuntimeError). Calls on one device share their tickets, so
     they must not overlap: one stream, or streams that wait for each other.
     """
-    shape, num_rows = decode_shape(q, keys, query_len), seq_lens.shape[0]
+    shape, num_rows = decode_shape(q, keys, values, query_len), seq_lens.shape[0]
     num_packs = packs(shape)
     if num_rows > MAX_ROWS or num_rows * num_packs > MAX_TICKETS:
         return paged_decode(
             q, keys, values, block_tables, seq_lens, scale=scale, window=window, query_len=query_len, out=out,
             kv_scales=kv_scales,
         )  # fmt: skip
-    out = torch.empty_like(q) if out is None else out
+    out = q.new_empty(*q.shape[:2], values.shape[3]) if out is None else out
     if not q.numel():
         return out
     queries = _queries(shape)
     if parts is None:
-        parts = split_rows(q, keys, seq_lens, window=window, query_len=query_len)
+        parts = split_rows(q, keys, values, seq_lens, window=window, query_len=query_len)
     assert parts is not None, "more rows have been left whole above"
     # A deeper pipeline leaves room for two programs an SM instead of three. The GPU hands out programs three to an SM
     # where the grid has enough of them, those that only exit included, and a few hundred long ones end up unevenly.
@@ -275,7 +322,7 @@ def flash_decode(
         parts.fields,
         parts.found,
         parts.found_lse,
-        _tickets(q.device),
+        tickets_of(q.device),
         block_tables.stride(0),
         UNBOUNDED if window is None else window,
         scale * math.log2(math.e),
@@ -296,7 +343,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 @functools.cache
-def _tickets(device: torch.device) -> Tensor:
+def tickets_of(device: torch.device) -> Tensor:
     """Zeros, and every launch leaves them so. [MAX_TICKETS] int32"""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("flash_decode must be called once on a device before it is captured in a CUDA graph")

@@ -39,26 +39,26 @@ def _merge_kernel(
     query_len,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """One program a token of rows that have query_len each."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(seq_lens_ptr + token // query_len) - query_len + (token % query_len).to(tl.int32)
-    heads, columns = tl.arange(0, HEADS_PAD), tl.arange(0, HEAD_PAD)
+    heads, columns = tl.arange(0, HEADS_PAD), tl.arange(0, VALUE_PAD)
     real = heads < HEADS
-    inside = real[:, None] & (columns < HEAD_DIM)[None, :]
-    outputs = (token * HEADS + heads)[:, None] * HEAD_DIM + columns[None, :]
+    inside = real[:, None] & (columns < VALUE_DIM)[None, :]
+    outputs = (token * HEADS + heads)[:, None] * VALUE_DIM + columns[None, :]
     begin = 0
     if window is not None:
         begin = tl.maximum(position - window + 1, 0) // CHUNK
     lowest = tl.full([HEADS_PAD], LOWEST, tl.float32)
-    state = tl.zeros([HEADS_PAD, HEAD_PAD], tl.float32), tl.zeros([HEADS_PAD], tl.float32), lowest
+    state = tl.zeros([HEADS_PAD, VALUE_PAD], tl.float32), tl.zeros([HEADS_PAD], tl.float32), lowest
     for chunk in range(begin, position // CHUNK + 1):
         ahead = num_tokens.to(tl.int64) * chunk * HEADS
-        acc = tl.load(accs_ptr + ahead * HEAD_DIM + outputs, mask=inside, other=0.0)
+        acc = tl.load(accs_ptr + ahead * VALUE_DIM + outputs, mask=inside, other=0.0)
         total = tl.load(totals_ptr + ahead + token * HEADS + heads, mask=real, other=1.0)
         maximum = tl.load(maxima_ptr + ahead + token * HEADS + heads, mask=real, other=0.0)
         state = merged(state, (acc, total, maximum))
@@ -91,29 +91,30 @@ def invariant_attention(
         chunk: a multiple of 64, for tests.
     """
     tokens, num_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = keys.shape
-    refusal = LIMITS.refusal(head_dim, block_size, q.dtype)
+    (_, block_size, num_kv_heads, _), value_dim = keys.shape, values.shape[3]
+    refusal = LIMITS.refusal(head_dim, block_size, q.dtype, value_dim)
     if refusal is not None:
         raise ValueError(f"batch-invariant attention: {refusal}")
     if out is None:
-        out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+        out = torch.empty((tokens, num_heads, value_dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return out
-    group, head_pad, num_rows = num_heads // num_kv_heads, max(triton.next_power_of_2(head_dim), 16), len(seq_lens)
+    group, num_rows = num_heads // num_kv_heads, len(seq_lens)
+    head_pad, value_pad = (max(triton.next_power_of_2(size), 16) for size in (head_dim, value_dim))
     # One tile for all: what a tile adds up at a time is part of the order.
-    block_m, block_n = (32, 32) if q.element_size() == 4 else (64, 64 if head_pad <= 128 else 32)
+    block_m, block_n = (32, 32) if q.element_size() == 4 else (64, 64 if max(head_pad, value_pad) <= 128 else 32)
     num_tiles = (tokens * group // block_m + num_rows) * num_kv_heads
     num_chunks = triton.cdiv(block_tables.shape[1] * block_size, chunk)
     spread = 1 if query_len is None else max(1, min(num_chunks, _PROGRAMS // num_tiles))
     parts = None
     if spread > 1:
-        accs = torch.empty((num_chunks, tokens, num_heads, head_dim), dtype=torch.float32, device=q.device)
+        accs = torch.empty((num_chunks, tokens, num_heads, value_dim), dtype=torch.float32, device=q.device)
         parts = accs, accs.new_empty(accs.shape[:3]), accs.new_empty(accs.shape[:3])
-    heads = {"HEAD_DIM": head_dim, "HEAD_PAD": head_pad, "CHUNK": chunk, "num_warps": 4}
+    heads = {"VALUE_DIM": value_dim, "VALUE_PAD": value_pad, "CHUNK": chunk, "num_warps": 4}
     paged_prefill_kernel[(num_tiles, spread)](
         q, keys, values, out, parts, kv_scales, block_tables, query_starts, seq_lens, window,
         scale * math.log2(math.e), num_rows, tokens, block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads,
-        GROUP=group, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n,
+        GROUP=group, HEAD_DIM=head_dim, HEAD_PAD=head_pad, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n,
         DOT=DOT_DTYPES[q.dtype], num_stages=1 if q.element_size() == 4 else 2, **heads,
     )  # fmt: skip
     if parts is not None:

@@ -19,7 +19,10 @@ from mini_infer.kernels.limits import FP8_CACHE, AttentionLimits
 
 # Heads are padded to a power of two by masks; one of 512 would not fit into the registers.
 LIMITS = AttentionLimits(
-    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), head_sizes=range(1, 257), **FP8_CACHE
+    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    head_sizes=range(1, 257),
+    unequal_values=True,
+    **FP8_CACHE,
 )
 UNBOUNDED = 2**30  # a window that no sequence fills
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -63,9 +66,11 @@ def attend(
     QUERY_LEN: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
 ):
@@ -73,11 +78,12 @@ def attend(
 
     Each warp owns a slice of the tile, with a softmax of its own: a batched product gives each warp one element of the
     batch, so warps wait for each other's loads only, not for each other's maxima. The slices are merged at the end.
-    Returns the weighted values [ROWS, BLOCK_D], not normalised, the scores' maxima [ROWS] and the sums of the weights.
+    Returns the weighted values [ROWS, BLOCK_V], not normalised, the scores' maxima [ROWS] and the sums of the weights.
     """
     TILE: tl.constexpr = SLICES * SLICE
     PACKS: tl.constexpr = (GROUP * QUERY_LEN + ROWS - 1) // ROWS
     dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_V)
     lanes = tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)
     position = begin + lanes
     blocks = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
@@ -88,7 +94,7 @@ def attend(
     own = tl.broadcast_to(own[None, :, :], (SLICES, ROWS, BLOCK_D))
     last_seen = (length - QUERY_LEN + token)[None, :, None]
     keys += pack // PACKS * HEAD_DIM + dims
-    values += pack // PACKS * HEAD_DIM + dims
+    values += pack // PACKS * VALUE_DIM + value_dims
     v_scale = 1.0
     if kv_scales is not None:
         scale_log2 *= tl.load(kv_scales + pack // PACKS)
@@ -96,15 +102,15 @@ def attend(
     # A finite floor, not -inf: a slice that sees nothing then needs no guard against inf - inf.
     top = tl.full((SLICES, ROWS), -1e30, tl.float32)
     total = tl.zeros((SLICES, ROWS), tl.float32)
-    acc = tl.zeros((SLICES, ROWS, BLOCK_D), tl.float32)
+    acc = tl.zeros((SLICES, ROWS, BLOCK_V), tl.float32)
     for start in tl.range(begin, end, TILE):
         position = start + lanes
         inside = position < end
         slots = (blocks * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)[:, :, None]
         # What lies past the end is not even read: it may hold NaN, and 0 * NaN is NaN.
-        owned = inside[:, :, None] & (dims < HEAD_DIM)
-        k = tl.load(keys + slots * (NUM_KV_HEADS * HEAD_DIM), mask=owned, other=0.0)
-        v = tl.load(values + slots * (NUM_KV_HEADS * HEAD_DIM), mask=owned, other=0.0)
+        owned = inside[:, :, None]
+        k = tl.load(keys + slots * (NUM_KV_HEADS * HEAD_DIM), mask=owned & (dims < HEAD_DIM), other=0.0)
+        v = tl.load(values + slots * (NUM_KV_HEADS * VALUE_DIM), mask=owned & (value_dims < VALUE_DIM), other=0.0)
         # The next tile's blocks, a turn ahead: loads whose addresses are still being loaded would halve the pipeline.
         upcoming = position + TILE
         blocks = tl.load(table + upcoming // BLOCK_SIZE, mask=upcoming < end, other=0)
@@ -124,7 +130,7 @@ def attend(
     best = tl.max(top, 0)
     rescale = tl.exp2(top - best)
     acc *= (rescale * v_scale)[:, :, None]
-    return sum_slices(acc, SLICES, ROWS, BLOCK_D), best, tl.sum(total * rescale, 0)
+    return sum_slices(acc, SLICES, ROWS, BLOCK_V), best, tl.sum(total * rescale, 0)
 
 
 @triton.jit
@@ -142,20 +148,20 @@ def sum_slices(x, SLICES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexp
 @triton.jit
 def store_rows(
     out,
-    rows,  # [ROWS, BLOCK_D]
+    rows,  # [ROWS, BLOCK_V]
     row,
     pack,
     GROUP: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
-    dims = tl.arange(0, BLOCK_D)
+    dims = tl.arange(0, BLOCK_V)
     _, line, real = query_rows(row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, ROWS)
-    wide = real[:, None] & (dims < HEAD_DIM)
-    tl.store(out + line[:, None] * HEAD_DIM + dims, rows.to(out.dtype.element_ty), mask=wide)
+    wide = real[:, None] & (dims < VALUE_DIM)
+    tl.store(out + line[:, None] * VALUE_DIM + dims, rows.to(out.dtype.element_ty), mask=wide)
 
 
 # Integers are not specialised: a new batch size or table width must not compile anew in the middle of serving.
@@ -175,9 +181,11 @@ def _paged_decode_kernel(
     QUERY_LEN: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
 ):
@@ -186,9 +194,9 @@ def _paged_decode_kernel(
     acc, _, total = attend(
         q, keys, values, block_tables + row * table_stride, kv_scales, row, pack,
         first_position(length, window, QUERY_LEN), length, length, window, scale_log2,
-        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS, BLOCK_D, SLICES, SLICE,
+        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, ROWS, BLOCK_D, BLOCK_V, SLICES, SLICE,
     )  # fmt: skip
-    store_rows(out, acc / total[:, None], row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, ROWS, BLOCK_D)
+    store_rows(out, acc / total[:, None], row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, VALUE_DIM, ROWS, BLOCK_V)
 
 
 def paged_decode(
@@ -206,15 +214,16 @@ def paged_decode(
 ) -> Tensor:
     """Attention of each row's last query_len tokens to all of its tokens, causal among themselves.
 
-    q [R * query_len, num_heads, head_dim], keys and values [num_blocks, block_size, num_kv_heads, head_dim], all
-    contiguous and of one dtype (fp32, bf16 or fp16), or keys and values float8_e4m3fn, which kv_scales [2, Hkv] fp32
-    multiply; block_tables [R, W] int32; seq_lens [R] int32, the tokens of each row that are in the cache, at least
-    query_len. A query at position p sees (p - window, p], or [0, p] where window is None. scale multiplies q.k.
-    Returns q's shape and dtype, in `out`, contiguous, where it is given. Safe in a CUDA graph: block_tables and
-    seq_lens may change between replays. Raises ValueError for shapes that it does not take.
+    q [R * query_len, num_heads, head_dim], keys and values [num_blocks, block_size, num_kv_heads, head_dim or
+    value_dim], all contiguous and of one dtype (fp32, bf16 or fp16), or keys and values float8_e4m3fn, which kv_scales
+    [2, Hkv] fp32 multiply; block_tables [R, W] int32; seq_lens [R] int32, the tokens of each row that are in the cache,
+    at least query_len. A query at position p sees (p - window, p], or [0, p] where window is None. scale multiplies
+    q.k. Returns [R * query_len, num_heads, value_dim] of q's dtype, in `out`, contiguous, where it is given. Safe in a
+    CUDA graph: block_tables and seq_lens may change between replays. Raises ValueError for shapes that it does not
+    take.
     """
-    shape = decode_shape(q, keys, query_len)
-    out = torch.empty_like(q) if out is None else out
+    shape = decode_shape(q, keys, values, query_len)
+    out = q.new_empty(*q.shape[:2], values.shape[3]) if out is None else out
     if q.numel():
         _paged_decode_kernel[(packs(shape), seq_lens.shape[0])](
             out,
@@ -232,33 +241,37 @@ def paged_decode(
     return out
 
 
-def decode_shape(q: Tensor, keys: Tensor, query_len: int) -> dict[str, Any]:
+def decode_shape(q: Tensor, keys: Tensor, values: Tensor, query_len: int) -> dict[str, Any]:
     """The compile-time arguments of a decode kernel: the shapes, and what is fastest for them on an H200."""
     num_heads, (_, block_size, num_kv_heads, head_dim) = q.shape[1], keys.shape
-    refusal = LIMITS.refusal(head_dim, block_size, q.dtype)
+    value_dim = values.shape[3]
+    refusal = LIMITS.refusal(head_dim, block_size, q.dtype, value_dim)
     if refusal is not None:
         raise ValueError(f"paged decode: {refusal}")
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
     group = num_heads // num_kv_heads
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
+    widest = max(block_d, block_v)
     # A matrix product has at least 16 rows. More than this do not fit into the registers.
-    rows = 16 if group * query_len <= 16 or block_d > 128 else 32
-    slices = 4 if block_d * keys.element_size() <= 256 else 2  # two tiles of K and V in 64 KB (fp32 of 256: 128 KB)
+    rows = 16 if group * query_len <= 16 or widest > 128 else 32
+    slices = 4 if widest * keys.element_size() <= 256 else 2  # two tiles of K and V in 64 KB (fp32 of 256: 128 KB)
     return {
         "GROUP": group,
         "QUERY_LEN": query_len,
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
         "BLOCK_SIZE": block_size,
         "ROWS": rows,
         "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
         "SLICES": slices,
         "SLICE": 16,
         "num_warps": slices,
         "num_stages": 3,
         # Three programs an SM instead of two. The compiler would take a few registers more, and needs none of them.
-        "maxnreg": 168 if rows == 16 and block_d <= 128 and keys.element_size() == 2 else None,
+        "maxnreg": 168 if rows == 16 and widest <= 128 and keys.element_size() == 2 else None,
     }
 
 
@@ -290,7 +303,7 @@ def paged_decode_reference(
     keys, values = unscaled(keys, values, kv_scales)
     group, block_size = q.shape[1] // keys.shape[2], keys.shape[1]
     window = window or UNBOUNDED
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], values.shape[3])
     for row, length in enumerate(seq_lens.tolist()):
         key = torch.arange(max(length - query_len - window + 1, 0), length, device=q.device)
         query = torch.arange(length - query_len, length, device=q.device)[:, None]

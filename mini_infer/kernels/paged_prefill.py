@@ -38,7 +38,7 @@ def paged_prefill_reference(
 ) -> Tensor:
     """The definition, row by row in float32. Arguments as `paged_prefill`."""
     keys, values = unscaled(keys, values, kv_scales)
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], values.shape[3])
     group, block_size = q.shape[1] // keys.shape[2], keys.shape[1]
     starts = query_starts.tolist()
     for row, length in enumerate(seq_lens.tolist()):
@@ -95,8 +95,9 @@ def _attend(
     window,
     scale_log2,
     BLOCK_SIZE: tl.constexpr,
-    SLOT: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT: tl.constexpr,
@@ -104,6 +105,7 @@ def _attend(
     """Adds the keys [begin, end) to state (accumulator, sum and maximum). Reads [begin, length) at most."""
     acc, total, maximum = state
     columns = tl.arange(0, q.shape[1])
+    value_columns = tl.arange(0, acc.shape[1])
     lanes = tl.arange(0, BLOCK_N)
     # A tile's blocks are looked up one tile ahead, so that the prefetch of its K and V does not wait for them.
     next_block = tl.load(table_ptr + tl.minimum(begin + lanes, length - 1) // BLOCK_SIZE)
@@ -113,13 +115,16 @@ def _attend(
         place = tl.minimum(key, length - 1) if MASKED else key
         block = next_block.to(tl.int64)
         next_block = tl.load(table_ptr + tl.minimum(key + BLOCK_N, length - 1) // BLOCK_SIZE)
-        offsets = ((block * BLOCK_SIZE + place % BLOCK_SIZE) * SLOT)[:, None] + columns[None, :]
-        if q.shape[1] == HEAD_DIM:
-            k = tl.load(keys_ptr + offsets)
-            v = tl.load(values_ptr + offsets)
+        slot = ((block * BLOCK_SIZE + place % BLOCK_SIZE) * NUM_KV_HEADS)[:, None]
+        k_ptr, v_ptr = keys_ptr + slot * HEAD_DIM + columns, values_ptr + slot * VALUE_DIM + value_columns
+        if q.shape[1] == HEAD_DIM:  # noqa: SIM108
+            k = tl.load(k_ptr)
         else:
-            k = tl.load(keys_ptr + offsets, mask=columns[None, :] < HEAD_DIM, other=0.0)
-            v = tl.load(values_ptr + offsets, mask=columns[None, :] < HEAD_DIM, other=0.0)
+            k = tl.load(k_ptr, mask=columns[None, :] < HEAD_DIM, other=0.0)
+        if acc.shape[1] == VALUE_DIM:
+            v = tl.load(v_ptr)
+        else:
+            v = tl.load(v_ptr, mask=value_columns[None, :] < VALUE_DIM, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(DOT)), input_precision="tf32x3")
         if MASKED:
             visible = key[None, :] <= position[:, None]
@@ -152,8 +157,9 @@ def _attend_range(
     window,
     scale_log2,
     BLOCK_SIZE: tl.constexpr,
-    SLOT: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -163,15 +169,15 @@ def _attend_range(
     if window is not None:
         state = _attend(
             state, q, position, keys_ptr, values_ptr, table_ptr, begin, all_begin, length, window, scale_log2,
-            BLOCK_SIZE, SLOT, HEAD_DIM, True, BLOCK_N, DOT,
+            BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, True, BLOCK_N, DOT,
         )  # fmt: skip
     state = _attend(
         state, q, position, keys_ptr, values_ptr, table_ptr, all_begin, all_end, length, window, scale_log2,
-        BLOCK_SIZE, SLOT, HEAD_DIM, False, BLOCK_N, DOT,
+        BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, False, BLOCK_N, DOT,
     )  # fmt: skip
     return _attend(
         state, q, position, keys_ptr, values_ptr, table_ptr, all_end, end, length, window, scale_log2,
-        BLOCK_SIZE, SLOT, HEAD_DIM, True, BLOCK_N, DOT,
+        BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, True, BLOCK_N, DOT,
     )  # fmt: skip
 
 
@@ -196,7 +202,7 @@ def paged_prefill_kernel(
     keys_ptr,
     values_ptr,
     out_ptr,
-    parts,  # None, or float32 for states of chunks: [chunks, T, Hq, HEAD_DIM], sums and maxima [chunks, T, Hq]
+    parts,  # None, or float32 for states of chunks: [chunks, T, Hq, VALUE_DIM], sums and maxima [chunks, T, Hq]
     kv_scales_ptr,  # None, or [2, NUM_KV_HEADS] float32, what keys and values are multiplied by
     tables_ptr,
     query_starts_ptr,
@@ -211,6 +217,8 @@ def paged_prefill_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -227,9 +235,11 @@ def paged_prefill_kernel(
         tokens, heads = queries // GROUP, kv_head * GROUP + queries % GROUP
         columns = tl.arange(0, HEAD_PAD)
         real = tokens < query_len
-        inside = real[:, None] & (columns < HEAD_DIM)[None, :]
+        value_columns = tl.arange(0, VALUE_PAD)
+        inside = real[:, None] & (value_columns < VALUE_DIM)[None, :]
         rows = (query_start + tokens).to(tl.int64)
-        q = tl.load(q_ptr + (rows * q_stride + heads * HEAD_DIM)[:, None] + columns[None, :], mask=inside, other=0.0)
+        places = (rows * q_stride + heads * HEAD_DIM)[:, None] + columns[None, :]
+        q = tl.load(q_ptr + places, mask=real[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
         q = q.to(DOT)
 
         # Keys [all_begin, all_end) are seen by every query of the tile; on both sides of them some see some.
@@ -248,32 +258,31 @@ def paged_prefill_kernel(
             scale_log2 *= tl.load(kv_scales_ptr + kv_head)
             v_scale = tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
         keys_ptr += kv_head * HEAD_DIM
-        values_ptr += kv_head * HEAD_DIM
+        values_ptr += kv_head * VALUE_DIM
         table_ptr = tables_ptr + row * table_stride
-        SLOT: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
         position = start + tokens
         places = rows * (NUM_KV_HEADS * GROUP) + heads
-        outputs = places[:, None] * HEAD_DIM + columns[None, :]
+        outputs = places[:, None] * VALUE_DIM + value_columns[None, :]
         lowest = tl.full([BLOCK_M], LOWEST, tl.float32)
-        nothing = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32), tl.zeros([BLOCK_M], tl.float32), lowest
+        nothing = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32), tl.zeros([BLOCK_M], tl.float32), lowest
         state = nothing
         if CHUNK is None:
             state = _attend_range(
                 nothing, q, position, keys_ptr, values_ptr, table_ptr, begin, length, all_begin, all_end, length,
-                window, scale_log2, BLOCK_SIZE, SLOT, HEAD_DIM, BLOCK_N, DOT,
+                window, scale_log2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_N, DOT,
             )  # fmt: skip
         else:
             for chunk in range(begin // CHUNK + tl.program_id(1), tl.cdiv(length, CHUNK), tl.num_programs(1)):
                 chunk_begin, chunk_end = tl.maximum(chunk * CHUNK, begin), tl.minimum(chunk * CHUNK + CHUNK, length)
                 part = _attend_range(
                     nothing, q, position, keys_ptr, values_ptr, table_ptr, chunk_begin, chunk_end, all_begin, all_end,
-                    length, window, scale_log2, BLOCK_SIZE, SLOT, HEAD_DIM, BLOCK_N, DOT,
+                    length, window, scale_log2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_N, DOT,
                 )  # fmt: skip
                 if parts is None:
                     state = merged(state, part)
                 else:
                     ahead = num_tokens.to(tl.int64) * chunk * (NUM_KV_HEADS * GROUP)
-                    tl.store(parts[0] + ahead * HEAD_DIM + outputs, part[0], mask=inside)
+                    tl.store(parts[0] + ahead * VALUE_DIM + outputs, part[0], mask=inside)
                     tl.store(parts[1] + ahead + places, part[1], mask=real)
                     tl.store(parts[2] + ahead + places, part[2], mask=real)
         if parts is None:
@@ -283,7 +292,10 @@ def paged_prefill_kernel(
 
 # Heads are padded to a power of two by masks; tiles of 512 would not fit into shared memory.
 LIMITS = AttentionLimits(
-    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), head_sizes=range(1, 257), **FP8_CACHE
+    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    head_sizes=range(1, 257),
+    unequal_values=True,
+    **FP8_CACHE,
 )
 DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 if triton.knobs.runtime.interpret:
@@ -296,12 +308,12 @@ class _Tile(NamedTuple):
     num_warps: int
     num_stages: int
 
-    def shared_memory(self, head_pad: int, itemsize: int) -> int:
+    def shared_memory(self, head_pad: int, value_pad: int, itemsize: int) -> int:
         """Bytes: the queries, and K and V of every stage."""
-        return (self.block_m + 2 * self.num_stages * self.block_n) * head_pad * itemsize
+        return (self.block_m * head_pad + self.num_stages * self.block_n * (head_pad + value_pad)) * itemsize
 
 
-def _tile(head_pad: int, itemsize: int, max_queries: int, shared_memory: int) -> _Tile:
+def _tile(head_pad: int, value_pad: int, itemsize: int, max_queries: int, shared_memory: int) -> _Tile:
     """The best that fits, for rows of up to max_queries queries of a KV head.
 
     TFLOP/s on an H200, bfloat16, 28/4 heads of 128, blocks of 16, for tokens from 0 and for 512 after 3,584:
@@ -314,7 +326,9 @@ def _tile(head_pad: int, itemsize: int, max_queries: int, shared_memory: int) ->
         return _Tile(32, 32, 4, 1)
     large = [_Tile(128, 64, 8, 3), _Tile(128, 64, 8, 2)] if max_queries > 2048 else []
     tiles = [*large, _Tile(64, 64, 4, 2), _Tile(64, 32, 4, 2)]
-    return next((tile for tile in tiles if tile.shared_memory(head_pad, itemsize) <= shared_memory), tiles[-1])
+    return next(
+        (tile for tile in tiles if tile.shared_memory(head_pad, value_pad, itemsize) <= shared_memory), tiles[-1]
+    )
 
 
 @functools.cache
@@ -346,7 +360,8 @@ def paged_prefill(
 
     Args:
         q: [T, num_heads, head_dim] as LIMITS says, a token's heads contiguous.
-        keys, values: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, of q's dtype; or float8_e4m3fn.
+        keys, values: [num_blocks, block_size, num_kv_heads, head_dim or value_dim], contiguous, of q's dtype; or
+            float8_e4m3fn.
         block_tables: [R, W] int32. Entries past a row's last block are not read.
         query_starts: [R + 1] int32 from 0: row r's queries are the tokens [query_starts[r], query_starts[r + 1]).
         seq_lens: [R] int32, tokens of each sequence, at least its queries.
@@ -356,27 +371,27 @@ def paged_prefill(
         kv_scales: [2, num_kv_heads] float32, what float8 keys and values are multiplied by.
 
     Returns:
-        [T, num_heads, head_dim] of q's dtype, contiguous.
+        [T, num_heads, value_dim] of q's dtype, contiguous.
 
     Raises:
         ValueError: LIMITS says no.
     """
     tokens, num_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = keys.shape
-    refusal = LIMITS.refusal(head_dim, block_size, q.dtype)
+    (_, block_size, num_kv_heads, _), value_dim = keys.shape, values.shape[3]
+    refusal = LIMITS.refusal(head_dim, block_size, q.dtype, value_dim)
     if refusal is not None:
         raise ValueError(f"paged prefill: {refusal}")
     if out is None:
-        out = torch.empty((tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+        out = torch.empty((tokens, num_heads, value_dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return out
-    group, head_pad = num_heads // num_kv_heads, max(triton.next_power_of_2(head_dim), 16)
-    rows = seq_lens.shape[0]
-    tile = _tile(head_pad, q.element_size(), max_query_len * group, shared_memory(q.device) or 0)
+    group, rows = num_heads // num_kv_heads, seq_lens.shape[0]
+    head_pad, value_pad = (max(triton.next_power_of_2(size), 16) for size in (head_dim, value_dim))
+    tile = _tile(head_pad, value_pad, q.element_size(), max_query_len * group, shared_memory(q.device) or 0)
     paged_prefill_kernel[((tokens * group // tile.block_m + rows) * num_kv_heads,)](
         q, keys, values, out, None, kv_scales, block_tables, query_starts, seq_lens, window, scale * math.log2(math.e),
         rows, tokens, block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
-        HEAD_PAD=head_pad, BLOCK_SIZE=block_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, CHUNK=None,
-        DOT=DOT_DTYPES[q.dtype], num_warps=tile.num_warps, num_stages=tile.num_stages,
+        HEAD_PAD=head_pad, VALUE_DIM=value_dim, VALUE_PAD=value_pad, BLOCK_SIZE=block_size, BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n, CHUNK=None, DOT=DOT_DTYPES[q.dtype], num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out

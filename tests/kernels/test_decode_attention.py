@@ -52,6 +52,7 @@ def make_case(
     *,
     heads: tuple[int, int] = (4, 2),
     head_dim: int = 32,
+    value_dim: int | None = None,
     block_size: int = 16,
     query_len: int = 1,
     window: int | None = None,
@@ -64,8 +65,9 @@ def make_case(
     num_blocks = sum(needed) + 3
     order = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
     tables = torch.full((len(seq_lens), max(needed) + 2), int(order[-1]), dtype=torch.int32)
-    shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    shape = (num_blocks, block_size, num_kv_heads)
+    sizes = head_dim, value_dim or head_dim
+    keys, values = (torch.randn(*shape, size, generator=generator).to(dtype) for size in sizes)
     keys[order[-3:].long()] = values[order[-3:].long()] = math.nan
     at = 0
     for row, (length, count) in enumerate(zip(seq_lens, needed, strict=True)):
@@ -101,6 +103,8 @@ CASES: dict[str, dict[str, Any]] = {
     "head size 33, 4 tokens": {"seq_lens": [300, 10], "head_dim": 33, "query_len": 4},
     "head size 8": {"seq_lens": [300, 10], "head_dim": 8},
     "head size 256": {"seq_lens": [70, 10], "head_dim": 256, "heads": (2, 1)},
+    "head size 24, values 16": {"seq_lens": [70, 10, 300], "head_dim": 24, "value_dim": 16},
+    "head size 12, values 40, 4 tokens": {"seq_lens": [70, 10], "head_dim": 12, "value_dim": 40, "query_len": 4},
     "4 tokens": {"seq_lens": [4, 5, 66, 300, 64], "query_len": 4},
     "4 tokens, split between them": {"seq_lens": [66, 130, 194], "query_len": 4},
     "4 tokens, group of 7": {"seq_lens": [4, 200], "query_len": 4, "heads": (7, 1)},
@@ -142,7 +146,7 @@ def test_a_launch_leaves_its_tickets_at_zero(device: torch.device) -> None:
     module = importlib.import_module("mini_infer.kernels.flash_decode")
     case = make_case(device, [500, 3, 300])
     first = case(flash_decode)
-    assert not module._tickets(device).any()
+    assert not module.tickets_of(device).any()
     assert torch.equal(case(flash_decode), first)
 
 
@@ -151,7 +155,7 @@ def test_large_batches_take_the_single_pass(device: torch.device, monkeypatch: p
     case = make_case(device, [300, 20, 7])
     monkeypatch.setattr(module, "MAX_ROWS", 2)
     assert torch.equal(case(flash_decode), case(paged_decode))
-    assert module.split_rows(case.q, case.keys, case.seq_lens, window=None, query_len=1) is None
+    assert module.split_rows(case.q, case.keys, case.values, case.seq_lens, window=None, query_len=1) is None
 
 
 @pytest.mark.gpu

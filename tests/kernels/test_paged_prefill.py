@@ -23,6 +23,7 @@ class Shape(NamedTuple):
     head_dim: int
     block_size: int
     window: int | None = None
+    value_dim: int | None = None
 
 
 SHAPES = {
@@ -38,6 +39,8 @@ SHAPES = {
     "head_dim 80": Shape([(7, 21)], 4, 2, 80, 8),
     "head_dim 5": Shape([(7, 21), (0, 2)], 2, 1, 5, 4),
     "head_dim 256": Shape([(3, 18)], 2, 1, 256, 16),
+    "head_dim 24, values 16": Shape([(7, 21), (30, 3)], 4, 4, 24, 8, value_dim=16),
+    "head_dim 12, values 40": Shape([(7, 21)], 4, 2, 12, 8, value_dim=40),
     "window": Shape([(40, 150), (0, 9), (300, 5)], 2, 1, 16, 16, 50),
     "window of one": Shape([(40, 20), (0, 9)], 2, 1, 16, 16, 1),
     "window of a tile": Shape([(190, 140)], 2, 2, 16, 5, 64),
@@ -56,9 +59,9 @@ def make(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
     blocks = [-(-length // shape.block_size) for length in lens]
     total = sum(blocks) + 3
     order = torch.randperm(total, generator=generator)
-    size = (total, shape.block_size, shape.kv_heads, shape.head_dim)
-    keys = torch.full(size, math.nan, dtype=dtype)
-    values = torch.full(size, math.nan, dtype=dtype)
+    size = (total, shape.block_size, shape.kv_heads)
+    keys = torch.full((*size, shape.head_dim), math.nan, dtype=dtype)
+    values = torch.full((*size, shape.value_dim or shape.head_dim), math.nan, dtype=dtype)
     # The rest of a row's table points at a block that is nobody's.
     tables = order[-1].repeat(len(lens), max(blocks) + 2).int()
     taken = 0
@@ -67,9 +70,9 @@ def make(shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
         taken += count
         tables[row, :count] = own
         for side in (keys, values):
-            slots = torch.full((count * shape.block_size, *size[2:]), math.nan)
-            slots[:length] = torch.randn(length, *size[2:], generator=generator)
-            side[own] = slots.view(count, *size[1:]).to(dtype)
+            slots = torch.full((count * shape.block_size, *side.shape[2:]), math.nan)
+            slots[:length] = torch.randn(length, *side.shape[2:], generator=generator)
+            side[own] = slots.view(count, *side.shape[1:]).to(dtype)
     counts = torch.tensor([count for _, count in shape.rows])
     query_starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
     # Queries that are part of a wider tensor, as a split of q, k and v leaves them.

@@ -11,7 +11,7 @@ import torch
 import transformers
 from integrity import check_scheduler
 
-from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+from mini_infer import EngineConfig, LLMEngine, SamplingParams
 
 VOCAB = 61
 NEW_TOKENS = 16

@@ -192,7 +192,9 @@ class FlashDecode(_Attention):
 
         if variant == SINGLE_PASS:
             return Implementation(self._with(paged_decode))
-        parts = split_rows(self._q[0], self._store.keys(0), self._batch.seq_lens, window=None, query_len=1)
+        parts = split_rows(
+            self._q[0], self._store.keys(0), self._store.values(0), self._batch.seq_lens, window=None, query_len=1
+        )
         self._held.append(parts)
         return Implementation(self._with(partial(flash_decode, parts=parts)))
 

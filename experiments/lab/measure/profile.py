@@ -36,7 +36,7 @@ _ROLE_PATTERNS = (
         r"(?<!rotary_)embedding|slot_mapping|block_table|indexSelect|(vectorized_gather|index_elementwise)_kernel|^_(gather|settle)$",
     ),
     ("copy", r"memcpy|memset|direct_copy|CatArray"),
-    ("attention", r"flash|prepare_varlen|fmha|attention|attn|paged_(decode|prefill)|^_split_rows_kernel$"),
+    ("attention", r"flash|prepare_varlen|fmha|attention|attn|paged_(decode|prefill)|mla_decode|^_split_rows_kernel$"),
     ("linear", r"gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|xmma|^_(fma|dot)_kernel$"),
     ("norm", r"norm|rsqrt"),
     ("rope", r"rope|rotary"),
