@@ -236,8 +236,9 @@ def select_backend(
     backends = BACKENDS if backends is None else backends
     candidates = AUTO_ORDER[needs.device.type][kind] if choice is AttentionChoice.auto else (choice,)
     refusals: list[str] = []
-    for candidate in (known for known in candidates if known in backends):
-        backend = _load(backends[candidate], kind, needs)
+    for candidate in candidates:
+        where = backends.get(candidate)
+        backend = "it does not attend to latents as they are" if where is None else _load(where, kind, needs)
         if isinstance(backend, AttentionBackend):
             return Selection(backend, candidate, tuple(refusals))
         refusals.append(f"{candidate.value}: {backend}")

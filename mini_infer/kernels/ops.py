@@ -127,10 +127,12 @@ class TritonKernels(TorchKernels):
 
     def __init__(self) -> None:
         super().__init__()
-        from mini_infer.kernels import gemv, moe_experts, moe_route, quant_linear, rms_norm, rope_and_store, silu_mul
+        from mini_infer.kernels import gemv, moe_experts, moe_route, quant_linear, rms_norm
+        from mini_infer.kernels import rope_and_store, rope_and_store_latent, silu_mul
 
         self.gemv, self._quantized = gemv, quant_linear
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
+        self._rope_and_store_latent = rope_and_store_latent.rope_and_store_latent
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
         self._route, self._experts, self._few_tokens = moe_route.route, moe_experts.experts, moe_experts.FEW_TOKENS
         self._quantized_norm, self._few_rows = rms_norm.quantized_rms_norm, float(quant_linear.MAX_ROWS)
@@ -167,6 +169,9 @@ class TritonKernels(TorchKernels):
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
         return self._rope_and_store(qkv, qk_norm, places)
+
+    def rope_and_store_latent(self, q: Tensor, kv: Tensor, norm: Norm, places: LatentPlaces) -> Tensor:
+        return self._rope_and_store_latent(q, kv, norm, places)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._silu_mul(gate_up)

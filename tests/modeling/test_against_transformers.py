@@ -69,6 +69,7 @@ QWEN_MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size":
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
 YARN_MSCALE = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.3)
+GROUPS = {"topk_method": "group_limited_greedy", "n_shared_experts": 1}
 MLA = {
     "num_key_value_heads": 4,
     "q_lora_rank": 20,
@@ -76,7 +77,12 @@ MLA = {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 18,
-    "first_k_dense_replace": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
 }
 
 CASES = [
@@ -148,8 +154,8 @@ CASES = [
     Case("qwen3-moe", Qwen3MoeConfig, QWEN_MOE | {"head_dim": 32, "norm_topk_prob": True}),
     Case("qwen3-moe-every-second", Qwen3MoeConfig, QWEN_MOE | {"decoder_sparse_step": 2, "head_dim": 16}),
     Case("olmoe", OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2}),
-    Case("deepseek-v2", DeepseekV2Config, MLA | {"q_lora_rank": None, "mlp_bias": True}),
-    Case("deepseek-v2-old-rope-absorbed", DeepseekV2Config, MLA | YARN_MSCALE, old_rope=True, mla="absorbed"),
+    Case("deepseek-v2", DeepseekV2Config, MLA | {"q_lora_rank": None}),
+    Case("deepseek-v2-old-rope-absorbed", DeepseekV2Config, MLA | YARN_MSCALE | GROUPS, old_rope=True, mla="absorbed"),
     Case("deepseek-v2-biases-latent", DeepseekV2Config, MLA | {"attention_bias": True}, mla="latent"),
     Case("deepseek-v2-naive", DeepseekV2Config, MLA | {"q_lora_rank": None} | YARN, mla="naive"),
     Case("deepseek-v3", DeepseekV3Config, MLA | YARN_MSCALE, sharded=True),
