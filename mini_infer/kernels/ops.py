@@ -127,8 +127,16 @@ class TritonKernels(TorchKernels):
 
     def __init__(self) -> None:
         super().__init__()
-        from mini_infer.kernels import gemv, moe_experts, moe_route, quant_linear, rms_norm
-        from mini_infer.kernels import rope_and_store, rope_and_store_latent, silu_mul
+        from mini_infer.kernels import (
+            gemv,
+            moe_experts,
+            moe_route,
+            quant_linear,
+            rms_norm,
+            rope_and_store,
+            rope_and_store_latent,
+            silu_mul,
+        )
 
         self.gemv, self._quantized = gemv, quant_linear
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
