@@ -11,7 +11,9 @@ import torch
 import transformers
 from integrity import check_scheduler
 
-from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
+from mini_infer.runtime.sampling.sampler import Sampler
+from mini_infer.runtime.worker import worker
 
 VOCAB = 61
 NEW_TOKENS = 16
@@ -28,7 +30,12 @@ SMALL: dict[str, Any] = {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 18,
-    "first_k_dense_replace": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
     "initializer_range": 0.3,  # large enough that the greedy token leads clearly
     "bos_token_id": None,
     "eos_token_id": None,
@@ -49,7 +56,7 @@ MACHINES: dict[str, dict[str, Any]] = {
     "swap": {
         "cache": SHORT["cache"] | {"prefix_caching": False},
         "scheduler": BUSY | {"preemption": "swap"},
-        "speculation": {"method": "ngram", "num_tokens": 3, "adaptive": False},
+        "speculation": {"method": "ngram", "num_tokens": 3, "ngram_min": 1, "adaptive": False},
     },
 }
 
@@ -122,3 +129,37 @@ def test_the_cache_of_latents_is_as_small_as_its_layout_says(folder: Path, expec
         engine.close()
     slots, layers = 16 * 8, 2
     assert sizes == {"naive": slots * layers * 4 * (20 + 18) * 4, "auto": slots * layers * (24 + 8) * 4}
+
+
+def test_tokens_are_the_same_to_the_bit_in_any_company(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine chooses the form whose sums are all in one order."""
+    pytest.importorskip("triton")
+    if not torch.cuda.is_available():  # the sampler's kernels would take most of the interpreter's time
+        monkeypatch.setattr(worker, "make_sampler", lambda rows, vocab, device, kernels: Sampler(rows, vocab, device))
+    machine = {
+        "cache": SHORT["cache"] | {"num_blocks": 8},
+        "scheduler": {"max_num_seqs": 3, "max_num_batched_tokens": 13},
+    }
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2)
+    asked = [list(range(n)) for n in (3, 11, 9)]
+    plain = make(folder, "auto", {"cache": {"prefix_caching": False}}, numerics="batch_invariant")
+    alone = [plain.generate([prompt], params)[0].outputs[0] for prompt in asked]
+    plain.close()
+    engine = make(folder, "auto", machine, numerics="batch_invariant")
+    assert engine.startup.attention_decode.startswith("batch_invariant")
+    for _ in range(2):  # the second time prefixes hit
+        together = [output.outputs[0] for output in engine.generate(asked, params)]
+        assert [(o.token_ids, o.logprobs) for o in together] == [(o.token_ids, o.logprobs) for o in alone]
+    engine.close()
+
+
+def test_what_cannot_be_is_refused(folder: Path, expected: list[list[int]]) -> None:
+    for form, machine, why in (
+        ("absorbed", {"numerics": "batch_invariant"}, "attention.mla=absorbed sums in an order"),
+        ("auto", {"cache": {"dtype": "fp8"}}, "cache.dtype=fp8: DeepseekV3ForCausalLM caches latents"),
+        ("latent", {"model": "tiny-draft"}, "Qwen2ForCausalLM has no multi-head latent attention"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            LLMEngine(EngineConfig.from_dict({"model": {"path": str(folder)}, "attention": {"mla": form}, **machine}))
