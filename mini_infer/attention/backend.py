@@ -215,10 +215,12 @@ class Selection:
     backend: AttentionBackend
     choice: AttentionChoice  # which of BACKENDS it is
     passed_over: tuple[str, ...] = ()  # those that `auto` would have preferred, each with the reason
+    what: str = ""  # it attends to, where that is not what is cached
 
     def __str__(self) -> str:
         """For a run's record: "triton (flash_attn: it is not installed ...)"."""
-        return f"{self.choice.value} ({'; '.join(self.passed_over)})" if self.passed_over else self.choice.value
+        name = self.choice.value + self.what
+        return f"{name} ({'; '.join(self.passed_over)})" if self.passed_over else name
 
 
 def select_backend(

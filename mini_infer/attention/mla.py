@@ -65,15 +65,17 @@ def select_latent_backend(choice: AttentionChoice, kind: Kind, needs: Requiremen
     by_length = form is MLAForm.auto and kind == "prefill"
     if form is MLAForm.latent:
         selection = select_backend(choice, kind, heads)
-        return replace(selection, backend=Expanded(selection.backend))
+        return replace(selection, backend=Expanded(selection.backend), what=", latents expanded")
     # Whoever is chosen for prompts that expand need not be able to absorb.
     absorbing = AttentionChoice.auto if by_length and choice not in ABSORBED else choice
     selection = select_backend(absorbing, kind, latents, ABSORBED)
     absorbed = Absorbed(selection.backend)
     if not by_length:
-        return replace(selection, backend=absorbed)
+        return replace(selection, backend=absorbed, what=", absorbed")
     expanding = select_backend(choice, kind, heads)
-    return replace(expanding, backend=ByNewTokens(absorbed, Expanded(expanding.backend), latent.crossover))
+    both = ByNewTokens(absorbed, Expanded(expanding.backend), latent.crossover)
+    few = f"absorbed by {selection.choice.value} where no more than {latent.crossover} tokens are new"
+    return replace(expanding, backend=both, what=f", latents expanded, and {few}")
 
 
 class Absorbed(AttentionBackend):

@@ -132,8 +132,8 @@ def _mla_decode_kernel(
         end = length
     else:
         row, length, begin, end = part_of(parts, tl.program_id(1))
-        if row < 0:
-            return
+    if row < 0:  # there are fewer parts than programs
+        return
     acc, top, total = _attend(
         q, latents, block_tables + row * table_stride, row, pack, begin, end, length, scale_log2,
         GROUP, QUERY_LEN, RANK, ROPE_DIM, BLOCK_SIZE, ROWS, BLOCK_C, BLOCK_R, TILE,

@@ -62,28 +62,28 @@ def _rope_and_store_latent_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     TILES: tl.constexpr = 1 + (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    SIZE: tl.constexpr = NOPE + 2 * HALF
     token, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
     half = tl.arange(0, BLOCK_HALF)[None, :]
     cos = tl.load(cos_ptr + token * rotary_stride + half, mask=half < HALF, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * rotary_stride + HALF + half, mask=half < HALF, other=0.0).to(tl.float32)
     if tile == 0:
-        kv_ptr += token * kv_stride
-        slots_ptr += tl.load(slot_ptr + token) * (RANK + 2 * HALF)
-        column = tl.arange(0, BLOCK_RANK)
-        c = tl.load(kv_ptr + column, mask=column < RANK, other=0.0).to(tl.float32)
-        weight = tl.load(weight_ptr + column, mask=column < RANK, other=0.0).to(tl.float32)
+        own = kv_ptr + token * kv_stride
+        kept = slots_ptr + tl.load(slot_ptr + token) * (RANK + 2 * HALF)
+        place = tl.arange(0, BLOCK_RANK)
+        c = tl.load(own + place, mask=place < RANK, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + place, mask=place < RANK, other=0.0).to(tl.float32)
         c *= tl.rsqrt(tl.sum(c * c, axis=0) / RANK + eps) * weight
-        tl.store(slots_ptr + column, c.to(slots_ptr.dtype.element_ty), mask=column < RANK)
-        _turn(kv_ptr + RANK, slots_ptr + RANK, half, half < HALF, cos, sin, HALF, INTERLEAVED)
+        tl.store(kept + place, c.to(slots_ptr.dtype.element_ty), mask=place < RANK)
+        _turn(own + RANK, kept + RANK, half, half < HALF, cos, sin, HALF, INTERLEAVED)
     else:
-        SIZE: tl.constexpr = NOPE + 2 * HALF
         head = (tile - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
         column, real = tl.arange(0, BLOCK_NOPE)[None, :], head < HEADS
-        q_ptr += token * q_stride + head * SIZE
-        out_ptr += (token * HEADS + head) * SIZE
-        nope = tl.load(q_ptr + column, mask=real & (column < NOPE))
-        tl.store(out_ptr + column, nope, mask=real & (column < NOPE))
-        _turn(q_ptr + NOPE, out_ptr + NOPE, half, real & (half < HALF), cos, sin, HALF, INTERLEAVED)
+        heads = q_ptr + token * q_stride + head * SIZE
+        outputs = out_ptr + (token * HEADS + head) * SIZE
+        nope = tl.load(heads + column, mask=real & (column < NOPE))
+        tl.store(outputs + column, nope, mask=real & (column < NOPE))
+        _turn(heads + NOPE, outputs + NOPE, half, real & (half < HALF), cos, sin, HALF, INTERLEAVED)
 
 
 @triton.jit
