@@ -55,8 +55,11 @@ class AttentionSpec:
         norms = 2 * self.head_dim * self.qk_norm + (q + kv) * self.qk_norm_of_all
         return hidden_size * (2 * q + 2 * kv) + biases + norms
 
-    def kv_layout(self, num_layers: int, dtype: torch.dtype) -> KVLayout:
+    def heads_layout(self, num_layers: int, dtype: torch.dtype) -> KVLayout:
+        """Of keys and values of every KV head."""
         return KVLayout.of_heads(num_layers, self.num_kv_heads, self.head_dim, dtype)
+
+    kv_layout = heads_layout  # what it keeps
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,12 @@ class MLASpec:
         made = self.num_heads * (self.nope_dim + self.value_dim)
         return of_q + hidden_size * (kv + o) + self.rank * (made + 1) + biases
 
+    def heads_layout(self, num_layers: int, dtype: torch.dtype) -> KVLayout:
+        return KVLayout.of_heads(num_layers, self.num_heads, self.head_dim, dtype, self.value_dim)
+
     def kv_layout(self, num_layers: int, dtype: torch.dtype) -> KVLayout:
         if self.latent is None:
-            return KVLayout.of_heads(num_layers, self.num_heads, self.head_dim, dtype, self.value_dim)
+            return self.heads_layout(num_layers, dtype)
         return KVLayout.alike(num_layers, Plane(LATENT, (self.rank + self.rope_dim,), dtype))
 
 
@@ -214,6 +220,10 @@ class ModelSpec:
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """Of a model that computes in `dtype`."""
         return self.attention.kv_layout(self.num_layers, torch.float8_e4m3fn if self.fp8_kv else dtype)
+
+    def heads_layout(self, dtype: torch.dtype) -> KVLayout:
+        """What it would keep of keys and values of every KV head, in `dtype`: with which `kv_layout` compares."""
+        return self.attention.heads_layout(self.num_layers, dtype)
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -125,10 +125,12 @@ def test_the_cache_of_latents_is_as_small_as_its_layout_says(folder: Path, expec
     sizes = {}
     for form in ("naive", "auto"):
         engine = make(folder, form, SHORT)
-        sizes[form] = engine.startup.kv_bytes
+        startup = engine.startup
+        sizes[form] = startup.kv_token_bytes
+        assert startup.kv_token_bytes_of_heads == 2 * 4 * (20 + 18) * 4
+        assert startup.kv_bytes == 16 * 8 * startup.kv_token_bytes
         engine.close()
-    slots, layers = 16 * 8, 2
-    assert sizes == {"naive": slots * layers * 4 * (20 + 18) * 4, "auto": slots * layers * (24 + 8) * 4}
+    assert sizes == {"naive": 2 * 4 * (20 + 18) * 4, "auto": 2 * (24 + 8) * 4}
 
 
 def test_tokens_are_the_same_to_the_bit_in_any_company(

@@ -127,9 +127,14 @@ def _facts(startup: StartupReport) -> dict[str, Any]:
         "CUDA graphs of steps with prompts": _captured(startup.prefill_graphs, "numbers of tokens"),
         **_speculation(startup),
         "weights": f"{startup.weight_bytes / 2**30:.2f} GiB",
-        "KV": f"{startup.num_kv_blocks:,} blocks, {startup.kv_bytes / 2**30:.2f} GiB",
+        "KV": f"{startup.num_kv_blocks:,} blocks, {startup.kv_bytes / 2**30:.2f} GiB{_saved(startup)}",
         "started in": f"{startup.seconds:.1f} s",
     }
+
+
+def _saved(startup: StartupReport) -> str:
+    own, heads = startup.kv_token_bytes, startup.kv_token_bytes_of_heads
+    return "" if own == heads else f", {own:,} bytes a token instead of {heads:,} ({own / heads - 1:+.1%})"
 
 
 def _speculation(startup: StartupReport) -> dict[str, Any]:

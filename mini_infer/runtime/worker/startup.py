@@ -46,6 +46,8 @@ class StartupReport:
     threads: str = "none"  # that torch computes a step with on the CPU
     phases: dict[str, float] = field(default_factory=dict)  # seconds of `seconds`, by what was done
     kv_bytes: int = 0
+    kv_token_bytes: int = 0  # that the target keeps of a token
+    kv_token_bytes_of_heads: int = 0  # ... and would keep of keys and values of every KV head, in its dtype
     weight_bytes: int = 0
     draft_weight_bytes: int = 0
     draft_kv_bytes: int = 0

@@ -242,6 +242,8 @@ class Worker:
             max_model_len=self.limits.max_model_len,
             num_kv_blocks=self.limits.num_blocks,
             kv_bytes=self.limits.num_blocks * target.block_bytes,
+            kv_token_bytes=target.kv_layout.bytes_per_token,
+            kv_token_bytes_of_heads=target.spec.heads_layout(target.dtype).bytes_per_token,
             weight_bytes=target.weight_bytes,
             seconds=self._phase.total,
             phases=self._phase.seconds,
