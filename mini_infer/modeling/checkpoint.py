@@ -90,18 +90,22 @@ def checkpoint_dtype(folder: Path) -> torch.dtype:
 
 
 def fill_from(
-    files: list[Path], wanted: Mapping[str, CheckpointTensor], ignored: tuple[str, ...], form: str = ""
+    files: list[Path],
+    wanted: Mapping[str, CheckpointTensor],
+    ignored: tuple[str, ...],
+    form: str = "",
+    ignored_modules: tuple[str, ...] = (),
 ) -> None:
     """Loads every tensor of the files to its place in `wanted`, by name.
 
-    Names that end in one of `ignored` are skipped; `form` is said beside what is not expected. Raises ModelError where
-    a tensor is unknown, mis-shaped or of another dtype than it may be, where one of `wanted` is in no file, and where a
-    file is not safetensors.
+    Names that end in one of `ignored`, or begin with one of `ignored_modules`, are skipped; `form` is said beside what
+    is not expected. Raises ModelError where a tensor is unknown, mis-shaped or of another dtype than it may be, where
+    one of `wanted` is in no file, and where a file is not safetensors.
     """
     missing = {name: target for name, target in wanted.items() if target.required}
     for file in files:
         for name, shape, read in _tensors(file):
-            if name.endswith(ignored):
+            if name.endswith(ignored) or name.startswith(ignored_modules):
                 continue
             if name not in wanted:
                 raise ModelError(f"{file} holds {name} {shape}, which this architecture does not have{form}")

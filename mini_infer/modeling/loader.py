@@ -141,7 +141,11 @@ def load_model(
         if not spec.fp8_kv:
             ignored = (*ignored, "k_scale", "v_scale")
         held = "" if spec.quantization is None else f" ({spec.quantization.describe()})"
-        fill_from(safetensors_files(resolve_folder(config.path)), model.checkpoint_tensors(), ignored, held)
+        # DeepSeek-V3 brings layers behind the last, which predict further tokens.
+        behind = range(spec.num_layers, spec.num_layers + getattr(spec.config, "num_mtp_layers", 0))
+        skipped = tuple(f"model.layers.{layer}." for layer in behind)
+        files = safetensors_files(resolve_folder(config.path))
+        fill_from(files, model.checkpoint_tensors(), ignored, held, skipped)
         model.loaded()
     return model
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from integrity import check_scheduler
+from safetensors.torch import load_file, save_file
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.runtime.sampling.sampler import Sampler
@@ -81,6 +82,9 @@ def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     config = transformers.DeepseekV3Config(**SMALL, rope_parameters=YARN)
     model = transformers.DeepseekV3ForCausalLM(config).eval()
     model.save_pretrained(folder)
+    # As the published folders have it: a layer behind the last, which predicts further tokens.
+    weights = load_file(folder / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.ones(3, 6)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tokens = []
     for prompt in prompts:
         with torch.inference_mode():
