@@ -45,44 +45,52 @@ EXPANDED_BYTES = 256 * 2**20  # of keys and values at a time; or one head's
 ABSORBED = {
     AttentionChoice.triton: "mini_infer.attention.mla_triton:LatentTritonBackend",
     AttentionChoice.sdpa: BACKENDS[AttentionChoice.sdpa],
+    AttentionChoice.batch_invariant: "mini_infer.attention.mla_triton:LatentInvariantBackend",
 }
 
 
 def select_latent_backend(choice: AttentionChoice, kind: Kind, needs: Requirements, latent: Latent) -> Selection:
     """As select_backend, for a cache of latents."""
     form, layouts = latent.form, (latent.absorbed(needs.dtype), latent.expanded(needs.dtype))
-    if needs.batch_invariant:
-        raise ConfigError(
-            f"attention.mla={form.value} sums in an order that depends on the batch: with numerics=batch_invariant set "
-            "attention.mla=auto or naive"
-        )
+    if needs.batch_invariant and form is MLAForm.auto:
+        raise ConfigError("numerics=batch_invariant takes one form for prompts and decode: naive, latent or absorbed")
     if form is MLAForm.latent and needs.graphs and kind == "decode":
         raise ConfigError(
             "attention.mla=latent expands as many tokens as a step's rows have, which a CUDA graph cannot: set "
             "attention.mla=auto, or graphs.capture=auto or never"
         )
+    linear: Callable[..., Tensor] = F.linear
+    if needs.batch_invariant:
+        from mini_infer.kernels.ops import InvariantKernels  # of Triton
+
+        linear = InvariantKernels().linear
     heads, latents = (replace(needs, layout=layout, latent=None) for layout in reversed(layouts))
     by_length = form is MLAForm.auto and kind == "prefill"
     if form is MLAForm.latent:
         selection = select_backend(choice, kind, heads)
-        return replace(selection, backend=Expanded(selection.backend), what=", latents expanded")
+        return replace(selection, backend=Expanded(selection.backend, linear), what=", latents expanded")
     # Whoever is chosen for prompts that expand need not be able to absorb.
     absorbing = AttentionChoice.auto if by_length and choice not in ABSORBED else choice
     selection = select_backend(absorbing, kind, latents, ABSORBED)
-    absorbed = Absorbed(selection.backend)
+    absorbed = Absorbed(selection.backend, linear if needs.batch_invariant else None)
     if not by_length:
         return replace(selection, backend=absorbed, what=", absorbed")
     expanding = select_backend(choice, kind, heads)
-    both = ByNewTokens(absorbed, Expanded(expanding.backend), latent.crossover)
+    both = ByNewTokens(absorbed, Expanded(expanding.backend, linear), latent.crossover)
     few = f"absorbed by {selection.choice.value} where no more than {latent.crossover} tokens are new"
     return replace(expanding, backend=both, what=f", latents expanded, and {few}")
 
 
 class Absorbed(AttentionBackend):
-    """Through a backend that attends to the latents as to one KV head."""
+    """Through a backend that attends to the latents as to one KV head.
 
-    def __init__(self, inner: AttentionBackend) -> None:
-        self._inner, self.variants = inner, inner.variants  # type: ignore[method-assign]
+    Args:
+        linear: for the products of each head; None: all heads at once.
+    """
+
+    def __init__(self, inner: AttentionBackend, linear: Callable[..., Tensor] | None) -> None:
+        self._inner, self._linear = inner, linear
+        self.variants = inner.variants  # type: ignore[method-assign]
 
     def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
         return self._around(self._inner.decode(batch, _of_latents(attention)), attention)
@@ -97,22 +105,31 @@ class Absorbed(AttentionBackend):
             w_uk, w_uv = up.weights[layer].tensor_split((-up.value_dim,), dim=1)
             (tokens, heads, head_dim), (_, nope_dim, rank) = q.shape, w_uk.shape
             absorbed = q.new_empty(tokens, heads, rank + head_dim - nope_dim)
-            torch.bmm(q[..., :nope_dim].transpose(0, 1), w_uk, out=absorbed[..., :rank].transpose(0, 1))
+            self._products(q[..., :nope_dim], w_uk.transpose(1, 2), absorbed[..., :rank])
             absorbed[..., rank:] = q[..., nope_dim:]
             attended = attend(layer, absorbed)
             out = q.new_empty(tokens, heads, up.value_dim) if out is None else out
-            torch.bmm(attended.transpose(0, 1), w_uv.transpose(1, 2), out=out.transpose(0, 1))
+            self._products(attended, w_uv, out)
             return out
 
         return step
+
+    def _products(self, x: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Fills out [T, heads, N] from x [T, heads, K] and weights [heads, N, K]."""
+        if self._linear is None:
+            torch.bmm(x.transpose(0, 1), weights.transpose(1, 2), out=out.transpose(0, 1))
+            return
+        for head, weight in enumerate(weights):
+            out[:, head] = self._linear(x[:, head].contiguous(), weight, None)
 
 
 class Expanded(AttentionBackend):
     """Through a backend that attends to keys and values of heads, which are made of a step's cached latents first: of
     some heads at a time, so that a long context takes no more memory."""
 
-    def __init__(self, inner: AttentionBackend) -> None:
-        self._inner, self.variants = inner, inner.variants  # type: ignore[method-assign]
+    def __init__(self, inner: AttentionBackend, linear: Callable[..., Tensor]) -> None:
+        self._inner, self._linear = inner, linear
+        self.variants = inner.variants  # type: ignore[method-assign]
 
     def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
         batch = batch.only_decode()
@@ -132,7 +149,7 @@ class Expanded(AttentionBackend):
             out = q.new_empty(*q.shape[:2], up.value_dim) if out is None else out
             for first in range(0, num_heads, at_once):
                 own = slice(first, first + at_once)
-                heads.fill(latents, up.weights[layer][own])
+                heads.fill(latents, up.weights[layer][own], self._linear)
                 if at_once == num_heads:
                     return attend(layer, q, out)
                 out[:, own] = attend(layer, q[:, own])
@@ -275,8 +292,8 @@ class _ExpandedHeads:
         """The latents of all blocks, [num_blocks * block_size, rank + rope_dim]."""
         return self._store.plane(layer, LATENT).index_select(0, self._blocks).flatten(0, 1)
 
-    def fill(self, latents: Tensor, up: Tensor) -> None:
-        expand(latents, up, self._keys.flatten(0, 1), self._values.flatten(0, 1))
+    def fill(self, latents: Tensor, up: Tensor, linear: Callable[..., Tensor]) -> None:
+        expand(latents, up, self._keys.flatten(0, 1), self._values.flatten(0, 1), linear)
 
     def keys(self, layer: int) -> Tensor:
         return self._keys

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -26,16 +28,38 @@ class LatentTritonBackend(AttentionBackend):
         return _step(block_tables, seq_lens, batch.decode_query_len, attention, split=True)
 
     def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
-        """Each token as a row of its own: the heads alone fill a tile, and there is nothing to mask."""
         tables, starts, _ = batch.prefill_rows()
         positions = batch.positions[batch.num_decode_tokens :]
-        tables = tables.repeat_interleave(starts.diff(), dim=0, output_size=len(positions))
-        return _step(tables, positions.int() + 1, 1, attention, split=len(positions) <= _FEW_TOKENS)
+        return _by_token(tables, starts.diff(), positions, attention, split=len(positions) <= _FEW_TOKENS)
 
     def variants(self, kind: Kind) -> list[tuple[int, int]]:
         if kind == "prefill":
             return [(num_rows, 1) for num_rows in (1, 2, _FEW_TOKENS + 1)]
         return [(num_rows, 1) for num_rows in (1, 2, 33, 257, 1025)]  # where split_latent_rows changes its own
+
+
+class LatentInvariantBackend(LatentTritonBackend):
+    """Each token's latents in one order, from the first to the last, whatever it is in company of."""
+
+    capabilities = replace(LatentTritonBackend.capabilities, batch_invariant=True)
+
+    def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
+        count, positions = batch.decode_query_len, batch.positions[: batch.num_decode_tokens]
+        return _by_token(batch.decode_rows().block_tables, count, positions, attention, split=False)
+
+    def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
+        tables, starts, _ = batch.prefill_rows()
+        positions = batch.positions[batch.num_decode_tokens :]
+        return _by_token(tables, starts.diff(), positions, attention, split=False)
+
+
+def _by_token(
+    tables: Tensor, counts: Tensor | int, positions: Tensor, attention: ModelAttention, split: bool
+) -> AttentionStep:
+    """Each token as a row of its own: the heads alone fill a tile, and there is nothing to mask. Rows of `counts`
+    tokens, whose block tables are given."""
+    tables = tables.repeat_interleave(counts, dim=0, output_size=len(positions))
+    return _step(tables, positions.int() + 1, 1, attention, split)
 
 
 def _step(

@@ -143,7 +143,7 @@ class AttentionConfig:
 
     prefill: AttentionChoice = AttentionChoice.auto  # of prompts
     decode: AttentionChoice = AttentionChoice.auto  # of requests that decode
-    mla: MLAForm = MLAForm.auto  # of models with multi-head latent attention
+    mla: MLAForm = MLAForm.auto  # of models with multi-head latent attention; others have but one form
     mla_crossover: int = 128  # mla=auto: prompts of which no more tokens are new absorb, too
 
     def __post_init__(self) -> None:

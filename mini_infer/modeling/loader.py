@@ -55,21 +55,16 @@ def as_served(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     """The spec of a model whose cache is kept as the config says. Raises ConfigError where it cannot be."""
     brings_scales = spec.quantization is not None and spec.quantization.fp8_kv
     spec = dataclasses.replace(spec, fp8_kv=config.cache.dtype is CacheDType.fp8 or brings_scales)
-    form = config.attention.mla
     if not isinstance(spec.attention, MLASpec):
-        if form is not MLAForm.auto:
-            raise ConfigError(
-                f"attention.mla={form.value}: {spec.architecture} has no multi-head latent attention. Set "
-                "attention.mla=auto"
-            )
         return spec
     if spec.fp8_kv:
         raise ConfigError(
             f"cache.dtype=fp8: {spec.architecture} caches latents or keys and values of two sizes, for which there are "
             "no scales. Set cache.dtype=auto"
         )
+    form = config.attention.mla
     if form is MLAForm.auto and config.numerics is Numerics.batch_invariant:
-        form = MLAForm.naive  # the one whose sums are all of kernels in one order
+        form = MLAForm.naive  # one form for prompts and decode, and the fastest in these numerics
     attention = dataclasses.replace(spec.attention, form=form, crossover=config.attention.mla_crossover)
     return dataclasses.replace(spec, layers=tuple(dataclasses.replace(x, attention=attention) for x in spec.layers))
 
