@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mini_infer.core.config import EngineConfig, LoadFormat, When
@@ -61,6 +62,19 @@ class LogLevel(str, Enum):
     debug = "debug"
 
 
+class Tools(str, Enum):
+    auto = "auto"  # told by the chat template
+    hermes = "hermes"  # Qwen 2.5 and 3 too
+    llama3 = "llama3"
+    mistral = "mistral"
+
+
+class Reasoning(str, Enum):
+    auto = "auto"  # told by the chat template
+    think = "think"  # between <think> and </think>
+    none = "none"  # thoughts are a part of the text
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """What the server is told beside the engine's own settings.
@@ -72,6 +86,9 @@ class ServerSettings:
     dry_run: bool = False  # no weights: the dry model answers the whole API with made-up text
     use_cuda_graph: bool = False  # short for --graphs.capture always
     served_model_name: str | None = None  # name under which clients see the model; its own is still taken
+    chat_template: str | None = None  # file of a Jinja template in place of the tokenizer's own
+    tool_format: Tools = Tools.auto  # how the model writes the calls of tools
+    reasoning_format: Reasoning = Reasoning.auto  # how it marks thoughts, which become reasoning_content
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 is every network of this machine
     port: int = 8000  # to listen on; 0 takes a free one, which is printed
     api_processes: int = 1  # processes that share the work of HTTP; give it one for every 20,000 tokens a second
@@ -104,6 +121,13 @@ class ServerSettings:
             raise ConfigError("api_key must be a non-empty ASCII text, or left unset")
         if self.served_model_name is not None and not self.served_model_name:
             raise ConfigError("served_model_name is empty: give a name, or leave it unset")
+
+    def chat_template_text(self) -> str:
+        """Raises ConfigError where the file cannot be read."""
+        try:
+            return Path(self.chat_template or "").expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"chat_template {self.chat_template!r} cannot be read: {error}") from error
 
     @property
     def model(self) -> str:

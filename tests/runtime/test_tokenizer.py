@@ -171,7 +171,8 @@ class TestRefusals:
             ([{"content": "x"}], "needs 'role'"),
             ([CHAT[0], {"role": "user", "content": ["x"]}], "message 1 needs 'content' as a string"),
             ([{"role": 3, "content": "x"}], "needs 'role'"),
-            ([{"role": "user", "content": "x", "tool_calls": []}], "'tool_calls'"),
+            ([{"role": "user", "content": "x", "tool_calls": [{}]}], "'tool_calls'"),
+            ([{"role": "user", "content": "x", "colour": "red"}], "'colour'"),
         ],
     )
     def test_no_conversation(self, make, messages, message):

@@ -138,7 +138,7 @@ def test_what_a_grammar_makes_is_read(name: str) -> None:
     calls = [("f", {"x": 5}), ("g", {})]
     written = [json.dumps({"name": name, tool_format.key: given}) for name, given in calls]
     text = tool_format.head + tool_format.between.join(written) + tool_format.tail
-    assert not llguidance.LLMatcher.validate_grammar(tool_format.grammar(tools, True))
+    assert not llguidance.LLMatcher.validate_grammar(tool_format.forced(tools, True))
     pieces = taken_apart(tool_format.parser(), [tool_format.opening, text])
     assert [(piece.kind, piece.text) for piece in pieces] == [
         (Kind.call, "f"), (Kind.arguments, '{"x": 5}'), (Kind.call, "g"), (Kind.arguments, "{}")

@@ -19,8 +19,9 @@ from starlette.types import Receive, Scope, Send
 import mini_infer
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.api import errors, schema
-from mini_infer.serving.api.chat import chat, conversation
+from mini_infer.serving.api.chat import chat
 from mini_infer.serving.api.completions import complete
+from mini_infer.serving.api.conversation import as_messages
 from mini_infer.serving.api.errors import ApiError
 from mini_infer.serving.api.intake import CheckedRoute
 from mini_infer.serving.api.service import Service
@@ -189,7 +190,7 @@ async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt, a text, or messages, a conversation", param="prompt")
     if body.messages is not None:
-        tokens = await service.tokens(conversation(body.messages), "messages")
+        tokens = await service.tokens(as_messages(body.messages), "messages")
     else:
         tokens = await service.tokens(body.prompt or "", "prompt")
     return _json({"count": len(tokens), "max_model_len": service.engine.info.max_model_len, "tokens": tokens})

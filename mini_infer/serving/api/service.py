@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from mini_infer.core.errors import RequestError
 from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.runtime.text.conversation import Conversation
 from mini_infer.runtime.text.prompt import Prompt, require_fit
+from mini_infer.runtime.text.reasoning import CLOSE as THOUGHT
+from mini_infer.runtime.text.tools.formats import FORMATS, ToolFormat, format_of
 from mini_infer.serving.api.errors import ApiError
 from mini_infer.serving.api.logprobs import TokenTexts
 from mini_infer.serving.api.sampling import deadline_s
@@ -19,11 +23,12 @@ from mini_infer.serving.api.sse import Running
 from mini_infer.serving.api.stream import Stream
 from mini_infer.serving.metrics import Metrics
 from mini_infer.serving.processes.async_engine import AsyncEngine
-from mini_infer.serving.settings import ServerSettings
+from mini_infer.serving.settings import Reasoning, ServerSettings, Tools
 
 T = TypeVar("T")
 
 LONG = 16_384  # characters to encode, or tokens to decode: some milliseconds
+ALIAS = "mini-infer"  # always names the served model
 IDS_PER_CHARACTER = 4  # a token id need only be looked at
 
 
@@ -41,6 +46,12 @@ class Service:
         self._over: ApiError | None = None  # what ends all that is not ready when the server stops
         self._arriving: set[asyncio.Task[Any]] = set()
         self.model_name = settings.model_name
+        if settings.chat_template is not None:
+            self.tokenizer.set_chat_template(settings.chat_template_text())
+        self.tool_format = self._tool_format()
+        reasons = settings.reasoning_format
+        template = self.tokenizer.chat_template
+        self.splits_reasoning = THOUGHT in template if reasons is Reasoning.auto else reasons is Reasoning.think
         alone = settings.api_processes == 1
         self.metrics = Metrics(self.model_name, engine.info, latest=lambda: engine.stats, own_process=alone)
 
@@ -95,10 +106,20 @@ class Service:
         """As many as can run and wait together."""
         return self.settings.max_queued + self.settings.engine.scheduler.max_num_seqs
 
+    def _tool_format(self) -> ToolFormat | None:
+        wanted = self.settings.tool_format
+        if wanted is not Tools.auto:
+            found: ToolFormat | None = FORMATS[wanted.value]
+        else:
+            found = format_of(self.tokenizer.chat_template)
+        if found is not None and found.special:
+            return dataclasses.replace(found, token_id=self.tokenizer.encode_within(found.opening)[0])
+        return found
+
     # --- a request's way in ---------------------------------------------------------------------------------------
 
     def require_model(self, name: str | None) -> None:
-        known = dict.fromkeys((self.model_name, self.settings.model))
+        known = dict.fromkeys((self.model_name, self.settings.model, ALIAS))
         if name is not None and name not in known:
             names = " or ".join(repr(each) for each in known)
             raise ApiError(
@@ -106,24 +127,42 @@ class Service:
                 code="model_not_found",
             )  # fmt: skip
 
-    async def encode(self, prompts: Sequence[Prompt], param: str) -> list[list[int]]:
-        """Each prompt's token ids, known to fit into the model. `param` is the field that they came in, for messages.
+    def room(self, wanted: int | None, max_tokens: int | None) -> int | None:
+        """How many of a prompt's last tokens a request keeps by its `truncate_prompt_tokens`; None: all of them.
+
+        Raises:
+            RequestError: the wish cannot be.
+        """
+        if wanted == -1:
+            return max(1, self.engine.info.max_model_len - (max_tokens or 1))
+        if wanted is not None and wanted < 1:
+            raise RequestError(
+                f"truncate_prompt_tokens must be -1, or 1 or more; got {wanted}", "truncate_prompt_tokens"
+            )
+        return wanted
+
+    async def encode(self, prompts: Sequence[Prompt], param: str, room: int | None = None) -> list[list[int]]:
+        """Each prompt's token ids, known to fit into the model.
+
+        Args:
+            param: the field that they came in, for messages.
+            room: how many tokens are kept of each, the last ones.
 
         Raises:
             RequestError: one is none, or holds what cannot be encoded.
             ApiError: one is too long.
         """
         cost = sum(map(_cost, prompts))
-        return await self.aside(cost, lambda: [self._fitting(prompt, param) for prompt in prompts])
+        return await self.aside(cost, lambda: [self._fitting(prompt, param, room) for prompt in prompts])
 
     async def tokens(self, prompt: Prompt, param: str) -> list[int]:
         """A prompt's token ids, however many."""
         return await self.aside(_cost(prompt), lambda: self._tokens(prompt, param))
 
-    async def decode(self, prompts: Sequence[Prompt], param: str) -> list[str]:
+    async def decode(self, prompts: Sequence[Sequence[int]], param: str) -> list[str]:
         """What each prompt's token ids stand for, special tokens too. Raises RequestError where one is none."""
 
-        def text(token_ids: Prompt) -> str:
+        def text(token_ids: Sequence[int]) -> str:
             return self.tokenizer.decode(self._tokens(token_ids, param), skip_special_tokens=False)
 
         return await self.aside(sum(map(len, prompts)), lambda: [text(token_ids) for token_ids in prompts])
@@ -132,10 +171,12 @@ class Service:
         """Does it in a thread where it takes long, so that the streams of the others go on meanwhile."""
         return await asyncio.to_thread(work) if cost > LONG else work()
 
-    def _fitting(self, prompt: Prompt, param: str) -> list[int]:
-        if _is_token_ids(prompt):
+    def _fitting(self, prompt: Prompt, param: str, room: int | None) -> list[int]:
+        if isinstance(prompt, list) and _is_token_ids(prompt):
+            prompt = prompt if room is None else prompt[-room:]
             self._require_fit(len(prompt), param)  # before each of them is looked at
         token_ids = self._tokens(prompt, param)
+        token_ids = token_ids if room is None else token_ids[-room:]
         self._require_fit(len(token_ids), param)
         return token_ids
 
@@ -176,6 +217,8 @@ def _cost(prompt: Prompt) -> int:
     """Of encoding it, in characters of text."""
     if isinstance(prompt, str):
         return len(prompt)
+    if isinstance(prompt, Conversation):
+        return _cost(prompt.messages) + sum(len(str(tool)) for tool in prompt.tools)
     if prompt and isinstance(prompt[0], Mapping):
         return sum(len(message["content"]) for message in prompt)  # type: ignore[index,misc]
     return len(prompt) // IDS_PER_CHARACTER

@@ -130,24 +130,25 @@ def _loaded(text: str) -> Any:
         return None
 
 
-def calls_grammar(tools: Sequence[Mapping[str, Any]], key: str, head: str, between: str, tail: str) -> str:
-    """A Lark grammar of calls to these functions, with arguments that follow their schemas.
+def calls_rules(tools: Sequence[Mapping[str, Any]], key: str, head: str, between: str, tail: str) -> str:
+    """Lark rules; `calls` are calls to these functions, with arguments that follow their schemas.
 
     Args:
         tools: each with a `name` and perhaps `parameters`, a JSON schema.
         key: under which a call has its arguments.
         head, between, tail: what stands before, between and behind the calls; one call where nothing is between.
     """
-    rules = []
+    more = f"({literal(between)} call)*" if between else ""
+    names = " | ".join(f"call_{index}" for index in range(len(tools)))
+    rules = [f"calls: {literal(head)} call {more} {literal(tail)}", f"call: {names}"]
     for index, tool in enumerate(tools):
         opening = f'{{"name": {json.dumps(tool["name"])}, "{key}": '
         schema = {"x-guidance": WHITE_SPACE, **(tool.get("parameters") or NO_PARAMETERS)}
-        rules.append(f'call_{index}: {_literal(opening)} args_{index} "}}"\nargs_{index}: %json {json.dumps(schema)}')
-    more = f"({_literal(between)} call)*" if between else ""
-    names = " | ".join(f"call_{index}" for index in range(len(tools)))
-    start = f"start: {_literal(head)} call {more} {_literal(tail)}"
-    return "\n".join([start, f"call: {names}", *rules])
+        rules.append(f'call_{index}: {literal(opening)} args_{index} "}}"')
+        rules.append(f"args_{index}: %json {json.dumps(schema)}")
+    return "\n".join(rules)
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """In Lark; nothing where the text is empty."""
     return json.dumps(text, ensure_ascii=False) if text else ""

@@ -2,42 +2,71 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mini_infer.runtime.text.pieces import Parser
 from mini_infer.runtime.text.tools import hermes, llama3, mistral
-from mini_infer.runtime.text.tools.calls import Parse, calls_grammar
+from mini_infer.runtime.text.tools.calls import Parse, calls_rules, literal
+
+Functions = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     """
-    A call that has to be made is begun for the model: `opening` stands at the end of the prompt, and a grammar makes
-    the model go on with {"name": ..., KEY: {...}} between `head`, `between` and `tail`.
+    Attributes:
+        marker: what begins calls; in a chat template, and nowhere else.
+        opening: how calls begin. Where one has to be made, this stands at the end of the prompt, and a grammar makes
+            the model go on with {"name": ..., KEY: {...}} between `head`, `between` and `tail`.
+        other_text: a regular expression of answers that are no calls, where these stand alone; else text may stand
+            before them.
+        token_id: of the opening, where it is a special token, which no text is.
+        id_length: of a call's id, in letters and digits.
     """
 
     parse: Parse
-    marker: str  # in a chat template, and nowhere else
+    marker: str
     opening: str
     head: str = ""
     between: str = ""
     tail: str = ""
     key: str = "arguments"
-    special_tokens: bool = False  # the markup is made of such, which a text is otherwise without
-    id_length: int = 24  # of a call's id, letters and digits
+    other_text: str | None = None
+    special: bool = False
+    token_id: int | None = None
+    id_length: int = 24
 
     def parser(self) -> Parser:
         return Parser(self.parse)
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], several: bool) -> str:
-        """In Lark, of one call or several behind `opening`.
+    def forced(self, tools: Functions, several: bool) -> str:
+        """A Lark grammar of what stands behind the opening where a call has to be made.
 
         Args:
             tools: each with a `name` and perhaps `parameters`, a JSON schema.
         """
-        return calls_grammar(tools, self.key, self.head, self.between if several else "", self.tail)
+        return f"start: calls\n{self._calls(tools, several)}"
+
+    def free(self, tools: Functions, several: bool) -> str:
+        """A Lark grammar of any text, in which calls follow the schemas."""
+        if self.other_text is not None:
+            start = f"start: TEXT | calls\nTEXT: /{self.other_text}/"
+        else:
+            start = f"start: TEXT ({self._open()} calls)?\nTEXT: /(?s:.*)/ & ~/(?s:.*{re.escape(self.marker)}.*)/"
+        return f"{start}\n{self._calls(tools, several)}"
+
+    def or_json(self, tools: Functions, several: bool, schema: str) -> str:
+        """A Lark grammar of calls, or of JSON that follows a schema, which is given as its text."""
+        return f"start: {self._open()} calls | answer\nanswer: %json {schema}\n{self._calls(tools, several)}"
+
+    def _calls(self, tools: Functions, several: bool) -> str:
+        return calls_rules(tools, self.key, self.head, self.between if several else "", self.tail)
+
+    def _open(self) -> str:
+        return literal(self.opening) if self.token_id is None else f"<[{self.token_id}]>"
 
 
 FORMATS = {
@@ -55,10 +84,12 @@ FORMATS = {
         head="[",
         between=", ",
         tail="]",
-        special_tokens=True,
+        special=True,
         id_length=9,  # what its templates insist on
     ),
-    "llama3": ToolFormat(llama3.parse, marker=llama3.OPEN, opening="", between="; ", key="parameters"),
+    "llama3": ToolFormat(
+        llama3.parse, marker=llama3.OPEN, opening="", between="; ", key="parameters", other_text=r"([^{\s<](?s:.*))?"
+    ),
 }
 OTHERS = ("<function=",)  # Qwen3-Coder's markup within Hermes' own
 
