@@ -24,6 +24,7 @@ from mini_infer.serving.api.completions import complete
 from mini_infer.serving.api.conversation import as_messages
 from mini_infer.serving.api.errors import ApiError
 from mini_infer.serving.api.intake import CheckedRoute
+from mini_infer.serving.api.responses import respond
 from mini_infer.serving.api.service import Service
 from mini_infer.serving.api.sse import SERVER_SEND
 from mini_infer.serving.metrics import CONTENT_TYPE
@@ -107,7 +108,10 @@ def _json(content: Any, status: int = 200) -> Response:
 # --- the state of the server --------------------------------------------------------------------------------------
 
 
-@probes.get("/healthz", summary="Whether the engine lives, with its settings")
+@probes.head("/health", include_in_schema=False)
+@probes.get("/health", include_in_schema=False)
+@probes.head("/healthz", include_in_schema=False)
+@probes.get("/healthz", summary="Whether the engine lives, with its settings; also as /health")
 async def healthz(request: Request) -> Response:
     service = _service(request)
     info = service.engine.info
@@ -126,7 +130,10 @@ async def healthz(request: Request) -> Response:
     return _json({"status": "ok", **about})
 
 
-@probes.get("/readyz", summary="Whether requests are taken")
+@probes.head("/ping", include_in_schema=False)
+@probes.get("/ping", include_in_schema=False)
+@probes.head("/readyz", include_in_schema=False)
+@probes.get("/readyz", summary="Whether requests are taken; also as /ping")
 async def readyz(request: Request) -> Response:
     service = _service(request)
     if service.engine.failure is not None:
@@ -134,6 +141,12 @@ async def readyz(request: Request) -> Response:
     if service.stopping:
         return _json({"status": "stopping"}, 503)
     return _json({"status": "ready"})
+
+
+@probes.head("/version", include_in_schema=False)
+@probes.get("/version", summary="Of the server")
+async def version() -> Response:
+    return _json({"version": mini_infer.__version__})
 
 
 class _MetricsText(Response):
@@ -181,6 +194,26 @@ async def chat_completions(request: Request, body: schema.ChatRequest) -> Respon
 @api.post("/v1/completions", tags=["generation"], responses={200: {"model": schema.Completion, "content": EVENTS}})
 async def completions(request: Request, body: schema.CompletionRequest) -> Response:
     return await complete(_service(request), body)
+
+
+@api.post("/v1/responses", tags=["generation"], responses={200: {"model": schema.ResponseAnswer, "content": EVENTS}})
+async def responses(request: Request, body: schema.ResponsesRequest) -> Response:
+    return await respond(_service(request), body)
+
+
+NOT_HERE = {
+    "/v1/embeddings": "this server generates text, and embeds none: use a server of an embedding model, such as "
+    "text-embeddings-inference, at another address",
+    "/v1/responses/{response_id}": "nothing is stored here: a response is told once, as POST /v1/responses' answer",
+}
+
+
+async def _not_here(request: Request) -> Response:
+    raise ApiError(404, NOT_HERE[request.scope["route"].path], code="not_supported")
+
+
+for _path in NOT_HERE:
+    api.add_api_route(_path, _not_here, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 
 
 @api.post("/tokenize", tags=["tokens"], response_model=schema.TokenizeResponse)

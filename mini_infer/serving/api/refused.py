@@ -85,7 +85,17 @@ OF_RESPONSES = {
     "truncation": Refused("send fewer items, or use /v1/chat/completions with `truncate_prompt_tokens`", ("disabled",)),
     "max_tool_calls": Refused("it is for tools that the server runs, and here it runs none: leave it out"),
     "context_management": Refused("leave it out, and send fewer items"),
-    "include": Refused("leave it out; /v1/chat/completions has `logprobs`"),
+    "include": Refused(
+        "leave it out; /v1/chat/completions has `logprobs`",
+        (["reasoning.encrypted_content"],),  # it comes in plain
+    ),
+    "n": Refused("ask /v1/chat/completions", (1,)),
+    "logprobs": Refused("ask /v1/chat/completions", (False,)),
+    "messages": Refused("send them as `input`"),
+    "max_tokens": Refused("use `max_output_tokens`"),
+    "max_completion_tokens": Refused("use `max_output_tokens`"),
+    "response_format": Refused("use `text`: {format: ...}"),
+    "reasoning_effort": Refused("use `reasoning`: {effort: ...}"),
     "top_logprobs": Refused("ask /v1/chat/completions", (0,)),
     "access_programs": Refused(),
     "image": _TEXT_ALONE,

@@ -12,7 +12,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from mini_infer.serving.api.refused import OF_CHAT, OF_COMPLETIONS, OF_OPENAI, OF_OTHER_SERVERS, Refused, check
+from mini_infer.serving.api.refused import (
+    OF_CHAT,
+    OF_COMPLETIONS,
+    OF_OPENAI,
+    OF_OTHER_SERVERS,
+    OF_RESPONSES,
+    Refused,
+    check,
+)
 
 MAX_ENTRIES = {
     "stop": 64,  # the engine looks for each of them at every token, and its steps are everybody's
@@ -280,6 +288,68 @@ class CompletionRequest(GenerationRequest):
     return_token_ids: bool | None = Field(None, description="Choices also say their token_ids; beyond OpenAI's API.")
 
 
+class ResponseTool(Function):
+    """As Tool, but flat."""
+
+    refused = {
+        "defer_loading": Refused("the model is told of all tools: leave it out", (False,)),
+        "allowed_callers": Refused("the model calls, and nobody else: leave it out", (["direct"],)),
+        "output_schema": Refused("describe it in `description`"),
+    }
+
+    type: Literal["function"]
+
+
+class ResponseReasoning(ApiModel):
+    refused = {
+        "summary": Refused("the reasoning itself is in the answer: leave it out"),
+        "generate_summary": Refused("the reasoning itself is in the answer: leave it out"),
+        "context": Refused("send the reasoning items that the model should see: leave it out", ("auto",)),
+        "mode": Refused("leave it out", ("standard",)),
+    }
+
+    effort: str | None = None
+
+
+class ResponseTextFormat(ApiModel):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseText(ApiModel):
+    refused = {"verbosity": OF_OPENAI["verbosity"]}
+
+    format: ResponseTextFormat | None = None
+
+
+InputField = Annotated[
+    Any,
+    _few("input"),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+]
+
+
+class ResponsesRequest(GenerationRequest):
+    """Of the fields beyond OpenAI's API, those of /v1/chat/completions are taken."""
+
+    refused = {**GenerationRequest.refused, **OF_RESPONSES}
+
+    input: InputField
+    instructions: str | None = None
+    max_output_tokens: Integer | None = None
+    tools: Annotated[list[ResponseTool] | None, _few("tools")] = Field(
+        None, json_schema_extra={"maxItems": MAX_ENTRIES["tools"]}
+    )
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    text: ResponseText | None = None
+    reasoning: ResponseReasoning | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class TokenizeRequest(ApiModel):
     """A text (`prompt`) or a conversation (`messages`)."""
 
@@ -377,6 +447,18 @@ class ChatCompletion(ApiModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+
+
+class ResponseAnswer(ApiModel):
+    """The items of `output` are of the types message, function_call and reasoning."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "in_progress"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
 
 
 class CompletionLogprobs(ApiModel):
