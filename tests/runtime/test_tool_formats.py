@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -138,8 +139,50 @@ def test_what_a_grammar_makes_is_read(name: str) -> None:
     calls = [("f", {"x": 5}), ("g", {})]
     written = [json.dumps({"name": name, tool_format.key: given}) for name, given in calls]
     text = tool_format.head + tool_format.between.join(written) + tool_format.tail
-    assert not llguidance.LLMatcher.validate_grammar(tool_format.forced(tools, True))
+    grammars = [tool_format.forced(tools, True), tool_format.free(tools, True), tool_format.or_json(tools, True, "{}")]
+    for grammar in grammars:
+        assert not llguidance.LLMatcher.validate_grammar(grammar)
     pieces = taken_apart(tool_format.parser(), [tool_format.opening, text])
     assert [(piece.kind, piece.text) for piece in pieces] == [
         (Kind.call, "f"), (Kind.arguments, '{"x": 5}'), (Kind.call, "g"), (Kind.arguments, "{}")
     ]  # fmt: skip
+
+
+class Bytes:
+    """A tokenizer for llguidance."""
+
+    bos_token_id = None
+    eos_token_id = 256
+    tokens = (*(bytes([i]) for i in range(256)), b"<eos>", b"[TOOL_CALLS]")
+    special_token_ids = (256, 257)
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+GOOD, BAD = '{"name": "f", "KEY": {"x": 5}}', '{"name": "f", "KEY": {"x": "5"}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("hermes", b"See. <tool_call>\n", "\n</tool_call>"),
+        ("llama3", b"", ""),
+        ("mistral", [*b"See. ", 257, *b"["], "]"),
+    ],
+)
+def test_what_a_strict_model_may_say(name: str, before: bytes | list[int], after: str) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
+    tool_format = dataclasses.replace(FORMATS[name], token_id=257 if name == "mistral" else None)
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    grammar = tool_format.free([{"name": "f", "parameters": schema}], several=True)
+
+    def accepts(tokens: list[int]) -> bool:
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    assert accepts(list(b"It rains <today>."))
+    assert accepts([*before, *GOOD.replace("KEY", tool_format.key).encode(), *after.encode()])
+    assert not accepts([*before, *BAD.replace("KEY", tool_format.key).encode(), *after.encode()])

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response, Security
 from fastapi.security import HTTPBearer
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 import mini_infer
@@ -73,7 +74,10 @@ def create_app(
         version=mini_infer.__version__,
         description="The OpenAI API on a mini-infer engine.",
         lifespan=lifespan,
+        root_path=(settings and settings.root_path) or "",
     )
+    if settings is not None and settings.origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
     app.include_router(probes)
     app.include_router(api)
     errors.install(app)
@@ -83,6 +87,9 @@ def create_app(
 def _alone(settings: ServerSettings) -> ServerSettings:
     if settings.api_processes > 1:
         raise ConfigError("api_processes above 1 needs mini-infer-serve, which makes them; an app is one process")
+    for name in ("root_path", "allowed_origins", "ssl_certfile"):
+        if getattr(settings, name) is not None:
+            raise ConfigError(f"{name} needs mini-infer-serve; an app is served as whoever serves it was told")
     return settings
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from mini_infer.serving.api.errors import ApiError
+from pydantic_core import PydanticCustomError
 
 LEAVE_OUT = "leave it out"
 
@@ -102,10 +102,9 @@ OF_RESPONSES = {
 }
 
 
-def check(fields: Mapping[str, Any], refused: Mapping[str, Refused], path: str = "") -> None:
-    """Raises ApiError at the first field that cannot be honoured."""
-    for name in refused.keys() & fields.keys():
-        value = fields[name]
-        if value not in (None, [], {}, "", *refused[name].harmless):
-            message = f"{path}{name} is not supported: {refused[name].instead}"
-            raise ApiError(400, message, param=path.partition(".")[0].partition("[")[0] or name)
+def check(fields: Mapping[str, Any], refused: Mapping[str, Refused]) -> None:
+    """Raises PydanticCustomError, of type "refused", at the first field that cannot be honoured."""
+    for name in refused:
+        if name in fields and fields[name] not in (None, [], {}, "", *refused[name].harmless):
+            about = {"field": name, "instead": refused[name].instead}
+            raise PydanticCustomError("refused", "not supported: {instead}", about)

@@ -35,6 +35,7 @@ class ResponseRenderer:
 
     def __init__(self, response_id: str, service: Service, body: ResponsesRequest, turn: Turn) -> None:
         self._response = _response(response_id, service.model_name, body)
+        self._encode = service.tokenizer.encode_within
         self._reader = turn.readers[0] if turn.readers is not None else None
         self._items: list[dict[str, Any]] = []
         self._open: Kind | None = None
@@ -60,14 +61,14 @@ class ResponseRenderer:
         return self._response
 
     def _finish(self, usage: dict[str, Any]) -> None:
-        reasoned = 0  # which tokens were thoughts is not counted
+        thoughts = [item["content"][0]["text"] for item in self._items if item["type"] == "reasoning"]
         self._response |= {
             "output": self._items,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": reasoned},
+                "output_tokens_details": {"reasoning_tokens": sum(len(self._encode(text)) for text in thoughts)},
                 "total_tokens": usage["total_tokens"],
             },
         }

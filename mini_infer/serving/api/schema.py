@@ -235,8 +235,11 @@ class Function(ApiModel):
     strict: bool | None = Field(None, description="The arguments follow the schema also where tool_choice is auto.")
 
 
-class Tool(ApiModel):
+class _Typed(ApiModel):
     type: Literal["function"]
+
+
+class Tool(_Typed):
     function: Function
 
 
@@ -288,7 +291,7 @@ class CompletionRequest(GenerationRequest):
     return_token_ids: bool | None = Field(None, description="Choices also say their token_ids; beyond OpenAI's API.")
 
 
-class ResponseTool(Function):
+class ResponseTool(Function, _Typed):
     """As Tool, but flat."""
 
     refused = {
@@ -296,8 +299,6 @@ class ResponseTool(Function):
         "allowed_callers": Refused("the model calls, and nobody else: leave it out", (["direct"],)),
         "output_schema": Refused("describe it in `description`"),
     }
-
-    type: Literal["function"]
 
 
 class ResponseReasoning(ApiModel):

@@ -190,7 +190,7 @@ class Service:
         try:
             return self.engine.encode(prompt)
         except RequestError as error:
-            raise RequestError(str(error), param) from error
+            raise RequestError(str(error), param if error.param in (None, "prompt") else error.param) from error
 
     def submit(self, prompts: Sequence[list[int]], params: SamplingParams, body: GenerationRequest) -> list[Stream]:
         """One stream for each prompt, or an error and none."""

@@ -52,10 +52,14 @@ class ToolFormat:
 
     def free(self, tools: Functions, several: bool) -> str:
         """A Lark grammar of any text, in which calls follow the schemas."""
+        text = self.other_text or f"(?s:.*)/ & ~/(?s:.*{re.escape(self.marker)}.*)"
         if self.other_text is not None:
-            start = f"start: TEXT | calls\nTEXT: /{self.other_text}/"
-        else:
-            start = f"start: TEXT ({self._open()} calls)?\nTEXT: /(?s:.*)/ & ~/(?s:.*{re.escape(self.marker)}.*)/"
+            start = "start: TEXT | calls"
+        elif self.token_id is not None:
+            start = f"start: TEXT ({self._open()} calls)?"
+        else:  # one token of the grammar: it takes as much of a text as one of them can
+            start = f"start: TEXT | OPEN calls\nOPEN: TEXT {self._open()}"
+        start += f"\nTEXT: /{text}/"
         return f"{start}\n{self._calls(tools, several)}"
 
     def or_json(self, tools: Functions, several: bool, schema: str) -> str:
