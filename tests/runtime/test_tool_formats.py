@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -46,8 +47,8 @@ TEXT = [  # format, text, pieces
     ("mistral", "[TOOL_CALLS]: see", [(Kind.text, "[TOOL_CALLS]: see")]),
 ]
 MARKUP = [
-    "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "f", ";", ",", "[",
-    "]", "{", "}", '"', "\\", ":", " ", "\n", "é", CALL, ARGUMENTS, '{"name": "f", "parameters": ', '"arguments"', "<", "1",
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "f", ";", ",",
+    "[", "]", "{", "}", '"', "\\", ":", " ", "\n", "é", CALL, ARGUMENTS, '{"name": "f", "parameters": ', '"arguments"', "<", "1",
 ]  # fmt: skip
 texts = st.lists(st.one_of(st.sampled_from(MARKUP), st.text(max_size=3)), max_size=12).map("".join)
 
@@ -65,7 +66,7 @@ def test_formats(name: str, text: str, pieces: list[tuple[Kind, str]]) -> None:
 
 def cut(text: str, places: list[int]) -> list[str]:
     bounds = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
-    return [text[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 @pytest.mark.parametrize("name", [*FORMATS, None])

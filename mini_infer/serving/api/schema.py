@@ -111,6 +111,9 @@ class StreamOptions(ApiModel):
 
 class JsonSchema(ApiModel):
     name: str | None = None
+    description: str | None = Field(
+        None, description="A label: the model is told of the schema by its constraint alone."
+    )
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
@@ -297,6 +300,7 @@ class ResponseTool(Function, _Typed):
     refused = {
         "defer_loading": Refused("the model is told of all tools: leave it out", (False,)),
         "allowed_callers": Refused("the model calls, and nobody else: leave it out", (["direct"],)),
+        "async": Refused("leave it out", (False,)),
         "output_schema": Refused("describe it in `description`"),
     }
 
@@ -315,6 +319,7 @@ class ResponseReasoning(ApiModel):
 class ResponseTextFormat(ApiModel):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
+    description: str | None = Field(None, description="As with response_format.")
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
