@@ -93,10 +93,12 @@ def translated(argv: Sequence[str], known: Collection[str]) -> list[str]:
     Raises:
         ConfigError: one that has no counterpart here.
     """
-    words = list(argv[1:] if argv[:1] == ["serve"] else argv)
+    words = list(argv)
     result = []
-    if words and not words[0].startswith("-"):
-        result += ["--model", words.pop(0)]
+    if words[:1] == ["serve"]:
+        words.pop(0)
+        if words and not words[0].startswith("-"):
+            result += ["--model", words.pop(0)]
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from mini_infer.cli.serve import parse
@@ -12,12 +14,15 @@ from mini_infer.serving.settings import Reasoning, Tools, table
 
 OURS = {flag for row in table() for flag in row.flags}
 
+THEIRS = """serve tiny-target --max-model-len 512 --tensor-parallel-size=1 --gpu-memory-utilization 0.8 --dtype float
+    --served-model-name mine --max-num-seqs 8 --max_num_batched_tokens 256 --no-enable-prefix-caching
+    --enable-chunked-prefill --enforce-eager --kv-cache-dtype fp8_e4m3 --scheduling-policy priority --port 9000
+    --host 0.0.0.0 --api-key k --enable-auto-tool-choice --tool-call-parser llama3_json --reasoning-parser qwen3
+    --api-server-count 2 --disable-log-requests -tp 1 --seed 3 --allowed-origins *"""
+
 
 def test_a_command_line_of_vllms() -> None:
-    settings = parse(
-        ["serve", "tiny-target", "--max-model-len", "512", "--tensor-parallel-size=1", "--gpu-memory-utilization", "0.8", "--dtype", "float", "--served-model-name", "mine", "--max-num-seqs", "8", "--max_num_batched_tokens", "256", "--no-enable-prefix-caching", "--enable-chunked-prefill", "--enforce-eager", "--kv-cache-dtype", "fp8_e4m3", "--scheduling-policy", "priority", "--port", "9000", "--host", "0.0.0.0", "--api-key", "k", "--enable-auto-tool-choice", "--tool-call-parser", "llama3_json", "--reasoning-parser", "qwen3", "--api-server-count", "2", "--disable-log-requests", "-tp", "1", "--seed", "3", "--allowed-origins", "*"],
-        {},
-    )
+    settings = parse(shlex.split(THEIRS), {})
     engine = settings.engine
     assert (settings.model, settings.model_name, engine.model.max_model_len) == ("tiny-target", "mine", 512)
     assert (settings.host, settings.port, settings.api_key, settings.api_processes) == ("0.0.0.0", 9000, "k", 2)

@@ -48,7 +48,8 @@ TEXT = [  # format, text, pieces
 ]
 MARKUP = [
     "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "f", ";", ",",
-    "[", "]", "{", "}", '"', "\\", ":", " ", "\n", "é", CALL, ARGUMENTS, '{"name": "f", "parameters": ', '"arguments"', "<", "1",
+    "[", "]", "{", "}", '"', "\\", ":", " ", "\n", "é", CALL, ARGUMENTS,
+    '{"name": "f", "parameters": ', '"arguments"', "<", "1",
 ]  # fmt: skip
 texts = st.lists(st.one_of(st.sampled_from(MARKUP), st.text(max_size=3)), max_size=12).map("".join)
 

@@ -66,11 +66,14 @@ class Service:
         """
         patience = settings.startup_timeout
         if engine_path is not None:
-            return cls(settings, await AsyncEngine.connect(engine_path, startup_timeout=patience))
-        return cls(
-            settings,
-            await AsyncEngine.start(settings.engine, max_queued=settings.max_queued, startup_timeout=patience),
-        )
+            engine = await AsyncEngine.connect(engine_path, startup_timeout=patience)
+        else:
+            engine = await AsyncEngine.start(settings.engine, max_queued=settings.max_queued, startup_timeout=patience)
+        try:
+            return cls(settings, engine)
+        except BaseException:
+            await engine.close()
+            raise
 
     async def close(self) -> None:
         self.stop()
