@@ -14,6 +14,14 @@ from served import HandDrivenServer, dry_config
 from mini_infer import EngineConfig
 from mini_infer.serving.processes.launch import EngineProcess
 
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "clients" not in config.option.markexpr:
+        for item in items:
+            if "clients" in item.keywords and item.get_closest_marker("clients"):
+                item.add_marker(pytest.mark.skip(reason="runs with -m clients alone"))
+
+
 _shared: list[psutil.Process] = []
 
 

@@ -95,6 +95,8 @@ def _grammar(
 ) -> tuple[str, str] | None:
     functions = [tool.function.model_dump() for tool in tools]
     other = constraint(body)
+    if forced and body.response_format is not None:
+        other = None  # of a text that is not going to be
     strict = any(tool.function.strict for tool in tools)
     if forced and other is None:
         return LARK, tool_format.forced(functions, several)

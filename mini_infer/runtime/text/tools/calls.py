@@ -10,7 +10,8 @@ from mini_infer.runtime.text.pieces import Kind, Piece, Source, Steps
 
 ARGUMENTS = ("arguments", "parameters")
 WHITE_SPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}  # a weak model may go on with spaces for ever
-NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+ELSEWHERE = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}  # where else a schema may describe properties
 Parse = Callable[[Source, list[Piece]], Steps[None]]
 
 
@@ -143,10 +144,18 @@ def calls_rules(tools: Sequence[Mapping[str, Any]], key: str, head: str, between
     rules = [f"calls: {literal(head)} call {more} {literal(tail)}", f"call: {names}"]
     for index, tool in enumerate(tools):
         opening = f'{{"name": {json.dumps(tool["name"])}, "{key}": '
-        schema = {"x-guidance": WHITE_SPACE, **(tool.get("parameters") or NO_PARAMETERS)}
+        schema = _closed(tool.get("parameters") or NO_PARAMETERS)
         rules.append(f'call_{index}: {literal(opening)} args_{index} "}}"')
         rules.append(f"args_{index}: %json {json.dumps(schema)}")
     return "\n".join(rules)
+
+
+def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A function takes no other arguments than those described, where its schema does not say otherwise."""
+    closed = {"x-guidance": WHITE_SPACE, **parameters}
+    if "properties" in parameters and not ELSEWHERE & parameters.keys():
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def literal(text: str) -> str:
