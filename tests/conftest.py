@@ -32,7 +32,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+ON_DEMAND = ("attack", "soak")  # marks of tests that run where `-m` names them
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for mark in ON_DEMAND:
+        if mark not in config.getoption("-m"):
+            for item in items:
+                if mark in item.keywords:
+                    item.add_marker(pytest.mark.skip(reason=f"runs with -m {mark}"))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

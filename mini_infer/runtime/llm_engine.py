@@ -68,8 +68,8 @@ class LLMEngine:
         self.startup = executor.startup
         self.vocab_size = executor.vocab_size
         self.clock = clock
-        self._grammars = GrammarCompiler(executor.tokenizer, executor.vocab_size, executor.eos_token_ids)
-        self._outputs = OutputProcessor(self._grammars)
+        self.grammars = GrammarCompiler(executor.tokenizer, executor.vocab_size, executor.eos_token_ids)
+        self._outputs = OutputProcessor(self.grammars)
         self.core = EngineCore(self._make_scheduler, executor, clock, self._outputs, records_kept)
         self.records = self.core.records  # the latest StepRecords, oldest first
         self.observers = self.core.observers  # each is called with every StepRecord
@@ -187,12 +187,6 @@ class LLMEngine:
         about: dict[str, Any] = {"priority": priority, "arrival_time": arrival_time, "cache_salt": cache_salt}
         return self._enqueue(checked, request_id, stream, **about)
 
-    def prepare(self, params: SamplingParams) -> None:
-        """Does beforehand what takes long when a request is added: a new grammar is compiled. May be called in any
-        thread, while the engine works in its own. Raises RequestError where the grammar cannot be followed."""
-        if params.grammar is not None:
-            self._grammars.compile(params.grammar)
-
     def step(self) -> list[RequestOutput]:
         """Runs one step, and returns what it brought for requests of `add_request`."""
         self.core.step()
@@ -226,7 +220,7 @@ class LLMEngine:
         require_fit(len(token_ids), self.max_model_len, self.executor.limits.reason)
         if params.stop_token_ids or params.logit_bias:
             require_known_tokens(params, self.vocab_size)
-        grammar = None if params.grammar is None else self._grammars.compile(params.grammar)
+        grammar = None if params.grammar is None else self.grammars.compile(params.grammar)
         return text, token_ids, params, grammar
 
     def _enqueue(

@@ -104,9 +104,23 @@ class _Collector(Collector):
         for reason, count in stats.ended.items():
             ended.add_metric([self._model_name, reason], count)
         yield ended
+        yield from self._counted(stats.counted)
         cache = GaugeMetricFamily(PREFIX + "cache_config_info", "Settings of the KV cache.", labels=list(self._cache))
         cache.add_metric(list(self._cache.values()), 1)
         yield cache
+
+    def _counted(self, counts: dict[str, int]) -> Iterator[Metric]:
+        responses = CounterMetricFamily(
+            PREFIX + "http_responses", "Answers by path and status.", labels=["model_name", "path", "status"]
+        )
+        refused = CounterMetricFamily(
+            PREFIX + "requests_refused", "Requests that got an error, by its code.", labels=["model_name", "reason"]
+        )
+        for name, count in counts.items():
+            kind, *labels = name.split(" ")
+            (responses if kind == "responses" else refused).add_metric([self._model_name, *labels], count)
+        yield responses
+        yield refused
 
     def _histogram(self, name: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(PREFIX + name, HISTOGRAMS[name], labels=["model_name"])

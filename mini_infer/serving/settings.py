@@ -54,6 +54,19 @@ PARSERS: dict[type, tuple[Callable[[str], Any], str]] = {  # of the types that a
 }
 
 
+POSITIVE = (
+    "api_processes",
+    "max_queued",
+    "max_answer_size",
+    "max_body_bytes",
+    "max_connections",
+    "header_timeout",
+    "body_timeout",
+    "hang_timeout",
+    "startup_timeout",
+)
+
+
 class LogLevel(str, Enum):
     critical = "critical"
     error = "error"
@@ -99,9 +112,14 @@ class ServerSettings:
     api_key: str | None = None  # clients must send it as "Authorization: Bearer KEY"; a process list shows flags
     max_queued: int = 1024  # requests that may wait beyond those that run; further ones get 429
     request_timeout: float | None = None  # seconds a request may take; its `timeout` field can only shorten it
+    hang_timeout: float = 30.0  # seconds without a sign of life after which the engine counts as hung: 503
     startup_timeout: float = 1800.0  # seconds that loading the model may take
     shutdown_timeout: float = 30.0  # seconds that running requests get to finish after SIGTERM
+    max_answer_size: int = 2**23  # of one answer: a token counts 1, each log-probability 8; more gets 400
     max_body_bytes: int = 16 * 2**20  # bytes that a request's body may have; more gets 413
+    max_connections: int = 16_384  # open ones of an API process; beyond, those that say nothing are closed
+    header_timeout: float = 20.0  # seconds until a request's headers must have come; then 408
+    body_timeout: float = 120.0  # seconds until its body must have come, too
     log_level: LogLevel = LogLevel.info  # the least grave messages that are logged
     access_log: bool = False  # logs one line a request
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -114,7 +132,7 @@ class ServerSettings:
             raise ConfigError(f"log_level must be one of {allowed}; got {self.log_level!r}") from None
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 (any free one) to 65535, got {self.port}")
-        for name in ("api_processes", "max_queued", "max_body_bytes", "startup_timeout"):
+        for name in POSITIVE:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:

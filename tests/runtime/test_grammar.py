@@ -214,7 +214,7 @@ class TestMasks:
             assert sequence.is_end(tokens[-1]) == (tokens[-1] == eos)
 
     def test_a_token_that_is_not_allowed_is_an_error(self, engine: LLMEngine) -> None:
-        sequence = engine._grammars.compile(Grammar.of(("regex", "abc"))).start()
+        sequence = engine.grammars.compile(Grammar.of(("regex", "abc"))).start()
         assert sequence.accept(ord("b")) is FinishReason.error
 
 
@@ -300,8 +300,9 @@ class TestCompiling:
         monkeypatch.setattr(grammar_module, "_KEPT", 2)
         engine = dry()
         yes, no = regex("yes", n=3), regex("no")
-        engine.prepare(yes)
-        engine.prepare(PLAIN)
+        assert not engine.grammars.knows(yes.grammar)
+        engine.grammars.compile(yes.grammar)
+        assert engine.grammars.knows(yes.grammar)
         engine.generate(["a", "b"], [yes, no])
         engine.generate("a", yes)
         assert [grammar.text for grammar in made] == ["yes", "no"]
@@ -313,9 +314,9 @@ class TestCompiling:
         engine = dry()
         params = [regex(f"[a-z]{{30}}{i}") for i in range(40)]
         with ThreadPoolExecutor(4) as pool:
-            prepared = [pool.submit(engine.prepare, own) for own in params]
+            prepared = [pool.submit(engine.grammars.compile, own.grammar) for own in params]
             outputs = engine.generate(["x"] * 40, params[::-1])
-            assert all(future.result() is None for future in prepared)
+            assert all(future.result() for future in prepared)
         for i, output in enumerate(reversed(outputs)):
             assert re.fullmatch(f"[a-z]{{30}}{i}", output.outputs[0].text)
 

@@ -31,6 +31,8 @@ from served import (
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import replace
+from mini_infer.core.sampling_params import Grammar
+from mini_infer.runtime.text.grammar import CompiledGrammar
 from mini_infer.serving.processes.async_engine import AsyncEngine, EngineDead
 from mini_infer.serving.processes.wire import Abort, Outputs, Refused, Stats
 
@@ -245,13 +247,14 @@ def test_who_comes_when_too_many_wait_is_refused(hand_driven: MakeServer) -> Non
 
 def test_a_grammar_is_compiled_while_the_others_go_on(hand_driven: MakeServer) -> None:
     server = hand_driven()
-    prepare, may_go_on = server.server._newcomers._prepare, threading.Event()
+    compile_grammar, may_go_on = server.engine.grammars.compile, threading.Event()
 
-    def slow(params: SamplingParams) -> None:
-        assert may_go_on.wait(10)
-        prepare(params)
+    def slow(grammar: Grammar, num_bytes: int = 0) -> CompiledGrammar:
+        if threading.current_thread() is not threading.main_thread():
+            assert may_go_on.wait(10)
+        return compile_grammar(grammar, num_bytes)
 
-    server.server._newcomers._prepare = slow
+    server.engine.grammars.compile = slow  # type: ignore[method-assign]
     client = server.connect()
     with_grammar = {"grammar": ["regex", "[0-9]{5}"], "max_tokens": 20}
     client.say(add(0), add(1, with_grammar), add(2, with_grammar), add(3, {"grammar": ["regex", "["]}))

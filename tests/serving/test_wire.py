@@ -14,6 +14,7 @@ from mini_infer.serving.processes.wire import (
     FrameReader,
     FrameWriter,
     Outputs,
+    PromptLogprobs,
     Refused,
     command_decoder,
     event_decoder,
@@ -53,6 +54,16 @@ def test_sampling_params_arrive_equal() -> None:
 
 def test_merged_deltas_say_what_they_said_apart() -> None:
     first, second = (TokenLogprob(token, -1.0, 1) for token in (1, 2))
-    delta = Delta(1, 0, "a", [1], [first], prompt_logprobs=[None])
+    delta = Delta(1, 0, "a", [1], [first], prompt_logprobs=PromptLogprobs.of([None]))
     delta.extend(Delta(1, 0, "b", [2], [second], "stop", "END", 16))
-    assert delta == Delta(1, 0, "ab", [1, 2], [first, second], "stop", "END", 16, [None])
+    assert delta == Delta(1, 0, "ab", [1, 2], [first, second], "stop", "END", 16, PromptLogprobs.of([None]))
+
+
+def test_log_probabilities_of_a_prompt_arrive_in_order() -> None:
+    entries = [None, *(TokenLogprob(i, -0.5 * i, 1, ((i, -0.5 * i), (6, -1.5))) for i in range(100))]
+    (frame,) = FrameReader().feed(
+        FrameWriter().frame(Outputs([Delta(1, 0, "", [], None, None, None, 0, PromptLogprobs.of(entries))]))
+    )
+    arrived = event_decoder.decode(frame)
+    assert isinstance(arrived, Outputs)
+    assert list(arrived.deltas[0].prompt_logprobs or []) == entries

@@ -10,6 +10,7 @@ from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.plan import Admission, Growth, PromptLogprobs, StepPlan, StepResult, Transfer
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 
+LOGPROBS_A_STEP = 2**13  # of prompts: they take the host some milliseconds, for which every row of the step waits
 _plan_fields = attrgetter(*StepPlan._fields)
 
 
@@ -34,6 +35,7 @@ class PlannedStep:
         self.growths: list[Growth] = []
         self.masks: dict[int, bytes] = {}
         self.prompt_logprobs: list[PromptLogprobs] = []
+        self.logprobs_left = LOGPROBS_A_STEP
         self.drafts: dict[int, Sequence[int]] = {}  # row -> tokens
         self.num_drafts = 0
         self.following: list[int] = []
@@ -58,6 +60,12 @@ class PlannedStep:
             request.num_computed_tokens += 1
             request.num_in_flight += 1
 
+    def most_of_prompt(self, request: Request) -> int:
+        """Of its tokens, in this step."""
+        if request.prompt_logprobs is None:
+            return self.budget
+        return min(self.budget, max(self.logprobs_left, 0) // (1 + (request.params.prompt_logprobs or 0)))
+
     def add_prompt_row(self, request: Request, count: int) -> None:
         """The next `count` tokens of its prompt. It samples where they complete it."""
         row, start = len(self.rows), request.num_computed_tokens
@@ -79,7 +87,9 @@ class PlannedStep:
             )
         if request.prompt_logprobs is not None and start + 1 < request.prompt_len:
             followed = min(count, request.prompt_len - 1 - start)
-            self.prompt_logprobs.append(PromptLogprobs(row, followed, request.params.prompt_logprobs or 0))
+            num_top = request.params.prompt_logprobs or 0
+            self.prompt_logprobs.append(PromptLogprobs(row, followed, num_top))
+            self.logprobs_left -= followed * (1 + num_top)
         if request.constraint is not None and completes:
             self.masks[row] = request.constraint.mask
         self.rows.append(request)

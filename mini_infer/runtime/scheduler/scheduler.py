@@ -218,7 +218,7 @@ class Scheduler:
     def _compute(self, request: Request, step: PlannedStep) -> None:
         """Some of a prompt, as far as the budget goes."""
         needed = request.num_tokens - request.num_computed_tokens
-        count = min(needed, step.budget)
+        count = min(needed, step.most_of_prompt(request) if self.config.chunked_prefill else step.budget)
         if count == needed or (count > 0 and self.config.chunked_prefill):
             step.add_prompt_row(request, count)
         if count == needed:

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Collection, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 # {"whitespace_flexible": false}, say) is taken as it is.
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 _KEPT = 256  # compiled grammars
+_KEPT_BYTES = 2**29  # of those whose size is known
 _MOST_THREADS = 8
 
 
@@ -38,35 +39,46 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._compiling = threading.Lock()
+        self._reading = threading.Lock()
         self._lock = threading.Lock()  # of _compiled, held for a moment only: a known grammar waits for nobody's
         self._masks: _Masks | None = None
-        self._compiled: dict[Grammar, CompiledGrammar] = {}  # the one used last comes last
+        self._compiled: dict[Grammar, tuple[CompiledGrammar, int]] = {}  # and bytes; the one used last comes last
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """May be called in any thread. The first call also reads the vocabulary, which takes about a second. Raises
-        RequestError where the grammar cannot be followed, or llguidance does not know the tokenizer or is not there."""
-        compiled = self._kept(grammar)
-        if compiled is not None:
-            return compiled
-        with self._compiling:
-            compiled = self._kept(grammar)  # another thread may have compiled it meanwhile
-            if compiled is None:
-                if self._masks is None:
-                    self._masks = _Masks(self._tokenizer, self._vocab_size, self._eos_token_ids)
-                compiled = CompiledGrammar(grammar, self._masks)
-                with self._lock:
-                    self._compiled[grammar] = compiled
-                    if len(self._compiled) > _KEPT:
-                        del self._compiled[next(iter(self._compiled))]
-        return compiled
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """For `Vocabulary.read` in another process."""
+        definition = self._tokenizer.definition
+        tokenizer = self._tokenizer if definition is None else None
+        size = max(self._vocab_size, self._tokenizer.vocab_size)
+        end_ids = [token for token in self._eos_token_ids if token < size] or list(self._tokenizer.eos_token_ids)
+        return Vocabulary(tokenizer, definition, size if self._tokenizer.vocab_size else 0, end_ids)
 
-    def _kept(self, grammar: Grammar) -> CompiledGrammar | None:
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether `compile` has it at once."""
         with self._lock:
-            compiled = self._compiled.pop(grammar, None)
-            if compiled is not None:
-                self._compiled[grammar] = compiled
-            return compiled
+            return grammar in self._compiled
+
+    def compile(self, grammar: Grammar, num_bytes: int = 0) -> CompiledGrammar:
+        """May be called in any thread. The first call also reads the vocabulary, which takes about a second. Raises
+        RequestError where the grammar cannot be followed, or llguidance does not know the tokenizer or is not there.
+
+        Args:
+            num_bytes: what the compiled grammar takes, if that is known.
+        """
+        with self._lock:
+            kept = self._compiled.pop(grammar, None)
+            if kept is not None:
+                self._compiled[grammar] = kept
+                return kept[0]
+        with self._reading:
+            if self._masks is None:
+                self._masks = _Masks(self.vocabulary, self._vocab_size)
+        compiled = CompiledGrammar(grammar, self._masks)
+        with self._lock:
+            self._compiled[grammar] = compiled, num_bytes
+            while len(self._compiled) > _KEPT or sum(size for _, size in self._compiled.values()) > _KEPT_BYTES:
+                del self._compiled[next(iter(self._compiled))]
+        return compiled
 
     def update_masks(self) -> None:
         """Makes the masks of all sequences that have taken in a token."""
@@ -80,24 +92,29 @@ class GrammarCompiler:
 
 class CompiledGrammar:
     def __init__(self, grammar: Grammar, masks: _Masks) -> None:
-        llguidance = masks.llguidance
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        try:
-            source = _source(grammar, llguidance)
-        except ValueError as error:
-            _refuse(grammar, str(error))
-        matcher = llguidance.LLMatcher(masks.tokenizer, source, log_level=0, limits=limits)
-        if matcher.is_error():
-            _refuse(grammar, matcher.get_error())
-        self._first = GrammarConstraint(matcher, b"", masks)
+        self._first = GrammarConstraint(make_matcher(grammar, masks.tokenizer), b"", masks)
         masks.make([self._first])
         if self._first.failed:
-            _refuse(grammar, "no text of this model's tokens matches it")
+            refuse(grammar, "no text of this model's tokens matches it")
 
     def start(self) -> GrammarConstraint:
         """For a sequence that has no output yet."""
         first = self._first
         return GrammarConstraint(first.matcher.deep_copy(), first.mask, first.masks)
+
+
+def make_matcher(grammar: Grammar, tokenizer: Any) -> Any:
+    """llguidance's LLMatcher, of its LLTokenizer. Raises RequestError."""
+    llguidance = _import()
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    try:
+        source = _source(grammar, llguidance)
+    except ValueError as error:
+        refuse(grammar, str(error))
+    matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+    if matcher.is_error():
+        refuse(grammar, matcher.get_error())
+    return matcher
 
 
 class GrammarConstraint:
@@ -112,7 +129,10 @@ class GrammarConstraint:
         self.failed = False  # nothing may follow, and yet the text is not complete
 
     def accept(self, token_id: int) -> FinishReason | None:
-        if self.failed or not self.matcher.consume_token(token_id):
+        if self.failed:  # `update_masks` has said why
+            return FinishReason.error
+        if not self.matcher.consume_token(token_id):
+            logger.warning("a text cannot go on as its grammar wants: %s", self.matcher.get_error())
             return FinishReason.error
         if self.matcher.is_stopped():
             return FinishReason.stop
@@ -126,9 +146,8 @@ class GrammarConstraint:
 class _Masks:
     """The vocabulary as llguidance has it, and what makes masks."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self.llguidance = _import()
-        self.tokenizer = _read_vocabulary(self.llguidance, tokenizer, vocab_size, eos_token_ids)
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
+        self.tokenizer = vocabulary.read()
         self.end_ids = frozenset(self.tokenizer.eos_tokens)
         self.stale: list[GrammarConstraint] = []  # whose masks are those of the token before
         self._num_bytes = -(-vocab_size // 8)
@@ -136,7 +155,7 @@ class _Masks:
         self._not_end = np.full(max(self._num_bytes, 4 * self._words), 0xFF, np.uint8)
         for token in self.end_ids:
             self._not_end[token // 8] &= ~(1 << token % 8) & 0xFF
-        self._executor = self.llguidance.LLExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))
+        self._executor = _import().LLExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))
 
     def make(self, constraints: Sequence[GrammarConstraint]) -> None:
         from llguidance.numpy import fill_next_token_bitmask_par
@@ -174,22 +193,30 @@ def _source(grammar: Grammar, llguidance: ModuleType) -> str:
     return matcher.grammar_from_json_schema(grammar.text or json.dumps(schema), None if own_options else _JSON_OPTIONS)
 
 
-def _read_vocabulary(llguidance: ModuleType, tokenizer: Tokenizer, vocab_size: int, eos: Sequence[int]) -> Any:
-    size = max(vocab_size, tokenizer.vocab_size)
-    end_ids = [token for token in eos if token < size] or list(tokenizer.eos_token_ids)
-    if not tokenizer.vocab_size:
-        raise RequestError("grammar needs a tokenizer: set model.tokenizer to a folder or a hub name", "grammar")
-    try:
-        if tokenizer.definition is not None:
-            definition = _without_metaspace(tokenizer.definition)
-            return llguidance.LLTokenizer(definition, n_vocab=size, eos_token=end_ids or None)
-        if tokenizer.token_bytes is not None and end_ids:
-            wrapped = llguidance.TokenizerWrapper(_Bytes(tokenizer, end_ids[0]))
-            return llguidance.LLTokenizer(wrapped, eos_token=end_ids)
-        reason = "neither a tokenizer.json nor the bytes of its tokens are known"
-    except ValueError as error:
-        reason = str(error)
-    raise RequestError(f"grammars do not work with this model's tokenizer: {reason}", "grammar")
+class Vocabulary(NamedTuple):
+    """What llguidance needs to know of a model's tokens; it can be pickled."""
+
+    tokenizer: Tokenizer | None  # where there is no definition
+    definition: str | None  # the text of a tokenizer.json
+    size: int  # 0: there is no tokenizer
+    end_ids: list[int]
+
+    def read(self) -> Any:
+        """As llguidance's LLTokenizer. Raises RequestError."""
+        llguidance = _import()
+        if not self.size:
+            raise RequestError("grammar needs a tokenizer: set model.tokenizer to a folder or a hub name", "grammar")
+        try:
+            if self.definition is not None:
+                definition = _without_metaspace(self.definition)
+                return llguidance.LLTokenizer(definition, n_vocab=self.size, eos_token=self.end_ids or None)
+            if self.tokenizer is not None and self.tokenizer.token_bytes is not None and self.end_ids:
+                wrapped = llguidance.TokenizerWrapper(_Bytes(self.tokenizer, self.end_ids[0]))
+                return llguidance.LLTokenizer(wrapped, eos_token=self.end_ids)
+            reason = "neither a tokenizer.json nor the bytes of its tokens are known"
+        except ValueError as error:
+            reason = str(error)
+        raise RequestError(f"grammars do not work with this model's tokenizer: {reason}", "grammar")
 
 
 def _without_metaspace(definition: str) -> str:
@@ -224,7 +251,8 @@ class _Bytes:
         return self._encode(text)
 
 
-def _refuse(grammar: Grammar, reason: str) -> NoReturn:
+def refuse(grammar: Grammar, reason: str) -> NoReturn:
+    """Raises the RequestError that says why the grammar cannot be followed."""
     lines = [line for line in reason.strip().splitlines() if line.strip() and line.strip() != "<non-verbose/>"]
     message = "\n".join(lines)[:1000] or "it cannot be compiled"
     raise RequestError(f"grammar: this {grammar.kind.value} cannot be followed: {message}", "grammar")

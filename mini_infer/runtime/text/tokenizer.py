@@ -65,6 +65,7 @@ class HFTokenizer:
     Attributes:
         vocab_size: one more than the highest id with a text. A model may have more rows than that: they are padding.
         special_ids: what `skip_special_tokens` leaves out of a text.
+        longest_token: in characters, of a text that is encoded; 0 where none is.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -72,6 +73,7 @@ class HFTokenizer:
         self.vocab_size = len(hf)
         self.eos_token_ids: tuple[int, ...] = () if hf.eos_token_id is None else (hf.eos_token_id,)
         self.special_ids = frozenset(i for i, token in hf.added_tokens_decoder.items() if token.special)
+        self.longest_token = max(map(len, hf.get_vocab()), default=0)  # a byte-level one has a character for each byte
 
     def encode(self, text: str) -> list[int]:
         """With the special tokens that the tokenizer adds by itself, such as a beginning-of-sequence token. Raises
@@ -170,6 +172,7 @@ class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, then five special tokens. Ids beyond those, up to `vocab_size`, decode to a
     printable ASCII character and are never encoded: the dry model's made-up tokens read as text."""
 
+    longest_token = 1
     SPECIAL_TOKENS = ("<eos>", "<bos>", "<im_start>", "<im_end>", "<pad>")
     EOS, BOS, IM_START, IM_END, PAD = range(256, 261)
 
@@ -229,6 +232,7 @@ class NoTokenizer:
     byte_fallback_ids: frozenset[int] = frozenset()
     definition = None
     chat_template = ""
+    longest_token = 0
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

@@ -15,7 +15,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response, Security
 from fastapi.security import HTTPBearer
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 import mini_infer
 from mini_infer.core.errors import ConfigError
@@ -95,8 +95,14 @@ def _alone(settings: ServerSettings) -> ServerSettings:
 
 class _App(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = getattr(scope.get("route"), "path", "other")
+                self.state.service.count_response(path, message["status"])
+            await send(message)
+
         scope[SERVER_SEND] = send
-        await super().__call__(scope, receive, send)
+        await super().__call__(scope, receive, counted if scope["type"] == "http" else send)
 
 
 def _linger(loop: asyncio.AbstractEventLoop, end: Callable[[], None], reason: str) -> None:
@@ -134,6 +140,8 @@ async def healthz(request: Request) -> Response:
     failure = service.engine.failure
     if failure is not None:
         return _json({"status": "dead", "reason": failure, **about}, 503)
+    if service.hang is not None:
+        return _json({"status": "hung", "reason": service.hang, **about}, 503)
     return _json({"status": "ok", **about})
 
 
@@ -145,6 +153,8 @@ async def readyz(request: Request) -> Response:
     service = _service(request)
     if service.engine.failure is not None:
         return _json({"status": "dead", "reason": service.engine.failure}, 503)
+    if service.hang is not None:
+        return _json({"status": "hung", "reason": service.hang}, 503)
     if service.stopping:
         return _json({"status": "stopping"}, 503)
     return _json({"status": "ready"})

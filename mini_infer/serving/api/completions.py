@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import Response
 
 from mini_infer.core.errors import RequestError
+from mini_infer.core.request import TokenLogprob
 from mini_infer.serving.api.logprobs import completion_logprobs
 from mini_infer.serving.api.sampling import sampling_params
 from mini_infer.serving.api.schema import CompletionRequest
 from mini_infer.serving.api.service import Service
 from mini_infer.serving.api.sse import DONE, EventStream, EventTemplate, WholeAnswer, new_id
-from mini_infer.serving.processes.wire import Delta
+from mini_infer.serving.processes.wire import Delta, PromptLogprobs
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -28,8 +29,9 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     scoring = bool(body.echo) and max_tokens == 0
     params = sampling_params(body, max_tokens + scoring, body.logprobs, **more)
     prompts = as_prompts(body.prompt, service.max_requests)
-    encoded = await service.encode(prompts, "prompt", service.room(body.truncate_prompt_tokens, max_tokens))
-    texts = await _echoes(prompts, service) if body.echo else None
+    room = service.room(body.truncate_prompt_tokens, max_tokens)
+    encoded = await service.encode(prompts, "prompt", room)
+    texts = await _echoes(prompts if room is None else encoded, service) if body.echo else None
     streams = service.submit(encoded, params, body)  # behind all that waits: nobody would end them if the client left
     request_id = new_id("cmpl", body.request_id)
     render = CompletionRenderer(request_id, service, body, params.n, encoded, texts, scoring)
@@ -95,7 +97,7 @@ class CompletionRenderer:
         self._with_token_ids = bool(body.return_token_ids)
         self._unsaid = set(range(len(prompts) * num_choices)) if echo else set()  # choices that lack their echo
         self._offsets = [0] * (len(prompts) * num_choices)  # characters that each choice has got
-        self._prompt_logprobs: dict[int, list] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._template: EventTemplate | None = None
         if body.stream:
             self._template = EventTemplate(
@@ -111,8 +113,9 @@ class CompletionRenderer:
         assert self._template is not None
         choice = prompt * self._num_choices + delta.index
         if self._template.tells_usage:
+            told = self._choice(prompt, delta)
             self._template.count(delta)
-            return self._template.choice(self._choice(prompt, delta))
+            return self._template.choice(told)
         if self._plain and delta.finish_reason is None and choice not in self._unsaid:
             if self._with_token_ids:
                 return self._template.tokens(choice, delta.text, delta.token_ids)
@@ -147,11 +150,12 @@ class CompletionRenderer:
         if self._scoring:
             delta.text, delta.token_ids, delta.logprobs = "", [], []
             delta.finish_reason, delta.stop_reason = "length", None
-        text, token_ids, tokens = delta.text, delta.token_ids, list(delta.logprobs or [])
+        text, token_ids = delta.text, delta.token_ids
+        tokens: list[Iterable[TokenLogprob | None]] = [delta.logprobs or []]
         if choice in self._unsaid and self._echo is not None:
             self._unsaid.discard(choice)
             token_ids = self._prompts[prompt] + token_ids
-            tokens = self._prompt_logprobs.get(prompt, []) + tokens
+            tokens = [self._prompt_logprobs.get(prompt, []), *tokens]
             text = self._echo[prompt] + text
         offset = self._offsets[choice]
         self._offsets[choice] += len(text)

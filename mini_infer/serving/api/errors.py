@@ -42,6 +42,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.logged = False
 
     @property
     def body(self) -> bytes:
@@ -59,7 +60,17 @@ def _sayable(text: str | None) -> str | None:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told about an exception; one that nobody foresaw is logged, and its text stays here."""
+    """What a client is told about an exception. The text of one that nobody foresaw stays here; the reason of whatever
+    is the server's fault is logged, once."""
+    told = _told(error)
+    if told.status >= 500 and not told.logged:
+        told.logged = True
+        unforeseen = error if told.code == "internal" else None
+        logger.error("%d %s: %s", told.status, told.code, told.message, exc_info=unforeseen)
+    return told
+
+
+def _told(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -76,7 +87,6 @@ def as_api_error(error: Exception) -> ApiError:
         return _validation_error(error)
     if isinstance(error, HTTPException):
         return _http_error(error)
-    logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed at this request; its log tells why", type="server_error", code="internal")
 
 
@@ -108,7 +118,9 @@ def install(app: FastAPI) -> None:
     """Gives every error of the app this shape."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+        told = as_api_error(error)
+        request.app.state.service.count_refusal(told.code or str(told.status))
+        return told.response()
 
     for kind in (
         ApiError,

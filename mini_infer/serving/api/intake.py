@@ -28,8 +28,8 @@ class CheckedRoute(APIRoute):
             if large_bodies is None:
                 return await handler(request)
             _require_json(request)
-            with service.arriving():
-                body = await _read(request, service.settings.max_body_bytes)
+            with service.arriving(), service.unfinished.body() as grow:
+                body = await _read(request, service.settings.max_body_bytes, grow)
             content = parse_json(body) if len(body) <= LARGE else await large_bodies.parse(body)
             return await handler(_Parsed(request, body, content))
 
@@ -72,7 +72,7 @@ def _require_json(request: Request) -> None:
         raise ApiError(415, f'send the header "Content-Type: application/json"; this request has {given[:100]!r}')
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, grow: Callable[[int], None]) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared[:20]) > limit:
         raise _too_large(limit)
@@ -83,6 +83,7 @@ async def _read(request: Request, limit: int) -> bytes:
             size += len(part)
             if size > limit:
                 raise _too_large(limit)
+            grow(size)
             parts.append(part)
     except ClientDisconnect:
         raise ApiError(400, "the client left before its request was complete") from None  # nobody reads it

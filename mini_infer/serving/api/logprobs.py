@@ -1,8 +1,9 @@
-"""Log-probabilities in the two shapes of the OpenAI API."""
+"""Log-probabilities in the two shapes of the OpenAI API. Lists are iterators, gone through as they are written."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, islice
 from typing import Any
 
 from mini_infer.core.request import TokenLogprob
@@ -41,13 +42,13 @@ class TokenTexts:
 
 def chat_logprobs(tokens: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
-    content = [
+    content = (
         {
             **_chat_token(token.token_id, token.logprob, texts),
             "top_logprobs": [_chat_token(token_id, logprob, texts) for token_id, logprob in token.top],
         }
         for token in tokens
-    ]
+    )
     return {"content": content, "refusal": None}
 
 
@@ -57,7 +58,7 @@ def _chat_token(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, A
 
 
 def completion_logprobs(
-    tokens: Sequence[TokenLogprob | None],
+    tokens: Sequence[Iterable[TokenLogprob | None]],
     token_ids: Sequence[int],
     texts: TokenTexts,
     alternatives: int,
@@ -66,19 +67,20 @@ def completion_logprobs(
     """`logprobs` of a completion choice.
 
     Args:
-        tokens: one for each of `token_ids`; None for a prompt's first token, which nothing predicts.
+        tokens: one for each of `token_ids`, in pieces; None for a prompt's first token, which nothing predicts.
         alternatives: how many were asked for; the chosen token is listed beside them.
         offset: where in the choice's text the first token begins, in characters.
     """
-    offsets = []
-    for token_id in token_ids:
-        offsets.append(offset)
-        offset += len(texts[token_id][0])
+    lengths = (len(texts[token_id][0]) for token_id in token_ids)
     return {
-        "tokens": [texts.unambiguous(token_id) for token_id in token_ids],
-        "token_logprobs": [None if token is None else _finite(token.logprob) for token in tokens],
-        "top_logprobs": [None if token is None else _top(token, texts) for token in tokens] if alternatives else None,
-        "text_offset": offsets,
+        "tokens": (texts.unambiguous(token_id) for token_id in token_ids),
+        "token_logprobs": (None if token is None else _finite(token.logprob) for token in chain.from_iterable(tokens)),
+        "top_logprobs": (
+            (None if token is None else _top(token, texts) for token in chain.from_iterable(tokens))
+            if alternatives
+            else None
+        ),
+        "text_offset": islice(accumulate(lengths, initial=offset), len(token_ids)),
     }
 
 

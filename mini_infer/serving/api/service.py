@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from mini_infer.core.errors import RequestError
 from mini_infer.core.sampling_params import SamplingParams
@@ -15,20 +16,23 @@ from mini_infer.runtime.text.conversation import Conversation
 from mini_infer.runtime.text.prompt import Prompt, require_fit
 from mini_infer.runtime.text.reasoning import CLOSE as THOUGHT
 from mini_infer.runtime.text.tools.formats import FORMATS, ToolFormat, format_of
+from mini_infer.serving.api.answer_size import bounded
+from mini_infer.serving.api.aside import Aside
 from mini_infer.serving.api.errors import ApiError
 from mini_infer.serving.api.logprobs import TokenTexts
 from mini_infer.serving.api.sampling import deadline_s
 from mini_infer.serving.api.schema import GenerationRequest
 from mini_infer.serving.api.sse import Running
 from mini_infer.serving.api.stream import Stream
+from mini_infer.serving.api.unfinished import UnfinishedBodies
 from mini_infer.serving.metrics import Metrics
 from mini_infer.serving.processes.async_engine import AsyncEngine
 from mini_infer.serving.settings import Reasoning, ServerSettings, Tools
 
-T = TypeVar("T")
-
-LONG = 16_384  # characters to encode, or tokens to decode: some milliseconds
 ALIAS = "mini-infer"  # always names the served model
+GRACE_S = 0.25  # from a deadline, which the engine keeps, until it is kept here
+COUNT_S = 0.1  # between two reports to the engine of what was counted here
+UNFINISHED_BODIES = 16  # of the largest size, together
 IDS_PER_CHARACTER = 4  # a token id need only be looked at
 
 
@@ -41,6 +45,9 @@ class Service:
         self.tokenizer = engine.tokenizer
         self.texts = TokenTexts(engine.tokenizer)
         self.running = Running()
+        self.unfinished = UnfinishedBodies(UNFINISHED_BODIES * settings.max_body_bytes)
+        self._aside = Aside()
+        self._counts: Counter[str] = Counter()
         self.started = int(time.time())
         self.stopping = False
         self._over: ApiError | None = None  # what ends all that is not ready when the server stops
@@ -77,6 +84,7 @@ class Service:
 
     async def close(self) -> None:
         self.stop()
+        self._aside.close()
         await self.engine.close()
 
     def stop(self) -> None:
@@ -119,6 +127,29 @@ class Service:
             return dataclasses.replace(found, token_id=self.tokenizer.encode_within(found.opening)[0])
         return found
 
+    @property
+    def hang(self) -> str | None:
+        """Why the engine cannot be waited for; None where it lives."""
+        silence = self.engine.silence_s
+        return f"the engine has not said anything for {silence:.0f} s" if silence > self.settings.hang_timeout else None
+
+    # --- counts ---------------------------------------------------------------------------------------------------
+
+    def count_response(self, path: str, status: int) -> None:
+        self._count(f"responses {path} {status}")
+
+    def count_refusal(self, reason: str) -> None:
+        self._count(f"refused {reason}")
+
+    def _count(self, name: str) -> None:
+        if not self._counts:
+            asyncio.get_running_loop().call_later(COUNT_S, self._report_counts)
+        self._counts[name] += 1
+
+    def _report_counts(self) -> None:
+        self.engine.count(dict(self._counts))
+        self._counts.clear()
+
     # --- a request's way in ---------------------------------------------------------------------------------------
 
     def require_model(self, name: str | None) -> None:
@@ -155,12 +186,16 @@ class Service:
             RequestError: one is none, or holds what cannot be encoded.
             ApiError: one is too long.
         """
+        if room is not None:
+            prompts = [prompt[-room:] if _is_token_ids(prompt) else prompt for prompt in prompts]
+        for prompt in prompts:
+            self._require_possible(prompt, param)
         cost = sum(map(_cost, prompts))
-        return await self.aside(cost, lambda: [self._fitting(prompt, param, room) for prompt in prompts])
+        return await self._aside.do(cost, lambda: [self._fitting(prompt, param, room) for prompt in prompts])
 
     async def tokens(self, prompt: Prompt, param: str) -> list[int]:
         """A prompt's token ids, however many."""
-        return await self.aside(_cost(prompt), lambda: self._tokens(prompt, param))
+        return await self._aside.do(_cost(prompt), lambda: self._tokens(prompt, param))
 
     async def decode(self, prompts: Sequence[Sequence[int]], param: str) -> list[str]:
         """What each prompt's token ids stand for, special tokens too. Raises RequestError where one is none."""
@@ -168,16 +203,26 @@ class Service:
         def text(token_ids: Sequence[int]) -> str:
             return self.tokenizer.decode(self._tokens(token_ids, param), skip_special_tokens=False)
 
-        return await self.aside(sum(map(len, prompts)), lambda: [text(token_ids) for token_ids in prompts])
+        return await self._aside.do(sum(map(len, prompts)), lambda: [text(token_ids) for token_ids in prompts])
 
-    async def aside(self, cost: int, work: Callable[[], T]) -> T:
-        """Does it in a thread where it takes long, so that the streams of the others go on meanwhile."""
-        return await asyncio.to_thread(work) if cost > LONG else work()
+    def _require_possible(self, prompt: Prompt, param: str) -> None:
+        """Before it is encoded, or each of its token ids looked at."""
+        if _is_token_ids(prompt):
+            self._require_fit(len(prompt), param)
+            return
+        longest = self.tokenizer.longest_token
+        length = _cost(prompt)
+        most = self.engine.info.max_model_len * longest
+        if longest and length > most:
+            raise ApiError(
+                400,
+                f"the prompt has {length} characters: this model's maximum context length is "
+                f"{self.engine.info.max_model_len} tokens, and none of them is longer than {longest} characters",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def _fitting(self, prompt: Prompt, param: str, room: int | None) -> list[int]:
-        if isinstance(prompt, list) and _is_token_ids(prompt):
-            prompt = prompt if room is None else prompt[-room:]
-            self._require_fit(len(prompt), param)  # before each of them is looked at
         token_ids = self._tokens(prompt, param)
         token_ids = token_ids if room is None else token_ids[-room:]
         self._require_fit(len(token_ids), param)
@@ -197,6 +242,13 @@ class Service:
 
     def submit(self, prompts: Sequence[list[int]], params: SamplingParams, body: GenerationRequest) -> list[Stream]:
         """One stream for each prompt, or an error and none."""
+        if len(prompts) > 1 and len(prompts) * params.n > self.max_requests:
+            product = f"{len(prompts)} prompts x n = {params.n} are {len(prompts) * params.n} completions"
+            raise RequestError(f"{product}; at most {self.max_requests} are taken at once", "n")
+        lengths = [len(token_ids) for token_ids in prompts]
+        echo = bool(getattr(body, "echo", False))
+        limit = self.settings.max_answer_size
+        params = bounded(params, lengths, self.engine.info.max_model_len, echo, limit)
         if self._over is not None:  # the time was over while a thread parsed or encoded it
             raise self._over
         options: dict[str, Any] = {
@@ -205,10 +257,14 @@ class Service:
             "streaming": bool(body.stream),
             "deadline_s": deadline_s(body, self.settings.request_timeout),
         }
+        if self.hang is not None:
+            raise ApiError(503, self.hang, type="server_error", code="engine_hung")
         streams: list[Stream] = []
         try:
             for token_ids in prompts:
                 streams.append(self.engine.submit(token_ids, params, **options))
+                if options["deadline_s"] is not None:
+                    streams[-1].deadline = asyncio.get_running_loop().time() + options["deadline_s"] + GRACE_S
         except BaseException:
             for stream in streams:
                 stream.abort()
@@ -221,11 +277,11 @@ def _cost(prompt: Prompt) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, Conversation):
-        return _cost(prompt.messages) + sum(len(str(tool)) for tool in prompt.tools)
+        return _cost(prompt.messages) + len(str(prompt.tools)) + len(str(prompt.variables))
     if prompt and isinstance(prompt[0], Mapping):
-        return sum(len(message["content"]) for message in prompt)  # type: ignore[index,misc]
+        return sum(len(str(value)) for message in prompt if isinstance(message, Mapping) for value in message.values())
     return len(prompt) // IDS_PER_CHARACTER
 
 
-def _is_token_ids(prompt: Prompt) -> bool:
+def _is_token_ids(prompt: Prompt) -> TypeGuard[list[int]]:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)

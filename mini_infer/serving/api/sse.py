@@ -11,22 +11,24 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
-import msgspec
 from fastapi import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mini_infer.core.request import FinishReason
 from mini_infer.serving.api.body import body_writer
 from mini_infer.serving.api.errors import ApiError, as_api_error
+from mini_infer.serving.api.json_pieces import encode, in_blocks, pieces
 from mini_infer.serving.api.schema import StreamOptions
 from mini_infer.serving.api.stream import Blocked, Stream
 from mini_infer.serving.processes.wire import DEADLINE, Delta, merge
 
-encode = msgspec.json.Encoder().encode  # a str in 0.1 us; never a lone surrogate in a decoded text
 DONE = b"data: [DONE]\n\n"
 CLIENT_LEFT = 499  # as other servers log it
+BLOCK = 2**14  # bytes of a long answer: about a millisecond
+PAUSE_S = 0.001  # between two of them, at least: the others' turn
 SERVER_SEND = "mini_infer.send"  # in the scope: the server's own `send`, without what the web framework wraps around it
 
 
@@ -86,6 +88,9 @@ class _Answer(Response):
         self._running.add(self)
         watch = asyncio.ensure_future(_disconnected(receive))
         watch.add_done_callback(self._abort)
+        deadline = min((stream.deadline for stream in self._streams if stream.deadline is not None), default=None)
+        # The engine keeps it, too, and ends the request sooner; unless it hangs.
+        timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self.end, _bad_end(DEADLINE))
         try:
             await self._run(send, scope.get(SERVER_SEND, send))
         except Exception as error:
@@ -94,6 +99,8 @@ class _Answer(Response):
         finally:
             self._running.discard(self)
             watch.cancel()
+            if timer is not None:
+                timer.cancel()
             self._abort()
 
     def end(self, error: ApiError) -> None:
@@ -130,14 +137,27 @@ class _Answer(Response):
 
 
 class WholeAnswer(_Answer):
-    """One JSON object, when everything is computed."""
+    """One JSON object, when everything is computed. With log-probabilities it can be long: then it is written in
+    pieces, as fast as the client reads them, and streams go on in between."""
 
     async def _run(self, send: Send, server_send: Send) -> None:
         prompts = await _together([self._collect(stream) for stream in self._streams])
-        body = encode(self._render.whole(prompts, self.usage()))
-        size = (b"content-length", b"%d" % len(body))
-        await send(_start([(b"content-type", b"application/json"), size, *self._common_headers]))
-        await send({"type": "http.response.body", "body": body})
+        whole = self._render.whole(prompts, self.usage())
+        plain = all(delta.logprobs is None and delta.prompt_logprobs is None for deltas in prompts for delta in deltas)
+        blocks = iter([encode(whole)]) if plain else in_blocks(pieces(whole), BLOCK)
+        headers = [(b"content-type", b"application/json"), *self._common_headers]
+        first, second = next(blocks), next(blocks, None)
+        if second is None:
+            await send(_start([*headers, (b"content-length", b"%d" % len(first))]))
+            await send({"type": "http.response.body", "body": first})
+            return
+        await send(_start(headers))
+        for block in chain([first, second], blocks):
+            await send({"type": "http.response.body", "body": block, "more_body": True})
+            if self._aborted:
+                return
+            await asyncio.sleep(PAUSE_S)
+        await send({"type": "http.response.body"})
 
     async def _collect(self, stream: Stream) -> list[Delta]:
         completions: dict[int, Delta] = {}

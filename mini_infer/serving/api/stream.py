@@ -47,6 +47,7 @@ class Stream:
         self._on_abort = on_abort
         self._pending: dict[int, Delta] = {}  # by completion
         self._error: Exception | None = None
+        self.deadline: float | None = None  # on the event loop's clock: then whoever reads it gives up
         self._on_news: Callable[[], None] | None = None  # called from `wake`
 
     @property

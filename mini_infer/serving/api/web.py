@@ -12,10 +12,12 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mini_infer.serving.api.app import create_app
+from mini_infer.serving.api.connections import Connections, LimitedProtocol
+from mini_infer.serving.processes.acceptor import Acceptor
 from mini_infer.serving.processes.handover import Handover
+from mini_infer.serving.processes.open_files import allow_many_open_files, room_for_connections
 from mini_infer.serving.settings import ServerSettings
 
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that it is not closed as they use it again
@@ -45,13 +47,12 @@ async def serve_handed_over(settings: ServerSettings, engine_path: str, handover
 
 
 class _Server(uvicorn.Server):
-    """Tells the app when it is asked to stop."""
+    """Serves connections that others accept, and tells the app when it is asked to stop."""
 
-    def __init__(self, app: FastAPI, settings: ServerSettings, protocol: type[HttpToolsProtocol]) -> None:
+    def __init__(self, app: FastAPI, settings: ServerSettings, on_end: Callable[[], None] = lambda: None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=protocol,
                 ws="none",
                 lifespan="off",  # here, so that an engine that cannot start is a message and no traceback
                 log_level=settings.log_level.value,
@@ -67,6 +68,15 @@ class _Server(uvicorn.Server):
         self._app = app
         self._settings = settings
         self._loop = asyncio.get_running_loop()
+        self._on_end = on_end
+        allow_many_open_files()
+        self._limits = Connections(
+            min(settings.max_connections, room_for_connections()),
+            settings.header_timeout,
+            settings.body_timeout,
+            self._count_refusal,
+        )
+        self._opening: set[asyncio.Task[object]] = set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
@@ -78,6 +88,46 @@ class _Server(uvicorn.Server):
             service.stop()
             self._loop.call_later(self._settings.shutdown_timeout, service.end_running)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.servers = []
+        await self.lifespan.startup()
+        self.started = True
+        self._begin()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._end()
+        await asyncio.gather(*self._opening, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    def _begin(self) -> None:
+        """Connections may come."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """No further connections."""
+        raise NotImplementedError
+
+    def _take(self, sock: socket.socket) -> bool:
+        sock.setblocking(False)
+        accepting = self._loop.connect_accepted_socket(self._make_protocol, sock, ssl=self.config.ssl)
+        opening = self._loop.create_task(accepting)
+        self._opening.add(opening)
+        opening.add_done_callback(self._opened)
+        return True
+
+    def _make_protocol(self) -> LimitedProtocol:
+        return LimitedProtocol(
+            self.config, self.server_state, self.lifespan.state, connections=self._limits, on_end=self._on_end
+        )
+
+    def _opened(self, opening: asyncio.Task[object]) -> None:
+        self._opening.discard(opening)
+        if opening.cancelled() or opening.exception() is not None:
+            self._on_end()
+
+    def _count_refusal(self, status: int) -> None:
+        self._app.state.service.count_response("other", status)
+
 
 class _Listening(_Server):
     """Accepts connections itself."""
@@ -85,60 +135,36 @@ class _Listening(_Server):
     def __init__(
         self, app: FastAPI, settings: ServerSettings, sock: socket.socket, on_ready: Callable[[], None]
     ) -> None:
-        super().__init__(app, settings, HttpToolsProtocol)
-        self._sock = sock
+        super().__init__(app, settings)
+        self._acceptor = Acceptor(sock, self._take, self._limits.make_room)
         self._on_ready = on_ready
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([self._sock])
+    def _begin(self) -> None:
+        self._acceptor.listen()
         self._on_ready()
+
+    def _end(self) -> None:
+        self._acceptor.stop()
 
 
 class _HandedOver(_Server):
     """Takes the connections that a supervisor has accepted, and ends with it."""
 
     def __init__(self, app: FastAPI, settings: ServerSettings, handover: Handover) -> None:
-        class Protocol(HttpToolsProtocol):
-            def connection_lost(self, exc: Exception | None) -> None:
-                super().connection_lost(exc)
-                handover.connection_ended()
-
-        super().__init__(app, settings, Protocol)
+        super().__init__(app, settings, handover.connection_ended)
         self._handover = handover
-        self._protocol = Protocol
-        self._opening: set[asyncio.Task[object]] = set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig != signal.SIGINT:  # a terminal's Ctrl-C is for the supervisor, who then sends SIGTERM
             super().handle_exit(sig, frame)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.servers = []
-        await self.lifespan.startup()
-        self._handover.start(self._take, self._on_end)
-        self.started = True
+    def _begin(self) -> None:
+        self._handover.start(self._take, self._on_supervisors_end)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    def _end(self) -> None:
         self._handover.stop()
-        await asyncio.gather(*self._opening, return_exceptions=True)
-        await super().shutdown(sockets)
 
-    def _take(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        accepting = self._loop.connect_accepted_socket(self._make_protocol, sock, ssl=self.config.ssl)
-        opening = self._loop.create_task(accepting)
-        self._opening.add(opening)
-        opening.add_done_callback(self._opened)
-
-    def _make_protocol(self) -> HttpToolsProtocol:
-        return self._protocol(self.config, self.server_state, self.lifespan.state)
-
-    def _opened(self, opening: asyncio.Task[object]) -> None:
-        self._opening.discard(opening)
-        if opening.cancelled() or opening.exception() is not None:
-            self._handover.connection_ended()
-
-    def _on_end(self) -> None:
+    def _on_supervisors_end(self) -> None:
         self.should_exit = True
         self.stop_app()
 

@@ -16,7 +16,7 @@ from mini_infer.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from mini_infer.serving.api.stream import Stream
 from mini_infer.serving.processes.launch import MAX_QUEUED, EngineProcess
 from mini_infer.serving.processes.link import EngineDead, Link
-from mini_infer.serving.processes.wire import Abort, Add, Outputs, Ready, Refused, Stats, non_default_params
+from mini_infer.serving.processes.wire import Abort, Add, Count, Outputs, Ready, Refused, Stats, non_default_params
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -107,6 +107,15 @@ class AsyncEngine:
     def socket_path(self) -> str:
         """For `connect` in other processes."""
         return self._link.socket_path
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the engine last said something; one that lives does so every second."""
+        return time.monotonic() - self._link.heard
+
+    def count(self, counts: dict[str, int]) -> None:
+        """Adds to `Stats.counted`."""
+        self._link.send(Count(counts))
 
     def on_stats(self, callback: Callable[[Stats], None]) -> None:
         """Calls it with all Stats to come."""

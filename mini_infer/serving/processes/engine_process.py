@@ -1,7 +1,7 @@
 """The process that owns the LLMEngine: commands in between two steps, one message out a step and connection.
 
     while requests are unfinished:   read what has come -> add, abort, deadlines -> step -> send
-    else:                            wait in `select`
+    else:                            wait in `select`, and say once a second that it lives
 
 Nobody whom it serves can slow it: it never waits for a connection, adds newcomers for a bounded time a step, and has
 grammars compiled by threads.
@@ -30,12 +30,24 @@ from mini_infer.serving.processes.connection import Connection
 from mini_infer.serving.processes.engine_stats import EngineStats
 from mini_infer.serving.processes.launch import MAX_QUEUED
 from mini_infer.serving.processes.newcomers import Newcomer, Newcomers, Owner, num_completions
-from mini_infer.serving.processes.wire import DEADLINE, Abort, Add, Delta, Failed, FrameWriter, Ready, Refused
+from mini_infer.serving.processes.wire import (
+    DEADLINE,
+    Abort,
+    Add,
+    Count,
+    Delta,
+    Failed,
+    FrameWriter,
+    PromptLogprobs,
+    Ready,
+    Refused,
+)
 
 logger = logging.getLogger(__name__)
 
 INTAKE_S = 0.002  # a step; a request takes about 50 microseconds
 STATS_INTERVAL_S = 0.1
+HEARTBEAT_S = 1.0  # they come so often also where there is nothing to do
 YOUNG_OBJECTS = 50_000  # before the garbage collector looks at them
 FAILURES_IN_A_ROW = 3  # steps; then it is not the requests' fault
 
@@ -57,10 +69,10 @@ class EngineServer:
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._stats = EngineStats(engine)
-        self._stats_due = 0.0
+        self._stats_told = 0.0
         self._connections: list[Connection] = []
         self._num_connections = 0
-        self._newcomers = Newcomers(engine.prepare)
+        self._newcomers = Newcomers(engine.grammars)
         self._bound = QueueBound(max_queued, engine.config.scheduler.max_num_seqs)
         self._owners: dict[str, Owner] = {}  # of the engine's requests, but those that their owner has aborted
         self._deadlines: list[tuple[float, str]] = []  # a heap
@@ -87,14 +99,19 @@ class EngineServer:
         if self._engine.has_unfinished_requests():
             self._hand_out(self._step())
             self._bound.stepped(self._engine.scheduler)
-            now = time.perf_counter()
-            if now >= self._stats_due or not self._engine.has_unfinished_requests():
-                self._stats_due = now + STATS_INTERVAL_S
-                stats = self._stats.snapshot()
-                for connection in self._connections:
-                    connection.stats = stats
+            self._tell_stats(STATS_INTERVAL_S, at_once=not self._engine.has_unfinished_requests())
+        else:
+            self._tell_stats(HEARTBEAT_S)
         for connection in list(self._connections):
             self._flush(connection)
+
+    def _tell_stats(self, interval: float, at_once: bool = False) -> None:
+        now = time.perf_counter()
+        if at_once or now - self._stats_told >= interval:
+            self._stats_told = now
+            stats = self._stats.snapshot()
+            for connection in self._connections:
+                connection.stats = stats
 
     def close(self) -> None:
         for connection in self._connections:
@@ -105,7 +122,7 @@ class EngineServer:
     # --- connections ----------------------------------------------------------------------------------------------
 
     def _communicate(self, wait: bool) -> None:
-        for key, events in self._selector.select(None if wait else 0):
+        for key, events in self._selector.select(HEARTBEAT_S if wait else 0):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._newcomers.wakes:
@@ -140,6 +157,9 @@ class EngineServer:
             self._disconnect(connection, error)
             return
         for command in commands:
+            if isinstance(command, Count):
+                self._stats.count(command.counts)
+                continue
             owner = Owner(connection, command.number)
             if isinstance(command, Add):
                 self._receive_add(owner, command)
@@ -150,9 +170,9 @@ class EngineServer:
         refusal = self._bound.refusal(
             add.number, num_completions(add), self._engine.scheduler, self._newcomers.num_completions
         )
-        if refusal is None:
-            self._newcomers.put(owner, add)
-        else:
+        if refusal is None and not self._newcomers.put(owner, add):
+            refusal = Refused(add.number, "too many new grammars wait to be compiled: try again later", retry_after=5.0)
+        if refusal is not None:
             owner.connection.notices.append(refusal)
 
     def _flush(self, connection: Connection) -> None:
@@ -245,7 +265,8 @@ class EngineServer:
         for output in outputs:
             request_id = output.request_id
             owner = owners.get(request_id)
-            prompt_logprobs = output.prompt_logprobs
+            entries = output.prompt_logprobs
+            prompt_logprobs = None if entries is None else PromptLogprobs.of(entries)
             for new in output.outputs:
                 reason, cached = None, 0
                 if new.finish_reason is not None:

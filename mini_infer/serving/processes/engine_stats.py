@@ -29,6 +29,7 @@ class EngineStats:
         self._drafted: Counter[int] = Counter()  # by place
         self._accepted: Counter[int] = Counter()
         self._ended = {"stop": 0, "length": 0, "abort": 0, "error": 0, DEADLINE: 0}
+        self._counted: Counter[str] = Counter()
         self._histograms = {name: Histogram.of(name) for name in BOUNDS}
         engine.observers.append(self._observe)
 
@@ -44,6 +45,10 @@ class EngineStats:
         self._prefix_hit_tokens += record.prefix_hit_tokens
         self._preemptions += len(record.preempted)
         self._evictions += record.evictions
+
+    def count(self, counts: dict[str, int]) -> None:
+        """Takes in what an API process has counted."""
+        self._counted.update(counts)
 
     def finish(self, completion: CompletionOutput, reason: str, prompt_tokens: int, now: float) -> None:
         """Takes in a completion that ended at `now`, on the engine's clock; it may not have got far."""
@@ -92,5 +97,6 @@ class EngineStats:
             drafted=[self._drafted[place] for place in range(len(self._drafted))],
             accepted=[self._accepted[place] for place in range(len(self._drafted))],
             ended=self._ended,
+            counted=self._counted,
             histograms=self._histograms,
         )

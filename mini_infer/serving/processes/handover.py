@@ -25,7 +25,7 @@ class Handover:
         self._channel = channel
         self._unsaid = b""
 
-    def start(self, take: Callable[[socket.socket], None], on_end: Callable[[], None]) -> None:
+    def start(self, take: Callable[[socket.socket], object], on_end: Callable[[], None]) -> None:
         """From here on the supervisor sends connections to `take`; `on_end`: there is no supervisor any more."""
         asyncio.get_running_loop().add_reader(self._channel, self._read, take, on_end)
         self._say(SERVES)
@@ -39,7 +39,7 @@ class Handover:
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RD)
 
-    def _read(self, take: Callable[[socket.socket], None], on_end: Callable[[], None]) -> None:
+    def _read(self, take: Callable[[socket.socket], object], on_end: Callable[[], None]) -> None:
         while True:
             try:
                 data, descriptors, _, _ = socket.recv_fds(self._channel, AT_ONCE, 1)
@@ -49,6 +49,8 @@ class Handover:
                 data, descriptors = b"", []
             for descriptor in descriptors:
                 take(socket.socket(fileno=descriptor))
+            for _ in range(len(data) - len(descriptors)):  # no descriptor was free for it: its client sees it end
+                self.connection_ended()
             if not data:
                 self.stop()
                 on_end()

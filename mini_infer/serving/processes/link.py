@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Protocol, cast
 
 from mini_infer.core.errors import ConfigError, MiniInferError, ModelError
@@ -55,6 +56,7 @@ class Link(asyncio.Protocol):
         self._early: list[Event] = []  # before there was a listener
         self._last_words: Failed | None = None
         self._death: str | None = None
+        self.heard = time.monotonic()  # when the engine last said something
         self._inquest: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -105,6 +107,7 @@ class Link(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        self.heard = time.monotonic()
         for frame in self._reader.feed(data):
             self._take(event_decoder.decode(frame))
         if self._listener is not None:

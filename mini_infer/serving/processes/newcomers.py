@@ -1,19 +1,24 @@
-"""Requests on their way into the engine. One with a grammar waits here while a thread compiles it; nobody else does."""
+"""Requests on their way into the engine. One with a new grammar waits here until that is compiled; nobody else does."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mini_infer.core.request import SamplingParams
+from mini_infer.core.errors import RequestError
+from mini_infer.core.sampling_params import Grammar
+from mini_infer.runtime.text.grammar import GrammarCompiler
 from mini_infer.serving.processes.connection import Connection
+from mini_infer.serving.processes.grammar_trials import GrammarTrials, Trial
 from mini_infer.serving.processes.wire import Add
 
-THREADS = 4  # so that a grammar that is known already passes by one that takes long
+NEW_GRAMMARS = 64  # that may wait for their compilation, each with a thread
+REFUSED_KEPT = 1024  # grammars whose failure is known
 
 
 class Owner(NamedTuple):
@@ -27,18 +32,28 @@ class Newcomer(NamedTuple):
     failure: Exception | None  # what preparing it came to
 
 
+@dataclass
+class _Preparation:
+    trial: Trial
+    waiting: dict[Owner, Add] = field(default_factory=dict)
+    failure: Exception | None = None
+
+
 class Newcomers:
     """
     Args:
-        prepare: LLMEngine.prepare.
+        grammars: LLMEngine.grammars.
     """
 
-    def __init__(self, prepare: Callable[[SamplingParams], None]) -> None:
-        self._prepare = prepare
+    def __init__(self, grammars: GrammarCompiler) -> None:
+        self._grammars = grammars
+        self._trials = GrammarTrials(grammars)
         self._ready: dict[Owner, Newcomer] = {}  # oldest first
-        self._preparing: dict[Owner, Add] = {}
-        self._prepared: deque[Newcomer] = deque()  # the threads append; a deque needs no lock for that
-        self._threads = ThreadPoolExecutor(THREADS, "grammar")
+        self._preparing: dict[Grammar, _Preparation] = {}
+        self._waits_for: dict[Owner, Grammar] = {}
+        self._refused: dict[bytes, Exception] = {}  # by the grammar's digest
+        self._prepared: deque[tuple[Grammar, _Preparation]] = deque()  # the threads append; that needs no lock
+        self._threads = ThreadPoolExecutor(NEW_GRAMMARS, "grammar")
         self.wakes, self._waker = socket.socketpair()  # readable when a thread is done: for `select`
         self.wakes.setblocking(False)
         self._waker.setblocking(False)
@@ -48,23 +63,51 @@ class Newcomers:
         """Whether `pop` has one."""
         return bool(self._ready)
 
-    def put(self, owner: Owner, add: Add) -> None:
-        self.num_completions += num_completions(add)
-        if add.params.get("grammar") is None:
-            self._ready[owner] = Newcomer(owner, add, None)
+    def put(self, owner: Owner, add: Add) -> bool:
+        """False where too many new grammars wait already."""
+        given = add.params.get("grammar")
+        preparation, failure = None, None
+        try:
+            if given is not None:
+                grammar = Grammar.of(given)
+                failure = self._refused.get(_digest(grammar))
+                if failure is None and not self._grammars.knows(grammar):
+                    if grammar not in self._preparing and len(self._preparing) >= NEW_GRAMMARS:
+                        return False
+                    preparation = self._preparation(grammar)
+                    self._waits_for[owner] = grammar
+        except Exception as error:  # whatever it is, it is this request's alone
+            failure = error
+        if preparation is None:
+            self._ready[owner] = Newcomer(owner, add, failure)
         else:
-            self._preparing[owner] = add
-            self._threads.submit(self._work, owner, add)
+            preparation.waiting[owner] = add
+        self.num_completions += num_completions(add)
+        return True
+
+    def _preparation(self, grammar: Grammar) -> _Preparation:
+        """One for all who wait for it."""
+        if grammar not in self._preparing:
+            self._preparing[grammar] = _Preparation(self._trials.begin(grammar))
+            self._threads.submit(self._work, grammar, self._preparing[grammar])
+        return self._preparing[grammar]
 
     def fetch_prepared(self) -> None:
         """For when `wakes` is readable."""
         with contextlib.suppress(BlockingIOError):
             self.wakes.recv(4096)
         while self._prepared:
-            newcomer = self._prepared.popleft()
-            if self._preparing.get(newcomer.owner) is newcomer.add:  # else it has been aborted
-                del self._preparing[newcomer.owner]
-                self._ready[newcomer.owner] = newcomer
+            grammar, preparation = self._prepared.popleft()
+            if self._preparing.get(grammar) is not preparation:  # given up meanwhile
+                continue
+            del self._preparing[grammar]
+            if isinstance(preparation.failure, RequestError):
+                self._refused[_digest(grammar)] = preparation.failure
+                if len(self._refused) > REFUSED_KEPT:
+                    del self._refused[next(iter(self._refused))]
+            for owner, add in preparation.waiting.items():
+                del self._waits_for[owner]
+                self._ready[owner] = Newcomer(owner, add, preparation.failure)
 
     def pop(self) -> Newcomer:
         """The oldest that is ready."""
@@ -73,31 +116,44 @@ class Newcomers:
         return newcomer
 
     def discard(self, owner: Owner) -> bool:
-        """Whether it was here."""
+        """Whether it was here. A grammar that nobody waits for any more is given up."""
         newcomer = self._ready.pop(owner, None)
-        add = self._preparing.pop(owner, None) if newcomer is None else newcomer.add
+        add = None if newcomer is None else newcomer.add
+        grammar = self._waits_for.pop(owner, None)
+        if grammar is not None:
+            preparation = self._preparing[grammar]
+            add = preparation.waiting.pop(owner)
+            if not preparation.waiting:
+                del self._preparing[grammar]
+                preparation.trial.give_up()
         if add is not None:
             self.num_completions -= num_completions(add)
         return add is not None
 
     def discard_all(self, connection: Connection) -> None:
-        for owner in [o for o in (*self._ready, *self._preparing) if o.connection is connection]:
+        for owner in [o for o in (*self._ready, *self._waits_for) if o.connection is connection]:
             self.discard(owner)
 
     def close(self) -> None:
+        for preparation in self._preparing.values():
+            preparation.trial.give_up()
         self._threads.shutdown(cancel_futures=True)
+        self._trials.close()
         self.wakes.close()
         self._waker.close()
 
-    def _work(self, owner: Owner, add: Add) -> None:
-        failure = None
+    def _work(self, grammar: Grammar, preparation: _Preparation) -> None:
         try:
-            self._prepare(SamplingParams(**add.params))
+            self._grammars.compile(grammar, num_bytes=preparation.trial.wait())
         except Exception as error:
-            failure = error
-        self._prepared.append(Newcomer(owner, add, failure))
+            preparation.failure = error
+        self._prepared.append((grammar, preparation))
         with contextlib.suppress(OSError):  # full: it is readable then
             self._waker.send(b".")
+
+
+def _digest(grammar: Grammar) -> bytes:
+    return hashlib.sha256(f"{grammar.kind.value}:{grammar.text}".encode()).digest()
 
 
 def num_completions(add: Add) -> int:

@@ -8,6 +8,15 @@ import resource
 WANTED = 65_536
 
 
+RESERVED = 64  # for what is no connection
+
+
+def room_for_connections() -> int:
+    """As many as this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return WANTED if soft == resource.RLIM_INFINITY else max(soft - RESERVED, 1)
+
+
 def allow_many_open_files() -> None:
     """Raises this process's own limit towards the one that the system sets it.
 

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from mini_infer.serving.processes.acceptor import Acceptor
 from mini_infer.serving.processes.api_process import ApiProcess
 from mini_infer.serving.processes.launch import EngineProcess
 from mini_infer.serving.processes.link import Link
@@ -24,9 +25,6 @@ from mini_infer.serving.settings import ServerSettings
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-BACKLOG = 2048
-AT_ONCE = 64  # connections accepted before anything else gets a turn
-RETRY_S = 0.02
 FAILED_STARTS = 3  # in a row, of processes that shall take another's place; then the next would fare no better
 ENDING_S = 5.0  # for a process that has closed its channel
 BACKSTOP_S = 15.0  # beyond shutdown_timeout, until a process that does not end is killed
@@ -41,12 +39,10 @@ class Supervisor:
 
     def __init__(self, settings: ServerSettings, listener: socket.socket, on_ready: Callable[[], None]) -> None:
         self._settings = settings
-        self._listener = listener
+        self._acceptor = Acceptor(listener, self._place, lambda: None)
         self._on_ready = on_ready
         self._workers: list[ApiProcess] = []  # who got a connection last comes last
         self._replacing: set[asyncio.Task[None]] = set()
-        self._unplaced: socket.socket | None = None  # a connection that nobody can take yet
-        self._listening = False
         self._failed_starts = 0
         self._all_serve = asyncio.Event()
         self._end = asyncio.Event()
@@ -79,7 +75,8 @@ class Supervisor:
                 for worker in self._workers:
                     worker.begin(self._settings)
                 if await self._unless_ended(self._all_serve.wait()):
-                    self._listen()
+                    self._acceptor.listen()
+                    self._on_ready()
                     await self._end.wait()
             await self._wind_up()
         finally:
@@ -103,11 +100,11 @@ class Supervisor:
     async def _wind_up(self) -> None:
         patience = self._settings.shutdown_timeout + BACKSTOP_S
         if not self._engine_died:  # else they end by themselves, when they have told those who ask
-            self._stop_listening()
+            self._acceptor.stop()
             for worker in self._workers:
                 worker.terminate()
         await asyncio.gather(*(worker.ended(patience) for worker in self._workers))
-        self._stop_listening()
+        self._acceptor.stop()
 
     def _take_signal(self) -> None:
         if self._end.is_set():  # the second one is from somebody who does not want to wait
@@ -146,7 +143,7 @@ class Supervisor:
             logger.error("an API process %s: its streams are lost, and another takes its place", how)
         else:
             self._failed_starts += 1
-            if not self._listening or self._failed_starts == FAILED_STARTS:
+            if not self._acceptor.listening or self._failed_starts == FAILED_STARTS:
                 self._fail(f"an API process {how} before it served")
                 return
             logger.error("an API process %s before it served, and another takes its place", how)
@@ -155,54 +152,11 @@ class Supervisor:
 
     # --- connections ----------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        self._listener.setblocking(False)
-        self._listener.listen(BACKLOG)
-        self._listening = True
-        self._resume()
-        self._on_ready()
-
-    def _stop_listening(self) -> None:
-        if self._listening:
-            self._listening = False
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
-        if self._unplaced is not None:
-            self._unplaced.close()
-            self._unplaced = None
-
-    def _resume(self) -> None:
-        if self._listening:
-            asyncio.get_running_loop().add_reader(self._listener, self._accept)
-            if self._unplaced is not None:  # no event of the listener's tells of it: it may be the only one
-                self._accept()
-
-    def _accept(self) -> None:
-        for _ in range(AT_ONCE):
-            try:
-                if self._unplaced is None:
-                    self._unplaced = self._listener.accept()[0]
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no descriptors are left, say
-                logger.error("a connection could not be accepted: %s", error)
-                self._pause()
-                return
-            if not self._place(self._unplaced):
-                self._pause()
-                return
-            self._unplaced.close()
-            self._unplaced = None
-
-    def _pause(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._listener)
-        loop.call_later(RETRY_S, self._resume)
-
     def _place(self, connection: socket.socket) -> bool:
         """Gives it to the process with the fewest; among equals, to the one that has waited longest."""
         for worker in sorted(self._workers, key=lambda worker: worker.channel.num_open):
             if worker.channel.serves and worker.channel.give(connection):
+                connection.close()
                 self._workers.remove(worker)
                 self._workers.append(worker)
                 return True

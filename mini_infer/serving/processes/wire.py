@@ -1,6 +1,6 @@
 """What the API processes and the engine process say to each other: length-prefixed MessagePack over a Unix socket.
 
-    API process      Add, Abort                              ->  engine process
+    API process      Add, Abort, Count                       ->  engine process
     API process  <-  Ready, then Outputs, Refused and Stats      engine process
 
 Times are seconds on time.perf_counter, which all processes of a machine share.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +20,8 @@ from mini_infer.serving.histograms import Histogram
 
 DEADLINE = "deadline"  # a finish reason beside those of FinishReason
 K = TypeVar("K")
+ENTRIES_A_PART = 32
+_entries_decoder = msgspec.msgpack.Decoder(list[TokenLogprob | None])
 _LENGTH = struct.Struct("<I")
 
 
@@ -42,10 +45,32 @@ class Add(Message):
     deadline_time: float | None
 
 
+class Count(Message):
+    """What an API process has counted since it last said so, by the names of `Stats.counted`."""
+
+    counts: dict[str, int]
+
+
 class Abort(Message):
     """Nothing more is said about the request, whether it is still running or not."""
 
     number: int
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """A prompt's entries, each a TokenLogprob or None. There may be a million log-probabilities in them: nobody takes
+    all of them apart at once."""
+
+    parts: list[bytes]
+
+    @classmethod
+    def of(cls, entries: Sequence[TokenLogprob | None]) -> PromptLogprobs:
+        starts = range(0, len(entries), ENTRIES_A_PART)
+        return cls([msgspec.msgpack.encode(entries[start : start + ENTRIES_A_PART]) for start in starts])
+
+    def __iter__(self) -> Iterator[TokenLogprob | None]:
+        for part in self.parts:
+            yield from _entries_decoder.decode(part)
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):
@@ -63,7 +88,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     cached_tokens: int = 0  # of the prompt, found in the prefix cache; told with the finish reason
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first delta, where the request asked for them
+    prompt_logprobs: PromptLogprobs | None = None  # with the first delta, where the request asked for them
 
     def extend(self, newer: Delta) -> None:
         """Takes in the delta behind it, so that a reader who comes late finds one."""
@@ -143,10 +168,11 @@ class Stats(Message):
     drafted: list[int] = []  # by place: drafts that were verified
     accepted: list[int] = []  # and those of them that were accepted
     ended: dict[str, int] = {}  # completions by finish reason
+    counted: dict[str, int] = {}  # by all API processes: "responses PATH STATUS", "refused REASON"
     histograms: dict[str, Histogram] = {}  # of ended completions, by the names of BOUNDS
 
 
-Command = Add | Abort
+Command = Add | Abort | Count
 Event = Ready | Outputs | Refused | Failed | Stats
 
 

@@ -1,0 +1,81 @@
+"""Grammars that would take all time and memory are refused with the reason, and hold up nobody."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from mini_infer import RequestError
+from mini_infer.core.sampling_params import Grammar
+from mini_infer.runtime.text.grammar import GrammarCompiler
+from mini_infer.runtime.text.tokenizer import ByteTokenizer
+from mini_infer.serving.processes import grammar_trials
+from mini_infer.serving.processes.grammar_trials import COMMAND, GrammarTrials
+
+ENDLESS = '{"type": "integer", "multipleOf": %d}'
+MANY_OPTIONAL = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}})
+
+
+def schema(text: str) -> Grammar:
+    return Grammar.of(("json_schema", text))
+
+
+@pytest.fixture(scope="module")
+def trials() -> Iterator[GrammarTrials]:
+    trials = GrammarTrials(GrammarCompiler(ByteTokenizer(), 261, [ByteTokenizer.EOS]))
+    yield trials
+    trials.close()
+
+
+def test_a_good_grammar_comes_through_with_its_size(trials: GrammarTrials) -> None:
+    assert trials.begin(Grammar.of(("regex", "[a-z]{5}"))).wait() >= 0
+    assert trials.begin(schema(ENDLESS % 100_003)).wait() > 2**20  # which begins in the quick queue
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar.of(("regex", "a?" * 200 + "a" * 200)), "cannot be followed"),
+        (schema(MANY_OPTIONAL), "cannot be followed"),
+        (Grammar.of(("regex", "[")), "cannot be followed"),
+        (schema('{"type": "nonsense"}'), "cannot be followed"),
+    ],
+    ids=["ambiguous", "many optional", "no regex", "no schema"],
+)
+def test_what_cannot_be_followed_is_known_before_its_first_token(
+    trials: GrammarTrials, grammar: Grammar, reason: str
+) -> None:
+    with pytest.raises(RequestError, match=reason):
+        trials.begin(grammar).wait()
+
+
+def test_bad_ones_hold_up_no_good_one_and_can_be_given_up(trials: GrammarTrials) -> None:
+    bad = [trials.begin(schema(ENDLESS % (10_000_019 + i))) for i in range(4)]
+    begun = time.monotonic()
+    trials.begin(Grammar.of(("regex", "[0-9]{7}"))).wait()
+    held_up = time.monotonic() - begun
+    for trial in bad:
+        threading.Timer(0.05, trial.give_up).start()
+        with pytest.raises(RuntimeError, match="broken off"):
+            trial.wait()
+    assert held_up < 5  # of the bad ones each would take minutes
+    (nursery,) = [p for p in psutil.Process().children() if COMMAND[1] in p.cmdline()]
+    until = time.monotonic() + 5
+    while nursery.children():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("bound", "reason"), [("LIMITS_S = (0.1, 0.3)", "0.3 s"), ("MEMORY = 2**24", "16 MB")])
+def test_time_and_memory_end_a_trial_with_the_reason(monkeypatch: pytest.MonkeyPatch, bound: str, reason: str) -> None:
+    bounded = f"from mini_infer.serving.processes import grammar_trials as trials; trials.{bound}; trials.main()"
+    monkeypatch.setattr(grammar_trials, "COMMAND", ("-c", bounded))
+    trials = GrammarTrials(GrammarCompiler(ByteTokenizer(), 261, [ByteTokenizer.EOS]))
+    with pytest.raises(RequestError, match=f"more than {reason}"):
+        trials.begin(schema(ENDLESS % 10_000_019)).wait()
+    trials.close()
