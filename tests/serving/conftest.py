@@ -29,8 +29,7 @@ _shared: list[psutil.Process] = []
 def shared_server() -> Iterator[Server]:
     """With the dry model and no settings of its own. Each process of the test run has one."""
     with running() as server:
-        process = psutil.Process(server.process.pid)
-        _shared.extend([process, *process.children(recursive=True)])
+        _shared.append(psutil.Process(server.process.pid))
         yield server
 
 
@@ -53,7 +52,8 @@ def no_process_left(helper: psutil.Process) -> Iterator[None]:
     """But for the shared server."""
     before = set(psutil.Process().children(recursive=True))
     yield
-    new = set(psutil.Process().children(recursive=True)) - before - {helper, *_shared}
+    shared = {process for server in _shared for process in (server, *server.children(recursive=True))}
+    new = set(psutil.Process().children(recursive=True)) - before - {helper, *shared}
     _, left = psutil.wait_procs(new, timeout=5)
     assert not left
 

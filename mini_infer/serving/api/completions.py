@@ -28,8 +28,9 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     scoring = bool(body.echo) and max_tokens == 0
     params = sampling_params(body, max_tokens + scoring, body.logprobs, **more)
     prompts = as_prompts(body.prompt, service.max_requests)
-    encoded = await service.encode(prompts, "prompt", service.room(body.truncate_prompt_tokens, max_tokens))
-    texts = await _echoes(prompts, service) if body.echo else None
+    room = service.room(body.truncate_prompt_tokens, max_tokens)
+    encoded = await service.encode(prompts, "prompt", room)
+    texts = await _echoes(prompts if room is None else encoded, service) if body.echo else None
     streams = service.submit(encoded, params, body)  # behind all that waits: nobody would end them if the client left
     request_id = new_id("cmpl", body.request_id)
     render = CompletionRenderer(request_id, service, body, params.n, encoded, texts, scoring)
@@ -111,8 +112,9 @@ class CompletionRenderer:
         assert self._template is not None
         choice = prompt * self._num_choices + delta.index
         if self._template.tells_usage:
+            told = self._choice(prompt, delta)
             self._template.count(delta)
-            return self._template.choice(self._choice(prompt, delta))
+            return self._template.choice(told)
         if self._plain and delta.finish_reason is None and choice not in self._unsaid:
             if self._with_token_ids:
                 return self._template.tokens(choice, delta.text, delta.token_ids)

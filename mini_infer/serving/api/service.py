@@ -221,9 +221,9 @@ def _cost(prompt: Prompt) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     if isinstance(prompt, Conversation):
-        return _cost(prompt.messages) + sum(len(str(tool)) for tool in prompt.tools)
+        return _cost(prompt.messages) + len(str(prompt.tools)) + len(str(prompt.variables))
     if prompt and isinstance(prompt[0], Mapping):
-        return sum(len(message["content"]) for message in prompt)  # type: ignore[index,misc]
+        return sum(len(str(value)) for message in prompt if isinstance(message, Mapping) for value in message.values())
     return len(prompt) // IDS_PER_CHARACTER
 
 
