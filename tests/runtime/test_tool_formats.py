@@ -188,3 +188,19 @@ def test_what_a_strict_model_may_say(name: str, before: bytes | list[int], after
     assert accepts(list(b"It rains <today>."))
     assert accepts([*before, *GOOD.replace("KEY", tool_format.key).encode(), *after.encode()])
     assert not accepts([*before, *BAD.replace("KEY", tool_format.key).encode(), *after.encode()])
+
+
+def test_what_is_text_for_good_is_known() -> None:
+    reasoning = ReasoningParser(False, None)
+    assert [reasoning.push(text) and reasoning.passes for text in (" ", "<think>a", "</think>", "b")] == [
+        [],
+        False,
+        [],
+        True,
+    ]
+    llama = FORMATS["llama3"].parser()
+    llama.push("Well")
+    assert llama.passes
+    both = ReasoningParser(False, FORMATS["hermes"].parser())
+    both.push("Well")
+    assert not both.passes

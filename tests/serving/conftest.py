@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -31,6 +32,15 @@ def shared_server() -> Iterator[Server]:
     with running() as server:
         _shared.append(psutil.Process(server.process.pid))
         yield server
+
+
+@pytest.fixture(scope="session")
+def client(shared_server: Server) -> Iterator[Any]:
+    """OpenAI's own, of the shared server."""
+    import openai  # takes a second
+
+    with openai.OpenAI(base_url=f"{shared_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -23,12 +22,6 @@ TOOL: dict[str, Any] = {
     "strict": True,
 }
 ASK: dict[str, Any] = {"model": "mini-infer", "input": "hi", "max_output_tokens": 200}
-
-
-@pytest.fixture(scope="module")
-def client(shared_server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{shared_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def says(text: str) -> dict[str, Any]:

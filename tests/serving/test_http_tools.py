@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -29,12 +28,6 @@ ASK: dict[str, Any] = {
     "seed": 1,
 }
 CALLED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def client(shared_server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{shared_server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def says(text: str) -> dict[str, Any]:

@@ -55,9 +55,9 @@ def certificate(tmp_path: Path) -> Path:
 def test_https(certificate: Path, processes: str) -> None:
     with running("--ssl-certfile", str(certificate), "--api-processes", processes) as server:
         assert server.url.startswith("https://")
-        trusted = httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(certificate)))
         body = {"prompt": "x", "max_tokens": 50, "ignore_eos": True, "stream": True}
-        assert trusted.post("/v1/completions", json=body).text.count("data: ") > 2
+        with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(certificate))) as trusted:
+            assert trusted.post("/v1/completions", json=body).text.count("data: ") > 2
         with http_client(server.url.replace("https", "http")) as plain, pytest.raises(httpx.TransportError):
             plain.get("/healthz")
 

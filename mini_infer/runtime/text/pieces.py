@@ -38,12 +38,14 @@ class Source:
     Attributes:
         at: the first character that no parser has taken.
         ended: no more comes.
+        passes: whatever comes is text.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.ended = False
+        self.passes = False
 
     def forget(self) -> None:
         """What has been taken is needed no more. Positions begin anew."""
@@ -97,6 +99,7 @@ class Source:
                 self.at = len(self.text)
             if self.ended:
                 return
+            self.passes = True
             yield
 
     def _certain(self, marker: str) -> int:
@@ -115,6 +118,11 @@ class Parser:
         self._pieces: list[Piece] = []
         self._steps = parse(self._source, self._pieces)
         next(self._steps, None)
+
+    @property
+    def passes(self) -> bool:
+        """Whatever comes is text, as it comes."""
+        return self._source.passes
 
     def push(self, text: str, last: bool = False) -> list[Piece]:
         """Takes in a delta, and returns what is now certain.

@@ -19,6 +19,11 @@ class ReasoningParser:
         self._parser = Parser(self._parse)
         self._rest = rest
 
+    @property
+    def passes(self) -> bool:
+        """As with Parser."""
+        return self._parser.passes and (self._rest is None or self._rest.passes)
+
     def push(self, text: str, last: bool = False) -> list[Piece]:
         """As with Parser."""
         pieces = self._parser.push(text, last)

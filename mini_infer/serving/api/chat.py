@@ -32,7 +32,6 @@ class ChatRenderer:
         self._common = {"id": request_id, "created": int(time.time()), "model": service.model_name}
         self._texts: TokenTexts | None = service.texts if body.logprobs else None
         self._readers = turn.readers
-        self._unbegun = set(range(turn.num_choices))  # choices that nothing was said of
         self._template: EventTemplate | None = None
         if body.stream:
             self._template = EventTemplate(
@@ -46,11 +45,12 @@ class ChatRenderer:
 
     def event(self, prompt: int, delta: Delta) -> bytes:
         assert self._template is not None
-        if self._readers is not None:
+        is_plain = self._texts is None and delta.finish_reason is None and not self._template.tells_usage
+        if self._readers is not None and not (is_plain and self._readers[delta.index].passes):
             return self._events(self._template, delta, self._readers[delta.index].read)
         if self._template.tells_usage:
             return self._events(self._template, delta, _as_text)
-        if self._texts is None and delta.finish_reason is None:
+        if is_plain:
             return self._template.text(delta.index, delta.text) if delta.text else b""
         return self._template.full(delta.index, delta.text, self._logprobs(delta), delta)
 
@@ -60,8 +60,7 @@ class ChatRenderer:
         said = [_said(part) for part in read(delta.text, last=ended)]
         if not said and (ended or self._texts is not None or template.tells_usage):
             said = [{}]
-        if said and delta.index in self._unbegun:
-            self._unbegun.discard(delta.index)
+        if said and template.begins(delta.index):
             said[0] = {"role": "assistant", **said[0]}
         choices: list[dict[str, Any]] = [
             {"index": delta.index, "delta": each, "logprobs": None, "finish_reason": None} for each in said

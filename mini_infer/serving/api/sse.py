@@ -321,6 +321,10 @@ class EventTemplate:
             rest["token_ids"] = token_ids
         return self._head(choice) + encode(text) + self._between + b"," + encode(rest)[1:] + self._close
 
+    def begins(self, choice: int) -> bool:
+        """Whether the choice's next event is its first, and of its caller's own making."""
+        return self._first_heads.pop(choice, None) is not None
+
     def choice(self, choice: dict[str, Any]) -> bytes:
         """An event of its own making."""
         return self._common + encode(choice) + (b"]" + self._usage_so_far() if self.tells_usage else self._close)

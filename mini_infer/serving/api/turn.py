@@ -125,6 +125,11 @@ class AnswerReader:
         if tools is not None and tools.forced:
             self.read(tools.format.opening)
 
+    @property
+    def passes(self) -> bool:
+        """Whatever comes is said, as it comes."""
+        return self._parser is not None and self._parser.passes
+
     def read(self, text: str, last: bool = False) -> list[Part]:
         """What is certain now.
 
