@@ -60,6 +60,10 @@ class Ablation(Experiment):
         self.spec, self.baseline = spec, spec.baseline
         self._peers = schema.build(PeerSettings, config.peers, "peers")
         self._grid = points.grid(spec.points)
+        again_at = [
+            points.find_point(self._grid, at, f"experiment.again_at[{index}]") for index, at in enumerate(spec.again_at)
+        ]
+        self._again_at = {point.name for point in again_at or self._grid}
         self._cells = {cell.key: cell for cell in self._made(config)}
         if spec.keep_engines:
             _require_keepable(list(self._cells.values()))
@@ -91,6 +95,8 @@ class Ablation(Experiment):
             at_point = schema.with_values(asked, point.values)
             load = schema.workload(at_point)
             for variant, changes in self.spec.variants.items():
+                if variant == self.aa and point.name not in self._again_at:
+                    continue
                 kind, engine = _variant(at_point, variant, changes or {})
                 yield Cell(variant, point, kind, engine, load, self.spec.baseline if variant == self.aa else variant)
 
@@ -103,13 +109,12 @@ class Ablation(Experiment):
         profiles = repeats if set(spec.metrics) & set(formulas.OF_PROFILES) else range(1)
         profiled = [(repeat, point) for repeat in profiles for point in self._profiled if _can_profile(device)]
         searched = repeats if spec.search.rates else ()
-        passes = len(repeats) * len(self._grid) * (len(self.variants) - len(self._left_out))
-        steps.plan(passes + (len(searched) * spec.search.steps + len(profiled)) * len(self._alone))
+        grid = {point.name for point in self._grid}
+        passes = sum(1 for variant, point in self._cells if point in grid and variant not in self._left_out)
+        steps.plan(len(repeats) * passes + (len(searched) * spec.search.steps + len(profiled)) * len(self._alone))
         known = ceilings.find(ceilings.FOLDER, self.chosen, device, self.threads)
         vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
-        error_gates = logit_gate.gates(self._gated, spec.gate_logit_error) if spec.gate_logit_error else []
-        exact_gates = self._exact_gates(device, inputs)
         terms = Terms(
             metrics=[name for name in spec.metrics if name not in (*formulas.OF_PROFILES, *formulas.OF_SEARCHES)],
             baseline=spec.baseline,
@@ -123,6 +128,9 @@ class Ablation(Experiment):
         with closing(
             Session(terms, self._cells, len(repeats), steps, spec, self._peers, self.aa, self._left_out)
         ) as session:
+            error_gates = logit_gate.gates(self._gated, spec.gate_logit_error) if spec.gate_logit_error else []
+            exact_gates = self._exact_gates(device, inputs)
+            session.await_peers()
             searches = Searches(session, spec.search, partial(self._inputs, vocabulary=vocabulary))
             work = [
                 (
@@ -141,7 +149,7 @@ class Ablation(Experiment):
         ledger = session.ledger
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in spec.search.points} - searches.visited
-        notes = [*(note for found in ledger.rounds for note in found.notes), *session.notes]
+        notes = [*ledger.notes, *session.notes]
         if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(
@@ -154,7 +162,7 @@ class Ablation(Experiment):
             requests=[row for found in ledger.rounds for row in found.requests],
             workload=self._workload(inputs),
             ceilings=known.ceilings,
-            notes=[*dict.fromkeys(notes), *searches.notes],
+            notes=[*notes, *searches.notes],
             error_gates=error_gates,
             profiles=session.profiles,
             kernels=session.kernels,
@@ -197,7 +205,7 @@ class Ablation(Experiment):
         load = self._cell(self.spec.baseline, point).workload
         inputs = load.make(vocabulary, self.settings.seed)
         formulas.require_classes(self.spec.metrics, [item.name for item in inputs.measured], f"workload={load.kind}")
-        for variant in self.variants:
+        for variant in self._alone:
             require_servable(self._cell(variant, point).kind, inputs.measured, variant)
         return inputs
 

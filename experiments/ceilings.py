@@ -45,7 +45,8 @@ FASTER = 1.1  # a size counts as cached where it is read so much faster than wha
 class CeilingsSpec(ExperimentSpec):
     """
     Attributes:
-        mib: sizes of the buffers that are copied and read; the largest must fit no cache, and memory three times.
+        mib: device -> sizes of the buffers that are copied and read; the largest must fit no cache, and memory three
+            times.
         matmul: device -> sizes n of the n x n matrices that are multiplied.
         formats: device -> number formats in which they are multiplied, of FORMATS.
         sustained_s: a GPU also multiplies the largest for so long without a pause, which its power limits; and copies
@@ -53,19 +54,17 @@ class CeilingsSpec(ExperimentSpec):
         write: keeps the result: with --record in conf/hardware/, else in the folder `hardware` of paths.results.
     """
 
-    mib: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
+    mib: dict[str, list[int]] = field(default_factory=dict)
     matmul: dict[str, list[int]] = field(default_factory=dict)
     formats: dict[str, list[str]] = field(default_factory=dict)
     sustained_s: float = 2.0
     write: bool = True
 
     def __post_init__(self) -> None:
-        if not self.mib or min(self.mib) < 1:
-            raise ConfigError(f"experiment.mib must be a list of numbers from 1 on, got {list(self.mib)}")
         for device in ("cpu", "cuda"):
-            sizes = self.matmul.get(device)
-            if not sizes or min(sizes) < 1:
-                raise ConfigError(f"experiment.matmul.{device} must be a list of numbers from 1 on, got {sizes}")
+            for name, sizes in (("mib", self.mib.get(device)), ("matmul", self.matmul.get(device))):
+                if not sizes or min(sizes) < 1:
+                    raise ConfigError(f"experiment.{name}.{device} must be a list of numbers from 1 on, got {sizes}")
             formats = self.formats.get(device)
             if not formats or not set(formats) <= set(FORMATS):
                 raise ConfigError(f"experiment.formats.{device} must be a list of {', '.join(FORMATS)}, got {formats}")
@@ -98,7 +97,7 @@ class CeilingsExperiment(Probe):
             **{name: Metric(label, "GB/s", Better.higher) for name, label in copies.items()},
             **{name: Metric(label, "TFLOP/s", Better.higher) for name, label in rates.items()},
         }
-        self._buffers = [points.point({"mib": n}) for n in sorted(spec.mib)]
+        self._buffers = [points.point({"mib": n}) for n in sorted(spec.mib[device])]
         self._matrices = [points.point({"size": n}) for n in sorted(spec.matmul[device])]
         self.points = [*self._buffers, *self._matrices]
         self.timed = [(variant, point) for variant in self.variants for point in self.points]

@@ -22,6 +22,7 @@ from experiments.lab.kernels.apart import Apart, ApartTimer
 from experiments.lab.kernels.attention import DecodeAttention, FlashDecode, PrefillAttention
 from experiments.lab.kernels.case import Case, VariantAbsent, Work
 from experiments.lab.kernels.fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
+from experiments.lab.kernels.moe import MoELayer
 from experiments.lab.kernels.timer import Timer, copies_needed, prepare
 from experiments.lab.measure import ceilings, rounds
 from experiments.lab.measure.hardware import Ceilings
@@ -35,7 +36,8 @@ from mini_infer.core.errors import ConfigError, MiniInferError
 from mini_infer.modeling.loader import resolve_device
 
 CASES: dict[str, type[Case]] = {
-    cls.name: cls for cls in (FlashDecode, AddRmsNorm, RopeAndStore, SiluMul, Gemv, DecodeAttention, PrefillAttention)
+    cls.name: cls
+    for cls in (FlashDecode, AddRmsNorm, RopeAndStore, SiluMul, Gemv, DecodeAttention, PrefillAttention, MoELayer)
 }
 METRICS = {
     "time_us": Metric("time of a call", "µs", Better.lower),

@@ -26,6 +26,8 @@ class AblationSpec(ExperimentSpec):
         search: the highest rate of arrivals at which requests keep `slo`; takes the metrics slo_share and slo_rate_rps.
         keep_engines: one engine a variant serves all its passes, which saves starting it again for each. Points may
             then change the workload alone, and every variant's KV memory must be given, since all live side by side.
+        again_at: the points at which the baseline is measured a second time (A/A), such as [{load: short}]; left out:
+            all of them.
         gate_logit_error: the most by which logits may differ from those of the reference in fp32 (see logit_gate.py).
         samples: so many prompts of the workload are shown in the report with what was generated.
         timeline: the point whose first repeat is kept step by step, {} where there is only one; left out: none is.
@@ -39,6 +41,7 @@ class AblationSpec(ExperimentSpec):
     slo: SLO = field(default_factory=SLO)
     search: RateSearch = field(default_factory=RateSearch)
     keep_engines: bool = False
+    again_at: tuple[dict[str, Any], ...] = ()
     gate_logit_error: float | None = None
     samples: int = 0
     timeline: dict[str, Any] | None = None

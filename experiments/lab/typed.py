@@ -115,6 +115,8 @@ def _narrow(config: DictConfig, experiment: str) -> list[str]:
     config.experiment.claims = kept
     if config.experiment.get("timeline") is not None and not _stands(grid, config.experiment.timeline):
         config.experiment.timeline = None
+    if config.experiment.get("again_at"):
+        config.experiment.again_at = [at for at in config.experiment.again_at if _stands(grid, at)]
     profiled = config.experiment.get("profile")
     if profiled:
         config.experiment.profile = [at for at in profiled if _stands(grid, at)] or [dict(grid[0].values)]

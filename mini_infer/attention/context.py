@@ -137,6 +137,11 @@ class AttentionContext:
         """[num_blocks * block_size, num_kv_heads, head_dim], where batch.slot_mapping points."""
         return self._kv_store.slots(layer, "v")
 
+    def real_tokens(self) -> Tensor:
+        """[T] bool: not those of padding, which write to the last block of the store."""
+        store = self._kv_store
+        return self.batch.slot_mapping < (store.num_blocks - 1) * store.block_size
+
     def kv_scales(self, layer: int) -> Tensor | None:
         """As KVStore.scales."""
         return self._kv_store.scales(layer)

@@ -24,6 +24,7 @@ from mini_infer.core.model_config import (  # noqa: F401  # importers of the tre
     LoadFormat,
     ModelConfig,
     Quantization,
+    Routing,
 )
 from mini_infer.core.speculation_config import SpeculationConfig
 

@@ -51,6 +51,12 @@ class Quantization(str, Enum):
     w4a16 = "w4a16"  # int4 weights, a scale a group of inputs; activations in the model's dtype
 
 
+class Routing(str, Enum):
+    learned = "learned"  # by the router's scores; random weights send most tokens to few experts
+    uniform = "uniform"  # a hash of (seed, layer, token id, position) draws the experts, all alike
+    zipf = "zipf"  # the same, the i-th expert i times as rarely as the first
+
+
 @dataclass(frozen=True)
 class DryConfig:
     """Shape and time model of the dry model (`load_format: dry`). Times of zero do not sleep."""
@@ -91,6 +97,8 @@ class ModelConfig:
     quantization_group: int = 128  # inputs that share a scale in w4a16: 32, 64 or 128
     quantization_symmetric: bool = True  # w4a16 without zeros
     kernels: KernelChoice = KernelChoice.auto  # of everything between the matmuls and the attention
+    routing: Routing = Routing.learned  # which experts tokens go to; the router computes its scores in any case
+    count_experts: bool = False  # step records say how many tokens went to each expert
     max_model_len: int | None = None  # tokens of prompt + output; default: the model's own limit
     threads: int | None = None  # of torch for a step; default: all that it has, and on a CPU one for small steps
     seed: int = 0  # of the random weights of load_format=dummy

@@ -146,6 +146,7 @@ class StepResult(NamedTuple):
     prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = NONE  # row -> as the plan asks for them
     draft_s: float = 0.0  # of the step's time, what proposing took a draft model
     transfers_done: tuple[int, ...] = ()  # ids of those whose copies have ended since the step collected before
+    expert_tokens: tuple[tuple[int, ...], ...] = ()  # as in StepRecord
 
 
 class KVUsage(NamedTuple):
@@ -192,11 +193,19 @@ class StepRecord(NamedTuple):
     accepted: tuple[int, ...] = ()
     draft_s: float = 0.0  # of execute_s, what proposing took; on a GPU, of the device's time
     dropped_rows: int = 0  # of requests whose end was read after the step was launched: nobody got their tokens
+    # By layer with experts, and by expert: the tokens that went there. Empty without model.count_experts.
+    expert_tokens: tuple[tuple[int, ...], ...] = ()
 
     @property
     def decode_rows(self) -> int:
         """Running requests of which tokens were computed: those that `drafted` and `accepted` count."""
         return self.decode_tokens + self.dropped_rows
+
+    @property
+    def expert_imbalance(self) -> float | None:
+        """Tokens of the busiest expert by those of the average one, the mean over layers; None: nobody counted."""
+        ratios = [max(layer) * len(layer) / sum(layer) for layer in self.expert_tokens if any(layer)]
+        return sum(ratios) / len(ratios) if ratios else None
 
     @property
     def verified_tokens(self) -> int:

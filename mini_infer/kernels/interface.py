@@ -10,11 +10,14 @@ T tokens, hidden size H, Hq query heads and Hkv KV heads of size D.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from mini_infer.core.model_config import Routing
 from mini_infer.quantization.formats import ActivationFormat, WeightFormat
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
@@ -52,6 +55,61 @@ class Places(NamedTuple):
     key_slots: Tensor  # [slots, Hkv, D]
     value_slots: Tensor  # [slots, Hkv, D]
     kv_scales: Tensor | None = None  # [2, Hkv] float32: what is stored is divided by them, where the cache is float8
+
+
+class Scores(str, Enum):
+    """What a router makes of its logits."""
+
+    softmax = "softmax"  # over all experts
+    sigmoid = "sigmoid"  # each for itself
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How a token's experts and their weights follow from the router's logits [E]. Computed in float32:
+
+    scores = softmax or sigmoid of the logits
+    choice = scores, + a correction bias where there is one; or what `routing` draws instead
+    groups of E / num_groups experts: those with the top_groups highest sums of their group_top highest choices
+    experts = the top_k highest choices in these groups, the highest first; of equals the first
+    weights = the experts' scores, divided by their sum where `normalize`, times `scale`
+    """
+
+    num_experts: int
+    top_k: int
+    scores: Scores = Scores.softmax
+    normalize: bool = False
+    scale: float = 1.0
+    correction_bias: bool = False  # the checkpoint has one (Wang et al. 2024, arXiv:2408.15664)
+    num_groups: int = 1
+    top_groups: int = 1
+    group_top: int = 1
+    float32_logits: bool = False  # the product with x is in float32 too
+    routing: Routing = Routing.learned
+    seed: int = 0  # of what `routing` draws, another in each layer
+
+
+class TokenPlaces(NamedTuple):
+    """Which tokens a step computes, for those who go by that."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    real: Tensor | None = None  # [T] int32, 1 of a token and 0 of padding; None: nobody asks
+
+
+class Routes(NamedTuple):
+    """Where tokens go. An expert may come up any number of times."""
+
+    ids: Tensor  # [T, k] int32, of experts
+    weights: Tensor  # [T, k] float32
+
+
+class ExpertWeights(NamedTuple):
+    """Of x's dtype; or quantized, with E as the first dimension of each tensor."""
+
+    gate_up: Tensor | QuantizedWeight  # [E, 2I, H], gate over up
+    down: Tensor | QuantizedWeight  # [E, H, I]
+    activations: ActivationFormat | None = None  # of x and of what down takes; None: they stay as they are
 
 
 class Kernels(Protocol):
@@ -92,3 +150,10 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2I] -> silu(gate) * up [T, I]."""
+
+    def route(self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
+        """As RouterSpec defines it, of logits [T, E] and bias [E] float32."""
+
+    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+        """x [T, H] -> [T, H] of its dtype: the sum over a token's experts, from first to last, of their weight times
+        down(silu(gate x) * up x)."""

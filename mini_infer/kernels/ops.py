@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mini_infer.core.config import KernelChoice, Numerics
 from mini_infer.core.errors import ConfigError
-from mini_infer.kernels.interface import Kernels, Places, QKNorm, Stream
+from mini_infer.kernels.interface import ExpertWeights, Kernels, Places, QKNorm, RouterSpec, Routes, Stream, TokenPlaces
+from mini_infer.kernels.moe import experts_reference, route_reference
 from mini_infer.quantization.formats import ActivationFormat, WeightFormat, as_stored, quantize_tokens
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight, quantized_linear_reference
 
@@ -86,6 +87,12 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def route(self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
+        return route_reference(logits, bias, router, tokens)
+
+    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+        return experts_reference(x, routes, weights)
+
 
 class TritonKernels(TorchKernels):
     """One Triton kernel each. Raises ImportError where Triton is not installed."""
@@ -94,11 +101,12 @@ class TritonKernels(TorchKernels):
 
     def __init__(self) -> None:
         super().__init__()
-        from mini_infer.kernels import gemv, quant_linear, rms_norm, rope_and_store, silu_mul
+        from mini_infer.kernels import gemv, moe_experts, moe_route, quant_linear, rms_norm, rope_and_store, silu_mul
 
         self.gemv, self._quantized = gemv, quant_linear
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
+        self._route, self._experts, self._few_tokens = moe_route.route, moe_experts.experts, moe_experts.FEW_TOKENS
         self._quantized_norm, self._few_rows = rms_norm.quantized_rms_norm, float(quant_linear.MAX_ROWS)
 
     def quantized_linear(
@@ -137,6 +145,12 @@ class TritonKernels(TorchKernels):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._silu_mul(gate_up)
 
+    def route(self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
+        return self._route(logits, bias, router, tokens)
+
+    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+        return self._experts(x, routes, weights, few_tokens=self._few_tokens)
+
     def check(self, device: torch.device) -> None:
         """Compiles and runs one small kernel, whatever error that raises."""
         out = self.silu_mul(torch.zeros(1, 32, device=device))
@@ -152,7 +166,7 @@ class InvariantKernels(TritonKernels):
         from mini_infer.kernels.invariant_linear import invariant_linear
 
         self.gemv = None  # it sums in other orders than products of more rows
-        self._few_rows = math.inf  # one kernel for all
+        self._few_rows, self._few_tokens = math.inf, 0  # one kernel for all
         self._linear = invariant_linear
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from mini_infer.modeling.model import CheckpointTensor
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_NAMED = 50  # of missing tensors
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -114,10 +115,11 @@ def fill_from(
             target.load(tensor)
             missing.pop(name, None)
     if missing:
-        name, target = next(iter(missing.items()))
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        first = [f"{name}, expected with shape {target.shape}," for name, target in missing.items()][:_NAMED]
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        is_missing = "is missing" if len(missing) == 1 else "are missing"
         names = ", ".join(str(file) for file in files)
-        raise ModelError(f"{name}, expected with shape {target.shape},{more} is missing from {names}")
+        raise ModelError(f"{' '.join(first)}{more} {is_missing} from {names}")
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, tuple[int, ...], Any]]:

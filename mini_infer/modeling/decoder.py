@@ -1,4 +1,5 @@
-"""The decoder of Llama 2/3, Qwen2/2.5, Qwen3 and Mistral: what differs between them is in ModelSpec.
+"""The decoder of Llama 2/3, Qwen2/2.5, Qwen3, Mistral and of mixtures of experts: what differs between them is in
+ModelSpec.
 
 Each half of a layer reads the residual stream through a norm and a product, and adds a product to it:
 
@@ -18,18 +19,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_infer.attention.context import AttentionContext
-from mini_infer.kernels.interface import Places, QKNorm, Stream
+from mini_infer.kernels.interface import Places, QKNorm, Stream, TokenPlaces
 from mini_infer.modeling.kv_scales import KVScales
 from mini_infer.modeling.layers import Layer, Linear, RMSNorm
 from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel, empty_parameter
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
+from mini_infer.modeling.mlp import MLP
 from mini_infer.modeling.model import CheckpointTensor, Model
+from mini_infer.modeling.moe import MoE
 from mini_infer.modeling.rope import RotaryTable
-from mini_infer.modeling.spec import AttentionSpec, MLPSpec, ModelSpec
+from mini_infer.modeling.spec import AttentionSpec, MLPSpec, ModelSpec, MoESpec
 
 
 class Attention(nn.Module):
@@ -40,11 +44,15 @@ class Attention(nn.Module):
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = Linear(name, model.hidden_size, qkv, spec.qkv_bias, Parallel.column, build)
         self.o_proj = Linear(name, q_size, {"o_proj": model.hidden_size}, spec.o_bias, Parallel.row, build)
-        self._qk_norm = None
-        if spec.qk_norm:
-            self.q_norm = RMSNorm(f"{name}.q_norm", spec.head_dim, model.norm_eps, build)
-            self.k_norm = RMSNorm(f"{name}.k_norm", spec.head_dim, model.norm_eps, build)
-            self._qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, model.norm_eps)
+        self._qk_norm, self._norms_of_all = None, False
+        if spec.qk_norm or spec.qk_norm_of_all:
+            q_width, k_width = (q_size, kv_size) if spec.qk_norm_of_all else (spec.head_dim, spec.head_dim)
+            self.q_norm = RMSNorm(f"{name}.q_norm", q_width, model.norm_eps, build)
+            self.k_norm = RMSNorm(f"{name}.k_norm", k_width, model.norm_eps, build)
+            self._norms_of_all = spec.qk_norm_of_all
+            if spec.qk_norm:
+                self._qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, model.norm_eps)
+        self._kernels = build.kernels
 
     def forward(
         self, stream: Stream, cos: Tensor, sin: Tensor, context: AttentionContext
@@ -52,28 +60,27 @@ class Attention(nn.Module):
         key_slots, value_slots = context.key_slots(self._layer), context.value_slots(self._layer)
         scales = context.kv_scales(self._layer)
         places = Places(cos, sin, context.batch.slot_mapping, key_slots, value_slots, scales)
-        q, residual = self.qkv_proj.heads_of_stream(stream, self._qk_norm, places)
+        if self._norms_of_all:
+            qkv, residual = self.qkv_proj.of_stream(stream)
+            q = self._kernels.rope_and_store(self._normed(qkv), None, places)
+        else:
+            q, residual = self.qkv_proj.heads_of_stream(stream, self._qk_norm, places)
         return self.o_proj.add_to_stream(context.attend(self._layer, q).flatten(1), residual)
 
-
-class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
-
-    def __init__(self, name: str, model: ModelSpec, spec: MLPSpec, build: Build) -> None:
-        super().__init__()
-        size = spec.intermediate_size
-        gate_up, down = {"gate_proj": size, "up_proj": size}, {"down_proj": model.hidden_size}
-        self.gate_up_proj = Linear(name, model.hidden_size, gate_up, spec.bias, Parallel.column, build)
-        self.down_proj = Linear(name, size, down, spec.bias, Parallel.row, build)
-
-    def forward(self, stream: Stream) -> tuple[Tensor, Tensor | None]:
-        activated, residual = self.gate_up_proj.of_stream(stream, silu_mul=True)
-        return self.down_proj.add_to_stream(activated, residual)
+    def _normed(self, qkv: Tensor) -> Tensor:
+        """With the norms over all heads of q, and over all of k."""
+        sizes = len(self.q_norm.weight), len(self.k_norm.weight), len(self.k_norm.weight)
+        q, k, v = qkv.split(sizes, dim=1)
+        q, k = (
+            self._kernels.add_rms_norm(Stream(x.contiguous(), None, norm.norm))[0]
+            for x, norm in ((q, self.q_norm), (k, self.k_norm))
+        )
+        return torch.cat((q, k, v), dim=1)
 
 
 # A kind of attention or feed-forward, and who computes it.
 ATTENTION = {AttentionSpec: Attention}
-FEED_FORWARD = {MLPSpec: MLP}
+FEED_FORWARD: dict[type, Callable[..., MLP | MoE]] = {MLPSpec: MLP, MoESpec: MoE}
 
 
 class DecoderLayer(nn.Module):
@@ -88,11 +95,17 @@ class DecoderLayer(nn.Module):
         self._norms = self.input_layernorm.norm, self.post_attention_layernorm.norm
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, context: AttentionContext
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        context: AttentionContext,
+        tokens: TokenPlaces,
     ) -> tuple[Tensor, Tensor | None]:
         before_attention, before_mlp = self._norms
         x, residual = self.self_attn.forward(Stream(x, residual, before_attention), cos, sin, context)
-        return self.mlp.forward(Stream(x, residual, before_mlp))
+        return self.mlp.forward(Stream(x, residual, before_mlp), tokens)
 
 
 class Decoder(Model):
@@ -124,9 +137,11 @@ class Decoder(Model):
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         cos, sin = self.rotary.forward(positions)
+        real = None if self.expert_counts is None else context.real_tokens().int()
+        tokens = TokenPlaces(token_ids, positions, real)
         x, residual = F.embedding(token_ids, self.embed_tokens), None
         for layer in self.layers:
-            x, residual = layer.forward(x, residual, cos, sin, context)
+            x, residual = layer.forward(x, residual, cos, sin, context, tokens)
         return self._kernels.add_rms_norm(Stream(x, residual, self.norm.norm))[0]
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -151,6 +166,14 @@ class Decoder(Model):
             draw(table)
         for layer in self._weighted():
             layer.fill_dummy(draw)
+
+    def count_experts(self) -> None:
+        """In `expert_counts`, from now on. There must be layers with experts."""
+        layers = [module for module in self.modules() if isinstance(module, MoE)]
+        shape = len(layers), layers[0].num_experts
+        self.expert_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        for layer, counts in zip(layers, self.expert_counts, strict=True):
+            layer.counts = counts
 
     def _weighted(self) -> list[Layer]:
         return [module for module in self.modules() if isinstance(module, Layer)]

@@ -66,8 +66,12 @@ class Linear(Layer):
         if fused is not None:
             return fused
         normed, total = self._kernels.add_rms_norm(stream)
-        y = self.method.apply(normed)
-        return (self._kernels.silu_mul(y) if silu_mul else y), total
+        return self.of(normed, silu_mul), total
+
+    def of(self, x: Tensor, silu_mul: bool = False) -> Tensor:
+        """The product of x, with `silu_mul` through SiLU(gate) * up."""
+        y = self.method.apply(x)
+        return self._kernels.silu_mul(y) if silu_mul else y
 
     def heads_of_stream(self, stream: Stream, qk_norm: QKNorm | None, places: Places) -> tuple[Tensor, Tensor]:
         """The product of the stream's norm is q | k | v heads, of which k and v are stored -> (queries [T, Hq, D], the

@@ -8,7 +8,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mini_infer.core.config import CacheConfig, CacheDType, Device, DType, LoadFormat, ModelConfig, Quantization
+from mini_infer.core.config import (
+    CacheConfig,
+    CacheDType,
+    Device,
+    DType,
+    LoadFormat,
+    ModelConfig,
+    Quantization,
+    Routing,
+)
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.interface import Kernels
 from mini_infer.kernels.ops import TorchKernels
@@ -19,7 +28,7 @@ from mini_infer.modeling.linear_methods.quantized import stored_as
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.registry import parse_spec
-from mini_infer.modeling.spec import ModelSpec, token_ids
+from mini_infer.modeling.spec import ModelSpec, MoESpec, token_ids
 from mini_infer.modeling.transformers_model import load_transformers_model, new_transformers_model
 from mini_infer.quantization.checkpoint_config import rounding
 
@@ -30,10 +39,10 @@ _DUMMY_STD = 0.02  # as models are initialised: activations stay of order 1
 def load_spec(config: ModelConfig) -> ModelSpec:
     """Reads config.json (and generation_config.json's end-of-sequence ids), or config.hf_config. Raises ModelError."""
     if config.hf_config is not None:
-        return _with_rounding(parse_spec(config.hf_config, "model.hf_config", config.implementation), config)
+        return _as_configured(parse_spec(config.hf_config, "model.hf_config", config.implementation), config)
     folder = resolve_folder(config.path, weights=config.load_format is LoadFormat.auto)
     spec = parse_spec(read_json(folder / "config.json"), str(folder / "config.json"), config.implementation)
-    spec = _with_rounding(spec, config)
+    spec = _as_configured(spec, config)
     if (folder / "generation_config.json").is_file():
         more = token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
         spec = dataclasses.replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *more))))
@@ -44,6 +53,30 @@ def with_cache(spec: ModelSpec, cache: CacheConfig) -> ModelSpec:
     """The spec of a model whose keys and values are kept as the config says."""
     brings_scales = spec.quantization is not None and spec.quantization.fp8_kv
     return dataclasses.replace(spec, fp8_kv=cache.dtype is CacheDType.fp8 or brings_scales)
+
+
+def _as_configured(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
+    return _with_routing(_with_rounding(spec, config), config)
+
+
+def _with_routing(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
+    """The spec of a model whose tokens go to experts as the config says."""
+    asked = [f"model.routing={config.routing.value}"] if config.routing is not Routing.learned else []
+    asked += ["model.count_experts=true"] if config.count_experts else []
+    if asked and not any(isinstance(layer.feed_forward, MoESpec) for layer in spec.layers):
+        raise ModelError(
+            f"{' and '.join(asked)}: {spec.architecture} has no experts that our code sends tokens to. Set "
+            "model.routing=learned and model.count_experts=false"
+        )
+    if config.routing is Routing.learned:
+        return spec
+    layers = list(spec.layers)
+    for index, layer in enumerate(layers):
+        if isinstance(moe := layer.feed_forward, MoESpec):
+            seed = config.seed * len(layers) + index
+            router = dataclasses.replace(moe.router, routing=config.routing, seed=seed)
+            layers[index] = dataclasses.replace(layer, feed_forward=dataclasses.replace(moe, router=router))
+    return dataclasses.replace(spec, layers=tuple(layers))
 
 
 def _with_rounding(spec: ModelSpec, config: ModelConfig) -> ModelSpec:
@@ -80,6 +113,8 @@ def load_model(
     if spec.through_transformers and config.load_format is LoadFormat.auto:
         return load_transformers_model(resolve_folder(config.path), spec, build)
     model = _new_model(spec, max_len or spec.max_model_len, build)
+    if config.count_experts and isinstance(model, Decoder):
+        model.count_experts()
     if config.load_format is LoadFormat.dummy:
         model.fill_dummy(dummy_weights(device, config.seed))
     else:

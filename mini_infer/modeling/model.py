@@ -50,9 +50,12 @@ class Model(nn.Module):
     Attributes:
         kv_scales: [layers, 2, num_kv_heads] float32, what 8-bit keys and values are multiplied by; None where they are
             kept in `dtype`.
+        expert_counts: [layers with experts, E] int32, to which each step adds its tokens by the expert that they went
+            to; None where they are not counted.
     """
 
     kv_scales: Tensor | None
+    expert_counts: Tensor | None = None
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

@@ -10,15 +10,24 @@ import torch
 
 from mini_infer.core.errors import ModelError
 from mini_infer.core.model_config import Implementation
+from mini_infer.modeling.moe_config import FeedForwards, mixtral, olmoe, qwen_moe
 from mini_infer.modeling.rope import RopeSpec
 from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, token_ids
 from mini_infer.modeling.transformers_probe import transformers_spec
 from mini_infer.quantization.checkpoint_config import checkpoint_format
 
 
-def decoder_spec(name: str, config: Any, source: str, mlp_bias: bool = False, **attends: bool) -> ModelSpec:
-    """A model whose layers differ in their windows alone, for modeling/decoder.py. `attends`: what more AttentionSpec
-    has. Raises ModelError for what the decoder does not do."""
+def decoder_spec(
+    name: str,
+    config: Any,
+    source: str,
+    mlp_bias: bool = False,
+    feed_forward: Callable[[Any, str], FeedForwards] | None = None,
+    **attends: bool,
+) -> ModelSpec:
+    """A model whose layers differ in their windows and feed-forwards alone, for modeling/decoder.py. `feed_forward`:
+    of mixtures of experts. `attends`: what more AttentionSpec has. Raises ModelError for what the decoder does not
+    do."""
     if config.hidden_act != "silu":
         raise ModelError(f"{source}: hidden_act is {config.hidden_act!r}; only 'silu' is supported")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -29,12 +38,19 @@ def decoder_spec(name: str, config: Any, source: str, mlp_bias: bool = False, **
         raise ModelError(f"{source}: head_dim={head_dim} is odd, which rotary embedding cannot be")
     rope = rope_spec(config, source)
     attention = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope=rope, **attends)
-    mlp = MLPSpec(config.intermediate_size, mlp_bias)
+    windows = layer_windows(config, source)
+    if feed_forward is None:
+        feed_forwards: FeedForwards = (MLPSpec(config.intermediate_size, mlp_bias),) * len(windows)
+    else:
+        feed_forwards = feed_forward(config, source)
     return ModelSpec(
         architecture=name,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        layers=tuple(LayerSpec(replace(attention, window=window), mlp) for window in layer_windows(config, source)),
+        layers=tuple(
+            LayerSpec(replace(attention, window=window), own)
+            for window, own in zip(windows, feed_forwards, strict=True)
+        ),
         norm_eps=config.rms_norm_eps,
         tie_word_embeddings=config.tie_word_embeddings,
         max_model_len=stretched_length(config),
@@ -56,7 +72,7 @@ def stretched_length(config: Any) -> int:
 
 def layer_windows(config: Any, source: str) -> tuple[int | None, ...]:
     """Each layer's window, by the config's layer_types, or the one that it has for all."""
-    window = None if config.model_type == "llama" else config.sliding_window  # Llama's code has none
+    window = None if config.model_type == "llama" else getattr(config, "sliding_window", None)  # Llama's code has none
     known = {"full_attention": None, "sliding_attention": window}
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     for kind in kinds:
@@ -87,7 +103,7 @@ def rope_spec(config: Any, source: str) -> RopeSpec:
 
 # Architecture -> the model_type of its transformers config class, which knows defaults and older spellings, and what
 # `decoder_spec` is told of it.
-ARCHITECTURES: dict[str, tuple[str, Callable[[Any], dict[str, bool]]]] = {
+ARCHITECTURES: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "LlamaForCausalLM": (
         "llama",
         lambda c: {"qkv_bias": c.attention_bias, "o_bias": c.attention_bias, "mlp_bias": c.mlp_bias},
@@ -98,6 +114,26 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Any], dict[str, bool]]]] = {
         lambda c: {"qkv_bias": c.attention_bias, "o_bias": c.attention_bias, "qk_norm": True},
     ),
     "MistralForCausalLM": ("mistral", lambda c: {}),
+    "MixtralForCausalLM": ("mixtral", lambda c: {"feed_forward": mixtral}),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", lambda c: {"qkv_bias": c.qkv_bias, "feed_forward": qwen_moe}),
+    "Qwen3MoeForCausalLM": (
+        "qwen3_moe",
+        lambda c: {
+            "qkv_bias": c.attention_bias,
+            "o_bias": c.attention_bias,
+            "qk_norm": True,
+            "feed_forward": qwen_moe,
+        },
+    ),
+    "OlmoeForCausalLM": (
+        "olmoe",
+        lambda c: {
+            "qkv_bias": c.attention_bias,
+            "o_bias": c.attention_bias,
+            "qk_norm_of_all": True,
+            "feed_forward": olmoe,
+        },
+    ),
 }
 
 # A config.json without these would silently get the sizes of the family's 7B model.

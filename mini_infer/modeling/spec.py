@@ -10,6 +10,7 @@ import torch
 
 from mini_infer.cache.layout import KVLayout
 from mini_infer.core.errors import ModelError
+from mini_infer.kernels.interface import RouterSpec
 from mini_infer.modeling.rope import RopeSpec
 from mini_infer.quantization.checkpoints import ModelFormat
 
@@ -27,6 +28,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head's q and k
+    qk_norm_of_all: bool = False  # RMSNorm over q, all heads together, and over k (OLMoE)
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,47 @@ class MLPSpec:
     intermediate_size: int
     bias: bool = False
 
+    def activation_width(self, hidden_size: int) -> int:
+        """Numbers that a token takes in it: gate, up and their product."""
+        return 3 * self.intermediate_size
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a checkpoint calls the parts of a mixture of experts, below "model.layers.0"."""
+
+    block: str = "mlp"  # which has gate (the router's weight) and experts
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts"
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538; Jiang et al. 2024, arXiv:2401.04088): each token's
+    result is the weighted sum of those of the few experts, SwiGLU without bias, to which the router sends it. Shared
+    experts, side by side in one MLP, take every token (Dai et al. 2024, arXiv:2401.06066)."""
+
+    router: RouterSpec
+    intermediate_size: int  # of one expert
+    shared: MLPSpec | None = None
+    shared_gate: bool = False  # their result is multiplied by the sigmoid of a product of x (Qwen2-MoE)
+    names: ExpertNames = ExpertNames()
+
+    def activation_width(self, hidden_size: int) -> int:
+        """Numbers that a token takes in it, of which each of its experts makes some."""
+        own = self.router.top_k * (self.intermediate_size + hidden_size) + 2 * self.router.num_experts
+        return own + (0 if self.shared is None else self.shared.activation_width(hidden_size))
+
+
+FeedForwardSpec = MLPSpec | MoESpec
+
 
 @dataclass(frozen=True)
 class LayerSpec:
     attention: AttentionSpec
-    feed_forward: MLPSpec
+    feed_forward: FeedForwardSpec
 
 
 @dataclass(frozen=True)
@@ -84,9 +122,9 @@ class ModelSpec:
     def activation_width(self) -> int:
         """About how many numbers a token takes in the widest layer, counted as if none were freed before its end."""
         heads, head_dim = self.attention.num_heads + self.attention.num_kv_heads, self.attention.head_dim
-        # The stream and its norms; q, k and v merged, and q again; gate, up and their product.
-        widest = max(layer.feed_forward.intermediate_size for layer in self.layers)
-        return 4 * self.hidden_size + 2 * heads * head_dim + 3 * widest
+        # The stream and its norms; q, k and v merged, and q again.
+        widest = max(layer.feed_forward.activation_width(self.hidden_size) for layer in self.layers)
+        return 4 * self.hidden_size + 2 * heads * head_dim + widest
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """Of a model that computes in `dtype`."""

@@ -176,6 +176,7 @@ class EngineCore:
             accepted=accepted,
             draft_s=result.draft_s,
             dropped_rows=plan.num_decode_rows - decode_tokens,
+            expert_tokens=result.expert_tokens,
         )
         self.records.append(record)
         for observer in self.observers:

@@ -55,7 +55,7 @@ OWN = {
         *("~experiment.variants.w4_gptq", "~experiment.variants.w4_gptq_64", "~experiment.variants.w4_gptq_32"),
         *("~experiment.variants.w4_gptq_32z", "~experiment.variants.w4_gptq_kept"),
     ],
-    "ceilings": ["experiment.mib=[1]", "experiment.matmul={cpu: [64]}", "measure.repeats=1"],
+    "ceilings": ["experiment.mib={cpu: [1]}", "experiment.matmul={cpu: [64]}", "measure.repeats=1"],
     "fused_kernels": [
         *KERNELS,
         "~experiment.variants.compile",
@@ -63,6 +63,12 @@ OWN = {
         "{case: rope_and_store, shapes: {tokens: [3], heads: ['4/2'], qk_norm: [true], head_dim: [16]}},"
         "{case: silu_mul, shapes: {tokens: [3], inner: [64]}},"
         "{case: gemv, shapes: {rows: [1], matrix: {small: {out: 24, in: 32}}}}]",
+    ],
+    "moe_layer": [
+        *(option for option in KERNELS if option != "~experiment.variants.triton"),
+        *("~experiment.variants.few", "~experiment.variants.grouped"),
+        "experiment.sweeps=[{case: moe_layer, "
+        "shapes: {tokens: [3], experts: [4], chosen: [2], hidden: [16], inner: [8]}}]",
     ],
     "attention_backends": [
         *KERNELS,

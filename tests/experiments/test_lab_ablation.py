@@ -102,6 +102,14 @@ def test_clocks_that_drift_are_invalid(build, monkeypatch):
     assert len(found.rows) == 2 * 2 * 3  # each was tried three times
 
 
+def test_what_the_host_does_beside_a_gpu_is_told(build, monkeypatch):
+    speeds = itertools.cycle([1.0, 1.2])
+    monkeypatch.setattr(clocks, "take", lambda device, wanted=None: clocks.Speed(next(speeds), gpu_s=1.0))
+    found = measure(build(*FIXED, metrics=["steps"]))
+    assert reasons(found) == {""}
+    assert any(note.startswith("The host's speed changed by 20 to 20 % during 4 of 4 passes") for note in found.notes)
+
+
 def test_a_pass_is_measured_again_when_the_clocks_are_steady(build, monkeypatch):
     speeds = itertools.chain([1.0, 1.2], itertools.repeat(1.0))
     monkeypatch.setattr(clocks, "take", lambda device, wanted=None: clocks.Speed(next(speeds)))

@@ -1,6 +1,7 @@
 """The ceilings experiment, small: its rows, and the file that it keeps."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from experiments.ceilings import CeilingsExperiment
 from experiments.lab.execute import execute
 from experiments.lab.measure import ceilings, hardware
 from experiments.lab.measure.hardware import Hardware
+from experiments.lab.show import answer
 from experiments.lab.show.progress import Steps
+from experiments.lab.store import result as store
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError
 
@@ -19,7 +22,7 @@ pytestmark = pytest.mark.slow  # some seconds together
 SMALL = [
     "experiment=ceilings",
     "engine.model.device=cpu",
-    "experiment.mib=[1,2,4]",
+    "experiment.mib.cpu=[1,2,4]",
     "experiment.matmul.cpu=[32,64]",
     "experiment.claims=[]",
     "measure.repeats=1",
@@ -66,6 +69,12 @@ def test_the_repositorys_ceilings_are_where_they_are_looked_for():
     assert ceilings.read(ceilings.FOLDER / "h200.yaml").machine == "NVIDIA H200"
 
 
+def test_the_page_begins_with_what_a_reader_looks_for():
+    sentence = answer.sentence(store.read(experiment.ROOT / "results/ceilings/none.in_process/h200/default.json"))
+    for name in ("reading", "copying", "(PCIe)", "bf16 products", "fp8 products", "int8 products"):
+        assert re.search(rf"{re.escape(name)} [\d.,]+ (GB|TFLOP)/s", sentence), name
+
+
 def test_the_repositorys_file_is_written_for_the_repositorys_results_only(compose_config, tmp_path):
     own = CeilingsExperiment.from_config(compose_config(*SMALL, "paths.results=results"))  # --record
     assert own._file == experiment.ROOT / "conf" / "hardware" / "cpu.yaml"
@@ -93,7 +102,7 @@ def test_torch_threads_are_put_back(compose_config):
 
 def test_the_best_repeat_counts_and_cached_rates_fall_with_size(compose_config):
     made = CeilingsExperiment.from_config(
-        compose_config(*SMALL, "experiment.mib=[1,4,16,64,256]", "experiment.write=false", "measure.threads=1")
+        compose_config(*SMALL, "experiment.mib.cpu=[1,4,16,64,256]", "experiment.write=false", "measure.threads=1")
     )
     reads = {1: 40.0, 4: 90.0, 16: 70.0, 64: 21.0, 256: 20.0}  # 1 MiB is slowed down by the calls' own cost
     rows = [
@@ -116,7 +125,7 @@ def test_the_best_repeat_counts_and_cached_rates_fall_with_size(compose_config):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("experiment.mib=[]", "experiment.mib must be a list of numbers from 1 on"),
+        ("experiment.mib.cpu=[]", "experiment.mib.cpu must be a list of numbers from 1 on"),
         ("experiment.matmul.cpu=[0]", "experiment.matmul.cpu must be a list of numbers from 1 on"),
         ("experiment.formats.cpu=[int3]", "experiment.formats.cpu must be a list of float32, .*int8, got"),
         ("experiment.formats.cuda=[]", "experiment.formats.cuda must be a list of"),

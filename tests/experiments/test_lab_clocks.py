@@ -22,6 +22,13 @@ def test_a_busy_neighbour_is_waited_for(monkeypatch):
     assert next(times) == pytest.approx(9.9)
 
 
+def test_beside_a_gpu_the_host_is_hardly_waited_for(monkeypatch):
+    times = iter([1.5, 1.2, 9.9])
+    monkeypatch.setattr(clocks, "_host_work", lambda: next(times))
+    monkeypatch.setattr(clocks, "_gpu_work", lambda: 0.1)
+    assert REAL_TAKE("cuda", clocks.Speed(1.0)) == clocks.Speed(1.2, 0.1)
+
+
 class Library:
     """NVML of a GPU at 700 W that uses 70 J from reading to reading."""
 

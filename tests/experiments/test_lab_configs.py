@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from ideal import not_shown
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.ablation import Ablation
 from experiments.lab import axes, catalog, schema, typed
 from experiments.lab.explain import explain
 from experiments.lab.workloads import WORKLOADS
@@ -41,6 +43,8 @@ def test_every_experiment_composes_and_checks_its_settings(compose_config, name,
         assert (ROOT / path).is_file(), path
     for plot in experiment.spec.plots:
         assert {panel.metric for panel in plot.panels} <= set(experiment.metrics)
+    if isinstance(experiment, Ablation) and via != "url":  # where the requests are the same
+        assert not_shown(experiment) == []
 
 
 def test_the_default_config_is_the_engines_own(compose_config):

@@ -77,7 +77,7 @@ def test_an_engine_serves_all_passes_of_its_variant(build, calls):
     assert own == [
         *(("serve", 3), ("serve", 3)),  # warmed up, and measured
         *(("forget", 0), ("serve", 2), ("serve", 1)),  # every other pass begins as the first one did
-        *(("forget", 0), ("serve", 3), ("serve", 3)),
+        *(("forget", 0), ("serve", 2), ("serve", 3)),  # it has been warm: two requests are enough
         *(("forget", 0), ("serve", 2), ("serve", 1)),
         ("close", 0),
     ]
@@ -97,6 +97,15 @@ def test_primed_prefixes_are_found_in_every_repeat(build):
     assert len(rates) == 4
     assert {row.value for row in rates} == {64 / 84}
     assert all(row.valid for row in rates)
+
+
+def test_the_baselines_second_arm_may_be_left_to_some_points(build):
+    found = measure(build("measure.aa=always", again_at=[{"load": "one long"}]))
+    again = {row.point for row in found.rows if row.variant == "transformers again"}
+    assert again == {"one long"}
+    assert {row.point for row in found.rows if row.variant == "engine"} == {"short", "one long"}
+    with pytest.raises(ConfigError, match=r"experiment.again_at\[0\]=.*names no measured point"):
+        build("measure.aa=always", again_at=[{"load": "nowhere"}])
 
 
 def test_without_it_every_pass_has_its_own(build, calls):

@@ -28,6 +28,7 @@ SMALL = {
     "rope_and_store": {"tokens": 5, "heads": "4/2", "qk_norm": True, "head_dim": 16},
     "silu_mul": {"tokens": 3, "inner": 64},
     "gemv": {"rows": 2, "out": 24, "in": 32},
+    "moe_layer": {"tokens": 5, "routing": "zipf", "experts": 6, "chosen": 2, "hidden": 32, "inner": 16},
     "decode": {"heads": "4/2", "batch": 3, "length": 50, "head_dim": 16},
     "prefill": {"heads": "4/2", "batch": 2, "length": 50, "queries": 20, "head_dim": 16},
 }
@@ -95,6 +96,17 @@ def test_sdpa_stays_near_the_reference(case, changes):
     assert not implementation.graph_safe
     assert found.error(implementation.run(0)) < 1e-5
     assert found.error(found.implementation("sdpa").run(1)) > 0.1  # the second set of inputs is another one
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "one"])
+@pytest.mark.parametrize("variant", CASES["moe_layer"].variants)
+def test_every_way_to_the_experts_stays_near_the_reference(variant, routing):
+    pytest.importorskip("triton")
+    found = made("moe_layer", routing=routing)
+    assert found.error(found.implementation(variant).run(0)) < 1e-5
+    assert found.error(found.implementation(variant).run(1)) > 0.1  # the second set of inputs is another one
+    if routing == "one":
+        assert found.work.bytes == (2 * 3 * 32 * 16 + 2 * 5 * 32) * 4
 
 
 @pytest.mark.parametrize("case", ["rope_and_store", "prefill", "silu_mul"])
@@ -375,6 +387,14 @@ MISTAKES = [
         "9 queries of a sequence of 8 tokens",
     ),
     ({"sweeps": [{"case": "decode", "shapes": {"heads": "4/2"}}]}, r"points\[heads\] must be a list of values"),
+    (
+        {
+            "sweeps": [{"case": "moe_layer", "shapes": {"tokens": [1], "routing": ["even"]}}],
+            "variants": {"padded": ""},
+            "baseline": "padded",
+        },
+        "routing is one of uniform, zipf, one.*got 'even'",
+    ),
     ({"metrics": ["time"]}, "unknown metric 'time'; did you mean 'time_us'"),
     ({"dtype": "auto"}, "experiment.dtype must be one of"),
     ({"allowed_error": 0}, "experiment.allowed_error must be above 0"),

@@ -10,6 +10,7 @@ from experiments.lab.judge import formulas
 from experiments.lab.judge.formulas import SERVING, Context, Missing
 from experiments.lab.judge.metrics import SLO, RequestTrace, Served
 from experiments.lab.judge.roofline import Floor
+from experiments.lab.workloads import Arrivals, Fixed, Mixed
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import KVUsage, StepRecord
 
@@ -92,20 +93,29 @@ def test_copies_of_a_pause_are_one_sample():
 
 
 def test_a_long_open_loop_is_measured_without_its_ramps():
-    def arrived(at, took):
-        return trace(at, [at + took], sent=at)
-
-    requests = tuple(arrived(float(i), 9.0 if i < 10 or i > 90 else 0.5) for i in range(101))
-    served = Served(requests, 0.0, 109.0)
-    assert served.steady().window == (10.0, 90.0)
+    requests = tuple(trace(float(i), [i + (9.0 if i < 10 or i > 90 else 0.5)]) for i in range(101))
+    served = Served(requests, 0.0, 109.0).without_ramps()
+    assert served.window == (10.0, 90.0)
     assert value("ttft_ms", served) == 500
     assert value("output_tokens_per_s", served) == pytest.approx(89 / 80)  # nine of them began before it
     assert value("requests_per_s", served) == pytest.approx(89 / 80)
     assert value("goodput_rps", served, Context(SLO(ttft_ms=600))) == pytest.approx(81 / 80)
     assert value("slo_share", served, Context(SLO(ttft_ms=600))) == 1
-    assert Served(requests[:40], 0.0, 50.0).steady().window is None  # too short for a steady state
-    closed = tuple(replace(request, sent=None) for request in requests)
-    assert Served(closed, 0.0, 109.0).steady().window is None
+    assert value("total_s", served) == 109
+    assert Served(requests[:40], 0.0, 50.0).without_ramps().window is None  # too short for a steady state
+
+
+@pytest.mark.parametrize(
+    ("workload", "ramps"),
+    [
+        (Fixed(arrivals=Arrivals.poisson, rate_per_s=4), True),
+        (Fixed(arrivals=Arrivals.burst), False),
+        (Fixed(), False),
+        (Mixed(), False),  # its streams are there from the start, and are what is looked at
+    ],
+)
+def test_ramps_are_of_requests_that_arrive_one_after_another(workload, ramps):
+    assert workload.has_ramps is ramps
 
 
 def test_energy_is_the_gpus_own():

@@ -122,6 +122,11 @@ class Stub:
         self.name, self.alive, self.about = name, True, {"seed": config.seed}
         Stub.log.append(f"start {config.seed}")
 
+    def ready(self):
+        Stub.log.append(f"{self.about['seed']} is ready")
+        if self.about["seed"] == 98:
+            raise PeerError("it has ended")
+
     def forget(self):
         Stub.log.append("forget")
 
@@ -170,6 +175,35 @@ def test_a_process_stays_for_its_next_turn_and_forgets(gpu):
         peers.open(Kind.hf, config(2, 0.5))
         assert gpu == ["start 1", "forget", "forget", "start 2", "stop 2", "start 2"]
     assert gpu[-2:] == ["stop 1", "stop 2"]
+
+
+def test_peers_that_have_room_are_begun_together(gpu):
+    with Peers(PeerSettings()) as peers:
+        for seed in (1, 98, 1):
+            peers.begin(Kind.vllm, config(seed, 0.2))
+        peers.begin(Kind.engine, config(0, 0.2))
+        peers.await_begun()
+        assert gpu == ["start 1", "start 98", "1 is ready", "98 is ready"]
+        assert peers.open(Kind.vllm, config(1, 0.2)).about["seed"] == 1
+        with pytest.raises(PeerError, match="it has ended"):
+            peers.open(Kind.vllm, config(98, 0.2))
+        peers.begin(Kind.hf, config(2, 0.2))
+    assert gpu[4:] == ["start 2", "stop 2", "stop 1"]
+
+
+def test_a_peer_loads_while_others_work():
+    settings = VLLMSettings(pythonpath=str(HERE))
+    peer = PeerProcess("Fake", "fake_peer", EngineConfig(), settings, wait=False, threads=3)
+    try:
+        peer.ready()
+        assert peer.about["fake"] == "1.0"
+        assert peer.serve(ITEMS, 2).requests[0].token_ids == (5, 5, 5)
+    finally:
+        peer.close()
+    gone = PeerProcess("Fake", "no_such_peer", EngineConfig(), ProcessSettings(), wait=False)
+    with pytest.raises(PeerError, match="could not start"):
+        gone.ready()
+    assert not gone.alive
 
 
 def test_idle_peers_make_room(gpu, capsys):

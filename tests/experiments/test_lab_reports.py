@@ -309,6 +309,17 @@ def test_invalid_rows_are_listed_by_reason(tmp_path):
     assert "  - chunked prefill, 512 tokens a step concurrency=1, repeats 1, 2: all metrics" in text
 
 
+def test_a_page_shows_a_complete_run_or_an_incomplete_one_never_both(tmp_path):
+    stopped = result(status="incomplete: interrupted", **PLAIN)
+    store.write_run(tmp_path / "results", stopped)
+    assert "INCOMPLETE" in report.rebuild(tmp_path / "results", tmp_path / "reports")[0].read_text()
+    store.write_run(tmp_path / "results", result(**PLAIN))
+    assert store.write_run(tmp_path / "results", stopped).name == "default-incomplete.json"
+    page, index = report.rebuild(tmp_path / "results", tmp_path / "reports")
+    for text in (page.read_text(), index.read_text()):
+        assert "incomplete" not in text.lower()
+
+
 def test_an_incomplete_run_is_marked_at_the_top(tmp_path):
     status = "incomplete: interrupted in repeat 3 of 5"
     reports = built(tmp_path, result(status=status, **PLAIN))

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 from made_up_trace import trace
 
+from experiments.lab.judge import validity
+from experiments.lab.judge.timing import Evidence
 from experiments.lab.measure.profile import CALM, STEP, STEPS, KernelRow, StepProfile
 from experiments.lab.peers import vllm
 from experiments.lab.peers.vllm import VLLM, engine_arguments, model_folder, open_peer
@@ -229,6 +231,23 @@ def test_requests_arrive_on_schedule(engine):
         assert request.arrival <= request.sent < request.arrival + 0.05  # also while a step of 100 ms runs
         assert request.token_times[0] >= request.sent
         assert request.lag < 0.05
+
+
+def test_the_time_to_take_a_request_is_its_own(monkeypatch):
+    """As that of the engine in this process is: of a burst the last one waits for all before it."""
+    engine = InProcess()
+    take = engine.add_request
+    monkeypatch.setattr(engine, "add_request", lambda *args, **more: (time.sleep(0.002), take(*args, **more)))
+    served = peer(engine).serve([Item((n,), 2, arrival_s=0.0) for n in range(20)], 1)
+    assert served.requests[-1].sent - served.requests[-1].arrival > 0.03
+    assert validity.client_fell_behind(Evidence(served, 100)) == ""
+
+
+def test_a_client_that_is_busy_with_answers_is_found(monkeypatch):
+    note = vllm._Pass._note
+    monkeypatch.setattr(vllm._Pass, "_note", lambda self, *args: (time.sleep(0.02), note(self, *args)))
+    served = peer(InProcess(0.001)).serve([Item((n,), 8, arrival_s=0.004 * n) for n in range(6)], 1)
+    assert "the client fell behind its schedule" in validity.client_fell_behind(Evidence(served, 100))
 
 
 def test_a_turn_begins_with_the_one_before_it():

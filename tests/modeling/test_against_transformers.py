@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from mini_infer.attention.backend import Requirements, select_backend
 from mini_infer.attention.context import AttentionContext, ModelAttention
@@ -52,6 +62,7 @@ def rope(kind: str, **values: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
 
 
+QWEN_MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
 
@@ -114,6 +125,16 @@ CASES = [
     Case("mistral-window-1", MistralConfig, {"sliding_window": 1}),
     Case("mistral-head-dim-tied", MistralConfig, {"sliding_window": None, "head_dim": 32, "tie_word_embeddings": True}),
     Case("mistral-yarn", MistralConfig, {"sliding_window": 20} | YARN),
+    Case("mixtral-window", MixtralConfig, {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 10}),
+    Case("mixtral-one-expert-a-token", MixtralConfig, {"num_experts_per_tok": 1}, sharded=True),
+    Case(
+        "qwen2-moe-dense-layer",
+        Qwen2MoeConfig,
+        QWEN_MOE | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
+    ),
+    Case("qwen3-moe", Qwen3MoeConfig, QWEN_MOE | {"head_dim": 32, "norm_topk_prob": True}),
+    Case("qwen3-moe-every-second", Qwen3MoeConfig, QWEN_MOE | {"decoder_sparse_step": 2, "head_dim": 16}),
+    Case("olmoe", OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2}),
 ]
 
 
@@ -171,7 +192,7 @@ def save_checkpoint(case: Case, folder: Path) -> Any:
         elif name.endswith("bias"):
             parameter.data.normal_(std=0.5)
         else:
-            parameter.data.normal_(std=parameter.shape[1] ** -0.5)
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
     model.save_pretrained(folder, **({"max_shard_size": "60KB"} if case.sharded else {}))
     assert (folder / "model.safetensors.index.json").exists() == case.sharded
     if case.old_rope:

@@ -61,7 +61,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "stablelm": {"use_qkv_bias": True},
     "cohere": {"logit_scale": 0.5},
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.3},
-    "qwen3_moe": MOE | {"num_experts": 4, "sliding_window": None},
+    "ernie4_5_moe": MOE | {"moe_num_experts": 4, "moe_k": 2},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": DEEPSEEK | {"num_key_value_heads": 4, "head_dim": 8},
 }
 

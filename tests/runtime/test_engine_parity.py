@@ -33,6 +33,16 @@ ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 20}),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        transformers.Qwen2MoeForCausalLM,
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
 }
 MACHINES: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"cache": {"prefix_caching": False}},

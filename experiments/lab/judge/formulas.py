@@ -43,6 +43,7 @@ from mini_infer.core.plan import StepRecord
 CLASS = "@"  # itl_p99_ms@stream: of the requests of class `stream`
 PERCENTILES = (50, 90, 95, 99)
 NOT_PROFILED = Missing("it is taken of profiled decode steps, and these were not", applies=False)
+NOT_COUNTED = Missing("tokens are counted by expert where model.count_experts=true", applies=False)
 NOT_SEARCHED = Missing("it is what a search finds, and this was none", applies=False)
 NOT_OVER_HTTP = Missing("there is no client and no server beside the engine", applies=False)
 NOT_TOLD = Missing("only the processes of our own server can be asked", applies=False)
@@ -154,6 +155,11 @@ def _batch_size(served: Served) -> float | Missing:
     return sum(decoding) / len(decoding) if decoding else NOTHING
 
 
+def _expert_imbalance(served: Served) -> float | Missing:
+    found = [ratio for record in served.records if (ratio := record.expert_imbalance) is not None]
+    return sum(found) / len(found) if found else NOT_COUNTED
+
+
 def _over_http(compute: Callable[[Served, HostUse], float | Missing]) -> Compute:
     return lambda served, context: NOT_OVER_HTTP if served.host is None else compute(served, served.host)
 
@@ -208,7 +214,7 @@ SERVING: dict[str, Formula] = {
     "slo_rate_rps": of_pass(
         "highest rate of arrivals at which requests met the SLO", "requests/s", _HIGH, lambda s, c: NOT_SEARCHED
     ),
-    "total_s": of_pass("time for the whole workload", "s", _LOW, lambda s, c: s.seconds),
+    "total_s": of_pass("time for the whole workload", "s", _LOW, lambda s, c: s.took),
     "prefix_hit_rate": of_request("share of prompt tokens found in the prefix cache", "", _HIGH, _hit_rate),
     "preemptions": of_request(
         "preemptions", "", _LOW, of_engine(lambda s: float(sum(r.preemptions for r in s.requests)))
@@ -245,6 +251,9 @@ SERVING: dict[str, Formula] = {
         "tokens computed in a step, mean", "tokens", _HIGH, mean(lambda r: r.prefill_tokens + r.verified_tokens)
     ),
     "batch_size": of_pass("requests that decode together, mean", "requests", _HIGH, of_engine(_batch_size)),
+    "expert_imbalance": of_pass(
+        "tokens of a layer's busiest expert / of its average one, mean step", "", _LOW, of_engine(_expert_imbalance)
+    ),
     **DRAFTS,
     "peak_memory_mib": of_pass(
         "peak memory", "MiB", _LOW, lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20
@@ -314,8 +323,7 @@ def require_classes(names: Sequence[str], classes: Iterable[str], where: str) ->
 
 
 def measure(served: Served, names: Sequence[str], context: Context | None = None) -> Mapping[str, float | Missing]:
-    context, served = context or Context(), served.steady()
-    found = {}
+    context, found = context or Context(), {}
     for name in names:
         base, _, group = name.partition(CLASS)
         found[name] = SERVING[base].compute(_only(served, group) if group else served, context)

@@ -4,6 +4,7 @@ A floor must be below every true time, so each count here is the least that any 
 
     bytes   each weight of the layers and of lm_head once, an embedding row a token, the KV of earlier tokens once
             (a prefix that requests share is read once), the new tokens' KV and the sampled rows' logits written once.
+            Of experts those of one token, whom all others may share, or as many as uniform routing is sure to touch.
             Activations, masks and block tables count nothing: a kernel could keep them on the chip.
     flops   2 a weight and token in the layers, 2 a weight of lm_head and sampled row, and in attention 4 * head_dim a
             head and (query, key) pair: q k^T and p v, a multiplication and an addition each.
@@ -28,7 +29,7 @@ from mini_infer.core.plan import StepRecord
 if TYPE_CHECKING:  # a report is made without torch, which takes longer to import than all else
     import torch
 
-    from mini_infer.modeling.spec import ModelSpec
+    from mini_infer.modeling.spec import FeedForwardSpec, ModelSpec
 
 MIB = 2**20
 GB = 1e9
@@ -109,12 +110,12 @@ def work(record: StepRecord) -> StepWork:
 def cost(spec: ModelSpec, dtype: torch.dtype, done: StepWork) -> Cost:
     """The least bytes and operations of one step; `dtype` is that of weights, KV and activations alike."""
     size = dtype.itemsize
-    layers, head = layer_weights(spec), spec.vocab_size * spec.hidden_size
+    layers, head = layer_weights(spec, done.tokens), spec.vocab_size * spec.hidden_size
     attention = spec.attention
     kv_row = 2 * attention.num_kv_heads * attention.head_dim  # K and V of one token in one layer
     pair_flops = 4 * attention.num_heads * attention.head_dim
     numbers = layers + done.tokens * spec.hidden_size + done.tokens * spec.num_layers * kv_row
-    flops = 2.0 * layers * done.tokens
+    flops = 2.0 * layer_weights(spec, 1) * done.tokens
     if done.sampled:
         numbers += head + done.sampled * spec.vocab_size
         flops += 2.0 * head * done.sampled
@@ -128,17 +129,36 @@ def cost(spec: ModelSpec, dtype: torch.dtype, done: StepWork) -> Cost:
     return Cost(float(numbers * size), flops, str(dtype).removeprefix("torch."))
 
 
-def layer_weights(spec: ModelSpec) -> int:
-    """Parameters of all layers and of the last norm: everything that each token passes, embeddings aside."""
-    hidden = total = spec.hidden_size
+def layer_weights(spec: ModelSpec, tokens: int | None = None) -> float:
+    """Parameters of all layers and of the last norm, embeddings aside; with `tokens`, those that a step of so many
+    needs at least."""
+    hidden = spec.hidden_size
+    total = float(hidden)
     for layer in spec.layers:
-        attention, mlp = layer.attention, layer.feed_forward
+        attention = layer.attention
         q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        inner = mlp.intermediate_size
-        biases = (q + 2 * kv) * attention.qkv_bias + hidden * attention.o_bias + (2 * inner + hidden) * mlp.bias
-        norms = 2 * hidden + 2 * attention.head_dim * attention.qk_norm
-        total += hidden * (2 * q + 2 * kv) + 3 * hidden * inner + biases + norms
+        biases = (q + 2 * kv) * attention.qkv_bias + hidden * attention.o_bias
+        norms = 2 * hidden + 2 * attention.head_dim * attention.qk_norm + (q + kv) * attention.qk_norm_of_all
+        total += hidden * (2 * q + 2 * kv) + biases + norms + _feed_forward(layer.feed_forward, hidden, tokens)
     return total
+
+
+def _feed_forward(spec: FeedForwardSpec, hidden: int, tokens: int | None) -> float:
+    """Arguments and result as `layer_weights`."""
+    from mini_infer.modeling.spec import MLPSpec  # beside torch, as whoever calls this
+
+    if isinstance(spec, MLPSpec):
+        return 3 * hidden * spec.intermediate_size + (2 * spec.intermediate_size + hidden) * spec.bias
+    router = spec.router
+    total = float(router.num_experts * (hidden + router.correction_bias) + hidden * spec.shared_gate)
+    if spec.shared is not None:
+        total += _feed_forward(spec.shared, hidden, tokens)
+    touched: float = router.num_experts
+    if tokens is not None:
+        touched = router.top_k
+        if router.routing == "uniform":
+            touched = router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** tokens)
+    return total + touched * 3 * hidden * spec.intermediate_size
 
 
 def bandwidth(ceilings: Ceilings, num_bytes: float) -> float:

@@ -61,12 +61,12 @@ class Pass:
 
 
 def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
-    """An engine that has been warmed up on other prompts at the measured concurrency, priming of the prefix cache where
-    the workload wants it, and the timed pass."""
+    """An engine that has been warmed up on other prompts, priming of the prefix cache where the workload wants it, and
+    the timed pass."""
     with lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
         lent.forget()
         if inputs.warmup:
-            lent.serve(inputs.warmup, cell.workload.in_flight)
+            lent.warm_up(cell.point.name, inputs.warmup, cell.workload.in_flight)
         if inputs.prime:
             lent.serve(inputs.prime, 1)
         before = tuple(lent.served)
@@ -74,6 +74,8 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
         speed = watch.before()
         served = lent.serve(inputs.measured, cell.workload.in_flight)
         watched = watch.after(speed)
+        if cell.workload.has_ramps:
+            served = served.without_ramps()
         return Pass(replace(served, joules=watched.joules), watched.drift, inputs.measured, before)
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from experiments.lab.measure.schedule import Schedule
+from experiments.lab.measure.schedule import Schedule, Sent
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine, SamplingParams
@@ -37,7 +38,7 @@ class Drive:
         self._prompts = [list(item.prompt) for item in items]
         self._params = [SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True) for item in items]
         self._index_of = {self._name(index): index for index in range(len(items))}
-        self._sent: dict[int, tuple[float, float | None, float | None]] = {}  # arrival, sent, could_send
+        self._sent: dict[int, Sent] = {}
         self._traces: dict[int, RequestTrace] = {}
         self._last_error = ""
 
@@ -52,7 +53,7 @@ class Drive:
         try:
             start = engine.clock()
             schedule = Schedule(self._items, start, concurrency)
-            self._loop(schedule, start)
+            self._loop(schedule)
             end = engine.clock()
         finally:
             engine.observers.remove(observe)
@@ -60,14 +61,11 @@ class Drive:
         first = min((trace.arrival for trace in traces), default=start)
         return Served(traces, first, end, tuple(records), in_flight_s=schedule.in_flight_s)
 
-    def _loop(self, schedule: Schedule, returned: float) -> None:
-        """`returned` is when the engine last gave control back; what is due later than that waits for the client."""
+    def _loop(self, schedule: Schedule) -> None:
         engine, clock = self._engine, self._engine.clock
         failures = 0
         while len(self._traces) < len(self._items):
-            arrived = schedule.due(clock())
-            for index, arrival in arrived:
-                returned = self._send(schedule, index, arrival, returned)
+            arrived = schedule.deliver(clock, partial(self._send, schedule))
             due = schedule.next_due()
             if engine.has_unfinished_requests():
                 try:
@@ -77,8 +75,7 @@ class Drive:
                     if failures > len(self._items):  # each should have ended a request
                         raise
                     outputs, self._last_error = [], f"{type(error).__name__}: {error}"
-                returned = clock()
-                schedule.tick(returned)
+                schedule.answered(clock())
                 for output in outputs:
                     if output.finished:
                         self._end(schedule, output)
@@ -87,25 +84,21 @@ class Drive:
             elif not arrived:  # else the engine has refused all that arrived, and others may take their places
                 raise RuntimeError("the engine has nothing to do, and requests are missing")
 
-    def _send(self, schedule: Schedule, index: int, arrival: float, could_send: float) -> float:
-        """Hands a request over. Returns when the engine had taken it."""
-        engine, item = self._engine, self._items[index]
-        sent = engine.clock()
-        on_schedule = not schedule.is_closed(index)
-        self._sent[index] = (arrival, sent if on_schedule else None, could_send)
+    def _send(self, schedule: Schedule, index: int, sent: Sent) -> None:
+        item = self._items[index]
+        self._sent[index] = sent
         try:
-            engine.add_request(
+            self._engine.add_request(
                 self._prompts[index],
                 self._params[index],
                 request_id=self._name(index),
                 priority=item.priority,
-                arrival_time=arrival,
+                arrival_time=sent.arrival,
                 stream=False,
             )
         except RequestError as error:
             self._note(index, str(error))
             self._drop_followers(schedule, index)
-        return engine.clock()
 
     def _end(self, schedule: Schedule, output: RequestOutput) -> None:
         index = self._index_of[output.request_id]
@@ -142,15 +135,13 @@ class Drive:
     def _note(self, index: int, error: str, **answer: Any) -> None:
         """What came of a request; of one that was never sent it counts as having arrived now."""
         item = self._items[index]
-        arrival, sent, could_send = self._sent.get(index, (self._engine.clock(), None, None))
+        now = self._engine.clock()
         self._traces[index] = RequestTrace(
             prompt_tokens=len(self._prompts[index]),
             asked_tokens=item.output_tokens,
-            arrival=arrival,
             request_id=self._name(index),
             name=item.name,
-            sent=sent,
-            could_send=could_send,
+            **self._sent.get(index, Sent(now, None, now))._asdict(),
             shared_tokens=item.shared_tokens,
             error=error,
             **{"token_times": (), "token_ids": (), **answer},

@@ -19,6 +19,7 @@ from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 
 clock = time.perf_counter  # of who watches from outside
+WARM_AGAIN = 2  # requests before a pass of an engine that has been warm
 
 
 @dataclass
@@ -26,15 +27,23 @@ class Lent:
     """
     Attributes:
         served: what it was asked for since it was opened, or has forgotten what it knew.
+        warm: the points at which it has been warmed up in full.
     """
 
     subject: Subject
     served: list[Item] = field(default_factory=list)
+    warm: set[str] = field(default_factory=set)
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         served = from_outside(self.subject.serve, items, concurrency, clock)
         self.served += items
         return served
+
+    def warm_up(self, point: str, items: Sequence[Item], concurrency: int) -> None:
+        """At the measured concurrency; with some requests where that was done before, since what is compiled and
+        allocated once is there, and only the machine has rested."""
+        self.serve(items[:WARM_AGAIN] if point in self.warm else items, concurrency)
+        self.warm.add(point)
 
     def forget(self) -> None:
         """What it has learned from passes before."""

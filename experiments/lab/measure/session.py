@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from experiments.lab.ablation_spec import AblationSpec
-from experiments.lab.judge import stats, validity
+from experiments.lab.judge import stats
 from experiments.lab.measure import cells, hardware, profile_pass
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import Watch
@@ -38,7 +38,11 @@ class Session:
         aa: str | None = None,
         left_out: Set[str] = frozenset(),
     ) -> None:
-        """`left_out` are the variants that this process does not measure."""
+        """
+        Args:
+            aa: the baseline's second arm, of which some points have no cell.
+            left_out: variants that this process does not measure.
+        """
         self.ledger = Ledger(terms)
         self.profiles: list[StepProfile] = []
         self.kernels: list[KernelRow] = []
@@ -56,12 +60,20 @@ class Session:
         self._absent: dict[str, str] = {}  # variant -> why
         device = next(iter(measured.values())).engine.model.device
         self._watch = Watch(hardware.resolve(device))
+        for cell in measured.values() if spec.keep_engines else ():  # which all have room side by side
+            if cell.variant not in left_out:
+                self._peers.begin(cell.kind, cell.engine)
+
+    def await_peers(self) -> None:
+        """Until those that have been begun are there: nothing is timed while they load."""
+        self._peers.await_begun()
 
     def round(self, repeat: int, point: Point, inputs: Inputs) -> None:
         """All variants at one point, once. The rows of a peer that is not there, or has failed in this round or one
         before it, say why."""
         passes = []
-        for cell in (self.cells[variant, point.name] for variant in self.order(repeat, again=True)):
+        order = [variant for variant in self.order(repeat, again=True) if (variant, point.name) in self.cells]
+        for cell in (self.cells[variant, point.name] for variant in order):
             try:
                 self._next(cell, f"repeat {repeat + 1} of {self._repeats}")
                 passes.append((cell, self._steady(cell, inputs)))
@@ -74,7 +86,8 @@ class Session:
                     why = f"it has failed, and is not asked again: {why}"
                 self._absent[cell.variant] = why
                 self.notes.append(f"{self.labels[cell.variant]} is absent: {why}.")
-        absent_cells = [(self.cells[variant, point.name], why) for variant, why in self._absent.items()]
+        lost_cells = {self.cells.get((variant, point.name)): why for variant, why in self._absent.items()}
+        absent_cells = [(cell, why) for cell, why in lost_cells.items() if cell is not None]
         self.ledger.enter(repeat, passes, absent_cells)
 
     def profile(self, repeat: int, point: Point, inputs: Inputs) -> None:
@@ -139,7 +152,7 @@ class Session:
     def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
         """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
         passes = [cells.serve(cell, inputs, self._watch, self._lending)]
-        while passes[-1].drift.worst > validity.MAX_DRIFT and len(passes) < ATTEMPTS:
-            self._steps.again(str(passes[-1].drift))
+        while (problem := passes[-1].drift.problem) and len(passes) < ATTEMPTS:
+            self._steps.again(problem)
             passes.append(cells.serve(cell, inputs, self._watch, self._lending))
         return passes

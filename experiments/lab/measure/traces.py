@@ -99,7 +99,7 @@ class Served:
         host: of a pass over HTTP.
         in_flight_s: requests in flight, integrated over the pass by the client; None where nobody counts them.
         outside_s: what the whole call of `serve` took, less the time before its first arrival was due.
-        window: the times between which requests and tokens count; None: all do. See `steady`.
+        window: the times between which requests and tokens count; None: all do. See `without_ramps`.
         joules: that the GPU used meanwhile, by its own counter; None where it has none.
         step_costs: what the engine measured of its steps when it started; None where it drafts nothing.
     """
@@ -118,7 +118,13 @@ class Served:
     window: tuple[float, float] | None = None
 
     @property
+    def took(self) -> float:
+        """The whole pass, in seconds."""
+        return self.end - self.start
+
+    @property
     def seconds(self) -> float:
+        """Of what counts."""
         first, last = self.window or (self.start, self.end)
         return last - first
 
@@ -135,11 +141,11 @@ class Served:
         first, last = self.window or (self.start, self.end)
         return sum(1 for time in times if first <= time <= last)
 
-    def steady(self) -> Served:
-        """An open loop without its ramps, the first and the last RAMP of the time in which requests arrive, if it is
-        long enough to have a steady state; every other pass as it is."""
-        arrivals = [request.arrival for request in self.requests if request.sent is not None]
-        if len(arrivals) < max(STEADY, len(self.requests)) or min(arrivals) == max(arrivals):
+    def without_ramps(self) -> Served:
+        """Of a pass whose requests arrive one after another, without the first and the last RAMP of the time in which
+        they do, if there are enough of them to have a steady state between."""
+        arrivals = [request.arrival for request in self.requests]
+        if len(arrivals) < STEADY:
             return self
         ramp = RAMP * (max(arrivals) - min(arrivals))
         return replace(self, window=(min(arrivals) + ramp, max(arrivals) - ramp))

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import is_flash_attn_2_available, is_psutil_available
 
-from experiments.lab.measure.schedule import Schedule
+from experiments.lab.measure.schedule import Schedule, Sent
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers.hf import describe, load_checkpoint, set_threads
 from experiments.lab.workloads import Item
@@ -65,16 +65,18 @@ class HFContinuous:
         clock, manager = time.perf_counter, self._manager
         start = clock()
         schedule = Schedule(items, start, concurrency)
-        arrivals: dict[str, tuple[int, float, float]] = {}  # id -> index, arrival, sent
+        flights: dict[str, tuple[int, Sent]] = {}
         traces: dict[int, RequestTrace] = {}
+
+        def send(index: int, sent: Sent) -> None:
+            item = items[index]
+            name = manager.add_request(list(item.prompt), max_new_tokens=item.output_tokens, record_timestamps=True)
+            if name is None:
+                raise RuntimeError("transformers' continuous batching takes no more requests: its thread has died")
+            flights[name] = (index, sent)
+
         while len(traces) < len(items):
-            for index, arrival in schedule.due(clock()):
-                item = items[index]
-                sent = clock()
-                name = manager.add_request(list(item.prompt), max_new_tokens=item.output_tokens, record_timestamps=True)
-                if name is None:
-                    raise RuntimeError("transformers' continuous batching takes no more requests: its thread has died")
-                arrivals[name] = (index, arrival, sent)
+            schedule.deliver(clock, send)
             due = schedule.next_due()
             wait = POLL_S if due is None else min(POLL_S, max(0.0, due - clock()))
             output = manager.get_result(timeout=wait)
@@ -84,8 +86,8 @@ class HFContinuous:
                 continue
             if output.error is not None:
                 raise RuntimeError(f"transformers' continuous batching failed: {output.error}")
-            index, arrival, sent = arrivals[output.request_id]
-            traces[index] = _trace(items[index], output, arrival, None if schedule.is_closed(index) else sent)
+            index, sent = flights[output.request_id]
+            traces[index] = _trace(items[index], output, sent)
             schedule.ended(index, traces[index].token_times[-1])
         end = clock()
         first = min((trace.arrival for trace in traces.values()), default=start)
@@ -106,15 +108,14 @@ def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> HFContinuous
     return HFContinuous(config)
 
 
-def _trace(item: Item, output: Any, arrival: float, sent: float | None) -> RequestTrace:
+def _trace(item: Item, output: Any, sent: Sent) -> RequestTrace:
     return RequestTrace(
         prompt_tokens=len(output.prompt_ids),
         asked_tokens=item.output_tokens,
-        arrival=arrival,
         token_times=tuple(output.timestamps),
         token_ids=tuple(output.generated_tokens),
         name=item.name,
-        sent=sent,
+        **sent._asdict(),
     )
 
 

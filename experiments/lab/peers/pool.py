@@ -4,7 +4,8 @@ A process is started when its peer's first turn comes, and stays for all its pas
 vLLM takes most of a minute, and a pass a few seconds. It forgets its prefix cache before each. While others are
 measured it is idle, but holds its memory: with a fitting `cache.gpu_memory_utilization` (or `cache.memory_gib`) of
 every variant, the engine and its peers lie side by side on one GPU and take turns. Where they do not fit, the peer that
-was started first is stopped, and started again when its turn comes.
+was started first is stopped, and started again when its turn comes. Where it is known that they do, all peers are begun
+together before anything is timed, and load while the gates are asked.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from experiments.lab.measure import hardware
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
 from experiments.lab.measure.traces import Served
-from experiments.lab.peers.base import LivingPeer, PeerAbsent
+from experiments.lab.peers.base import LivingPeer, PeerAbsent, PeerError
 from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import PeerSettings, ProcessSettings
 from experiments.lab.workloads import Item
@@ -77,6 +78,7 @@ class Peers:
         self._held: dict[str, int] = {}  # bytes of the GPU that they took when they started
         self._leased: set[str] = set()  # keys of those whose turn it is
         self._absent: dict[Kind, str] = {}
+        self._begun: dict[str, PeerProcess | PeerAbsent | PeerError] = {}  # or why they did not start
         self._bench: PeerProcess | None = None  # of `vllm bench serve`
 
     def __enter__(self) -> Peers:
@@ -87,10 +89,32 @@ class Peers:
 
     def close(self) -> None:
         """Kills them all."""
+        for begun in self._begun.values():
+            if isinstance(begun, PeerProcess):
+                begun.close()
         for key in list(self._processes):
             self._stop(key)
         if self._bench is not None:
             self._bench.close()
+
+    def begin(self, kind: Kind, config: EngineConfig) -> None:
+        """Starts a peer whose turn will come and that has room beside all others; servers are started when it comes."""
+        device = hardware.resolve(config.model.device)
+        if not kind.can.module or not self._has_own_process(kind, device) or (kind.can.needs_gpu and device != CUDA):
+            return
+        config = settled(config)
+        key = _key(kind, config)
+        if key not in self._begun:
+            self._begun[key] = self._process(kind, config, wait=False)
+
+    def await_begun(self) -> None:
+        """Until what was begun has started, or has failed, which is told when its turn comes."""
+        for key, begun in self._begun.items():
+            try:
+                if isinstance(begun, PeerProcess):
+                    begun.ready()
+            except (PeerAbsent, PeerError) as why:
+                self._begun[key] = why
 
     def open(self, kind: Kind, config: EngineConfig) -> Lease | None:
         """The peer, ready for a pass; None where `kind` runs in this process, for which there is room on the GPU now.
@@ -110,10 +134,14 @@ class Peers:
         if kind in self._absent:
             raise PeerAbsent(self._absent[kind])
         config = settled(config)
-        key = json.dumps([kind, config.to_dict()], sort_keys=True)
-        process = self._processes.get(key)
+        key = _key(kind, config)
+        process, begun = self._processes.get(key), self._begun.pop(key, None)
         if process is not None and process.alive:
             process.forget()
+        elif begun is not None:
+            if not isinstance(begun, PeerProcess):
+                raise begun
+            self._processes[key] = process = begun
         else:
             if not kind.can.elsewhere:
                 self._make_room(config, device)
@@ -136,12 +164,15 @@ class Peers:
         wanted = self._settings.hf.own_process
         return device == CUDA if wanted is None else wanted
 
-    def _start(self, kind: Kind, config: EngineConfig) -> LivingPeer:
+    def _process(self, kind: Kind, config: EngineConfig, wait: bool) -> PeerProcess:
         settings: ProcessSettings = self._settings.vllm if kind is Kind.vllm else self._settings.hf
+        return PeerProcess(kind.label, kind.can.module, config, settings, wait=wait, threads=torch.get_num_threads())
+
+    def _start(self, kind: Kind, config: EngineConfig) -> LivingPeer:
         try:
             if kind.can.over_http:
                 return over_http.open_subject(kind, config, self._settings, torch.get_num_threads())
-            return PeerProcess(kind.label, kind.can.module, config, settings, threads=torch.get_num_threads())
+            return self._process(kind, config, wait=True)
         except PeerAbsent as error:
             self._absent[kind] = str(error)
             raise
@@ -172,6 +203,10 @@ class Peers:
         while _free(CUDA) < expected and time.monotonic() < end:
             time.sleep(0.02)
         return process.name
+
+
+def _key(kind: Kind, config: EngineConfig) -> str:
+    return json.dumps([kind, config.to_dict()], sort_keys=True)
 
 
 def _free(device: str) -> int:

@@ -33,11 +33,20 @@ GONE_S = 10.0  # after a kill, the processes it had started have so long to leav
 class PeerProcess:
     """Whatever goes wrong while it is asked, Ctrl-C included, it is killed with all the processes it has started."""
 
-    def __init__(self, name: str, module: str, config: EngineConfig, settings: ProcessSettings, **more: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        config: EngineConfig,
+        settings: ProcessSettings,
+        wait: bool = True,
+        **more: Any,
+    ) -> None:
         """
         Args:
             name: of the peer, for errors.
             module: with the `open_peer` that runs there.
+            wait: until it has started; else it starts while others work, and `ready` waits.
             more: settings that are not the user's.
 
         Raises:
@@ -65,8 +74,13 @@ class PeerProcess:
             except OSError as error:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 raise ConfigError(f"{name} cannot be started with peers.*.python={command[0]}: {error}") from error
-        reply = self._ask("start", op="open", config=config.to_dict(), settings={**asdict(settings), **more})
-        self.about: Mapping[str, Any] = reply["about"]
+        self._send(op="open", config=config.to_dict(), settings={**asdict(settings), **more})
+        if wait:
+            self.ready()
+
+    def ready(self) -> None:
+        """To be called once, where it was not waited for. Raises as __init__ does."""
+        self.about: Mapping[str, Any] = self._receive("start")["about"]
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         reply = self._ask("serve", op="serve", items=wire.pack_items(items), concurrency=concurrency)
@@ -103,18 +117,27 @@ class PeerProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _ask(self, what: str, **request: Any) -> dict[str, Any]:
+        self._send(**request)
+        return self._receive(what)
+
+    def _send(self, **request: Any) -> None:
         assert self._process.stdin is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):  # who asks hears that it has ended
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                self._process.stdin.flush()
+        except BaseException:
+            self.close()
+            raise
+
+    def _receive(self, what: str) -> dict[str, Any]:
         assert self._process.stdout is not None
         timer = threading.Timer(self._timeout_s, self._expire)
         timer.daemon = True
         timer.start()
         try:
             try:
-                self._process.stdin.write(json.dumps(request).encode() + b"\n")
-                self._process.stdin.flush()
                 line = self._process.stdout.readline()
-            except BrokenPipeError:
-                line = b""
             finally:
                 timer.cancel()
             return self._checked(what, line)

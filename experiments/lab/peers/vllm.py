@@ -17,11 +17,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from experiments.lab.measure.profile import CALM, STEPS, NoProfile, analyse
-from experiments.lab.measure.schedule import Schedule
+from experiments.lab.measure.schedule import Schedule, Sent
 from experiments.lab.measure.traces import RequestTrace, Served
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.workloads import Item
@@ -61,9 +62,7 @@ SETTINGS = {  # as recorded -> where it stands in VllmConfig
 class Flight:
     """A request on its way."""
 
-    arrival: float
-    sent: float | None  # None in the closed loop
-    could_send: float
+    sent: Sent
     token_ids: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
 
@@ -148,21 +147,20 @@ class _Pass:
         self._traces: dict[int, RequestTrace] = {}
 
     def run(self, concurrency: int) -> Served:
-        start = returned = time.perf_counter()
+        start = time.perf_counter()
         schedule = Schedule(self._items, start, concurrency)
         while len(self._traces) < len(self._items):
-            for index, arrival in schedule.due(time.perf_counter()):
-                self._send(schedule, index, arrival, returned)
+            schedule.deliver(time.perf_counter, partial(self._send, schedule))
             due = schedule.next_due()
             if not self._flights:
                 if due is not None:
                     time.sleep(max(0.0, due - time.perf_counter()))
             elif due is None or self._has_output_by(due):
                 outputs = self._engine.step()
-                returned = time.perf_counter()
-                schedule.tick(returned)
+                now = time.perf_counter()
+                schedule.answered(now)
                 for output in outputs:
-                    self._note(schedule, output, returned)
+                    self._note(schedule, output, now)
         end = time.perf_counter()
         traces = tuple(self._traces[index] for index in range(len(self._items)))
         first = min((trace.arrival for trace in traces), default=start)
@@ -177,10 +175,9 @@ class _Pass:
         with outputs.not_empty:
             return bool(outputs.not_empty.wait_for(lambda: outputs.queue, max(0.0, due - time.perf_counter())))
 
-    def _send(self, schedule: Schedule, index: int, arrival: float, could_send: float) -> None:
+    def _send(self, schedule: Schedule, index: int, sent: Sent) -> None:
         name, item = f"{self._name}-{index}", self._items[index]
-        sent = None if schedule.is_closed(index) else time.perf_counter()
-        self._flights[name] = (index, Flight(arrival, sent, could_send))
+        self._flights[name] = (index, Flight(sent))
         prompt = {"type": "token", "prompt_token_ids": self._prompts[index]}
         try:
             self._engine.add_request(name, prompt, self._params[index], priority=item.priority)
@@ -206,7 +203,7 @@ class _Pass:
             return
         now = time.perf_counter()
         for follower in schedule.lose(index):
-            lost = Flight(now, None, now)
+            lost = Flight(Sent(now, None, now))
             self._traces[follower] = self._trace(follower, lost, "the request that it follows has no answer")
 
     def _trace(self, index: int, flight: Flight, error: str, cached_tokens: int = 0) -> RequestTrace:
@@ -214,16 +211,14 @@ class _Pass:
         return RequestTrace(
             prompt_tokens=len(self._prompts[index]),
             asked_tokens=item.output_tokens,
-            arrival=flight.arrival,
             token_times=tuple(flight.token_times),
             token_ids=tuple(flight.token_ids),
             cached_tokens=cached_tokens,
             request_id=f"{self._name}-{index}",
             name=item.name,
-            sent=flight.sent,
-            could_send=flight.could_send,
             shared_tokens=item.shared_tokens,
             error=error,
+            **flight.sent._asdict(),
         )
 
 

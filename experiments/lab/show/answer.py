@@ -36,7 +36,10 @@ def sentence(result: Result) -> str:
     info, of_pairs = result.info, pairs.sentence(result)
     if of_pairs:
         return of_pairs
-    found = _chosen(effects.of_claims(result))
+    claimed = effects.of_claims(result)
+    if claimed and info.baseline is None and all(effect.at_another_point for effect in claimed):
+        return _at_most(result)
+    found = _chosen(claimed)
     if not found:
         return _without_claims(result)
     if all(effect.own is None for effect in found):
@@ -122,6 +125,19 @@ def _who(effect: Effect, info: RunInfo) -> str:
 
 def _is_off(effect: Effect, info: RunInfo) -> bool:
     return effect.reference is not None and info.variants[effect.reference[0]] in OFF
+
+
+def _at_most(result: Result) -> str:
+    """Where nothing is compared: what the best variant has of each metric, at the last point that has it."""
+    info, told = result.info, []
+    for name in filter(wording.known, info.metrics):
+        measured = ([result.table.values(v, at, name) for v in info.variants] for at in reversed(info.points))
+        there = next((values for values in measured if any(values)), [])
+        medians = [stats.absolute(values).median for values in there if values]
+        if medians:
+            best = (max if info.metrics[name].better is Better.higher else min)(medians)
+            told.append(f"{wording.short(name, info)} {wording.value(best, name, info)}")
+    return f"At most: {', '.join(told)}." if told else "There is no answer: no valid measurement."
 
 
 def _without_claims(result: Result) -> str:

@@ -96,7 +96,8 @@ def _page(result: Result) -> str:
 
 
 def _read(results: Path) -> tuple[list[Result], dict[Path, StoreError]]:
-    """All results that can be read, in the reports' order, and why others (paths below `results`) cannot."""
+    """All results that can be read, in the reports' order, and why others (paths below `results`) cannot. An incomplete
+    run beside a complete one is not shown: the page is of the other."""
     found: list[Result] = []
     damaged: dict[Path, StoreError] = {}
     for path in sorted(results.glob(store.EVERY_RUN)):
@@ -104,7 +105,8 @@ def _read(results: Path) -> tuple[list[Result], dict[Path, StoreError]]:
             found.append(store.read(path))
         except StoreError as error:
             damaged[path.relative_to(results)] = error
-    return store.in_order(found), damaged
+    known = {store.run_path(result.info) for result in found}
+    return store.in_order([r for r in found if store.completed_by(r.info) not in known]), damaged
 
 
 def _linked(page: str, reports: Path) -> str:

@@ -34,6 +34,15 @@ _SHORT = {  # what a metric is called where a line has no room
     "slo_rate": "requests/s within the SLO",
     "mbu": "bandwidth used",
     "mfu": "compute used",
+    "read_gb": "reading",
+    "copy_gb": "copying",
+    "from_host_gb": "from the host (PCIe)",
+    "to_host_gb": "to the host",
+    "to_peer_gb": "to another GPU",
+    "matmul_float32_tflop": "fp32 products",
+    "matmul_bfloat16_tflop": "bf16 products",
+    "matmul_float8_e4m3_tflop": "fp8 products",
+    "matmul_int8_tflop": "int8 products",
 }
 _UNITS = ("_ms", "_s", "_us", "_rps")
 RATIOS = ("formula_share", "formula_speedup", "draft_cost", "verify_cost", "r_squared")  # without a unit, and no shares
@@ -41,10 +50,15 @@ RATIOS = ("formula_share", "formula_speedup", "draft_cost", "verify_cost", "r_sq
 
 def short(name: str, info: RunInfo) -> str:
     """`ttft_ms` as `first token`; `itl_p99_ms@stream` as `P99 gap of stream`."""
-    base, _, group = name.partition("@")
-    stem = next((base.removesuffix(unit) for unit in _UNITS if base.endswith(unit)), base)
-    text = _SHORT.get(stem) or info.metrics[name].label.partition(",")[0]
+    group = name.partition("@")[2]
+    text = known(name) or info.metrics[name].label.partition(",")[0]
     return f"{text} of {group}" if group and group not in text else text
+
+
+def known(name: str) -> str | None:
+    """What `short` calls a metric, whatever its label."""
+    base = name.partition("@")[0]
+    return _SHORT.get(next((base.removesuffix(unit) for unit in _UNITS if base.endswith(unit)), base))
 
 
 def value(amount: float, name: str, info: RunInfo, unit: bool = True) -> str:

@@ -12,6 +12,7 @@ from experiments.lab.judge.metrics import Context
 from experiments.lab.judge.timing import Evidence
 from experiments.lab.measure import cells
 from experiments.lab.measure.cells import Cell, Pass
+from experiments.lab.measure.clocks import HOST_BESIDE_GPU, MAX_DRIFT
 from experiments.lab.measure.steps import RequestRow, StepRow, request_rows, step_rows
 from experiments.lab.measure.traces import RAMP
 from experiments.lab.store.rows import Row
@@ -55,6 +56,7 @@ class Ledger:
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
         self.rounds: list[Round] = []
+        self._host_drifts: list[float] = []  # of all passes
 
     def enter(
         self, repeat: int, passes: Sequence[tuple[Cell, Sequence[Pass]]], absent: Sequence[tuple[Cell, str]] = ()
@@ -85,6 +87,19 @@ class Ledger:
             found.rows.extend(cells.absent_rows(cell, repeat, self._terms.metrics, why))
         self.rounds.append(found)
 
+    @property
+    def notes(self) -> list[str]:
+        """Of each pass, and of all of them together."""
+        notes = [note for found in self.rounds for note in found.notes]
+        many = [drift for drift in self._host_drifts if drift > MAX_DRIFT]
+        if many:
+            notes.append(
+                f"The host's speed changed by {100 * min(many):.0f} to {100 * max(many):.0f} % during {len(many)} of "
+                f"{len(self._host_drifts)} passes; beside a GPU that counts against a pass from "
+                f"{100 * HOST_BESIDE_GPU:.0f} % on."
+            )
+        return list(dict.fromkeys(notes))
+
     def tokens(self, key: Key) -> Tokens | None:
         """Of the first repeat."""
         return next((r.tokens[key] for r in self.rounds if key in r.tokens), None)
@@ -96,6 +111,7 @@ class Ledger:
 
     def _judge(self, found: Round, repeat: int, cell: Cell, measured: Pass) -> None:
         terms, served = self._terms, measured.served
+        self._host_drifts.append(0.0 if measured.drift.gpu is None else measured.drift.host)
         against, label = terms.contexts[cell.key], terms.labels[cell.variant]
         first = self.tokens(cell.key) if cells.tokens_must_agree(cell) else None
         evidence = Evidence(
@@ -112,10 +128,10 @@ class Ledger:
         found.notes.extend(f"{label}: {reason}." for reason in cells.left_out(terms.metrics, against, served))
         caches = cell.kind.can.caches and cell.engine.cache.prefix_caching
         at = f" at {cell.point.name}" if cell.point.name else ""
-        for remark in (validity.few_hits(served, caches), timing.shared_times(evidence)):
+        for remark in (validity.few_hits(served, caches), timing.late_readings(evidence)):
             if remark:
                 found.notes.append(f"{label}{at}, repeat {repeat + 1}: {remark}.")
-        if served.steady().window is not None:
+        if served.window is not None:
             found.notes.append(f"Ramps of the open loop are left out{at}: {RAMPS}.")
 
 

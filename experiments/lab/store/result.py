@@ -197,6 +197,12 @@ def write_run(root: Path, result: Result) -> Path:
     return path
 
 
+def completed_by(info: RunInfo) -> Path | None:
+    """The path of the complete run that this one could not replace; None where it is no such run."""
+    path = run_path(info)
+    return path.with_name(info.run.removesuffix(INCOMPLETE)) if info.run.endswith(INCOMPLETE) else None
+
+
 def _is_complete(path: Path) -> bool:
     try:
         return read(path).info.status == COMPLETE

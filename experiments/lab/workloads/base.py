@@ -88,6 +88,11 @@ class Workload:
         """The most requests that are in flight at once."""
         return self.num_requests
 
+    @property
+    def has_ramps(self) -> bool:
+        """Whether requests arrive one after another: the first and the last of them meet less load than the others."""
+        return False
+
     def make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
         """The same inputs for the same settings, vocabulary and seed, on any machine.
 
@@ -186,6 +191,10 @@ class Arriving(Workload):
     @property
     def in_flight(self) -> int:
         return min(self.concurrency or self.num_arrivals, self.num_arrivals)
+
+    @property
+    def has_ramps(self) -> bool:
+        return self.arrivals in (Arrivals.poisson, Arrivals.gamma, Arrivals.trace)
 
     @property
     def num_warmup(self) -> int:

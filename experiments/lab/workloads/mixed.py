@@ -9,13 +9,14 @@ from experiments.lab.workloads import check
 from experiments.lab.workloads.base import Inputs, Item, Vocabulary, Workload, generator
 from experiments.lab.workloads.tokens import RandomTokens
 
-WARMUP_PROMPTS = 2
+WARMUP_PROMPTS, WARMUP_TOKENS = 2, 64  # long prompts, and tokens of a stream
 
 
 @dataclass(frozen=True)
 class Mixed(Workload):
     """`streams` requests named "stream" arrive at 0; requests named "prompt" arrive every `prompt_every_s`, the first
-    one that long after the streams. An open loop. The streams' outputs should outlast the last prompt."""
+    one that long after the streams. An open loop without ramps: the streams are there from the start, and are what is
+    looked at. Their outputs should outlast the last prompt."""
 
     kind: ClassVar[str] = "mixed"
 
@@ -44,14 +45,14 @@ class Mixed(Workload):
             self._require_room(vocabulary, getattr(self, prompt), getattr(self, output), way_out)
         tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
 
-        def stream(arrival_s: float | None) -> Item:
-            return Item(tokens.draw(self.stream_prompt_tokens), self.stream_output_tokens, arrival_s, name="stream")
+        def stream(arrival_s: float | None, output_tokens: int) -> Item:
+            return Item(tokens.draw(self.stream_prompt_tokens), output_tokens, arrival_s, name="stream")
 
         def prompt_at(arrival_s: float | None) -> Item:
             return Item(tokens.draw(self.prompt_tokens), self.prompt_output_tokens, arrival_s, name="prompt")
 
-        measured = [stream(0.0) for _ in range(self.streams)]
+        measured = [stream(0.0, self.stream_output_tokens) for _ in range(self.streams)]
         measured += [prompt_at((index + 1) * self.prompt_every_s) for index in range(self.prompts)]
-        warmup = [stream(None) for _ in range(self.streams)]
+        warmup = [stream(None, min(self.stream_output_tokens, WARMUP_TOKENS)) for _ in range(self.streams)]
         warmup += [prompt_at(None) for _ in range(min(self.prompts, WARMUP_PROMPTS))]
         return Inputs(tuple(measured), tuple(warmup), notes={"streams": self.streams, "prompts": self.prompts})

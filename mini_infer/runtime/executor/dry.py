@@ -44,6 +44,8 @@ class DryModel:
         num_blocks, block_size, num_host_blocks: as in the KVManager.
     """
 
+    expert_counts = None
+
     def __init__(self, config: DryConfig, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.config = config
         self._eos = ByteTokenizer(config.vocab_size).eos_token_ids[0]

@@ -48,6 +48,7 @@ class LaunchedStep(NamedTuple):
     logprobs: Logprobs | None = None
     prompt_logprobs: Mapping[int, list[Logprobs]] = NONE  # by row
     drafting: Stopwatch | None = None  # None where no model drafted
+    expert_counts: Tensor | None = None  # as StepResult.expert_tokens; None where nobody counts
 
 
 class Runner:
@@ -96,6 +97,8 @@ class Runner:
         params = [self._sampler.admit(a.req_index, a.params, a.seed, a.prompt_len, a.stop_ids) for a in plan.admissions]
         if not plan.req_indices:
             return self._launched(plan)
+        if (counts := self._model.expert_counts) is not None:
+            counts.zero_()
         descriptor = self._rows_alone(plan)
         launch = self._launch_any(plan, params) if descriptor is None else self._launch_rows(plan, params, descriptor)
         self._drafter.book(plan)
@@ -183,9 +186,13 @@ class Runner:
 
     def _launched(self, plan: StepPlan, token_ids: Tensor | None = None, **about: Any) -> LaunchedStep:
         """Sets the tokens out for the host: a copy, since a graph writes to the same place each time. From a GPU it
-        goes into page-locked memory, which needs no waiting."""
-        tokens = None if token_ids is None else token_ids.to("cpu", non_blocking=True, copy=True)
-        return LaunchedStep(plan, record_event(self._states.device), tokens=tokens, **about)
+        goes into page-locked memory, which needs no waiting. So do the counts of experts."""
+        counts = self._model.expert_counts if plan.req_indices else None
+        tokens, counts = (
+            None if tensor is None else tensor.to("cpu", non_blocking=True, copy=True) for tensor in (token_ids, counts)
+        )
+        done = record_event(self._states.device)
+        return LaunchedStep(plan, done, tokens=tokens, expert_counts=counts, **about)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Waits for a step, whether or not it samples: nobody runs ahead of the device. Row i of the result belongs to
@@ -211,7 +218,8 @@ class Runner:
         }
         draft_s = 0.0 if launched.drafting is None else launched.drafting.read()
         ended = () if self._transfers is None else self._transfers.poll(wait=not tokens)
-        return StepResult(tokens, logprobs, of_prompts, draft_s, ended)
+        counts = () if launched.expert_counts is None else tuple(map(tuple, launched.expert_counts.tolist()))
+        return StepResult(tokens, logprobs, of_prompts, draft_s, ended, counts)
 
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
         """Puts another token where the next step reads it."""

@@ -42,6 +42,7 @@ class TorchModel:
         self._model = model
         self._last_token = None if known_tokens is None else known_tokens - 1
         self.store = store
+        self.expert_counts = model.expert_counts
         self._backends = backends
         self._pieces: PiecewiseGraphs | None = None
         self._attention = ModelAttention(store, model.spec.windows, model.spec.attention.scale, model.dtype)

@@ -99,15 +99,16 @@ class EngineServer:
         if self._engine.has_unfinished_requests():
             self._hand_out(self._step())
             self._bound.stepped(self._engine.scheduler)
-            self._tell_stats(STATS_INTERVAL_S, at_once=not self._engine.has_unfinished_requests())
+            self._tell_stats(STATS_INTERVAL_S if self._engine.has_unfinished_requests() else 0.0)
         else:
             self._tell_stats(HEARTBEAT_S)
         for connection in list(self._connections):
             self._flush(connection)
 
-    def _tell_stats(self, interval: float, at_once: bool = False) -> None:
+    def _tell_stats(self, interval: float) -> None:
+        """Unless they were told less than `interval` seconds ago."""
         now = time.perf_counter()
-        if at_once or now - self._stats_told >= interval:
+        if now - self._stats_told >= interval:
             self._stats_told = now
             stats = self._stats.snapshot()
             for connection in self._connections:

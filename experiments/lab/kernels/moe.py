@@ -1,0 +1,130 @@
+"""The experts of one layer of a mixture of experts, by how tokens are brought to them.
+
+    dense      every expert computes every token, and most of it is multiplied by zero
+    padded     each expert has a buffer of as many tokens as the busiest gets, and one batched product takes all buffers
+    few        each token's experts, one token after the other (mini_infer/kernels/moe_experts.py)
+    grouped    tokens sorted by expert, in tiles of one expert each (the same)
+
+Bytes are the weights of the experts that are chosen at all, and tokens in and out; operations those of the chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, require_triton, row_error
+from mini_infer.core.errors import ConfigError
+from mini_infer.core.model_config import Routing
+from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, TokenPlaces
+from mini_infer.kernels.moe import experts_reference, route_reference
+
+DENSE, PADDED, FEW, GROUPED = "dense", "padded", "few", "grouped"
+ROUTINGS = ("uniform", "zipf", "one")  # one: all tokens go to the first experts
+CHECKED_TOKENS = 32
+MOST_FEW = 64  # tokens
+
+
+class MoELayer(Case):
+    name = "moe_layer"
+    settings: ClassVar[Mapping[str, Any]] = {
+        "tokens": None,
+        "routing": "uniform",
+        "experts": 128,
+        "chosen": 8,
+        "hidden": 2048,
+        "inner": 768,
+    }
+    variants = (DENSE, PADDED, FEW, GROUPED)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        tokens, experts, chosen, routing = (self.shape[key] for key in ("tokens", "experts", "chosen", "routing"))
+        if routing not in ROUTINGS or chosen > experts:
+            raise ConfigError(
+                f"the case {self.name}: routing is one of {', '.join(ROUTINGS)}, and no more experts are chosen than "
+                f"there are; got {routing!r} and {chosen} of {experts}"
+            )
+        drawn = Routing.learned if routing == "one" else Routing(routing)
+        logits = -torch.arange(float(experts)).expand(tokens, experts)
+        every = torch.arange(tokens)
+        self._ids, _ = route_reference(
+            logits, None, RouterSpec(experts, chosen, routing=drawn), TokenPlaces(every, every)
+        )
+        self._counts = self._ids.flatten().bincount(minlength=experts)
+
+    @property
+    def work(self) -> Work:
+        tokens, chosen, hidden = (self.shape[key] for key in ("tokens", "chosen", "hidden"))
+        expert = 3 * hidden * self.shape["inner"]
+        moved = int((self._counts > 0).sum()) * expert + 2 * tokens * hidden
+        return Work(moved * self.dtype.itemsize, 2.0 * tokens * chosen * expert, "read_gb_s")
+
+    def allocate(self, copies: int) -> None:
+        tokens, chosen, hidden, inner = (self.shape[key] for key in ("tokens", "chosen", "hidden", "inner"))
+        ids = self._ids.to(self.device)
+        self._sets = [
+            (
+                self.random(tokens, hidden),
+                Routes(ids.clone(), torch.rand(tokens, chosen, device=self.device)),
+                self.random(self.shape["experts"], 2 * inner, hidden, scale=hidden**-0.5),
+                self.random(self.shape["experts"], hidden, inner, scale=inner**-0.5),
+            )
+            for _ in range(copies)
+        ]
+
+    def implementation(self, variant: str) -> Implementation:
+        compute: Callable[..., Tensor]
+        if variant == DENSE:
+            compute = _dense
+        elif variant == PADDED:
+            compute = partial(_padded, int(self._counts.max()))
+        else:
+            if variant == FEW and self.shape["tokens"] > MOST_FEW:
+                raise VariantAbsent(f"it is for up to {MOST_FEW} tokens")
+            require_triton(self.device)
+            from mini_infer.kernels.moe_experts import experts
+
+            few_tokens = MOST_FEW if variant == FEW else 0
+
+            def compute(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
+                return experts(x, routes, ExpertWeights(gate_up, down), few_tokens=few_tokens)
+
+        return Implementation(lambda copy: compute(*self._sets[copy]))
+
+    def error(self, output: Any) -> float:
+        x, routes, gate_up, down = self._sets[0]
+        some = torch.linspace(0, len(x) - 1, min(len(x), CHECKED_TOKENS), device=self.device).round().long()
+        exact = ExpertWeights(gate_up.float(), down.float())
+        expected = experts_reference(x[some].float(), Routes(*(part[some] for part in routes)), exact)
+        return row_error(output[some], expected)
+
+
+def _products(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """x [E, N, H], of each expert its own -> [E, N, H]."""
+    gate, up = torch.bmm(x, gate_up.transpose(1, 2)).chunk(2, dim=-1)
+    return torch.bmm(F.silu(gate) * up, down.transpose(1, 2))
+
+
+def _dense(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
+    count = len(down)
+    shares = routes.weights.new_zeros((len(x), count)).scatter_(1, routes.ids.long(), routes.weights).to(x.dtype)
+    y = _products(x.expand(count, *x.shape), gate_up, down)
+    return torch.bmm(shares[:, None], y.transpose(0, 1))[:, 0]
+
+
+def _padded(capacity: int, x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
+    """A pair's place in its expert's buffer is the number of pairs of that expert before it."""
+    (tokens, chosen), count = routes.ids.shape, len(down)
+    experts = routes.ids.flatten().long()
+    before = F.one_hot(experts, count).cumsum(0).gather(1, experts[:, None])[:, 0] - 1
+    places = experts * capacity + before
+    buffers = x.new_zeros((count * capacity, x.shape[1]))
+    buffers.index_copy_(0, places, x.repeat_interleave(chosen, 0))
+    y = _products(buffers.unflatten(0, (count, capacity)), gate_up, down).flatten(0, 1)[places]
+    return (y.unflatten(0, (tokens, chosen)) * routes.weights[..., None]).sum(1).to(x.dtype)

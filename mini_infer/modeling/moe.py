@@ -1,0 +1,172 @@
+"""Mixture of experts, the feed-forward of a layer in which every token has experts of its own.
+
+    stream --> norm --> x --> gate --> route --> experts and their weights
+                        |                             |
+                        |----------------> experts ---+--> weighted sum --+--> stream
+                        '----------------> shared experts, of all tokens -'
+
+How a token's experts follow from the gate's product is RouterSpec's, and their products are one operation of the
+kernels (kernels/interface.py). The host never learns who went where, so that a CUDA graph has it all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from mini_infer.core.errors import ModelError
+from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, Stream, TokenPlaces
+from mini_infer.modeling.layers import Layer, Linear
+from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape, Parallel, empty_parameter
+from mini_infer.modeling.linear_methods.quantized import QuantizedLinear
+from mini_infer.modeling.linear_methods.unquantized import Unquantized
+from mini_infer.modeling.mlp import MLP
+from mini_infer.modeling.model import CheckpointTensor
+from mini_infer.modeling.spec import ModelSpec, MoESpec
+from mini_infer.quantization.formats import ActivationFormat
+from mini_infer.quantization.weight import QuantizedWeight
+
+
+class MoE(nn.Module):
+    """
+    Attributes:
+        counts: [E] int32, to which tokens are added by the experts that they go to; None: they are not counted.
+    """
+
+    counts: Tensor | None = None
+
+    def __init__(self, name: str, model: ModelSpec, spec: MoESpec, build: Build) -> None:
+        super().__init__()
+        names, size = spec.names, model.hidden_size
+        name = f"{name.rpartition('.')[0]}.{names.block}"
+        self.gate = Router(name, size, spec.router, build)
+        self.experts = Experts(f"{name}.experts", size, spec, build)
+        self.shared = None if spec.shared is None else MLP(f"{name}.{names.shared}", model, spec.shared, build)
+        self.shared_gate = None
+        if spec.shared_gate:
+            self.shared_gate = Linear(name, size, {f"{names.shared}_gate": 1}, False, Parallel.column, build)
+        self.num_experts = spec.router.num_experts
+        self._kernels = build.kernels
+
+    def forward(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor, Tensor | None]:
+        x, total = self._kernels.add_rms_norm(stream)
+        routes = self.gate.forward(x, tokens)
+        if self.counts is not None and tokens.real is not None:
+            self.counts.index_add_(0, routes.ids.flatten(), tokens.real[:, None].expand_as(routes.ids).flatten())
+        y = self._kernels.experts(x, routes, self.experts.weights)
+        if self.shared is not None:
+            shared = self.shared.of(x)
+            y = y + shared if self.shared_gate is None else y + self.shared_gate.of(x).sigmoid() * shared
+        return y, total
+
+
+class Router(Layer):
+    """The gate of `name` ("model.layers.0.mlp"): which experts each token goes to. Not quantized in any format."""
+
+    def __init__(self, name: str, size: int, spec: RouterSpec, build: Build) -> None:
+        super().__init__()
+        self._name, self._spec, self._kernels = name, spec, build.kernels
+        if spec.float32_logits:
+            build = dataclasses.replace(build, dtype=torch.float32)
+        shape = LinearShape(size, {"gate": spec.num_experts}, False, Parallel.column)
+        self._method = Unquantized.create(name, shape, build)
+        self.weight, self.correction = self._method.weight, None
+        if spec.correction_bias:
+            self.correction = empty_parameter(spec.num_experts, dtype=torch.float32, device=build.device)
+
+    def forward(self, x: Tensor, tokens: TokenPlaces) -> Routes:
+        """Of x [T, H]."""
+        logits = self._method.apply(x.to(self.weight.dtype))
+        return self._kernels.route(logits, self.correction, self._spec, tokens)
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        found = {"gate.weight": CheckpointTensor.copied_to(self.weight)}
+        if self.correction is not None:
+            found["gate.e_score_correction_bias"] = CheckpointTensor.copied_to(self.correction)
+        return {f"{self._name}.{name}": tensor for name, tensor in found.items()}
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        draw(self.weight)
+        if self.correction is not None:
+            self.correction.zero_()
+
+
+class Experts(Layer):
+    """E experts below `name` ("model.layers.0.mlp.experts"), to be computed with `weights`. Raises ModelError where
+    they are quantized in a form that their products cannot have."""
+
+    def __init__(self, name: str, size: int, spec: MoESpec, build: Build) -> None:
+        super().__init__()
+        count, inner, names = spec.router.num_experts, spec.intermediate_size, spec.names
+        gate_up = LinearShape(size, {names.gate: inner, names.up: inner}, False, Parallel.column)
+        down = LinearShape(inner, {names.down: size}, False, Parallel.row)
+        self._name = name
+        self._gate_up, self._down = (_Stack(name, count, shape, build) for shape in (gate_up, down))
+        if self._gate_up.activations != self._down.activations:
+            raise ModelError(f"{name}: gate, up and down of experts with activations in different formats")
+        for product, stack in (("gate_up", self._gate_up), ("down", self._down)):
+            for key, weight in stack.weights.items():
+                self.register_parameter(f"{product}_{key}", weight)
+        self.weights = ExpertWeights(self._gate_up.stacked, self._down.stacked, self._down.activations)
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        return {
+            f"{self._name}.{expert}.{part}": tensor
+            for stack in (self._gate_up, self._down)
+            for expert, method in enumerate(stack.methods)
+            for part, tensor in method.checkpoint_tensors().items()
+        }
+
+    def loaded(self) -> None:
+        for method in self._gate_up.methods + self._down.methods:
+            method.loaded()
+
+    def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
+        for method in self._gate_up.methods + self._down.methods:
+            method.fill_dummy(draw)
+
+
+class _Stack:
+    """One product of all experts: a linear method each, which loads its weights, in memory that they have together.
+
+    Attributes:
+        weights: what the methods keep, with the expert as the first dimension.
+        stacked, activations: as in ExpertWeights.
+    """
+
+    def __init__(self, name: str, count: int, shape: LinearShape, build: Build) -> None:
+        self.methods = [build.linear_method(f"{name}.{expert}", shape, build) for expert in range(count)]
+        first, own = self.methods[0], [method.weights() for method in self.methods]
+        formats = {_format(method) for method in self.methods}
+        if len(formats) > 1 or None in formats:
+            raise ModelError(
+                f"{name}: {', '.join(shape.parts)} of all experts must be in one format, in which they can be one "
+                "product: without outlier columns (model.quantization=mixed) and without act-order (desc_act=true)"
+            )
+        self.weights: dict[str, nn.Parameter] = {}
+        for key, weight in own[0].items():
+            strides = weight.numel(), *weight.stride()
+            memory = torch.empty_strided((count, *weight.shape), strides, dtype=weight.dtype, device=weight.device)
+            stack = nn.Parameter(memory, requires_grad=False)
+            for expert, weights in enumerate(own):
+                weights[key].data = stack[expert]
+            self.weights[key] = stack
+        self.stacked: Tensor | QuantizedWeight
+        self.activations: ActivationFormat | None = None
+        if isinstance(first, QuantizedLinear):
+            codes, scales, zeros = (self.weights.get(key) for key in ("codes", "scales", "zeros"))
+            assert codes is not None
+            assert scales is not None
+            self.stacked, self.activations = QuantizedWeight(codes, scales, zeros, first.weight.form), first.activations
+        else:
+            self.stacked = self.weights["weight"]
+
+
+def _format(method: LinearMethod) -> object:
+    """What methods of one product have in common; None where there is no such product."""
+    if isinstance(method, QuantizedLinear) and method.order is None and method.outlier_columns is None:
+        return method.weight.form, method.activations
+    return "unquantized" if isinstance(method, Unquantized) else None

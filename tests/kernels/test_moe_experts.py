@@ -1,0 +1,184 @@
+"""Mixtures of experts: routes and products equal their definitions in any shape, and a token's are the same in any
+company."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from mini_infer.core.model_config import Routing
+from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, Scores, TokenPlaces
+from mini_infer.kernels.moe import experts_reference, route_reference
+from mini_infer.kernels.moe_experts import Tile, experts, tile_for
+from mini_infer.kernels.moe_route import route
+from mini_infer.quantization.formats import SCHEMES, Scheme, WeightFormat, quantize
+from mini_infer.quantization.weight import QuantizedWeight
+
+ROUTERS = [
+    RouterSpec(7, 3),
+    RouterSpec(5, 1, normalize=True),
+    RouterSpec(12, 4, scale=2.5, num_groups=3, top_groups=2),  # DeepSeek-V2
+    RouterSpec(
+        12, 4, Scores.sigmoid, normalize=True, scale=2.5, correction_bias=True, num_groups=4, top_groups=2, group_top=2
+    ),  # DeepSeek-V3
+    RouterSpec(6, 6, Scores.sigmoid),
+    RouterSpec(9, 2, routing=Routing.uniform, seed=3),
+    RouterSpec(9, 2, routing=Routing.zipf, seed=2**31 - 1, normalize=True),
+]
+
+
+def places(count: int, device: torch.device) -> TokenPlaces:
+    token_ids = torch.randint(0, 150_000, (count,), device=device)
+    return TokenPlaces(token_ids, torch.arange(count, device=device) + 5)
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=str)
+def test_routes_are_those_of_the_definition(router: RouterSpec, device: torch.device) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(11, router.num_experts, device=device)
+    bias = torch.randn(router.num_experts, device=device) if router.correction_bias else None
+    tokens = places(len(logits), device)
+    for dtype in (torch.float32, torch.bfloat16):
+        ids, weights = route(logits.to(dtype), bias, router, tokens)
+        expected_ids, expected = route_reference(logits.to(dtype), bias, router, tokens)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected)
+        assert all(len(set(row)) == router.top_k for row in ids.tolist())
+    assert route(logits[:0], bias, router, places(0, device))[0].shape == (0, router.top_k)
+
+
+def test_of_equal_scores_the_first_experts_are_taken(device: torch.device) -> None:
+    for find in (route, route_reference):
+        ids, _ = find(torch.zeros(2, 6, device=device), None, RouterSpec(6, 3), places(2, device))
+        assert ids.tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_logits_that_are_no_numbers_lead_to_experts_all_the_same(device: torch.device) -> None:
+    logits = torch.full((1, 12), torch.nan, device=device)
+    for router in ROUTERS[2:4]:
+        ids, _ = route(logits, torch.zeros(12, device=device), router, places(1, device))
+        assert sorted(set(ids.flatten().tolist())) == sorted(ids.flatten().tolist())
+        assert set(ids.flatten().tolist()) <= set(range(12))
+
+
+@pytest.mark.parametrize(("routing", "shares"), [(Routing.uniform, (1, 1, 1, 1)), (Routing.zipf, (12, 6, 4, 3))])
+def test_drawn_routes_have_the_shares_that_are_asked_for(routing: Routing, shares: tuple[int, ...]) -> None:
+    count = 20_000
+    router = RouterSpec(4, 1, routing=routing)
+    tokens = places(count, torch.device("cpu"))
+    ids, _ = route_reference(torch.zeros(count, 4), None, router, tokens)
+    expected = torch.tensor(shares) / sum(shares)
+    assert (ids.flatten().bincount(minlength=4) / count - expected).abs().max() < 0.015
+    other, _ = route_reference(torch.zeros(count, 4), None, dataclasses.replace(router, seed=1), tokens)
+    assert (ids == other).float().mean() - (expected**2).sum() < 0.015, "each layer draws for itself"
+
+
+class Layer:
+    def __init__(self, tokens: int, chosen: int, count: int, size: int, inner: int, dtype: torch.dtype, device) -> None:
+        generator = torch.Generator().manual_seed(tokens)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+        self.x = randn(tokens, size)
+        ids = torch.rand(tokens, count, generator=generator).argsort(1)[:, :chosen].int().contiguous()
+        self.routes = Routes(ids.to(device), torch.rand(tokens, chosen, generator=generator).to(device))
+        self.weights = ExpertWeights(randn(count, 2 * inner, size) / size**0.5, randn(count, size, inner) / inner**0.5)
+
+    def some(self, part: slice = slice(None)) -> tuple[Tensor, Routes, ExpertWeights]:
+        return self.x[part], Routes(*(tensor[part] for tensor in self.routes)), self.weights
+
+    def exact(self) -> Tensor:
+        routes = Routes(self.routes.ids, self.routes.weights.double())
+        return experts_reference(self.x.double(), routes, ExpertWeights(*(part.double() for part in self.weights[:2])))
+
+
+SHAPES = [(1, 2, 3, 24, 20), (3, 1, 5, 40, 33), (4, 4, 4, 16, 16), (13, 3, 7, 72, 40)]
+
+
+@pytest.mark.parametrize("few", [0, 100])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_are_those_of_the_definition(shape: tuple[int, ...], few: int, device: torch.device) -> None:
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        layer = Layer(*shape, dtype, device)
+        got = experts(*layer.some(), few_tokens=few)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), layer.exact(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("few", [0, 100])
+def test_one_expert_that_takes_everything(few: int, device: torch.device) -> None:
+    layer = Layer(9, 2, 5, 32, 16, torch.float32, device)
+    layer.routes.ids.fill_(3)
+    got = experts(*layer.some(), few_tokens=few, tile=Tile(16, 64, 32, 4, 2))
+    torch.testing.assert_close(got.double(), layer.exact(), rtol=1e-5, atol=1e-5)
+    assert experts(*layer.some(slice(0, 0)), few_tokens=few).shape == (0, 32)
+
+
+def test_a_token_is_the_same_to_the_bit_in_any_company(device: torch.device) -> None:
+    layer = Layer(21, 3, 6, 48, 24, torch.float32, device)
+    every = experts(*layer.some(), few_tokens=0)
+    for part in (slice(0, 1), slice(2, 9), slice(20, 21)):
+        assert torch.equal(experts(*layer.some(part), few_tokens=0), every[part])
+
+
+QUANTIZED = {
+    **SCHEMES,
+    "w4a16_zeros": Scheme(dataclasses.replace(SCHEMES["w4a16"].weights, symmetric=False, columns=64)),
+}
+del QUANTIZED["mixed"]  # whose outliers are no part of a weight
+
+
+def stacked(weights: Tensor, form: WeightFormat) -> QuantizedWeight:
+    own = [QuantizedWeight.of(quantize(weight, form), form) for weight in weights]
+    zeros = None if own[0].zeros is None else torch.stack([weight.zeros for weight in own])
+    codes, scales = (torch.stack([weight[part] for weight in own]) for part in (0, 1))
+    return QuantizedWeight(codes, scales, zeros, form)
+
+
+@pytest.mark.parametrize("few", [0, 100])
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_quantized_experts_are_those_of_the_definition(scheme: str, few: int, device: torch.device) -> None:
+    layer = Layer(3, 2, 3, 128, 128, torch.float32, device)
+    form, whole = QUANTIZED[scheme], layer.exact()
+    layer.weights = ExpertWeights(*(stacked(part, form.weights) for part in layer.weights[:2]), form.activations)
+    got = experts(*layer.some(), few_tokens=few)
+    expected = experts_reference(*layer.some())
+    torch.testing.assert_close(got, expected, rtol=1e-2 if form.activations else 1e-4, atol=1e-2)
+    assert (got - whole).norm() / got.norm() < 0.25
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products_of_real_shapes(dtype: torch.dtype) -> None:
+    """Qwen3-30B-A3B's experts, and the same to the bit in every tile."""
+    layer = Layer(2048, 8, 128, 2048, 768, dtype, "cuda")
+    every = experts(*layer.some(), few_tokens=0)
+    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+    for rows in (1, 4, 5, 64, 300, 2048):
+        own = layer.some(slice(rows))
+        torch.testing.assert_close(experts(*own), experts_reference(*own), rtol=tolerance, atol=tolerance)
+        assert torch.equal(experts(*own, few_tokens=0), every[:rows]), rows
+    for pairs in (8, 4096, 16384):
+        tile = tile_for(pairs, 128, layer.x.element_size())
+        assert torch.equal(experts(*layer.some(), few_tokens=0, tile=tile), every), tile
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_steps_can_be_captured_and_replayed_with_other_routes(tokens: int) -> None:
+    layer = Layer(tokens, 4, 16, 256, 128, torch.bfloat16, "cuda")
+    experts(*layer.some())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts(*layer.some())
+    for expert in (3, 15):
+        layer.routes.ids.fill_(expert)
+        graph.replay()
+        assert torch.equal(out, experts(*layer.some()))
