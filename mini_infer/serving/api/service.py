@@ -211,7 +211,7 @@ class Service:
             self._require_fit(len(prompt), param)
             return
         longest = self.tokenizer.longest_token
-        length = _cost(prompt)
+        length = _num_characters(prompt)
         most = self.engine.info.max_model_len * longest
         if longest and length > most:
             raise ApiError(
@@ -281,6 +281,13 @@ def _cost(prompt: Prompt) -> int:
     if prompt and isinstance(prompt[0], Mapping):
         return sum(len(str(value)) for message in prompt if isinstance(message, Mapping) for value in message.values())
     return len(prompt) // IDS_PER_CHARACTER
+
+
+def _num_characters(prompt: Prompt) -> int:
+    """That are sure to be encoded: a template may leave out thoughts, names and tools."""
+    if isinstance(prompt, Conversation):
+        return sum(len(message["content"]) for message in prompt.messages)
+    return len(prompt) if isinstance(prompt, str) else 0
 
 
 def _is_token_ids(prompt: Prompt) -> TypeGuard[list[int]]:
