@@ -14,6 +14,7 @@ from typing import Any
 
 from mini_infer.cli.arguments import command_parser, refuse
 from mini_infer.cli.server_process import address_line
+from mini_infer.cli.vllm_flags import translated
 from mini_infer.core.errors import ConfigError, MiniInferError
 from mini_infer.serving.settings import PREFIX, ServerSettings, Setting, from_environment, table
 
@@ -27,8 +28,8 @@ Serves a model over HTTP with the OpenAI API.
   mini-infer-serve --model PATH --use-cuda-graph      a Hugging Face folder or a hub name
   curl localhost:8000/healthz
 
-The paths: /v1/models, /v1/chat/completions, /v1/completions, /tokenize, /detokenize, /healthz, /readyz, /metrics, and
-/docs, which describes them.
+The paths: /v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /tokenize, /detokenize, /healthz, /readyz,
+/metrics, and /docs, which describes them. Flags of `vllm serve` are understood, or refused with what to do instead.
 """
 EPILOG = f"""\
 Each setting can also stand in the environment, under the name that is given with it ({PREFIX}...); a flag wins.
@@ -54,7 +55,8 @@ async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
         host, port = sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         try:
-            print(address_line(settings.model_name, f"http://{shown}:{port}"), flush=True)
+            scheme = "http" if settings.ssl_certfile is None else "https"
+            print(address_line(settings.model_name, f"{scheme}://{shown}:{port}"), flush=True)
         except OSError:  # a full disk, say: a server whose log takes nothing still serves
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Python would end with an error if it could not flush
 
@@ -75,9 +77,9 @@ def parse(argv: Sequence[str], environ: dict[str, str] | None = None) -> ServerS
         ConfigError: an unknown flag or variable, or a value that cannot work.
     """
     parser = _parser()
-    given, unknown = parser.parse_known_args(list(argv))
+    known = [flag for row in table() for flag in row.flags]
+    given, unknown = parser.parse_known_args(translated(argv, known))
     if unknown:
-        known = [flag for row in table() for flag in row.flags]
         close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
         raise ConfigError(f"unknown argument {unknown[0]!r}{hint} `mini-infer-serve --help` lists all settings")

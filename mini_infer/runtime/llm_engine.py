@@ -17,6 +17,7 @@ from mini_infer.core.request import Request, RequestOutput, SamplingParams
 from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.executor.base import make_executor
 from mini_infer.runtime.scheduler.scheduler import Scheduler
+from mini_infer.runtime.text.conversation import checked_text
 from mini_infer.runtime.text.detokenizer import Detokenizer
 from mini_infer.runtime.text.grammar import CompiledGrammar, GrammarCompiler
 from mini_infer.runtime.text.output import OutputProcessor
@@ -28,7 +29,6 @@ from mini_infer.runtime.text.prompt import (
     require_fit,
     require_known_tokens,
 )
-from mini_infer.runtime.text.tokenizer import checked_text
 from mini_infer.speculative.speculator import make_speculator
 
 RECORDS_KEPT = 100_000

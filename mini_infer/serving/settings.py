@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mini_infer.core.config import EngineConfig, LoadFormat, When
@@ -74,6 +75,19 @@ class LogLevel(str, Enum):
     debug = "debug"
 
 
+class Tools(str, Enum):
+    auto = "auto"  # told by the chat template
+    hermes = "hermes"  # Qwen 2.5 and 3 too
+    llama3 = "llama3"
+    mistral = "mistral"
+
+
+class Reasoning(str, Enum):
+    auto = "auto"  # told by the chat template
+    think = "think"  # between <think> and </think>
+    none = "none"  # thoughts are a part of the text
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """What the server is told beside the engine's own settings.
@@ -85,8 +99,15 @@ class ServerSettings:
     dry_run: bool = False  # no weights: the dry model answers the whole API with made-up text
     use_cuda_graph: bool = False  # short for --graphs.capture always
     served_model_name: str | None = None  # name under which clients see the model; its own is still taken
+    chat_template: str | None = None  # file of a Jinja template in place of the tokenizer's own
+    tool_format: Tools = Tools.auto  # how the model writes the calls of tools
+    reasoning_format: Reasoning = Reasoning.auto  # how it marks thoughts, which become reasoning_content
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0 is every network of this machine
     port: int = 8000  # to listen on; 0 takes a free one, which is printed
+    ssl_certfile: str | None = None  # file of a certificate, in PEM: the server speaks HTTPS
+    ssl_keyfile: str | None = None  # file of its key, where the certificate's file does not hold it
+    root_path: str | None = None  # under which a proxy in front shows the server, such as /llm
+    allowed_origins: str | None = None  # web pages that browsers let ask: origins divided by commas, or *
     api_processes: int = 1  # processes that share the work of HTTP; give it one for every 20,000 tokens a second
     api_key: str | None = None  # clients must send it as "Authorization: Bearer KEY"; a process list shows flags
     max_queued: int = 1024  # requests that may wait beyond those that run; further ones get 429
@@ -120,8 +141,28 @@ class ServerSettings:
             raise ConfigError(f"shutdown_timeout must be 0 seconds or more, got {self.shutdown_timeout}")
         if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
             raise ConfigError("api_key must be a non-empty ASCII text, or left unset")
+        for name in ("chat_template", "ssl_certfile", "ssl_keyfile"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).expanduser().is_file():
+                raise ConfigError(f"{name} names no file: {path!r}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile needs the certificate that it belongs to: give ssl_certfile too")
+        if self.root_path is not None and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
         if self.served_model_name is not None and not self.served_model_name:
             raise ConfigError("served_model_name is empty: give a name, or leave it unset")
+
+    def chat_template_text(self) -> str:
+        """Raises ConfigError where the file cannot be read."""
+        try:
+            return Path(self.chat_template or "").expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"chat_template {self.chat_template!r} cannot be read: {error}") from error
+
+    @property
+    def origins(self) -> list[str]:
+        """Those of `allowed_origins`."""
+        return [origin.strip() for origin in (self.allowed_origins or "").split(",") if origin.strip()]
 
     @property
     def model(self) -> str:

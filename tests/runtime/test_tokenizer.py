@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pytest
@@ -7,6 +8,7 @@ from small_tokenizers import byte_level, sentencepiece
 
 from mini_infer.core.config import DryConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ModelError, RequestError
+from mini_infer.runtime.text.conversation import Conversation
 from mini_infer.runtime.text.tokenizer import ByteTokenizer, HFTokenizer, NoTokenizer, load_tokenizer
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "日本"}]
@@ -171,9 +173,55 @@ class TestRefusals:
             ([{"content": "x"}], "needs 'role'"),
             ([CHAT[0], {"role": "user", "content": ["x"]}], "message 1 needs 'content' as a string"),
             ([{"role": 3, "content": "x"}], "needs 'role'"),
-            ([{"role": "user", "content": "x", "tool_calls": []}], "'tool_calls'"),
+            ([{"role": "user", "content": "x", "tool_calls": [{}]}], "'tool_calls'"),
+            ([{"role": "user", "content": "x", "colour": "red"}], "'colour'"),
         ],
     )
     def test_no_conversation(self, make, messages, message):
         with pytest.raises(RequestError, match=message):
             make().apply_chat_template(messages)
+
+
+class TestConversations:
+    TEMPLATE = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}<{{ message.role }}>"
+        "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+        "{% endfor %}{% if add_generation_prompt %}<answer{{ mood }}>{% endif %}"
+    )
+    TOOLS = ({"type": "function", "function": {"name": "f"}},)
+    CALLS = ({"type": "function", "function": {"name": "f", "arguments": {"x": 1}}},)
+
+    def text(self, conversation: Conversation) -> str:
+        tokenizer = HFTokenizer(copy.deepcopy(byte_level()._hf))
+        tokenizer.set_chat_template(self.TEMPLATE)
+        return tokenizer.decode(tokenizer.apply_chat_template(conversation), skip_special_tokens=False)
+
+    def test_what_a_template_is_told(self):
+        messages = [*CHAT, {"role": "assistant", "content": "", "tool_calls": self.CALLS}]
+        assert self.text(Conversation(messages, self.TOOLS)) == (
+            '[{"type": "function", "function": {"name": "f"}}]<user>Hello<assistant>日本'
+            '<assistant>{"name": "f", "arguments": {"x": 1}}<answer>'
+        )
+
+    def test_where_it_ends(self):
+        assert self.text(Conversation(CHAT, add_generation_prompt=False)) == "<user>Hello<assistant>日本"
+        assert self.text(Conversation(CHAT, continue_final_message=True)) == "<user>Hello<assistant>日本"
+        assert self.text(Conversation(CHAT, variables={"mood": "!"})).endswith("<answer!>")
+
+    @pytest.mark.parametrize(
+        ("conversation", "param"),
+        [
+            (Conversation(CHAT, TOOLS), "tools"),
+            (Conversation([{**CHAT[0], "tool_calls": CALLS}]), "messages"),
+            (Conversation(CHAT, variables={"mood": "!"}), "chat_template_kwargs"),
+            (Conversation(CHAT, variables={"tokenize": False}), "chat_template_kwargs"),
+        ],
+    )
+    def test_a_template_that_knows_no_such_thing(self, conversation, param):
+        with pytest.raises(RequestError) as error:
+            byte_level().apply_chat_template(conversation)
+        assert error.value.param == param
+
+    def test_a_template_that_is_none(self):
+        with pytest.raises(ModelError, match="no Jinja template"):
+            HFTokenizer(copy.deepcopy(byte_level()._hf)).set_chat_template("{% if %}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +15,14 @@ from served import HandDrivenServer, dry_config
 from mini_infer import EngineConfig
 from mini_infer.serving.processes.launch import EngineProcess
 
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "clients" not in config.option.markexpr:
+        for item in items:
+            if "clients" in item.keywords and item.get_closest_marker("clients"):
+                item.add_marker(pytest.mark.skip(reason="runs with -m clients alone"))
+
+
 _shared: list[psutil.Process] = []
 
 
@@ -21,9 +30,17 @@ _shared: list[psutil.Process] = []
 def shared_server() -> Iterator[Server]:
     """With the dry model and no settings of its own. Each process of the test run has one."""
     with running() as server:
-        process = psutil.Process(server.process.pid)
-        _shared.extend([process, *process.children(recursive=True)])
+        _shared.append(psutil.Process(server.process.pid))
         yield server
+
+
+@pytest.fixture(scope="session")
+def client(shared_server: Server) -> Iterator[Any]:
+    """OpenAI's own, of the shared server."""
+    import openai  # takes a second
+
+    with openai.OpenAI(base_url=f"{shared_server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +62,8 @@ def no_process_left(helper: psutil.Process) -> Iterator[None]:
     """But for the shared server."""
     before = set(psutil.Process().children(recursive=True))
     yield
-    new = set(psutil.Process().children(recursive=True)) - before - {helper, *_shared}
+    shared = {process for server in _shared for process in (server, *server.children(recursive=True))}
+    new = set(psutil.Process().children(recursive=True)) - before - {helper, *shared}
     _, left = psutil.wait_procs(new, timeout=5)
     assert not left
 

@@ -151,7 +151,8 @@ WRONG_MESSAGES = [
     ('[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]', "image_url"),
     ('[{"role": "user", "content": [{"type": "text", "text": 5}]}]', "no string"),
     ('[{"role": 5, "content": "x"}]', "messages[0].role"),
-    ('[{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]', "does not support"),
+    ('[{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]', "tool_calls[0].function"),
+    ('[{"role": "assistant", "content": null, "function_call": {"name": "f"}}]', "use `tool_calls`"),
 ]
 
 

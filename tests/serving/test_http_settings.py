@@ -23,12 +23,15 @@ def test_nothing_given_is_the_shipped_model() -> None:
     assert parse([], {}).model == "tiny-target"
 
 
-NOT_EVERY_NUMBER = {  # will do, and this one does
+NOT_EVERY_VALUE = {  # will do, and this one does
     "model.dry.vocab_size": "300",
     "cache.num_host_blocks": "0",
     "scheduler.max_num_batched_tokens": "256",
     "graphs.max_prefill_tokens": "128",
     "model.quantization_group": "64",
+    "root_path": "/text",
+    "chat_template": "pyproject.toml",
+    "ssl_certfile": "pyproject.toml",
 }
 
 
@@ -41,13 +44,17 @@ def test_every_setting_is_a_flag_and_a_variable() -> None:
         "speculation.acceptance",
         "speculation.ngram_min",
     }
-    alone |= {"speculation.draft.path", "speculation.draft.hf_config"}  # impossible without another setting
+    alone |= {
+        "ssl_keyfile",
+        "speculation.draft.path",
+        "speculation.draft.hf_config",
+    }  # impossible without another setting
     for row in table():
         if row.key in alone:
             continue
         (kind,) = row.types
         text = row.choices[0] if row.choices else samples[kind]
-        text = NOT_EVERY_NUMBER.get(row.key, text)
+        text = NOT_EVERY_VALUE.get(row.key, text)
         for flag in row.flags:
             by_flag = parse([flag, text], {})
             assert by_flag == parse([f"{flag}={text}"], {})

@@ -24,7 +24,7 @@ GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4},
     TEXT: {"prompt": "hello", "max_tokens": 4},
 }
-OPEN = ("/healthz", "/readyz", "/metrics")  # without the key
+OPEN = ("/healthz", "/readyz", "/version", "/metrics")  # without the key
 OPERATIONS = [(path, method.upper()) for path, methods in DOCUMENT["paths"].items() for method in methods]
 # A failure is printed as it was found: shrinking takes longer than reading.
 UNSHRUNK = [Phase.explicit, Phase.generate]

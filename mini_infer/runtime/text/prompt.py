@@ -7,11 +7,12 @@ from typing import Any
 
 from mini_infer.core.errors import RequestError
 from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.runtime.text.conversation import Conversation
 from mini_infer.runtime.text.tokenizer import Tokenizer
 
 ChatMessage = Mapping[str, Any]  # {"role": ..., "content": ...}
 Params = SamplingParams | Mapping[str, Any]  # a mapping holds arguments of SamplingParams
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
+Prompt = str | Sequence[int] | Sequence[ChatMessage] | Conversation
 
 
 def pair_prompts(
@@ -35,6 +36,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tupl
     another type, or has a token id outside [0, vocab_size)."""
     if isinstance(prompt, str):
         return prompt, _checked(tokenizer.encode(prompt), vocab_size)
+    if isinstance(prompt, Conversation):
+        return None, _checked(tokenizer.apply_chat_template(prompt), vocab_size)
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
         raise RequestError(
             f"a prompt is a string, a list of token ids or a list of chat messages, not {type(prompt).__name__}",
@@ -51,7 +54,7 @@ def require_fit(num_tokens: int, max_model_len: int, why: str = "") -> None:
         reason = f" ({why})" if why else ""
         raise RequestError(
             f"the prompt has {num_tokens} tokens; at most {max_model_len - 1} are allowed, so that one can be "
-            f"generated{reason}",
+            f"generated: this model's maximum context length is {max_model_len} tokens{reason}",
             "prompt",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any, TypeAlias
 from mini_infer import assets
 from mini_infer.core.config import LoadFormat, ModelConfig
 from mini_infer.core.errors import ModelError, RequestError
+from mini_infer.runtime.text.conversation import Conversation, checked_messages, checked_text
 
 VOCABULARY_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-MESSAGE_KEYS = ("role", "content", "name")
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
@@ -79,6 +80,10 @@ class HFTokenizer:
         RequestError where the text is not valid Unicode, or there is no tokenizer."""
         return self._hf.encode(checked_text(text), verbose=False)  # the engine checks the length itself
 
+    def encode_within(self, text: str) -> list[int]:
+        """Of text that stands within a sequence: without special tokens but those that it spells."""
+        return self._hf.encode(text, add_special_tokens=False)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Bytes that are no valid UTF-8 become U+FFFD; ids without a text are left out."""
         if skip_special_tokens:
@@ -86,20 +91,49 @@ class HFTokenizer:
         # Cleaning up spaces would change characters that a stream has already sent.
         return self._hf.decode(list(token_ids), clean_up_tokenization_spaces=False)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Encodes a conversation, of {"role": str, "content": str} each, up to where the model's answer begins. Raises
-        RequestError for a message of another shape, one that the template refuses, or where there is no template."""
-        checked = checked_messages(messages)
-        if not self._hf.chat_template:
+    @property
+    def chat_template(self) -> str:
+        """In Jinja; several ones together where the tokenizer has one for each purpose; empty where it has none."""
+        template = self._hf.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def set_chat_template(self, template: str) -> None:
+        """Raises ModelError where it is none."""
+        from jinja2 import TemplateError, TemplateSyntaxError
+
+        self._hf.chat_template = template
+        try:
+            self._hf.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ModelError(f"the chat template is no Jinja template: {error}") from error
+        except (TemplateError, TypeError, ValueError):  # it takes no such conversation
+            pass
+
+    def apply_chat_template(self, conversation: Conversation | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Encodes a conversation, or its messages, up to where the model's answer begins. Raises RequestError for a
+        message of another shape, what the template refuses or does not know, or where there is no template."""
+        conversation = Conversation.of(conversation)
+        checked = checked_messages(conversation.messages)
+        if not self.chat_template:
             raise RequestError(
                 "this model's tokenizer has no chat template: send a text prompt, or set model.tokenizer to another",
                 "messages",
             )
+        conversation.require_template(self.chat_template)
         from jinja2 import TemplateError
 
+        continued = conversation.continue_final_message
         try:
             # Tokens that begin a sequence are in the template; the tokenizer does not add them once more.
-            return self._hf.apply_chat_template(checked, add_generation_prompt=True, tokenize=True, return_dict=False)
+            return self._hf.apply_chat_template(
+                checked,
+                tools=list(conversation.tools) or None,
+                add_generation_prompt=conversation.add_generation_prompt and not continued,
+                continue_final_message=continued,
+                tokenize=True,
+                return_dict=False,
+                **conversation.variables,
+            )
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
 
@@ -157,17 +191,35 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(checked_text(text).encode())
 
+    def encode_within(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         skipped = self.special_ids if skip_special_tokens else ()
         known = [self.token_bytes[i] for i in token_ids if i < self.vocab_size and i not in skipped]
         return b"".join(known).decode(errors="replace")
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        token_ids = []
-        for message in checked_messages(messages):
-            text = f"{message['role']}\n{message['content']}"
-            token_ids += [self.IM_START, *text.encode(), self.IM_END, *b"\n"]
-        return [*token_ids, self.IM_START, *b"assistant\n"]
+    # No template, but the words that say what it knows.
+    chat_template = "tools, tool_calls: <tool_call> ... </tool_call>; reasoning: <think> ... </think>"
+
+    def set_chat_template(self, template: str) -> None:
+        raise ModelError("the dry model has a chat template of its own: leave --chat-template out")
+
+    def apply_chat_template(self, conversation: Conversation | Sequence[Mapping[str, Any]]) -> list[int]:
+        conversation = Conversation.of(conversation)
+        messages = checked_messages(conversation.messages)
+        conversation.require_template(self.chat_template)
+        texts = [f"tools\n{json.dumps(tool)}" for tool in conversation.tools]
+        for message in messages:
+            calls = [f"<tool_call>{json.dumps(call)}</tool_call>" for call in message.get("tool_calls") or ()]
+            texts.append("\n".join([message["role"], message["content"], *calls]))
+        ends = [[self.IM_END, *b"\n"] for _ in texts]
+        if conversation.continue_final_message:
+            ends[-1] = []
+        elif conversation.add_generation_prompt:
+            ends[-1] += [self.IM_START, *b"assistant\n"]
+        pairs = zip(texts, ends, strict=True)
+        return [token for text, end in pairs for token in (self.IM_START, *text.encode(), *end)]
 
 
 class NoTokenizer:
@@ -179,6 +231,7 @@ class NoTokenizer:
     token_bytes: Sequence[bytes] = ()
     byte_fallback_ids: frozenset[int] = frozenset()
     definition = None
+    chat_template = ""
     longest_token = 0
 
     def __init__(self, reason: str) -> None:
@@ -187,10 +240,16 @@ class NoTokenizer:
     def encode(self, text: str) -> list[int]:
         raise self._error("prompt")
 
+    def encode_within(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def set_chat_template(self, template: str) -> None:
+        raise ModelError(f"a chat template needs a tokenizer: {self._reason}")
+
+    def apply_chat_template(self, conversation: Conversation | Sequence[Mapping[str, Any]]) -> list[int]:
         raise self._error("messages")
 
     def _error(self, param: str) -> RequestError:
@@ -201,37 +260,3 @@ class NoTokenizer:
 
 
 Tokenizer: TypeAlias = HFTokenizer | ByteTokenizer | NoTokenizer
-
-
-def checked_text(text: str, param: str = "prompt") -> str:
-    """Raises RequestError where the text is none, or holds half a surrogate pair, which UTF-8 cannot say."""
-    if not isinstance(text, str):
-        raise RequestError(f"a text must be a string, got {type(text).__name__}", param)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise RequestError(
-            f"character {error.start} of the text is U+{code:04X}, half a surrogate pair: send whole characters", param
-        ) from None
-    return text
-
-
-def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Raises RequestError where they are no conversation of {"role": str, "content": str} messages."""
-    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
-        raise RequestError("messages must be a list of at least one {'role': ..., 'content': ...}", "messages")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise RequestError(f"message {index} must be a mapping, got {type(message).__name__}", "messages")
-        unknown = [key for key in message if key not in MESSAGE_KEYS]
-        if unknown:
-            raise RequestError(
-                f"message {index} has {unknown[0]!r}: only {', '.join(MESSAGE_KEYS)} are understood", "messages"
-            )
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise RequestError(f"message {index} needs {key!r} as a string, got {message.get(key)!r}", "messages")
-        for value in message.values():
-            checked_text(value, "messages")
-    return [dict(message) for message in messages]

@@ -14,15 +14,18 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response, Security
 from fastapi.security import HTTPBearer
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Message, Receive, Scope, Send
 
 import mini_infer
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.api import errors, schema
-from mini_infer.serving.api.chat import chat, conversation
+from mini_infer.serving.api.chat import chat
 from mini_infer.serving.api.completions import complete
+from mini_infer.serving.api.conversation import as_messages
 from mini_infer.serving.api.errors import ApiError
 from mini_infer.serving.api.intake import CheckedRoute
+from mini_infer.serving.api.responses import respond
 from mini_infer.serving.api.service import Service
 from mini_infer.serving.api.sse import SERVER_SEND
 from mini_infer.serving.metrics import CONTENT_TYPE
@@ -71,7 +74,10 @@ def create_app(
         version=mini_infer.__version__,
         description="The OpenAI API on a mini-infer engine.",
         lifespan=lifespan,
+        root_path=(settings and settings.root_path) or "",
     )
+    if settings is not None and settings.origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
     app.include_router(probes)
     app.include_router(api)
     errors.install(app)
@@ -81,6 +87,9 @@ def create_app(
 def _alone(settings: ServerSettings) -> ServerSettings:
     if settings.api_processes > 1:
         raise ConfigError("api_processes above 1 needs mini-infer-serve, which makes them; an app is one process")
+    for name in ("root_path", "allowed_origins", "ssl_certfile"):
+        if getattr(settings, name) is not None:
+            raise ConfigError(f"{name} needs mini-infer-serve; an app is served as whoever serves it was told")
     return settings
 
 
@@ -112,7 +121,10 @@ def _json(content: Any, status: int = 200) -> Response:
 # --- the state of the server --------------------------------------------------------------------------------------
 
 
-@probes.get("/healthz", summary="Whether the engine lives, with its settings")
+@probes.head("/health", include_in_schema=False)
+@probes.get("/health", include_in_schema=False)
+@probes.head("/healthz", include_in_schema=False)
+@probes.get("/healthz", summary="Whether the engine lives, with its settings; also as /health")
 async def healthz(request: Request) -> Response:
     service = _service(request)
     info = service.engine.info
@@ -133,7 +145,10 @@ async def healthz(request: Request) -> Response:
     return _json({"status": "ok", **about})
 
 
-@probes.get("/readyz", summary="Whether requests are taken")
+@probes.head("/ping", include_in_schema=False)
+@probes.get("/ping", include_in_schema=False)
+@probes.head("/readyz", include_in_schema=False)
+@probes.get("/readyz", summary="Whether requests are taken; also as /ping")
 async def readyz(request: Request) -> Response:
     service = _service(request)
     if service.engine.failure is not None:
@@ -143,6 +158,12 @@ async def readyz(request: Request) -> Response:
     if service.stopping:
         return _json({"status": "stopping"}, 503)
     return _json({"status": "ready"})
+
+
+@probes.head("/version", include_in_schema=False)
+@probes.get("/version", summary="Of the server")
+async def version() -> Response:
+    return _json({"version": mini_infer.__version__})
 
 
 class _MetricsText(Response):
@@ -192,6 +213,26 @@ async def completions(request: Request, body: schema.CompletionRequest) -> Respo
     return await complete(_service(request), body)
 
 
+@api.post("/v1/responses", tags=["generation"], responses={200: {"model": schema.ResponseAnswer, "content": EVENTS}})
+async def responses(request: Request, body: schema.ResponsesRequest) -> Response:
+    return await respond(_service(request), body)
+
+
+NOT_HERE = {
+    "/v1/embeddings": "this server generates text, and embeds none: use a server of an embedding model, such as "
+    "text-embeddings-inference, at another address",
+    "/v1/responses/{response_id}": "nothing is stored here: a response is told once, as POST /v1/responses' answer",
+}
+
+
+async def _not_here(request: Request) -> Response:
+    raise ApiError(404, NOT_HERE[request.scope["route"].path], code="not_supported")
+
+
+for _path in NOT_HERE:
+    api.add_api_route(_path, _not_here, methods=["GET", "POST", "DELETE"], include_in_schema=False)
+
+
 @api.post("/tokenize", tags=["tokens"], response_model=schema.TokenizeResponse)
 async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:
     service = _service(request)
@@ -199,7 +240,7 @@ async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt, a text, or messages, a conversation", param="prompt")
     if body.messages is not None:
-        tokens = await service.tokens(conversation(body.messages), "messages")
+        tokens = await service.tokens(as_messages(body.messages), "messages")
     else:
         tokens = await service.tokens(body.prompt or "", "prompt")
     return _json({"count": len(tokens), "max_model_len": service.engine.info.max_model_len, "tokens": tokens})

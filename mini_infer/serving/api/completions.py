@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,12 +10,11 @@ from fastapi import Response
 
 from mini_infer.core.errors import RequestError
 from mini_infer.core.request import TokenLogprob
-from mini_infer.runtime.text.prompt import Prompt
 from mini_infer.serving.api.logprobs import completion_logprobs
 from mini_infer.serving.api.sampling import sampling_params
 from mini_infer.serving.api.schema import CompletionRequest
 from mini_infer.serving.api.service import Service
-from mini_infer.serving.api.sse import EventStream, EventTemplate, WholeAnswer
+from mini_infer.serving.api.sse import DONE, EventStream, EventTemplate, WholeAnswer, new_id
 from mini_infer.serving.processes.wire import Delta, PromptLogprobs
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -24,8 +22,6 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 async def complete(service: Service, body: CompletionRequest) -> Response:
     service.require_model(body.model)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise RequestError("best_of is not supported beyond n: leave it out", "best_of")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     more: dict[str, Any] = {}
     if body.echo and body.logprobs is not None:
@@ -33,16 +29,17 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     scoring = bool(body.echo) and max_tokens == 0
     params = sampling_params(body, max_tokens + scoring, body.logprobs, **more)
     prompts = as_prompts(body.prompt, service.max_requests)
-    encoded = await service.encode(prompts, "prompt")
-    texts = await _echoes(prompts, service) if body.echo else None
+    room = service.room(body.truncate_prompt_tokens, max_tokens)
+    encoded = await service.encode(prompts, "prompt", room)
+    texts = await _echoes(prompts if room is None else encoded, service) if body.echo else None
     streams = service.submit(encoded, params, body)  # behind all that waits: nobody would end them if the client left
-    request_id = f"cmpl-{uuid.uuid4().hex}"
+    request_id = new_id("cmpl", body.request_id)
     render = CompletionRenderer(request_id, service, body, params.n, encoded, texts, scoring)
     answer = EventStream if body.stream else WholeAnswer
     return answer(streams, render, service.running, request_id)
 
 
-def as_prompts(prompt: Any, limit: int) -> list[Prompt]:
+def as_prompts(prompt: Any, limit: int) -> list[str | list[int]]:
     """One prompt, or a list of at most `limit` of them, as a list."""
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int)):
         return [prompt]
@@ -58,7 +55,7 @@ def _holds_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), dict)
 
 
-async def _echoes(prompts: Sequence[Prompt], service: Service) -> list[str]:
+async def _echoes(prompts: Sequence[str | list[int]], service: Service) -> list[str]:
     """Each prompt's text: as it was sent, or what its token ids stand for."""
     decoded = iter(await service.decode([prompt for prompt in prompts if not isinstance(prompt, str)], "prompt"))
     return [prompt if isinstance(prompt, str) else next(decoded) for prompt in prompts]
@@ -103,18 +100,22 @@ class CompletionRenderer:
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._template: EventTemplate | None = None
         if body.stream:
-            options = body.stream_options
             self._template = EventTemplate(
                 self._common,
                 before=lambda choice, first: b'{"index":%d,"text":' % choice,
                 between=b"",
                 num_choices=len(prompts) * num_choices,
-                with_usage=bool(options and options.include_usage),
+                options=body.stream_options,
+                prompt_tokens=sum(map(len, prompts)),
             )
 
     def event(self, prompt: int, delta: Delta) -> bytes:
         assert self._template is not None
         choice = prompt * self._num_choices + delta.index
+        if self._template.tells_usage:
+            told = self._choice(prompt, delta)
+            self._template.count(delta)
+            return self._template.choice(told)
         if self._plain and delta.finish_reason is None and choice not in self._unsaid:
             if self._with_token_ids:
                 return self._template.tokens(choice, delta.text, delta.token_ids)
@@ -124,25 +125,23 @@ class CompletionRenderer:
 
     def last_event(self, usage: dict[str, Any]) -> bytes:
         assert self._template is not None
-        return self._template.usage(self._usage(usage))
+        return self._template.usage(self._usage(usage)) + DONE
 
     def whole(self, prompts: Sequence[Sequence[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
-        choices = []
-        for prompt, deltas in enumerate(prompts):
-            for delta in deltas:
-                choice = prompt * self._num_choices + delta.index
-                text, logprobs = self._said(prompt, choice, delta)
-                choices.append(
-                    {
-                        "index": choice,
-                        "text": text,
-                        "logprobs": logprobs,
-                        "finish_reason": delta.finish_reason,
-                        "stop_reason": delta.stop_reason,
-                        **({"token_ids": delta.token_ids} if self._with_token_ids else {}),
-                    }
-                )
+        choices = [self._choice(prompt, delta) for prompt, deltas in enumerate(prompts) for delta in deltas]
         return {**self._common, "choices": choices, "usage": self._usage(usage)}
+
+    def _choice(self, prompt: int, delta: Delta) -> dict[str, Any]:
+        choice = prompt * self._num_choices + delta.index
+        text, logprobs = self._said(prompt, choice, delta)
+        return {
+            "index": choice,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            **({"token_ids": delta.token_ids} if self._with_token_ids else {}),
+        }
 
     def _said(self, prompt: int, choice: int, delta: Delta) -> tuple[str, dict[str, Any] | None]:
         """A choice's text and logprobs of this delta, behind its echo where that is due."""

@@ -96,6 +96,8 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")
     location = first["loc"][1:]
+    if first["type"] == "refused":
+        location = (*location, first["ctx"]["field"])
     if not location:
         return ApiError(400, NO_OBJECT)
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")

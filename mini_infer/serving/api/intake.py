@@ -46,8 +46,9 @@ class _Parsed(Request):
 
 
 def _field_names(body_field: Any) -> list[str]:
-    """Of the request's model, which FastAPI keeps in a field of its own."""
-    return list(body_field.field_info.annotation.model_fields)
+    """Of the request's model, which FastAPI keeps in a field of its own; also those that it refuses."""
+    model = body_field.field_info.annotation
+    return [*{*model.model_fields, *model.refused}]
 
 
 def _require_key(request: Request, key: str | None) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from typing import Any
 
 from mini_infer.core.errors import RequestError
 from mini_infer.core.sampling_params import GrammarKind, SamplingParams
-from mini_infer.serving.api.schema import GenerationRequest, ResponseFormat
+from mini_infer.serving.api.schema import GenerationRequest, ResponseFormat, StructuredOutputs
 
 SAME_NAME = (
     "n",
@@ -32,7 +34,7 @@ def sampling_params(
     body: GenerationRequest, max_tokens: int | None, logprobs: int | None, **more: Any
 ) -> SamplingParams:
     """Args:
-        more: fields that only one kind of request has.
+        more: what only one kind of request has; a `grammar` there goes before the request's own.
 
     Raises:
         RequestError: a value that is not allowed.
@@ -40,10 +42,14 @@ def sampling_params(
     given = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     if body.logit_bias:
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
-    grammar = _grammar(body.response_format)
+    if body.best_of not in (None, body.n or 1):
+        raise RequestError("best_of is not supported beyond n: ask for n, with logprobs, and choose", "best_of")
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream: true", "stream_options")
+    grammar = constraint(body)
     if grammar is not None:
         given["grammar"] = grammar
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given, **more)
+    return SamplingParams(**{"max_tokens": max_tokens, "logprobs": logprobs, **given, **more})
 
 
 def deadline_s(body: GenerationRequest, limit: float | None) -> float | None:
@@ -60,7 +66,43 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-def _grammar(wanted: ResponseFormat | None) -> Any:
+def constraint(body: GenerationRequest) -> Any:
+    """SamplingParams.grammar, by whichever of its names the request asks for it; None where it asks for none.
+
+    Raises:
+        RequestError: it asks for two.
+    """
+    own = body.structured_outputs or StructuredOutputs.model_validate({})
+    wanted = {
+        "response_format": _response_format(body.response_format),
+        "guided_json": _json_schema(body.guided_json),
+        "guided_regex": _pair(GrammarKind.regex, body.guided_regex),
+        "guided_choice": _choice("guided_choice", body.guided_choice),
+        "guided_grammar": _pair(GrammarKind.lark, body.guided_grammar),
+        "structured_outputs.json": _json_schema(own.json_),
+        "structured_outputs.regex": _pair(GrammarKind.regex, own.regex),
+        "structured_outputs.choice": _choice("structured_outputs", own.choice),
+        "structured_outputs.grammar": _pair(GrammarKind.lark, own.grammar),
+        "structured_outputs.json_object": GrammarKind.json_object.value if own.json_object else None,
+        "bad_words": _without(body.bad_words),
+        "allowed_token_ids": _of_tokens(body.allowed_token_ids),
+    }
+    asked = {name: grammar for name, grammar in wanted.items() if grammar is not None}
+    if len(asked) > 1:
+        first, second, *_ = asked
+        raise RequestError(f"{first} and {second} both say what the text must be: give one", second.partition(".")[0])
+    return next(iter(asked.values()), None)
+
+
+def _pair(kind: GrammarKind, text: Any) -> Any:
+    return None if text is None else (kind.value, text)
+
+
+def _json_schema(schema: dict[str, Any] | str | None) -> Any:
+    return _pair(GrammarKind.json_schema, schema)
+
+
+def _response_format(wanted: ResponseFormat | None) -> Any:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -71,4 +113,30 @@ def _grammar(wanted: ResponseFormat | None) -> Any:
             '{"name": ..., "schema": {...}}}',
             "response_format",
         )
-    return GrammarKind.json_schema.value, wanted.json_schema.schema_
+    return _json_schema(wanted.json_schema.schema_)
+
+
+def _choice(name: str, texts: list[str] | None) -> Any:
+    if texts is None:
+        return None
+    if not texts or not all(texts):
+        raise RequestError(f"{name} must be a list of texts, none of them empty", name)
+    return _pair(GrammarKind.lark, "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+
+
+def _without(words: list[str] | None) -> Any:
+    """Any text but one that contains a word."""
+    if not words:
+        return None
+    if not all(words):
+        raise RequestError("bad_words must be texts, none of them empty", "bad_words")
+    any_word = "|".join(re.escape(word).replace("/", r"\/").replace("\n", "n") for word in words)
+    return _pair(GrammarKind.lark, f"start: TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*({any_word}).*)/")
+
+
+def _of_tokens(token_ids: list[int] | None) -> Any:
+    if not token_ids:
+        return None
+    if min(token_ids) < 0:
+        raise RequestError("allowed_token_ids holds a negative number", "allowed_token_ids")
+    return _pair(GrammarKind.lark, f"start: token+\ntoken: <[{','.join(map(str, sorted(set(token_ids))))}]>")

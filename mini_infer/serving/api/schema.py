@@ -2,29 +2,38 @@
 allowed is checked where they are used (SamplingParams, the prompt), so that the HTTP API and the Python API refuse the
 same things.
 
-Unknown fields are ignored, as OpenAI's server does. Known ones that cannot be served are refused (`Unsupported`).
+Known fields that cannot be served are refused (refused.py); those that nobody knows are ignored.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-
-def _refuse(value: object) -> object:
-    if value not in (None, [], {}, "", "none"):
-        raise ValueError("this server does not support it: leave it out")
-    return value
-
+from mini_infer.serving.api.refused import (
+    OF_CHAT,
+    OF_COMPLETIONS,
+    OF_OPENAI,
+    OF_OTHER_SERVERS,
+    OF_RESPONSES,
+    Refused,
+    check,
+)
 
 MAX_ENTRIES = {
     "stop": 64,  # the engine looks for each of them at every token, and its steps are everybody's
     "stop_token_ids": 64,
     "logit_bias": 1024,  # added at every token, too; OpenAI's server takes 300
     "messages": 16_384,
+    "input": 16_384,
+    "tools": 128,  # OpenAI's limit
+    "bad_words": 64,
+    "allowed_token_ids": 1024,
+    "guided_choice": 1024,
 }
-LONG_FIELDS = ("prompt", "messages", "tokens")  # as long as a body may be
+LONG_FIELDS = ("prompt", "messages", "input", "tokens")  # as long as a body may be
 
 
 def _few(name: str) -> BeforeValidator:
@@ -40,7 +49,6 @@ def _few(name: str) -> BeforeValidator:
 
 
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what the engine's wire carries
-Unsupported = Annotated[Any, AfterValidator(_refuse), WithJsonSchema({"type": "null"})]
 # Their forms are told apart by the code that uses them, with one clear message instead of one for each form.
 PromptField = Annotated[
     Any,
@@ -84,13 +92,28 @@ StopField = Annotated[
 class ApiModel(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
+    refused: ClassVar[Mapping[str, Refused]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_refused(cls, fields: Any) -> Any:
+        if cls.refused and isinstance(fields, dict):
+            check(fields, cls.refused)
+        return fields
+
 
 class StreamOptions(ApiModel):
+    refused = {"include_obfuscation": Refused("no padding is sent: leave it out", (False,))}
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="Each event says the usage so far.")
 
 
 class JsonSchema(ApiModel):
     name: str | None = None
+    description: str | None = Field(
+        None, description="A label: the model is told of the schema by its constraint alone."
+    )
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
@@ -100,8 +123,30 @@ class ResponseFormat(ApiModel):
     json_schema: JsonSchema | None = None
 
 
+class StructuredOutputs(ApiModel):
+    """vLLM's: what the text must match. One of them, and no other constraint."""
+
+    refused = {
+        "structural_tag": Refused("use `json`, `regex`, `choice` or `grammar`"),
+        "whitespace_pattern": Refused('put it into the schema: "x-guidance": {"whitespace_pattern": ...}'),
+        "disable_any_whitespace": Refused(
+            "put it into the schema: {'x-guidance': {'whitespace_flexible': false}}", (False,)
+        ),
+        "disable_additional_properties": Refused("put additionalProperties: false into the schema", (False,)),
+        "disable_fallback": Refused("there is none: leave it out", (True, False)),
+    }
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or its text.")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="In Lark.")
+    json_object: bool | None = None
+
+
 class GenerationRequest(ApiModel):
-    """What both ways to ask for text have in common."""
+    """What all ways to ask for text have in common."""
+
+    refused = {**OF_OPENAI, **OF_OTHER_SERVERS}
 
     model: str | None = Field(None, description="The served model, or its alias; left out, it is the served one.")
     n: Integer | None = None
@@ -120,7 +165,27 @@ class GenerationRequest(ApiModel):
         json_schema_extra={"maxProperties": MAX_ENTRIES["logit_bias"]},
     )
     response_format: ResponseFormat | None = None
+    user: str | None = Field(None, description="A label, which changes no answer; so are the next ones.")
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     # Beyond OpenAI's API.
+    request_id: str | None = Field(None, description="Becomes a part of the answer's id.", max_length=128)
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="As structured_outputs.json.")
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str] | None, _few("guided_choice")] = None
+    guided_grammar: str | None = Field(None, description="In Lark.")
+    bad_words: Annotated[list[str] | None, _few("bad_words")] = Field(
+        None, description="Texts that the answer does not contain; not together with another constraint."
+    )
+    allowed_token_ids: Annotated[list[Integer] | None, _few("allowed_token_ids")] = Field(
+        None, description="No other tokens; not together with another constraint."
+    )
+    truncate_prompt_tokens: Integer | None = Field(
+        None, description="Only the prompt's last ones; -1: as many as leave room for max_tokens."
+    )
+    best_of: Integer | None = Field(None, description="Only as many as n.")
     top_k: Integer | None = Field(None, description="0 or -1: all tokens.")
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -136,35 +201,159 @@ class GenerationRequest(ApiModel):
     timeout: float | None = Field(None, description="Seconds after which the request ends with an error.")
 
 
+class FunctionCall(ApiModel):
+    name: str
+    arguments: str | dict[str, Any] | None = Field(None, description="JSON.")
+
+
+class ToolCall(ApiModel):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(ApiModel):
+    refused = {
+        "function_call": Refused("use `tool_calls`, its successor"),
+        "refusal": Refused("send it as `content`"),
+        "audio": Refused("send its transcript as `content`"),
+    }
+
     role: str
     content: ContentField = None
     name: str | None = None
-    tool_calls: Unsupported = None
-    function_call: Unsupported = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = Field(None, description="Of the call that a message with the role tool answers.")
+    reasoning_content: str | None = None
 
 
 # One wrong entry is enough to refuse all.
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True), _few("messages")]
 
 
+class Function(ApiModel):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object; none: no parameters.")
+    strict: bool | None = Field(None, description="The arguments follow the schema also where tool_choice is auto.")
+
+
+class _Typed(ApiModel):
+    type: Literal["function"]
+
+
+class Tool(_Typed):
+    function: Function
+
+
+ToolChoice = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["none", "auto", "required", None]},
+                {
+                    "type": "object",
+                    "properties": {
+                        "type": {"const": "function"},
+                        "function": {"type": "object", "properties": {"name": {"type": "string"}}},
+                    },
+                },
+            ]
+        }
+    ),
+]
+
+
 class ChatRequest(GenerationRequest):
+    refused = {**GenerationRequest.refused, **OF_CHAT}
+
     messages: Messages = Field(json_schema_extra={"maxItems": MAX_ENTRIES["messages"]})
     max_completion_tokens: Integer | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
-    tools: Unsupported = None
-    functions: Unsupported = None
-    audio: Unsupported = None
+    tools: Annotated[list[Tool] | None, _few("tools")] = Field(
+        None, json_schema_extra={"maxItems": MAX_ENTRIES["tools"]}
+    )
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
+    reasoning_effort: str | None = Field(None, description="Where the model's chat template asks for it.")
+    # Beyond OpenAI's API.
+    include_reasoning: bool | None = Field(None, description="false: reasoning_content is left out.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the model's chat template.")
+    add_generation_prompt: bool | None = Field(None, description="false: the prompt ends with the last message.")
+    continue_final_message: bool | None = Field(None, description="The answer goes on with the last message.")
 
 
 class CompletionRequest(GenerationRequest):
+    refused = {**GenerationRequest.refused, **OF_COMPLETIONS}
+
     prompt: PromptField
     echo: bool | None = None
     logprobs: Integer | None = None
-    best_of: Integer | None = Field(None, description="Only as many as n.")
     return_token_ids: bool | None = Field(None, description="Choices also say their token_ids; beyond OpenAI's API.")
-    suffix: Unsupported = None
+
+
+class ResponseTool(Function, _Typed):
+    """As Tool, but flat."""
+
+    refused = {
+        "defer_loading": Refused("the model is told of all tools: leave it out", (False,)),
+        "allowed_callers": Refused("the model calls, and nobody else: leave it out", (["direct"],)),
+        "async": Refused("leave it out", (False,)),
+        "output_schema": Refused("describe it in `description`"),
+    }
+
+
+class ResponseReasoning(ApiModel):
+    refused = {
+        "summary": Refused("the reasoning itself is in the answer: leave it out"),
+        "generate_summary": Refused("the reasoning itself is in the answer: leave it out"),
+        "context": Refused("send the reasoning items that the model should see: leave it out", ("auto",)),
+        "mode": Refused("leave it out", ("standard",)),
+    }
+
+    effort: str | None = None
+
+
+class ResponseTextFormat(ApiModel):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = Field(None, description="As with response_format.")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseText(ApiModel):
+    refused = {"verbosity": OF_OPENAI["verbosity"]}
+
+    format: ResponseTextFormat | None = None
+
+
+InputField = Annotated[
+    Any,
+    _few("input"),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+]
+
+
+class ResponsesRequest(GenerationRequest):
+    """Of the fields beyond OpenAI's API, those of /v1/chat/completions are taken."""
+
+    refused = {**GenerationRequest.refused, **OF_RESPONSES}
+
+    input: InputField
+    instructions: str | None = None
+    max_output_tokens: Integer | None = None
+    tools: Annotated[list[ResponseTool] | None, _few("tools")] = Field(
+        None, json_schema_extra={"maxItems": MAX_ENTRIES["tools"]}
+    )
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    text: ResponseText | None = None
+    reasoning: ResponseReasoning | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeRequest(ApiModel):
@@ -230,17 +419,30 @@ class ChatLogprobs(ApiModel):
     refusal: None = None
 
 
+class AnsweredFunction(ApiModel):
+    name: str
+    arguments: str
+
+
+class AnsweredCall(ApiModel):
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
 class AssistantMessage(ApiModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = Field(None, description="Where the model thinks before it speaks.")
+    tool_calls: list[AnsweredCall] | None = Field(None, description="Where the model calls functions.")
 
 
 class ChatChoice(ApiModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None = Field(description="The stop token or string that ended it.")
 
 
@@ -251,6 +453,18 @@ class ChatCompletion(ApiModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+
+
+class ResponseAnswer(ApiModel):
+    """The items of `output` are of the types message, function_call and reasoning."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "in_progress"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
 
 
 class CompletionLogprobs(ApiModel):

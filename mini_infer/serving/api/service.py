@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from mini_infer.core.errors import RequestError
 from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.runtime.text.conversation import Conversation
 from mini_infer.runtime.text.prompt import Prompt, require_fit
+from mini_infer.runtime.text.reasoning import CLOSE as THOUGHT
+from mini_infer.runtime.text.tools.formats import FORMATS, ToolFormat, format_of
 from mini_infer.serving.api.answer_size import bounded
 from mini_infer.serving.api.aside import Aside
 from mini_infer.serving.api.errors import ApiError
@@ -23,8 +27,9 @@ from mini_infer.serving.api.stream import Stream
 from mini_infer.serving.api.unfinished import UnfinishedBodies
 from mini_infer.serving.metrics import Metrics
 from mini_infer.serving.processes.async_engine import AsyncEngine
-from mini_infer.serving.settings import ServerSettings
+from mini_infer.serving.settings import Reasoning, ServerSettings, Tools
 
+ALIAS = "mini-infer"  # always names the served model
 GRACE_S = 0.25  # from a deadline, which the engine keeps, until it is kept here
 COUNT_S = 0.1  # between two reports to the engine of what was counted here
 UNFINISHED_BODIES = 16  # of the largest size, together
@@ -48,6 +53,12 @@ class Service:
         self._over: ApiError | None = None  # what ends all that is not ready when the server stops
         self._arriving: set[asyncio.Task[Any]] = set()
         self.model_name = settings.model_name
+        if settings.chat_template is not None:
+            self.tokenizer.set_chat_template(settings.chat_template_text())
+        self.tool_format = self._tool_format()
+        reasons = settings.reasoning_format
+        template = self.tokenizer.chat_template
+        self.splits_reasoning = THOUGHT in template if reasons is Reasoning.auto else reasons is Reasoning.think
         alone = settings.api_processes == 1
         self.metrics = Metrics(self.model_name, engine.info, latest=lambda: engine.stats, own_process=alone)
 
@@ -62,11 +73,14 @@ class Service:
         """
         patience = settings.startup_timeout
         if engine_path is not None:
-            return cls(settings, await AsyncEngine.connect(engine_path, startup_timeout=patience))
-        return cls(
-            settings,
-            await AsyncEngine.start(settings.engine, max_queued=settings.max_queued, startup_timeout=patience),
-        )
+            engine = await AsyncEngine.connect(engine_path, startup_timeout=patience)
+        else:
+            engine = await AsyncEngine.start(settings.engine, max_queued=settings.max_queued, startup_timeout=patience)
+        try:
+            return cls(settings, engine)
+        except BaseException:
+            await engine.close()
+            raise
 
     async def close(self) -> None:
         self.stop()
@@ -103,6 +117,16 @@ class Service:
         """As many as can run and wait together."""
         return self.settings.max_queued + self.settings.engine.scheduler.max_num_seqs
 
+    def _tool_format(self) -> ToolFormat | None:
+        wanted = self.settings.tool_format
+        if wanted is not Tools.auto:
+            found: ToolFormat | None = FORMATS[wanted.value]
+        else:
+            found = format_of(self.tokenizer.chat_template)
+        if found is not None and found.special:
+            return dataclasses.replace(found, token_id=self.tokenizer.encode_within(found.opening)[0])
+        return found
+
     @property
     def hang(self) -> str | None:
         """Why the engine cannot be waited for; None where it lives."""
@@ -129,7 +153,7 @@ class Service:
     # --- a request's way in ---------------------------------------------------------------------------------------
 
     def require_model(self, name: str | None) -> None:
-        known = dict.fromkeys((self.model_name, self.settings.model))
+        known = dict.fromkeys((self.model_name, self.settings.model, ALIAS))
         if name is not None and name not in known:
             names = " or ".join(repr(each) for each in known)
             raise ApiError(
@@ -137,26 +161,46 @@ class Service:
                 code="model_not_found",
             )  # fmt: skip
 
-    async def encode(self, prompts: Sequence[Prompt], param: str) -> list[list[int]]:
-        """Each prompt's token ids, known to fit into the model. `param` is the field that they came in, for messages.
+    def room(self, wanted: int | None, max_tokens: int | None) -> int | None:
+        """How many of a prompt's last tokens a request keeps by its `truncate_prompt_tokens`; None: all of them.
+
+        Raises:
+            RequestError: the wish cannot be.
+        """
+        if wanted == -1:
+            return max(1, self.engine.info.max_model_len - (max_tokens or 1))
+        if wanted is not None and wanted < 1:
+            raise RequestError(
+                f"truncate_prompt_tokens must be -1, or 1 or more; got {wanted}", "truncate_prompt_tokens"
+            )
+        return wanted
+
+    async def encode(self, prompts: Sequence[Prompt], param: str, room: int | None = None) -> list[list[int]]:
+        """Each prompt's token ids, known to fit into the model.
+
+        Args:
+            param: the field that they came in, for messages.
+            room: how many tokens are kept of each, the last ones.
 
         Raises:
             RequestError: one is none, or holds what cannot be encoded.
             ApiError: one is too long.
         """
+        if room is not None:
+            prompts = [prompt[-room:] if _is_token_ids(prompt) else prompt for prompt in prompts]
         for prompt in prompts:
             self._require_possible(prompt, param)
         cost = sum(map(_cost, prompts))
-        return await self._aside.do(cost, lambda: [self._fitting(prompt, param) for prompt in prompts])
+        return await self._aside.do(cost, lambda: [self._fitting(prompt, param, room) for prompt in prompts])
 
     async def tokens(self, prompt: Prompt, param: str) -> list[int]:
         """A prompt's token ids, however many."""
         return await self._aside.do(_cost(prompt), lambda: self._tokens(prompt, param))
 
-    async def decode(self, prompts: Sequence[Prompt], param: str) -> list[str]:
+    async def decode(self, prompts: Sequence[Sequence[int]], param: str) -> list[str]:
         """What each prompt's token ids stand for, special tokens too. Raises RequestError where one is none."""
 
-        def text(token_ids: Prompt) -> str:
+        def text(token_ids: Sequence[int]) -> str:
             return self.tokenizer.decode(self._tokens(token_ids, param), skip_special_tokens=False)
 
         return await self._aside.do(sum(map(len, prompts)), lambda: [text(token_ids) for token_ids in prompts])
@@ -167,7 +211,7 @@ class Service:
             self._require_fit(len(prompt), param)
             return
         longest = self.tokenizer.longest_token
-        length = _cost(prompt)
+        length = _num_characters(prompt)
         most = self.engine.info.max_model_len * longest
         if longest and length > most:
             raise ApiError(
@@ -178,8 +222,9 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def _fitting(self, prompt: Prompt, param: str) -> list[int]:
+    def _fitting(self, prompt: Prompt, param: str, room: int | None) -> list[int]:
         token_ids = self._tokens(prompt, param)
+        token_ids = token_ids if room is None else token_ids[-room:]
         self._require_fit(len(token_ids), param)
         return token_ids
 
@@ -193,7 +238,7 @@ class Service:
         try:
             return self.engine.encode(prompt)
         except RequestError as error:
-            raise RequestError(str(error), param) from error
+            raise RequestError(str(error), param if error.param in (None, "prompt") else error.param) from error
 
     def submit(self, prompts: Sequence[list[int]], params: SamplingParams, body: GenerationRequest) -> list[Stream]:
         """One stream for each prompt, or an error and none."""
@@ -231,10 +276,19 @@ def _cost(prompt: Prompt) -> int:
     """Of encoding it, in characters of text."""
     if isinstance(prompt, str):
         return len(prompt)
+    if isinstance(prompt, Conversation):
+        return _cost(prompt.messages) + len(str(prompt.tools)) + len(str(prompt.variables))
     if prompt and isinstance(prompt[0], Mapping):
-        return sum(len(message["content"]) for message in prompt)  # type: ignore[index,misc]
+        return sum(len(str(value)) for message in prompt if isinstance(message, Mapping) for value in message.values())
     return len(prompt) // IDS_PER_CHARACTER
 
 
-def _is_token_ids(prompt: Prompt) -> bool:
+def _num_characters(prompt: Prompt) -> int:
+    """That are sure to be encoded: a template may leave out thoughts, names and tools."""
+    if isinstance(prompt, Conversation):
+        return sum(len(message["content"]) for message in prompt.messages)
+    return len(prompt) if isinstance(prompt, str) else 0
+
+
+def _is_token_ids(prompt: Prompt) -> TypeGuard[list[int]]:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)

@@ -9,6 +9,7 @@ more text.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from itertools import chain
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from mini_infer.core.request import FinishReason
 from mini_infer.serving.api.body import body_writer
 from mini_infer.serving.api.errors import ApiError, as_api_error
 from mini_infer.serving.api.json_pieces import encode, in_blocks, pieces
+from mini_infer.serving.api.schema import StreamOptions
 from mini_infer.serving.api.stream import Blocked, Stream
 from mini_infer.serving.processes.wire import DEADLINE, Delta, merge
 
@@ -30,13 +32,19 @@ PAUSE_S = 0.001  # between two of them, at least: the others' turn
 SERVER_SEND = "mini_infer.send"  # in the scope: the server's own `send`, without what the web framework wraps around it
 
 
+def new_id(prefix: str, own: str | None = None) -> str:
+    """Of an answer. `own` is what its request wants it to be called."""
+    return f"{prefix}-{own or uuid.uuid4().hex}"
+
+
 class Renderer(Protocol):
     """How one request's outcome is written; `prompt` counts the prompts of a batch."""
 
     def event(self, prompt: int, delta: Delta) -> bytes:
         """The event that carries a delta; empty where there is nothing to tell."""
 
-    def last_event(self, usage: dict[str, Any]) -> bytes: ...
+    def last_event(self, usage: dict[str, Any]) -> bytes:
+        """What a stream ends with."""
 
     def whole(self, prompts: Sequence[Sequence[Delta]], usage: dict[str, Any]) -> dict[str, Any]:
         """One answer for everything: for each prompt, its completions in order."""
@@ -169,8 +177,7 @@ class EventStream(_Answer):
         self._starting = asyncio.Lock()
         work = [self._forward(prompt, stream, send, server_send) for prompt, stream in enumerate(self._streams)]
         await _together(work)
-        body = self._render.last_event(self.usage()) + DONE
-        await send({"type": "http.response.body", "body": body})
+        await send({"type": "http.response.body", "body": self._render.last_event(self.usage())})
 
     async def _forward(self, prompt: int, stream: Stream, send: Send, server_send: Send) -> None:
         send_body = body_writer(server_send)
@@ -263,7 +270,8 @@ class EventTemplate:
         before: makes what stands before the text, of a choice's number and whether it is its first event.
         between: what closes the text.
         num_choices: of all prompts together.
-        with_usage: each event says "usage": null, as OpenAI's do where the last one brings the usage.
+        options: of the stream. With `include_usage` each event says "usage": null, and the last one brings it.
+        prompt_tokens: for the usage that each event brings with `continuous_usage_stats`.
     """
 
     def __init__(
@@ -272,8 +280,13 @@ class EventTemplate:
         before: Callable[[int, bool], bytes],
         between: bytes,
         num_choices: int,
-        with_usage: bool,
+        options: StreamOptions | None,
+        prompt_tokens: int,
     ) -> None:
+        with_usage = bool(options and options.include_usage)
+        self.tells_usage = bool(with_usage and options and options.continuous_usage_stats)
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens = 0
         self._common = b"data: " + encode(common)[:-1] + b',"choices":['
         self._first_heads = {choice: self._common + before(choice, True) for choice in range(num_choices)}
         self._heads = [self._common + before(choice, False) for choice in range(num_choices)]
@@ -307,6 +320,23 @@ class EventTemplate:
         if token_ids is not None:
             rest["token_ids"] = token_ids
         return self._head(choice) + encode(text) + self._between + b"," + encode(rest)[1:] + self._close
+
+    def begins(self, choice: int) -> bool:
+        """Whether the choice's next event is its first, and of its caller's own making."""
+        return self._first_heads.pop(choice, None) is not None
+
+    def choice(self, choice: dict[str, Any]) -> bytes:
+        """An event of its own making."""
+        return self._common + encode(choice) + (b"]" + self._usage_so_far() if self.tells_usage else self._close)
+
+    def count(self, delta: Delta) -> None:
+        """Takes its tokens into the usage that the next events tell."""
+        self._completion_tokens += len(delta.token_ids)
+
+    def _usage_so_far(self) -> bytes:
+        prompt, completion = self._prompt_tokens, self._completion_tokens
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return b',"usage":' + encode(usage) + b"}\n\n"
 
     def _head(self, choice: int) -> bytes:
         """Of the choice's next event."""

@@ -60,6 +60,8 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,  # nothing here asks for the client's address
                 timeout_keep_alive=KEEP_ALIVE_S,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
                 timeout_graceful_shutdown=int(settings.shutdown_timeout) + BACKSTOP_S,
             )
         )
@@ -107,7 +109,8 @@ class _Server(uvicorn.Server):
 
     def _take(self, sock: socket.socket) -> bool:
         sock.setblocking(False)
-        opening = self._loop.create_task(self._loop.connect_accepted_socket(self._make_protocol, sock))
+        accepting = self._loop.connect_accepted_socket(self._make_protocol, sock, ssl=self.config.ssl)
+        opening = self._loop.create_task(accepting)
         self._opening.add(opening)
         opening.add_done_callback(self._opened)
         return True

@@ -1,0 +1,128 @@
+"""Flags as vLLM's server has them, so that a command line for it serves here too. Each becomes a flag of ours, or an
+error that says what to do; none is ignored that would change anything."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from mini_infer.core.errors import ConfigError
+
+
+class Ours(NamedTuple):
+    """
+    Attributes:
+        flag: empty where what is asked for is so anyway.
+        values: ours for theirs; any other value is taken as it is.
+    """
+
+    flag: str
+    values: dict[str, str] = {}  # noqa: RUF012
+
+
+ON, OFF = {"": "true", "true": "true", "false": "false"}, {"": "false"}
+HALF = {"half": "float16", "float": "float32"}
+NAMES = {
+    "max-model-len": Ours("--model.max_model_len"),
+    "dtype": Ours("--model.dtype", HALF),
+    "tokenizer": Ours("--model.tokenizer"),
+    "load-format": Ours("--model.load_format", {"safetensors": "auto"}),
+    "quantization": Ours("--model.quantization", {"compressed-tensors": "none", "awq": "none", "gptq": "none"}),
+    "q": Ours("--model.quantization"),
+    "device": Ours("--model.device"),
+    "seed": Ours("--seed"),
+    "tensor-parallel-size": Ours("--parallel.tensor"),
+    "tp": Ours("--parallel.tensor"),
+    "data-parallel-size": Ours("--parallel.replicas"),
+    "dp": Ours("--parallel.replicas"),
+    "pipeline-parallel-size": Ours("--parallel.pipeline"),
+    "pp": Ours("--parallel.pipeline"),
+    "gpu-memory-utilization": Ours("--cache.gpu_memory_utilization"),
+    "kv-cache-dtype": Ours("--cache.dtype", {"fp8_e4m3": "fp8"}),
+    "block-size": Ours("--cache.block_size"),
+    "num-gpu-blocks-override": Ours("--cache.num_blocks"),
+    "swap-space": Ours("--cache.host_memory_gib"),
+    "enable-prefix-caching": Ours("--cache.prefix_caching", ON),
+    "no-enable-prefix-caching": Ours("--cache.prefix_caching", OFF),
+    "max-num-seqs": Ours("--scheduler.max_num_seqs"),
+    "max-num-batched-tokens": Ours("--scheduler.max_num_batched_tokens"),
+    "enable-chunked-prefill": Ours("--scheduler.chunked_prefill", ON),
+    "no-enable-chunked-prefill": Ours("--scheduler.chunked_prefill", OFF),
+    "scheduling-policy": Ours("--scheduler.policy"),
+    "async-scheduling": Ours("--scheduler.overlap", {"": "always"}),
+    "no-async-scheduling": Ours("--scheduler.overlap", {"": "never"}),
+    "enforce-eager": Ours("--graphs.capture", {"": "never"}),
+    "api-server-count": Ours("--api-processes"),
+    "uvicorn-log-level": Ours("--log-level"),
+    "tool-call-parser": Ours("--tool-format", {"llama3_json": "llama3", "llama": "llama3"}),
+    "reasoning-parser": Ours("--reasoning-format", dict.fromkeys(("qwen3", "deepseek_r1", "glm45"), "think")),
+    "enable-auto-tool-choice": Ours(""),
+    "enable-reasoning": Ours(""),
+    "disable-log-requests": Ours(""),
+    "disable-log-stats": Ours(""),
+    "no-enable-log-requests": Ours(""),
+    "disable-uvicorn-access-log": Ours(""),
+}
+INSTEAD = {
+    "trust-remote-code": "no code of a checkpoint is run: leave it out",
+    "speculative-config": "use --speculation.method and what stands beside it in --help",
+    "generation-config": "send what it holds with each request",
+    "guided-decoding-backend": "llguidance is the one there is: leave it out",
+    "enable-lora": "one server serves one model, without adapters: merge the adapter into it",
+    "lora-modules": "one server serves one model, without adapters: merge the adapter into it",
+    "limit-mm-per-prompt": "text alone is understood: leave it out",
+    "cpu-offload-gb": "weights stay on the device: use --model.quantization",
+    "hf-overrides": "write them into the folder's config.json",
+    "revision": "give --model a folder",
+    "download-dir": "give --model a folder",
+    "disable-custom-all-reduce": "leave it out",
+    "distributed-executor-backend": "leave it out: ranks are processes of this machine",
+    "compilation-config": "leave it out; --graphs.capture and --graphs.max_batch are what there is",
+    "attention-backend": "use --attention.prefill and --attention.decode",
+    "max-logprobs": "leave it out: a request may ask for 20, and /v1/completions for 64",
+    "enable-log-requests": "use --access-log",
+}
+
+
+def translated(argv: Sequence[str], known: Collection[str]) -> list[str]:
+    """The arguments with vLLM's flags as ours; those that are none of vLLM's stay as they are.
+
+    Args:
+        known: our own flags, which go before vLLM's.
+
+    Raises:
+        ConfigError: one that has no counterpart here.
+    """
+    words = list(argv)
+    result = []
+    if words[:1] == ["serve"]:
+        words.pop(0)
+        if words and not words[0].startswith("-"):
+            result += ["--model", words.pop(0)]
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        name = flag.lstrip("-").replace("_", "-")
+        if f"--{name}" in known and flag.startswith("--") and flag not in known:
+            flag = f"--{name}"  # vLLM takes either spelling
+        is_theirs = flag.startswith("-") and flag not in known and (name in NAMES or name in INSTEAD)
+        if not is_theirs:
+            result.append(flag + equals + value)
+            continue
+        if name in INSTEAD:
+            raise ConfigError(f"{flag} is vLLM's and has no counterpart here: {INSTEAD[name]}")
+        if not equals and words and not words[0].startswith("-"):
+            value = words.pop(0)
+        result += _ours(flag, value, NAMES[name], known)
+    return result
+
+
+def _ours(flag: str, value: str, ours: Ours, known: Collection[str]) -> list[str]:
+    if not ours.flag:
+        return []
+    meant = ours.values.get(value, value)
+    if ours.flag in known:
+        return [ours.flag, meant]
+    if meant == "1":  # so many of what there can be only one of
+        return []
+    raise ConfigError(f"{flag} {value}: this version has no counterpart ({ours.flag}); leave it out")
