@@ -45,8 +45,8 @@ def no_process_left(helper: psutil.Process) -> Iterator[None]:
     """But for the shared server."""
     before = set(psutil.Process().children(recursive=True))
     yield
-    shared = {child for process in _shared for child in process.children(recursive=True)}  # it may start more later
-    new = set(psutil.Process().children(recursive=True)) - before - {helper, *_shared} - shared
+    shared = {process for server in _shared for process in (server, *server.children(recursive=True))}
+    new = set(psutil.Process().children(recursive=True)) - before - {helper, *shared}
     _, left = psutil.wait_procs(new, timeout=5)
     assert not left
 
