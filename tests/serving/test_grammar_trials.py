@@ -57,14 +57,12 @@ def test_what_cannot_be_followed_is_known_before_its_first_token(
 def test_bad_ones_hold_up_no_good_one_and_can_be_given_up(trials: GrammarTrials) -> None:
     bad = [Trial(trials, schema(ENDLESS % (10_000_019 + i))) for i in range(4)]
     waiting = [ThreadPoolExecutor(1).submit(trial.wait) for trial in bad]
-    begun = time.monotonic()
     Trial(trials, Grammar.of(("regex", "[0-9]{7}"))).wait()
-    held_up = time.monotonic() - begun
+    assert not any(ended.done() for ended in waiting)  # each takes more than 4 s of CPU time
     for trial, ended in zip(bad, waiting, strict=True):
         trial.give_up()
         with pytest.raises(RuntimeError, match="broken off"):
             ended.result(10)
-    assert held_up < 5  # of the bad ones each would take minutes
     (nursery,) = [p for p in psutil.Process().children() if COMMAND[1] in p.cmdline()]
     until = time.monotonic() + 5
     while nursery.children():
