@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -15,7 +15,7 @@ from mini_infer.core.sampling_params import Grammar
 from mini_infer.runtime.text.grammar import GrammarCompiler
 from mini_infer.runtime.text.tokenizer import ByteTokenizer
 from mini_infer.serving.processes import grammar_trials
-from mini_infer.serving.processes.grammar_trials import COMMAND, GrammarTrials
+from mini_infer.serving.processes.grammar_trials import COMMAND, GrammarTrials, Trial
 
 ENDLESS = '{"type": "integer", "multipleOf": %d}'
 MANY_OPTIONAL = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}})
@@ -33,8 +33,8 @@ def trials() -> Iterator[GrammarTrials]:
 
 
 def test_a_good_grammar_comes_through_with_its_size(trials: GrammarTrials) -> None:
-    assert trials.begin(Grammar.of(("regex", "[a-z]{5}"))).wait() >= 0
-    assert trials.begin(schema(ENDLESS % 100_003)).wait() > 2**20  # which begins in the quick queue
+    assert Trial(trials, Grammar.of(("regex", "[a-z]{5}"))).wait() >= 0
+    assert Trial(trials, schema(ENDLESS % 100_003)).wait() > 2**20  # which begins in the quick queue
 
 
 @pytest.mark.parametrize(
@@ -51,19 +51,18 @@ def test_what_cannot_be_followed_is_known_before_its_first_token(
     trials: GrammarTrials, grammar: Grammar, reason: str
 ) -> None:
     with pytest.raises(RequestError, match=reason):
-        trials.begin(grammar).wait()
+        Trial(trials, grammar).wait()
 
 
 def test_bad_ones_hold_up_no_good_one_and_can_be_given_up(trials: GrammarTrials) -> None:
-    bad = [trials.begin(schema(ENDLESS % (10_000_019 + i))) for i in range(4)]
-    begun = time.monotonic()
-    trials.begin(Grammar.of(("regex", "[0-9]{7}"))).wait()
-    held_up = time.monotonic() - begun
-    for trial in bad:
-        threading.Timer(0.05, trial.give_up).start()
+    bad = [Trial(trials, schema(ENDLESS % (10_000_019 + i))) for i in range(4)]
+    waiting = [ThreadPoolExecutor(1).submit(trial.wait) for trial in bad]
+    Trial(trials, Grammar.of(("regex", "[0-9]{7}"))).wait()
+    assert not any(ended.done() for ended in waiting)  # each takes more than 4 s of CPU time
+    for trial, ended in zip(bad, waiting, strict=True):
+        trial.give_up()
         with pytest.raises(RuntimeError, match="broken off"):
-            trial.wait()
-    assert held_up < 5  # of the bad ones each would take minutes
+            ended.result(10)
     (nursery,) = [p for p in psutil.Process().children() if COMMAND[1] in p.cmdline()]
     until = time.monotonic() + 5
     while nursery.children():
@@ -77,5 +76,5 @@ def test_time_and_memory_end_a_trial_with_the_reason(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(grammar_trials, "COMMAND", ("-c", bounded))
     trials = GrammarTrials(GrammarCompiler(ByteTokenizer(), 261, [ByteTokenizer.EOS]))
     with pytest.raises(RequestError, match=f"more than {reason}"):
-        trials.begin(schema(ENDLESS % 10_000_019)).wait()
+        Trial(trials, schema(ENDLESS % 10_000_019)).wait()
     trials.close()

@@ -129,9 +129,13 @@ def test_a_full_queue(server: Server) -> None:
 
 
 def test_a_batch_that_does_not_fit_into_the_queue_leaves_nothing(server: Server) -> None:
-    response = server.post(TEXT, **{**LONG, "prompt": ["a", "b", "c"], "n": 2})
-    assert response.status_code == 429
+    with stream(server, n=2) as lines:
+        next(lines)
+        response = server.post(TEXT, **{**LONG, "prompt": ["a", "b"], "n": 2})
+        assert response.status_code == 429
     server.wait_until_idle()
+    response = server.post(TEXT, **{**LONG, "prompt": ["a", "b", "c"], "n": 2})
+    assert response.status_code == 400, "it would never fit"
 
 
 def test_a_deadline(server: Server) -> None:

@@ -56,15 +56,13 @@ class GrammarTrials:
         self._lock = threading.Lock()
         self._nursery: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
-    def begin(self, grammar: Grammar) -> Trial:
-        """Never waits for it. Raises OSError where no process can be started."""
-        ours, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as text:
+    def send(self, grammar: Grammar, channel: socket.socket) -> None:
+        """For a thread: starting the nursery takes a while. Raises OSError where it cannot be started."""
+        with tempfile.TemporaryFile() as text:
             text.write(json.dumps([grammar.kind.value, grammar.text]).encode())
             text.flush()
             with self._lock:
-                socket.send_fds(self._control(), [b"."], [theirs.fileno(), text.fileno()])
-        return Trial(grammar, ours)
+                socket.send_fds(self._control(), [b"."], [channel.fileno(), text.fileno()])
 
     def close(self) -> None:
         with self._lock:
@@ -88,19 +86,22 @@ class GrammarTrials:
                     env=child_environment(),
                 )
             self._nursery = process, ours
-            threading.Thread(target=_tell, args=[process.stdin, self._grammars.vocabulary], daemon=True).start()
+            threading.Thread(target=_tell, args=[process.stdin, self._grammars], daemon=True).start()
         return self._nursery[1]
 
 
-def _tell(stdin: IO[bytes], vocabulary: Vocabulary) -> None:
+def _tell(stdin: IO[bytes], grammars: GrammarCompiler) -> None:
     with contextlib.suppress(OSError), stdin:
-        pickle.dump(vocabulary, stdin)
+        pickle.dump(grammars.vocabulary, stdin)
 
 
 class Trial:
-    def __init__(self, grammar: Grammar, channel: socket.socket) -> None:
+    """Of a grammar, made in an instant: `wait` begins it."""
+
+    def __init__(self, trials: GrammarTrials, grammar: Grammar) -> None:
+        self._trials = trials
         self._grammar = grammar
-        self._channel = channel
+        self._channel, self._theirs = socket.socketpair()
 
     def wait(self) -> int:
         """For a thread: how many bytes the compiled grammar takes.
@@ -108,7 +109,10 @@ class Trial:
         Raises:
             RequestError: it cannot be compiled within the bounds.
             RuntimeError: the trial was given up, or the nursery has ended.
+            OSError: no process can be started.
         """
+        with self._theirs:
+            self._trials.send(self._grammar, self._theirs)
         said = b""
         with contextlib.suppress(OSError):
             while more := self._channel.recv(2**16):

@@ -88,7 +88,7 @@ class Newcomers:
     def _preparation(self, grammar: Grammar) -> _Preparation:
         """One for all who wait for it."""
         if grammar not in self._preparing:
-            self._preparing[grammar] = _Preparation(self._trials.begin(grammar))
+            self._preparing[grammar] = _Preparation(Trial(self._trials, grammar))
             self._threads.submit(self._work, grammar, self._preparing[grammar])
         return self._preparing[grammar]
 
