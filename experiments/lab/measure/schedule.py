@@ -25,7 +25,8 @@ class Sent(NamedTuple):
 class Schedule:
     """
     Attributes:
-        in_flight_s: the requests in flight, integrated over time as the client sees it: what the sum of their latencies
+        in_flight: requests.
+        in_flight_s: the same, integrated over time as the client sees it: what the sum of their latencies
             must be (Little 1961).
     """
 
@@ -34,7 +35,7 @@ class Schedule:
         self._start = self._returned = start  # the subject, to the client
         self._places = concurrency  # free ones, of the closed loop
         self.in_flight_s = 0.0
-        self._in_flight, self._now = 0, start
+        self.in_flight, self._now = 0, start
         self._timed: list[tuple[float, int]] = []  # a heap of (due, index)
         self._ready: list[int] = []  # a heap: of closed-loop requests that could arrive, the first of the list does
         self._followers: dict[int, list[int]] = {}
@@ -59,7 +60,7 @@ class Schedule:
         while self._ready and self._places:
             self._places -= 1
             arrived.append((heapq.heappop(self._ready), now))
-        self._in_flight += len(arrived)
+        self.in_flight += len(arrived)
         self.in_flight_s += sum(now - arrival for _, arrival in arrived)
         return arrived
 
@@ -80,7 +81,7 @@ class Schedule:
 
     def tick(self, now: float) -> None:
         """To be called when answers are there, before they are told of."""
-        self.in_flight_s += self._in_flight * (now - self._now)
+        self.in_flight_s += self.in_flight * (now - self._now)
         self._now = now
 
     def next_due(self) -> float | None:
@@ -89,7 +90,7 @@ class Schedule:
 
     def ended(self, index: int, at: float) -> list[int]:
         """Frees the request's place, and lets those that follow it arrive in time. Returns them."""
-        self._in_flight -= 1
+        self.in_flight -= 1
         if self.is_closed(index):
             self._places += 1
         followers = self._followers.pop(index, [])
@@ -103,7 +104,7 @@ class Schedule:
 
     def lose(self, index: int) -> list[int]:
         """Frees the place of a request without an answer, and drops all that would have followed it. Returns them."""
-        self._in_flight -= 1
+        self.in_flight -= 1
         if self.is_closed(index):
             self._places += 1
         lost = deque(self._followers.pop(index, []))
