@@ -8,18 +8,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
-
-
-class Sent(NamedTuple):
-    """When a request went to a subject that the client calls; as in RequestTrace."""
-
-    arrival: float
-    sent: float | None
-    could_send: float
 
 
 class Schedule:
@@ -32,7 +23,7 @@ class Schedule:
 
     def __init__(self, items: Sequence[Item], start: float, concurrency: int) -> None:
         self._items = items
-        self._start = self._returned = start  # the subject, to the client
+        self._start = start
         self._places = concurrency  # free ones, of the closed loop
         self.in_flight_s = 0.0
         self.in_flight, self._now = 0, start
@@ -63,21 +54,6 @@ class Schedule:
         self.in_flight += len(arrived)
         self.in_flight_s += sum(now - arrival for _, arrival in arrived)
         return arrived
-
-    def deliver(self, clock: Callable[[], float], give: Callable[[int, Sent], None]) -> bool:
-        """Gives all requests that are due to a subject which the client calls, and tells whether there were any. While
-        such a call lasts nothing can be sent: the time of a step, and of taking a request, is the subject's."""
-        arrived = self.due(clock())
-        for index, arrival in arrived:
-            sent = clock()
-            give(index, Sent(arrival, None if self.is_closed(index) else sent, self._returned))
-            self._returned = clock()
-        return bool(arrived)
-
-    def answered(self, now: float) -> None:
-        """To be called when a subject that the client calls has returned with answers, before they are told of."""
-        self.tick(now)
-        self._returned = now
 
     def tick(self, now: float) -> None:
         """To be called when answers are there, before they are told of."""
