@@ -56,7 +56,7 @@ def asked(experiment):
                 for variant in experiment.variants:
                     found[variant, point.name].add(panel.metric)
     points = {point.name for point in experiment._grid}  # of a search nobody knows which it will visit
-    return {(variant, point): names for (variant, point), names in found.items() if variant and point in points}
+    return {cell: names for cell, names in found.items() if cell in experiment._cells and cell[1] in points}
 
 
 @cache

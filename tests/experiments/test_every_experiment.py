@@ -207,6 +207,7 @@ def _leave_out_peers(experiment) -> None:
 def _leave_out_the_gpu(experiment) -> None:
     """Points of full size, and graphs."""
     experiment.points = {}
+    experiment.again_at = []
     if experiment.get("timeline") is not None:
         experiment.timeline = {}
     if experiment.get("profile") is not None:

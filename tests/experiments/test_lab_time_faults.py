@@ -46,10 +46,10 @@ def plant(monkeypatch, change):
     """`change` is done to the trace of every request that has ended."""
     real = driver.Drive._end
 
-    def end(self, schedule, output):
-        real(self, schedule, output)
-        index = self._index_of[output.request_id]
-        self._traces[index] = change(self._traces[index])
+    def end(self, output):
+        real(self, output)
+        index, traces = self._index_of[output.request_id], self._outcomes.traces
+        traces[index] = change(traces[index])
 
     monkeypatch.setattr(driver.Drive, "_end", end)
 

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
-from experiments.lab.measure.schedule import Schedule, Sent
-from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.measure.outcomes import Outcomes
+from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.errors import RequestError
@@ -33,17 +31,12 @@ class Drive:
 
     def __init__(self, engine: LLMEngine, items: Sequence[Item], sleep: Sleep) -> None:
         self._engine = engine
-        self._items = items
         self._sleep = sleep
-        self._prompts = [list(item.prompt) for item in items]
+        names = [f"{item.name or 'request'}-{index}" for index, item in enumerate(items)]
+        self._outcomes = Outcomes(items, names, engine.clock)
         self._params = [SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True) for item in items]
-        self._index_of = {self._name(index): index for index in range(len(items))}
-        self._sent: dict[int, Sent] = {}
-        self._traces: dict[int, RequestTrace] = {}
+        self._index_of = {name: index for index, name in enumerate(names)}
         self._last_error = ""
-
-    def _name(self, index: int) -> str:
-        return f"{self._items[index].name or 'request'}-{index}"
 
     def run(self, concurrency: int) -> Served:
         engine = self._engine
@@ -51,75 +44,62 @@ class Drive:
         observe = records.append
         engine.observers.append(observe)
         try:
-            start = engine.clock()
-            schedule = Schedule(self._items, start, concurrency)
-            self._loop(schedule)
-            end = engine.clock()
+            self._outcomes.begin(concurrency)
+            self._loop()
+            return self._outcomes.served(records)
         finally:
             engine.observers.remove(observe)
-        traces = tuple(self._traces[index] for index in range(len(self._items)))
-        first = min((trace.arrival for trace in traces), default=start)
-        return Served(traces, first, end, tuple(records), in_flight_s=schedule.in_flight_s)
 
-    def _loop(self, schedule: Schedule) -> None:
-        engine, clock = self._engine, self._engine.clock
+    def _loop(self) -> None:
+        engine, outcomes, schedule = self._engine, self._outcomes, self._outcomes.schedule
         failures = 0
-        while len(self._traces) < len(self._items):
-            arrived = schedule.deliver(clock, partial(self._send, schedule))
+        while outcomes.missing:
+            arrived = outcomes.deliver(self._send)
             due = schedule.next_due()
             if engine.has_unfinished_requests():
                 try:
                     outputs, failures = engine.step(), 0
                 except Exception as error:
                     failures += 1
-                    if failures > len(self._items):  # each should have ended a request
+                    if failures > len(outcomes.items):  # each should have ended a request
                         raise
                     outputs, self._last_error = [], f"{type(error).__name__}: {error}"
-                schedule.answered(clock())
+                outcomes.answered()
                 for output in outputs:
                     if output.finished:
-                        self._end(schedule, output)
+                        self._end(output)
             elif due is not None:
-                self._sleep(max(0.0, due - clock()))
+                self._sleep(max(0.0, due - engine.clock()))
             elif not arrived:  # else the engine has refused all that arrived, and others may take their places
                 raise RuntimeError("the engine has nothing to do, and requests are missing")
 
-    def _send(self, schedule: Schedule, index: int, sent: Sent) -> None:
-        item = self._items[index]
-        self._sent[index] = sent
+    def _send(self, index: int) -> None:
+        outcomes = self._outcomes
         try:
             self._engine.add_request(
-                self._prompts[index],
+                outcomes.prompts[index],
                 self._params[index],
-                request_id=self._name(index),
-                priority=item.priority,
-                arrival_time=sent.arrival,
+                request_id=outcomes.names[index],
+                priority=outcomes.items[index].priority,
+                arrival_time=outcomes.sent[index].arrival,
                 stream=False,
             )
         except RequestError as error:
-            self._note(index, str(error))
-            self._drop_followers(schedule, index)
+            outcomes.end(index, str(error))
 
-    def _end(self, schedule: Schedule, output: RequestOutput) -> None:
-        index = self._index_of[output.request_id]
+    def _end(self, output: RequestOutput) -> None:
         completion = output.outputs[0]
         assert completion.metrics is not None
-        metrics, tokens = completion.metrics, tuple(completion.token_ids)
-        error = self._why(completion.finish_reason)
-        self._note(
-            index,
-            error,
-            token_times=metrics.token_times,
-            token_ids=tokens,
+        metrics = completion.metrics
+        self._outcomes.end(
+            self._index_of[output.request_id],
+            self._why(completion.finish_reason),
+            metrics.token_times,
+            completion.token_ids,
             cached_tokens=metrics.num_cached_tokens,
             first_scheduled=metrics.first_scheduled_time,
             preemptions=metrics.num_preemptions,
         )
-        if error:
-            self._drop_followers(schedule, index)
-            return
-        for follower in schedule.ended(index, metrics.token_times[-1]):
-            self._prompts[follower] = [*self._prompts[index], *tokens, *self._prompts[follower]]
 
     def _why(self, reason: object) -> str:
         """Why a request ended, if not as it should have."""
@@ -127,25 +107,6 @@ class Drive:
         if name == "error":
             return self._last_error or "the engine could not finish it"
         return "it was aborted" if name == "abort" else ""
-
-    def _drop_followers(self, schedule: Schedule, index: int) -> None:
-        for follower in schedule.lose(index):
-            self._note(follower, "the request that it follows has no answer")
-
-    def _note(self, index: int, error: str, **answer: Any) -> None:
-        """What came of a request; of one that was never sent it counts as having arrived now."""
-        item = self._items[index]
-        now = self._engine.clock()
-        self._traces[index] = RequestTrace(
-            prompt_tokens=len(self._prompts[index]),
-            asked_tokens=item.output_tokens,
-            request_id=self._name(index),
-            name=item.name,
-            **self._sent.get(index, Sent(now, None, now))._asdict(),
-            shared_tokens=item.shared_tokens,
-            error=error,
-            **{"token_times": (), "token_ids": (), **answer},
-        )
 
 
 def drive(engine: LLMEngine, items: Sequence[Item], concurrency: int, *, sleep: Sleep = time.sleep) -> Served:

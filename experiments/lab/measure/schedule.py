@@ -8,33 +8,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
 
 
-class Sent(NamedTuple):
-    """When a request went to a subject that the client calls; as in RequestTrace."""
-
-    arrival: float
-    sent: float | None
-    could_send: float
-
-
 class Schedule:
     """
     Attributes:
-        in_flight_s: the requests in flight, integrated over time as the client sees it: what the sum of their latencies
+        in_flight: requests.
+        in_flight_s: the same, integrated over time as the client sees it: what the sum of their latencies
             must be (Little 1961).
     """
 
     def __init__(self, items: Sequence[Item], start: float, concurrency: int) -> None:
         self._items = items
-        self._start = self._returned = start  # the subject, to the client
+        self._start = start
         self._places = concurrency  # free ones, of the closed loop
         self.in_flight_s = 0.0
-        self._in_flight, self._now = 0, start
+        self.in_flight, self._now = 0, start
         self._timed: list[tuple[float, int]] = []  # a heap of (due, index)
         self._ready: list[int] = []  # a heap: of closed-loop requests that could arrive, the first of the list does
         self._followers: dict[int, list[int]] = {}
@@ -59,28 +51,13 @@ class Schedule:
         while self._ready and self._places:
             self._places -= 1
             arrived.append((heapq.heappop(self._ready), now))
-        self._in_flight += len(arrived)
+        self.in_flight += len(arrived)
         self.in_flight_s += sum(now - arrival for _, arrival in arrived)
         return arrived
 
-    def deliver(self, clock: Callable[[], float], give: Callable[[int, Sent], None]) -> bool:
-        """Gives all requests that are due to a subject which the client calls, and tells whether there were any. While
-        such a call lasts nothing can be sent: the time of a step, and of taking a request, is the subject's."""
-        arrived = self.due(clock())
-        for index, arrival in arrived:
-            sent = clock()
-            give(index, Sent(arrival, None if self.is_closed(index) else sent, self._returned))
-            self._returned = clock()
-        return bool(arrived)
-
-    def answered(self, now: float) -> None:
-        """To be called when a subject that the client calls has returned with answers, before they are told of."""
-        self.tick(now)
-        self._returned = now
-
     def tick(self, now: float) -> None:
         """To be called when answers are there, before they are told of."""
-        self.in_flight_s += self._in_flight * (now - self._now)
+        self.in_flight_s += self.in_flight * (now - self._now)
         self._now = now
 
     def next_due(self) -> float | None:
@@ -89,7 +66,7 @@ class Schedule:
 
     def ended(self, index: int, at: float) -> list[int]:
         """Frees the request's place, and lets those that follow it arrive in time. Returns them."""
-        self._in_flight -= 1
+        self.in_flight -= 1
         if self.is_closed(index):
             self._places += 1
         followers = self._followers.pop(index, [])
@@ -103,7 +80,7 @@ class Schedule:
 
     def lose(self, index: int) -> list[int]:
         """Frees the place of a request without an answer, and drops all that would have followed it. Returns them."""
-        self._in_flight -= 1
+        self.in_flight -= 1
         if self.is_closed(index):
             self._places += 1
         lost = deque(self._followers.pop(index, []))

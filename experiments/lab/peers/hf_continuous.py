@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import is_flash_attn_2_available, is_psutil_available
 
-from experiments.lab.measure.schedule import Schedule, Sent
-from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.measure.outcomes import Outcomes
+from experiments.lab.measure.traces import Served
 from experiments.lab.peers.hf import describe, load_checkpoint, set_threads
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
@@ -63,21 +64,20 @@ class HFContinuous:
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         """Raises RuntimeError where transformers cannot serve a request."""
         clock, manager = time.perf_counter, self._manager
-        start = clock()
-        schedule = Schedule(items, start, concurrency)
-        flights: dict[str, tuple[int, Sent]] = {}
-        traces: dict[int, RequestTrace] = {}
+        outcomes = Outcomes(items, [f"request-{index}" for index in range(len(items))], clock)
+        index_of: dict[str, int] = {}
 
-        def send(index: int, sent: Sent) -> None:
-            item = items[index]
-            name = manager.add_request(list(item.prompt), max_new_tokens=item.output_tokens, record_timestamps=True)
+        def send(index: int) -> None:
+            prompt, length = outcomes.prompts[index], items[index].output_tokens
+            name = manager.add_request(prompt, max_new_tokens=length, record_timestamps=True)
             if name is None:
                 raise RuntimeError("transformers' continuous batching takes no more requests: its thread has died")
-            flights[name] = (index, sent)
+            index_of[name] = index
 
-        while len(traces) < len(items):
-            schedule.deliver(clock, send)
-            due = schedule.next_due()
+        outcomes.begin(concurrency)
+        while outcomes.missing:
+            outcomes.deliver(send)
+            due = outcomes.schedule.next_due()
             wait = POLL_S if due is None else min(POLL_S, max(0.0, due - clock()))
             output = manager.get_result(timeout=wait)
             if output is None:
@@ -86,12 +86,8 @@ class HFContinuous:
                 continue
             if output.error is not None:
                 raise RuntimeError(f"transformers' continuous batching failed: {output.error}")
-            index, sent = flights[output.request_id]
-            traces[index] = _trace(items[index], output, sent)
-            schedule.ended(index, traces[index].token_times[-1])
-        end = clock()
-        first = min((trace.arrival for trace in traces.values()), default=start)
-        return Served(tuple(traces[index] for index in range(len(items))), first, end)
+            outcomes.end(index_of[output.request_id], "", output.timestamps, output.generated_tokens)
+        return replace(outcomes.served(), in_flight_s=None)  # its thread's times are not when answers are read here
 
     def forget(self) -> None:
         """Its requests share no blocks."""
@@ -106,17 +102,6 @@ def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> HFContinuous
     """For a process of its own."""
     set_threads(config, settings)
     return HFContinuous(config)
-
-
-def _trace(item: Item, output: Any, sent: Sent) -> RequestTrace:
-    return RequestTrace(
-        prompt_tokens=len(output.prompt_ids),
-        asked_tokens=item.output_tokens,
-        token_times=tuple(output.timestamps),
-        token_ids=tuple(output.generated_tokens),
-        name=item.name,
-        **sent._asdict(),
-    )
 
 
 def _batching(config: EngineConfig, dtype: torch.dtype, on_gpu: bool) -> ContinuousBatchingConfig:

@@ -16,14 +16,13 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from experiments.lab.measure.outcomes import Outcomes
 from experiments.lab.measure.profile import CALM, STEPS, NoProfile, analyse
-from experiments.lab.measure.schedule import Schedule, Sent
-from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.measure.traces import Served
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.workloads import Item
 from mini_infer.calibration.compressed import quantization_config
@@ -56,15 +55,6 @@ SETTINGS = {  # as recorded -> where it stands in VllmConfig
     "cuda_graphs": "compilation_config.cudagraph_mode",
     "largest_graph": "compilation_config.max_cudagraph_capture_size",
 }
-
-
-@dataclass
-class Flight:
-    """A request on its way."""
-
-    sent: Sent
-    token_ids: list[int] = field(default_factory=list)
-    token_times: list[float] = field(default_factory=list)
 
 
 class VLLM:
@@ -140,31 +130,29 @@ class _Pass:
     """Prompts and parameters are made before the clock starts."""
 
     def __init__(self, engine: Any, items: Sequence[Item], make_params: Any, name: str) -> None:
-        self._engine, self._items, self._name = engine, items, name
-        self._prompts = [list(item.prompt) for item in items]
+        names = [f"{name}-{index}" for index in range(len(items))]
+        self._engine, self._outcomes = engine, Outcomes(items, names, time.perf_counter)
         self._params = [make_params(item.output_tokens) for item in items]
-        self._flights: dict[str, tuple[int, Flight]] = {}
-        self._traces: dict[int, RequestTrace] = {}
+        self._index_of = {name: index for index, name in enumerate(names)}
+        self._token_ids: list[list[int]] = [[] for _ in items]
+        self._token_times: list[list[float]] = [[] for _ in items]
 
     def run(self, concurrency: int) -> Served:
-        start = time.perf_counter()
-        schedule = Schedule(self._items, start, concurrency)
-        while len(self._traces) < len(self._items):
-            schedule.deliver(time.perf_counter, partial(self._send, schedule))
+        outcomes = self._outcomes
+        outcomes.begin(concurrency)
+        schedule = outcomes.schedule
+        while outcomes.missing:
+            outcomes.deliver(self._send)
             due = schedule.next_due()
-            if not self._flights:
+            if not schedule.in_flight:
                 if due is not None:
                     time.sleep(max(0.0, due - time.perf_counter()))
             elif due is None or self._has_output_by(due):
                 outputs = self._engine.step()
-                now = time.perf_counter()
-                schedule.answered(now)
+                now = outcomes.answered()
                 for output in outputs:
-                    self._note(schedule, output, now)
-        end = time.perf_counter()
-        traces = tuple(self._traces[index] for index in range(len(self._items)))
-        first = min((trace.arrival for trace in traces), default=start)
-        return Served(traces, first, end, in_flight_s=schedule.in_flight_s)
+                    self._note(output, now)
+        return outcomes.served()
 
     def _has_output_by(self, due: float) -> bool:
         """Waits for an output of the engine's process until `due`. An engine in this process cannot be waited for: its
@@ -175,51 +163,24 @@ class _Pass:
         with outputs.not_empty:
             return bool(outputs.not_empty.wait_for(lambda: outputs.queue, max(0.0, due - time.perf_counter())))
 
-    def _send(self, schedule: Schedule, index: int, sent: Sent) -> None:
-        name, item = f"{self._name}-{index}", self._items[index]
-        self._flights[name] = (index, Flight(sent))
-        prompt = {"type": "token", "prompt_token_ids": self._prompts[index]}
+    def _send(self, index: int) -> None:
+        outcomes = self._outcomes
+        prompt = {"type": "token", "prompt_token_ids": outcomes.prompts[index]}
+        priority = outcomes.items[index].priority
         try:
-            self._engine.add_request(name, prompt, self._params[index], priority=item.priority)
+            self._engine.add_request(outcomes.names[index], prompt, self._params[index], priority=priority)
         except ValueError as error:  # too long, say
-            self._end(schedule, name, str(error))
+            outcomes.end(index, str(error))
 
-    def _note(self, schedule: Schedule, output: Any, now: float) -> None:
-        flight = self._flights[output.request_id][1]
-        tokens = output.outputs[0].token_ids
-        flight.token_ids += tokens
-        flight.token_times += [now] * len(tokens)
+    def _note(self, output: Any, now: float) -> None:
+        index = self._index_of[output.request_id]
+        times, ids, new = self._token_times[index], self._token_ids[index], output.outputs[0].token_ids
+        ids += new
+        times += [now] * len(new)
         if output.finished:
             reason = output.outputs[0].finish_reason
             error = "" if reason == "length" else f"vLLM ended it: {reason}"
-            self._end(schedule, output.request_id, error, output.num_cached_tokens or 0)
-
-    def _end(self, schedule: Schedule, name: str, error: str, cached_tokens: int = 0) -> None:
-        index, flight = self._flights.pop(name)
-        self._traces[index] = self._trace(index, flight, error, cached_tokens)
-        if not error:
-            for follower in schedule.ended(index, flight.token_times[-1]):
-                self._prompts[follower] = [*self._prompts[index], *flight.token_ids, *self._prompts[follower]]
-            return
-        now = time.perf_counter()
-        for follower in schedule.lose(index):
-            lost = Flight(Sent(now, None, now))
-            self._traces[follower] = self._trace(follower, lost, "the request that it follows has no answer")
-
-    def _trace(self, index: int, flight: Flight, error: str, cached_tokens: int = 0) -> RequestTrace:
-        item = self._items[index]
-        return RequestTrace(
-            prompt_tokens=len(self._prompts[index]),
-            asked_tokens=item.output_tokens,
-            token_times=tuple(flight.token_times),
-            token_ids=tuple(flight.token_ids),
-            cached_tokens=cached_tokens,
-            request_id=f"{self._name}-{index}",
-            name=item.name,
-            shared_tokens=item.shared_tokens,
-            error=error,
-            **flight.sent._asdict(),
-        )
+            self._outcomes.end(index, error, times, ids, cached_tokens=output.num_cached_tokens or 0)
 
 
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> VLLM:

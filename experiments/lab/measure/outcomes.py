@@ -1,0 +1,105 @@
+"""What becomes of the requests of a pass, as somebody notes it who calls the subject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from experiments.lab.measure.schedule import Schedule
+from experiments.lab.measure.traces import RequestTrace, Served
+from experiments.lab.workloads import Item
+from mini_infer.core.plan import StepRecord
+
+
+class Sent(NamedTuple):
+    """When a request went to the subject; as in RequestTrace."""
+
+    arrival: float
+    sent: float | None
+    could_send: float
+
+
+class Outcomes:
+    """
+    Attributes:
+        prompts: token ids, made before the clock starts; of a request that follows another, with all that came before
+            it from the moment that this is known.
+        names: of the requests.
+        sent: of those that have been sent.
+        traces: of those that have ended.
+        schedule: from `begin` on.
+    """
+
+    schedule: Schedule
+
+    def __init__(self, items: Sequence[Item], names: Sequence[str], clock: Callable[[], float]) -> None:
+        self.items = items
+        self.names = names
+        self.prompts = [list(item.prompt) for item in items]
+        self.sent: dict[int, Sent] = {}
+        self.traces: dict[int, RequestTrace] = {}
+        self._clock = clock
+
+    def begin(self, concurrency: int) -> None:
+        self._start = self._returned = self._clock()  # the subject, to who calls it
+        self.schedule = Schedule(self.items, self._start, concurrency)
+
+    @property
+    def missing(self) -> bool:
+        return len(self.traces) < len(self.items)
+
+    def deliver(self, give: Callable[[int], None]) -> bool:
+        """Gives all requests that are due to the subject, and tells whether there were any. While a call lasts nothing
+        can be sent: the time of a step, and of taking a request, is the subject's."""
+        arrived = self.schedule.due(self._clock())
+        for index, arrival in arrived:
+            sent = None if self.schedule.is_closed(index) else self._clock()
+            self.sent[index] = Sent(arrival, sent, self._returned)
+            give(index)
+            self._returned = self._clock()
+        return bool(arrived)
+
+    def answered(self) -> float:
+        """To be called when the subject has returned with answers, before they are told of; says when that was."""
+        self._returned = now = self._clock()
+        self.schedule.tick(now)
+        return now
+
+    def end(
+        self, index: int, error: str, token_times: Sequence[float] = (), token_ids: Sequence[int] = (), **more: Any
+    ) -> None:
+        """A request has ended, with an answer or with an error: then those that follow it have none either."""
+        self._note(index, error, token_times, token_ids, **more)
+        if error:
+            for follower in self.schedule.lose(index):
+                self._note(follower, "the request that it follows has no answer")
+            return
+        for follower in self.schedule.ended(index, token_times[-1]):
+            self.prompts[follower] = [*self.prompts[index], *token_ids, *self.prompts[follower]]
+
+    def served(self, records: Sequence[StepRecord] = ()) -> Served:
+        end = self._clock()
+        traces = tuple(self.traces[index] for index in range(len(self.items)))
+        first = min((trace.arrival for trace in traces), default=self._start)
+        return Served(traces, first, end, tuple(records), in_flight_s=self.schedule.in_flight_s)
+
+    def _note(
+        self, index: int, error: str, token_times: Sequence[float] = (), token_ids: Sequence[int] = (), **more: Any
+    ) -> None:
+        """One that was never sent counts as having arrived now."""
+        item, sent = self.items[index], self.sent.get(index)
+        if sent is None:
+            now = self._clock()
+            sent = Sent(now, None, now)
+        self.traces[index] = RequestTrace(
+            prompt_tokens=len(self.prompts[index]),
+            asked_tokens=item.output_tokens,
+            token_times=tuple(token_times),
+            token_ids=tuple(token_ids),
+            request_id=self.names[index],
+            name=item.name,
+            shared_tokens=item.shared_tokens,
+            error=error,
+            **sent._asdict(),
+            **more,
+        )
