@@ -13,9 +13,8 @@ invariant_linear.py, and K is never split, so a row's result is the same to the 
 The tensor core of Hopper keeps some 14 bits of a sum of fp8 products, hence the 128 (DeepSeek-V3, arXiv:2412.19437,
 section 3.3.2).
 
-Packed int4: byte j of the 64 that hold columns [128c, 128c + 128) has column 128c + j in its low and column
-128c + 64 + j in its high half. So the two halves of a tile of bytes are products with two tiles of x, and no element
-has to change its thread.
+Packed int4 is made numbers by its bits, a plane of 32 columns at a time, each with its own tile of x
+(kernels/quant_unpack.py).
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
 from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.quant_unpack import CHUNK, PLANE, group_scales, unpacked
 from mini_infer.kernels.quantize_tokens import quantize_tokens
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
@@ -40,17 +40,6 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 @triton.jit
 def _scales_of(ptr, outs, real, group, NUM_GROUPS: tl.constexpr, ROWS: tl.constexpr):
     return tl.load(ptr + outs // ROWS * NUM_GROUPS + group, mask=real, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _less_zero(codes, zeros_ptr, outs, real, group, NUM_GROUPS: tl.constexpr, DOT: tl.constexpr):
-    """Codes 0 to 15 less their zeros, or less 8: small whole numbers, exact in DOT."""
-    if zeros_ptr is None:
-        signed = codes.to(tl.int8) - 8
-    else:
-        zeros = tl.load(zeros_ptr + outs * NUM_GROUPS + group, mask=real, other=0)
-        signed = codes.to(tl.int8) - zeros[:, None]
-    return signed.to(DOT)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -68,7 +57,7 @@ def _quant_linear_kernel(
     IN_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # columns of a tile of codes; bytes, where PACKED
+    BLOCK_K: tl.constexpr,  # columns of a tile; where PACKED those of a chunk
     TALL: tl.constexpr,  # as in invariant_linear.py
     PACKED: tl.constexpr,
     GROUP: tl.constexpr,  # columns that share a scale of the weights; None: all
@@ -87,34 +76,30 @@ def _quant_linear_kernel(
     row, out = (band * TALL + within % height) * BLOCK_ROWS, within // height * BLOCK_OUT
     rows, outs = row + tl.arange(0, BLOCK_ROWS), out + tl.arange(0, BLOCK_OUT)
     exists, real = rows < num_rows, outs < OUT_SIZE
+    w_rows = tl.minimum(outs, OUT_SIZE - 1)
     GROUPS: tl.constexpr = 1 if GROUP is None else (IN_SIZE + GROUP - 1) // GROUP
     X_GROUPS: tl.constexpr = 1 if X_GROUP is None else (IN_SIZE + X_GROUP - 1) // X_GROUP
     SUM: tl.constexpr = tl.int32 if tl.int8 == DOT else tl.float32
     sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], SUM)
-    HALF: tl.constexpr = 64  # bytes of 128 packed columns
     if PACKED:
-        for byte in range(0, IN_SIZE // 2, BLOCK_K):
-            codes = codes_desc.load([out, byte])
-            k = byte // HALF * (2 * HALF) + byte % HALF
-            low, high = x_desc.load([row, k]).to(DOT), x_desc.load([row, k + HALF]).to(DOT)
-            first, second = 0, 0
-            if GROUP is not None:
-                first, second = k // GROUP, (k + HALF) // GROUP
-            a = _less_zero(codes & 15, zeros_ptr, outs, real, first, GROUPS, DOT)
-            b = _less_zero(codes >> 4, zeros_ptr, outs, real, second, GROUPS, DOT)
-            if GROUP is None:
-                sums = tl.dot(a, low.T, sums, input_precision="ieee")
-                sums = tl.dot(b, high.T, sums, input_precision="ieee")
-            else:
-                part = tl.dot(a, low.T, input_precision="ieee")
-                if GROUP >= 2 * HALF:
-                    part = tl.dot(b, high.T, part, input_precision="ieee")
-                scales = _scales_of(scales_ptr, outs, real, first, GROUPS, 1)
-                sums = tl.fma(part, tl.broadcast_to(scales[:, None], part.shape), sums)
-                if GROUP < 2 * HALF:
-                    part = tl.dot(b, high.T, input_precision="ieee")
-                    scales = _scales_of(scales_ptr, outs, real, second, GROUPS, 1)
-                    sums = tl.fma(part, tl.broadcast_to(scales[:, None], part.shape), sums)
+        ahead = group_scales(scales_ptr, w_rows, 0, IN_SIZE, GROUP, CHUNK)
+        for k in range(0, IN_SIZE, CHUNK):
+            now = ahead
+            ahead = group_scales(scales_ptr, w_rows, k + CHUNK, IN_SIZE, GROUP, CHUNK)
+            words = codes_desc.load([out, k // 4])
+            for column in tl.static_range(0, CHUNK, PLANE):
+                x = x_desc.load([row, k + column]).to(DOT)
+                w = unpacked(words, column // PLANE, zeros_ptr, w_rows, k + column, IN_SIZE, GROUP, DOT)
+                if GROUP is None:
+                    sums = tl.dot(w, x.T, sums, input_precision="ieee")
+                else:
+                    if column % GROUP == 0:
+                        part = tl.dot(w, x.T, input_precision="ieee")
+                    else:
+                        part = tl.dot(w, x.T, part, input_precision="ieee")
+                    if (column + PLANE) % GROUP == 0:
+                        scale = now[column // GROUP].to(tl.float32)
+                        sums = tl.fma(part, tl.broadcast_to(scale[:, None], part.shape), sums)
     else:
         for k in range(0, IN_SIZE, BLOCK_K):  # descriptors give zeros beyond the ends
             codes, x = codes_desc.load([out, k]), x_desc.load([row, k])
@@ -171,9 +156,9 @@ def _dequantize_kernel(
     inside = real & (columns < IN_SIZE)[None, :]
     wide = outs.to(tl.int64)[:, None]
     if PACKED:
-        places = columns // 128 * 64 + columns % 64
-        both = tl.load(codes_ptr + wide * (IN_SIZE // 2) + places[None, :], mask=inside, other=0)
-        codes = ((both >> (columns % 128 // 64 * 4).to(tl.uint8)[None, :]) & 15).to(tl.float32)
+        places = columns // 128 * 32 + columns % 32
+        words = tl.load(codes_ptr + wide * (IN_SIZE // 4) + places[None, :], mask=inside, other=0)
+        codes = ((words >> (columns % 128 // 32 * 4).to(tl.int16)[None, :]) & 15).to(tl.float32)
     else:
         codes = tl.load(codes_ptr + wide * IN_SIZE + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     WIDTH: tl.constexpr = IN_SIZE if GROUP is None else GROUP
@@ -193,7 +178,7 @@ def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     in_size = weight.codes.shape[1] * (2 if packed else 1)
     out = torch.empty((out_size, in_size), dtype=dtype, device=weight.codes.device)
     _dequantize_kernel[(triton.cdiv(out_size, 32), triton.cdiv(in_size, 128))](
-        weight.codes, weight.scales, weight.zeros, out, OUT_SIZE=out_size, IN_SIZE=in_size, PACKED=packed,
+        weight.codes.view(torch.int16) if packed else weight.codes, weight.scales, weight.zeros, out, OUT_SIZE=out_size, IN_SIZE=in_size, PACKED=packed,
         GROUP=form.columns, GROUP_ROWS=form.rows, BLOCK_OUT=32, num_warps=4,
     )  # fmt: skip
     return out
@@ -205,7 +190,7 @@ MAX_ROWS = 256  # above, weights alone in fewer bits are made floating again fir
 class Tile(NamedTuple):
     rows: int
     outs: int
-    k: int  # columns of the codes; bytes of packed ones
+    k: int  # columns; of packed codes those of a chunk
     num_warps: int
     num_stages: int
 
@@ -214,7 +199,7 @@ def tile_for(rows: int, number: Number, group: int | None) -> Tile:
     """By the number of rows alone, so that a tile's speed may differ and its sums may not."""
     size = min(max(triton.next_power_of_2(rows), 16), 128)
     if number is Number.int4:
-        return Tile(size, 64, min(64, group or 64), 4, 5 if size <= 32 else 4)
+        return Tile(size, 64, CHUNK.value, 4, 5 if size <= 32 else 4)
     return Tile(size, 64 if size <= 64 else 128, 128, 4, 6 if size <= 32 else 4)
 
 
@@ -259,14 +244,16 @@ def quantized_linear(
     if activations is not None:
         dot = tl.int8 if form.number is Number.int8 else tl.float8e4nv
     tile = tile or tile_for(rows, form.number, form.columns)
-    x_columns = tile.k if not packed else min(tile.k, 64)
+    codes, x_columns = weight.codes, tile.k
+    if packed:
+        codes, x_columns = codes.view(torch.int16), PLANE.value
     if (shared := shared_memory(values.device)) is not None:
-        stage = tile.rows * x_columns * values.element_size() * (2 if packed else 1) + tile.outs * tile.k
+        stage = tile.rows * tile.k * values.element_size() + tile.outs * tile.k // (2 if packed else 1)
         tile = tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outs),)
     _quant_linear_kernel[grid](
         TensorDescriptor.from_tensor(values, [tile.rows, x_columns]), x_scales,
-        TensorDescriptor.from_tensor(weight.codes, [tile.outs, tile.k]), weight.scales, weight.zeros, bias, residual,
+        TensorDescriptor.from_tensor(codes, [tile.outs, x_columns]), weight.scales, weight.zeros, bias, residual,
         out, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_K=tile.k,
         TALL=8, PACKED=packed, GROUP=form.columns, GROUP_ROWS=form.rows,
         X_GROUP=None if activations is None else activations.columns, DOT=dot, num_warps=tile.num_warps,
