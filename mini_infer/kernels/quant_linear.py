@@ -148,27 +148,30 @@ def _dequantize_kernel(
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns at a time: CHUNK, of packed codes PLANE
+    DOT: tl.constexpr,  # dtype that holds every code
 ):
-    """Tiles of 128 columns."""
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    real = (outs < OUT_SIZE)[:, None]
-    columns = tl.program_id(1) * 128 + tl.arange(0, 128)
-    inside = real & (columns < IN_SIZE)[None, :]
+    """A program has CHUNK columns of some rows: neighbours in memory are made by neighbours."""
+    outs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    real = outs < OUT_SIZE
     wide = outs.to(tl.int64)[:, None]
+    begin = tl.program_id(0) * CHUNK
+    columns = tl.arange(0, WIDTH)[None, :]
+    GROUPS: tl.constexpr = 1 if GROUP is None else (IN_SIZE + GROUP - 1) // GROUP
     if PACKED:
-        places = columns // 128 * 32 + columns % 32
-        words = tl.load(codes_ptr + wide * (IN_SIZE // 4) + places[None, :], mask=inside, other=0)
-        codes = ((words >> (columns % 128 // 32 * 4).to(tl.int16)[None, :]) & 15).to(tl.float32)
-    else:
-        codes = tl.load(codes_ptr + wide * IN_SIZE + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    WIDTH: tl.constexpr = IN_SIZE if GROUP is None else GROUP
-    places = (outs // GROUP_ROWS)[:, None] * ((IN_SIZE + WIDTH - 1) // WIDTH) + (columns // WIDTH)[None, :]
-    if zeros_ptr is not None:
-        codes -= tl.load(zeros_ptr + places, mask=inside, other=0).to(tl.float32)
-    elif PACKED:
-        codes -= 8
-    values = codes * tl.load(scales_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + wide * IN_SIZE + columns[None, :], values.to(out_ptr.dtype.element_ty), mask=inside)
+        words = tl.load(codes_ptr + wide * (IN_SIZE // 4) + begin // 4 + columns, mask=real[:, None], other=0)
+    for column in tl.static_range(0, CHUNK, WIDTH):
+        here = begin + column + columns
+        inside = real[:, None] & (here < IN_SIZE)
+        if PACKED:
+            w_rows = tl.minimum(outs, OUT_SIZE - 1)
+            codes = unpacked(words, column // PLANE, zeros_ptr, w_rows, begin + column, IN_SIZE, GROUP, DOT)
+            codes = codes.to(tl.float32)
+        else:
+            codes = tl.load(codes_ptr + wide * IN_SIZE + here, mask=inside, other=0.0).to(tl.float32)
+        group = 0 if GROUP is None else (begin + column) // GROUP
+        values = codes * _scales_of(scales_ptr, outs, real, group, GROUPS, GROUP_ROWS)[:, None]
+        tl.store(out_ptr + wide * IN_SIZE + here, values.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
@@ -177,9 +180,10 @@ def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     packed = form.number is Number.int4
     in_size = weight.codes.shape[1] * (2 if packed else 1)
     out = torch.empty((out_size, in_size), dtype=dtype, device=weight.codes.device)
-    _dequantize_kernel[(triton.cdiv(out_size, 32), triton.cdiv(in_size, 128))](
-        weight.codes.view(torch.int16) if packed else weight.codes, weight.scales, weight.zeros, out, OUT_SIZE=out_size, IN_SIZE=in_size, PACKED=packed,
-        GROUP=form.columns, GROUP_ROWS=form.rows, BLOCK_OUT=32, num_warps=4,
+    _dequantize_kernel[(triton.cdiv(in_size, CHUNK.value), triton.cdiv(out_size, 64))](
+        weight.codes.view(torch.int16) if packed else weight.codes, weight.scales, weight.zeros, out, OUT_SIZE=out_size,
+        IN_SIZE=in_size, PACKED=packed, GROUP=form.columns, GROUP_ROWS=form.rows, BLOCK_OUT=64,
+        WIDTH=PLANE.value if packed else CHUNK.value, DOT=DOT_DTYPES[torch.bfloat16], num_warps=4,
     )  # fmt: skip
     return out
 
