@@ -1,23 +1,24 @@
-"""x W^T for a few rows of x and W in 8 or 4 bits, where the time is the time to read W once; and what stands around it.
+"""x W^T for a few rows of x and W in 8 or 4 bits, where the time is the time to read W once; and what stands around.
 
-As kernels/gemv.py, whose ends (SiLU-mul, residual, rotation) these kernels have, for the formats of quant_linear.py that
+As kernels/gemv.py, whose ends (SiLU-mul, residual, rotation) these kernels have, for formats of quant_linear.py that
 have a scale a row, or are int4. Two kernels:
 
     `_fma_kernel`   up to 4 rows of x: 16-byte loads of W into registers and multiply-adds there. int8 four products an
                     instruction (dp4a), fp8 made float32, int4 made float32 by its bits.
-    `_dot_kernel`   tensor cores, with as many rows as a tile has. Where W has too few rows for all SMs, a program has
-                    only a part of K, by W's shape alone, and the last of a tile to finish adds the parts up, in order.
+    `_dot_kernel`   tensor cores, with as many rows as a tile has. Where W has too few rows for all SMs, a program has a
+                    part of K only, by W's shape alone, and the last of a tile to finish adds the parts up, in order.
 
-Sums of int8 products are exact, so that either gives quant_linear.py's bits. Others sum in their own order, which is one
-for any number of rows that the same kernel and tile take.
+Sums of int8 products are exact, so that either gives quant_linear.py's bits. Others sum in an order of their own, which
+is one for any number of rows that the same kernel and tile take.
 
-Both are programmatic dependents (kernels/pdl.py), and while they wait for x they have the first of their weights brought
+Both are programmatic dependents (kernels/pdl.py). While they wait for x they have the first of their weights brought
 to L2, which depend on nobody.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from mini_infer.kernels.interface import Places
 from mini_infer.kernels.paged_prefill import DOT_DTYPES
 from mini_infer.kernels.pdl import launch_options
 from mini_infer.kernels.quant_unpack import CHUNK, PLANE, as_numbers, group_scales, unpacked
-from mini_infer.quantization.formats import Number
+from mini_infer.quantization.formats import ActivationFormat, Number
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -64,7 +65,7 @@ def _early(residual_ptr, out_ptr, places, rotary_stride, outs, tokens, some, N: 
     loaded = ()
     if residual_ptr is not None:
         inside = some[None, :] & (outs < N)[:, None]
-        loaded = (tl.load(residual_ptr + tokens[None, :] * N + outs[:, None], mask=inside, other=0.0),)
+        loaded = (tl.load(residual_ptr + tokens[None, :] * N + outs[:, None], mask=inside, other=0.0),)  # type: ignore[assignment]
     if HALF:
         loaded = _load_places(places, rotary_stride, out_ptr, tokens, some, BLOCK_N, Q_HEADS, KV_HEADS, HALF)
     return loaded
@@ -160,7 +161,10 @@ def _fma_kernel(
     for start in range(0, WIDTH, BLOCK_K):
         here = start + columns
         left = here < WIDTH
-        w = tl.load(w_ptrs + start, mask=left[None, :], other=0.0, eviction_policy="evict_first")
+        if WIDTH % BLOCK_K == 0:
+            w = tl.load(w_ptrs + start, eviction_policy="evict_first")
+        else:
+            w = tl.load(w_ptrs + start, mask=left[None, :], other=0.0, eviction_policy="evict_first")
         if BITS == 0:
             sums, unused = _add_products(
                 sums, unused, w, here, x_ptr, stride_x, here, K, T, BLOCK_N, BLOCK_K, VECTOR, K % BLOCK_K == 0, False
@@ -173,7 +177,19 @@ def _fma_kernel(
             sums = more
         else:
             sums = _add_int4_products(
-                sums, w, x_ptr, stride_x, scales_ptr, zeros_ptr, w_rows, start, T, K, GROUP, BLOCK_N, BLOCK_K,
+                sums,
+                w,
+                x_ptr,
+                stride_x,
+                scales_ptr,
+                zeros_ptr,
+                w_rows,
+                start,
+                T,
+                K,
+                GROUP,
+                BLOCK_N,
+                BLOCK_K,
                 out_ptr.dtype.element_ty,
             )
     for t in tl.static_range(T):
@@ -300,17 +316,20 @@ def _dot_kernel(
                     y = tl.dot(w, x, y)
                 else:
                     if column % GROUP == 0:
-                        part = tl.dot(w, x)
-                    else:
-                        part = tl.dot(w, x, part)
+                        part = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+                    part = tl.dot(w, x, part)
                     if (column + PLANE) % GROUP == 0:
                         scale = now[column // GROUP].to(tl.float32)
                         y = tl.fma(part, tl.broadcast_to(scale[:, None], part.shape), y)
     else:
         for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
-            left = columns < K - k
-            w = tl.load(w_ptrs + k, mask=left[None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptrs + k, mask=left[:, None] & some[None, :], other=0.0)
+            if K % BLOCK_K == 0:
+                w = tl.load(w_ptrs + k, eviction_policy="evict_first")
+                x = tl.load(x_ptrs + k, mask=some[None, :], other=0.0)
+            else:
+                left = columns < K - k
+                w = tl.load(w_ptrs + k, mask=left[None, :], other=0.0, eviction_policy="evict_first")
+                x = tl.load(x_ptrs + k, mask=left[:, None] & some[None, :], other=0.0)
             if _INTERPRETED and tl.float8e4nv == DOT:  # numpy has no such
                 w, x = w.to(tl.float32), x.to(tl.float32)
             y = tl.dot(w, x, y, out_dtype=SUM)
@@ -345,21 +364,28 @@ class DotTile(NamedTuple):
     splits: int  # of K
 
 
-def takes(weight: QuantizedWeight, x: Tensor | QuantizedTokens) -> bool:
-    """Whether `quant_gemv` has these formats, at any number of rows."""
-    form, packed = weight.form, weight.form.number is Number.int4
-    if packed:
-        return isinstance(x, Tensor) and x.dtype != torch.float32
-    return isinstance(x, QuantizedTokens) and form.columns is None and form.rows == 1 and x.scales.shape[1] == 1
-
-
 def tile_for(rows: int, number: Number, out_size: int, in_size: int) -> FmaTile | DotTile | None:
-    """None: another kernel is the faster. To be replaced by what an H200 says."""
-    if rows > 16:
-        return None
-    if rows == 1:
+    """None: quant_linear.py is the faster. To be replaced by what an H200 says."""
+    most = max(8, triton.next_power_of_2(rows))
+    if rows <= (4 if number is Number.int8 else 1):
         return FmaTile(4, 1, 4)
-    return DotTile(16, 256, max(8, triton.next_power_of_2(rows)), 1, 6, 1)
+    if rows <= 16:
+        splits = 2 if out_size <= 8192 and number is Number.int4 else 1
+        return DotTile(32 if number is Number.int4 else 16, 256, most, 1, 6, splits)
+    if number is Number.int4 and rows <= 64:
+        return DotTile(64, 128, most, 2, 4, 4 if out_size <= 8192 else 1)
+    return None
+
+
+def worth_it(weight: QuantizedWeight, activations: ActivationFormat | None, rows: int, dtype: torch.dtype) -> bool:
+    """Whether `quant_gemv` has these formats, and is the fastest."""
+    form, (out_size, width) = weight.form, weight.codes.shape
+    if form.number is Number.int4:
+        fits = activations is None and dtype != torch.float32
+    else:
+        fits = activations is not None and form.columns is None and form.rows == 1 and activations.columns is None
+        fits &= width % 16 == 0
+    return bool(fits) and rows > 0 and tile_for(rows, form.number, out_size, width) is not None
 
 
 def quant_gemv(
@@ -376,7 +402,7 @@ def quant_gemv(
     """x W^T + bias -> [T, N] of x's dtype, rounded as each operation of its own would be.
 
     Args:
-        x: [T, K], of formats that `takes` says.
+        x: [T, K], of formats that `worth_it` says.
         weight: [N, K]; not still being written on the GPU (rule 3 of kernels/pdl.py), as little as bias.
         bias: [N].
         residual: [T, N], contiguous, of x's dtype, added to the product.
@@ -399,7 +425,7 @@ def quant_gemv(
         _, kv_heads, head_dim = places.key_slots.shape
         out = torch.empty((rows, n // head_dim - 2 * kv_heads, head_dim), dtype=x.dtype, device=values.device)
         heads = {"Q_HEADS": out.shape[1], "KV_HEADS": kv_heads, "HALF": head_dim // 2}
-        assert head_dim % tile.rows == 0
+        tile = tile._replace(rows=math.gcd(tile.rows, head_dim))
     packed, stride = form.number is Number.int4, values.stride(0)
     width = k // 2 if packed else k  # bytes of a row of W
     constants = {

@@ -14,9 +14,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def unpacked(
-    words, plane: tl.constexpr, zeros_ptr, rows, k, K: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr
-):
+def unpacked(words, plane: tl.constexpr, zeros_ptr, rows, k, K: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr):
     """A plane of words [N, PLANE] int16 of the columns from k on, less its zeros or 8: whole numbers, exact in DOT.
 
     zeros_ptr: None, or [rows, groups] int8.
@@ -31,9 +29,12 @@ def unpacked(
         LESS: tl.constexpr = "0xC308C308" if BRAIN else "0xE408E408"  # - 128 - 8, - 1024 - 8
         UNIT: tl.constexpr = "0x3F803F80" if BRAIN else "0x3C003C00"
         OF: tl.constexpr = "bf16x2" if BRAIN else "f16x2"
-        SUBTRACT: tl.constexpr = f"mov.b32 u, {UNIT}; mov.b32 v, {LESS}; fma.rn.{OF} t, t, u, v;" if zeros_ptr is None else ""
+        SUBTRACT: tl.constexpr = (
+            f"mov.b32 u, {UNIT}; mov.b32 v, {LESS}; fma.rn.{OF} t, t, u, v;" if zeros_ptr is None else ""
+        )
         codes = tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t, u, v; shr.b32 t, $1, {4 * plane}; lop3.b32 t, t, 0x000F000F, {ONE}, 0xEA; {SUBTRACT} mov.b32 $0, t; }}",
+            f"""{{ .reg .b32 t, u, v; shr.b32 t, $1, {4 * plane}; lop3.b32 t, t, 0x000F000F, {ONE}, 0xEA;
+            {SUBTRACT} mov.b32 $0, t; }}""",
             "=r,r", [words], tl.int16, True, 2,
         ).to(DOT, bitcast=True)  # fmt: skip
         if zeros_ptr is not None:

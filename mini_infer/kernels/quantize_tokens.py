@@ -86,10 +86,7 @@ def store_encoded(
 
 @triton.jit
 def _values(x_ptr, columns, SIZE: tl.constexpr, SILU_MUL: tl.constexpr):
-    if SILU_MUL:
-        x = gated(x_ptr, columns, SIZE)
-    else:
-        x = tl.load(x_ptr + columns, mask=columns < SIZE, other=0.0)
+    x = gated(x_ptr, columns, SIZE) if SILU_MUL else tl.load(x_ptr + columns, mask=columns < SIZE, other=0.0)
     return x.to(tl.float32)
 
 

@@ -157,5 +157,5 @@ def test_what_does_not_go_together_is_named(form, activations, in_size, message)
 def test_a_tile_of_ones_own(device):
     x, weight = torch.randn(3, 128, device=device), made(WeightFormat(Number.int8), 24, 128, device)
     tile = Tile(16, 64, 64, 4, 2)
-    assert tile != tile_for(3, Number.int8, None)
+    assert tile != tile_for(3, Number.int8, 24, 128)
     torch.testing.assert_close(quantized_linear(x, weight, tile=tile), quantized_linear(x, weight))
