@@ -7,13 +7,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from mini_infer.kernels.interface import Places
+from mini_infer.kernels.interface import Norm, Places, Stream
+from mini_infer.kernels.ops import TorchKernels, TritonKernels
 from mini_infer.kernels.quant_gemv import DotTile, FmaTile, quant_gemv
 from mini_infer.kernels.quant_linear import quantized_linear
 from mini_infer.kernels.quantize_tokens import quantize_tokens
 from mini_infer.kernels.rope_and_store import rope_and_store
 from mini_infer.kernels.silu_mul import silu_mul
+from mini_infer.modeling.layers import Linear
+from mini_infer.modeling.linear_methods.base import Build, Parallel
+from mini_infer.modeling.linear_methods.quantized import stored_as
 from mini_infer.quantization import formats
+from mini_infer.quantization.checkpoint_config import rounding
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
 from mini_infer.quantization.weight import QuantizedWeight, quantized_linear_reference
 
@@ -79,3 +84,39 @@ def test_what_rides_along_is_as_on_its_own(form, tile, device):
     torch.testing.assert_close(q, rope_and_store(plain, None, theirs), **close)
     torch.testing.assert_close(ours.key_slots, theirs.key_slots, **close)
     torch.testing.assert_close(ours.value_slots, theirs.value_slots, **close)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a16"])
+def test_a_layer_computes_what_torch_does(scheme, rows, device):
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    size, inner, head = 128, 256, 16
+    generator = torch.Generator().manual_seed(rows)
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    qkv = {"q_proj": 2 * head, "k_proj": head, "v_proj": head}
+    shapes = [
+        (size, qkv, True),
+        (size, {"gate_proj": inner, "up_proj": inner}, False),
+        (inner, {"down_proj": size}, False),
+    ]
+    weights = [drawn(sum(parts.values()), k) / k**0.5 for k, parts, _ in shapes]
+    stream = Stream(drawn(rows, size), drawn(rows, size), Norm(drawn(size).abs(), 1e-6))
+    angles = drawn(rows, 1, head // 2)
+    cos, sin = torch.cat((angles.cos(), angles.cos()), 2), torch.cat((-angles.sin(), angles.sin()), 2)
+    found = []
+    for kernels in (TorchKernels(), TritonKernels()):
+        build = Build(dtype, device, kernels, stored_as(rounding(scheme, 128, True)))
+        layers = [Linear("", k, parts, bias, Parallel.column, build) for k, parts, bias in shapes]
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.method.round(weight, torch.ones(len(weight), device=device, dtype=dtype))
+        slots = [torch.zeros(32, 1, head, dtype=dtype, device=device) for _ in range(2)]
+        places = Places(cos, sin, torch.arange(rows, device=device), *slots)
+        q, total = layers[0].heads_of_stream(stream, None, places)
+        activated, _ = layers[1].of_stream(stream, silu_mul=True)
+        x, residual = layers[2].add_to_stream(activated, total)
+        found.append([q, total, *slots, x if residual is None else x + residual])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.06)  # a code's step is 6 % of fp8
