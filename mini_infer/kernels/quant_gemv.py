@@ -29,22 +29,13 @@ from torch import Tensor
 from mini_infer.kernels.gemv_kernels import _add_products, _load_places, _owned_rows, _rotate_and_store, _silu_mul
 from mini_infer.kernels.interface import Places
 from mini_infer.kernels.paged_prefill import DOT_DTYPES
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import bring_to_l2, launch_options
 from mini_infer.kernels.quant_unpack import CHUNK, PLANE, as_numbers, group_scales, unpacked
 from mini_infer.quantization.formats import ActivationFormat, Number
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _MAX_TILES = 4096  # of a product whose K is split
-
-
-@triton.jit
-def _bring_to_l2(ptr, rows, ROW_BYTES: tl.constexpr, BYTES: tl.constexpr):
-    """The first BYTES of some rows."""
-    at = ptr.to(tl.int64) + rows.to(tl.int64) * ROW_BYTES
-    tl.inline_asm_elementwise(
-        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.b32 $0, 0;", "=r,l", [at], tl.int32, False, 1
-    )
 
 
 @triton.jit
@@ -141,7 +132,7 @@ def _fma_kernel(
     WIDTH: tl.constexpr = K if BITS == 0 else K * BITS // 32  # of a row of W, in its elements
     VECTOR: tl.constexpr = 16 if BITS == 0 else 4
     if PREFETCH:
-        _bring_to_l2(weight_ptr, w_rows, WIDTH * 16 // VECTOR, PREFETCH)
+        bring_to_l2(weight_ptr, w_rows, WIDTH * 16 // VECTOR, PREFETCH)
     scales, bias = _row_values(scales_ptr, bias_ptr, w_rows, GROUP)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -287,7 +278,7 @@ def _dot_kernel(
     WIDTH: tl.constexpr = K // 4 if PACKED else K
     if PREFETCH:
         BYTES: tl.constexpr = K // 2 if PACKED else K
-        _bring_to_l2(weight_ptr + k_begin * WIDTH // K, w_rows, BYTES, PREFETCH)
+        bring_to_l2(weight_ptr + k_begin // (K // WIDTH), w_rows, BYTES, PREFETCH)
     scales, bias = _row_values(scales_ptr, bias_ptr, w_rows, GROUP)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -312,7 +303,10 @@ def _dot_kernel(
                     words = tl.load(w_ptrs + (k + column) // 4, eviction_policy="evict_first")
                 x = tl.load(x_ptrs + (k + column), mask=some[None, :], other=0.0).to(DOT)
                 w = unpacked(words, column // PLANE % 4, zeros_ptr, w_rows, k + column, K, GROUP, DOT)
-                if GROUP is None:
+                # Few sums are multiplied by the scales, and of many rows the weights, rounded as any in bf16.
+                if GROUP is not None and BLOCK_T > 16:
+                    w *= now[column // GROUP].to(DOT)[:, None]
+                if GROUP is None or BLOCK_T > 16:
                     y = tl.dot(w, x, y)
                 else:
                     if column % GROUP == 0:
@@ -413,11 +407,15 @@ def quant_gemv(
 
     The first call on a device must not be under capture (RuntimeError). Calls on one device share their tickets, so
     they must not overlap: one stream, or streams that wait for each other.
+
+    Raises:
+        ValueError: a number of rows, or a tile, that it does not have.
     """
     values, x_scales = (x, None) if isinstance(x, Tensor) else (x.codes, x.scales)
     (rows, k), n, form = values.shape, weight.codes.shape[0], weight.form
     tile = tile or tile_for(rows, form.number, n, k)
-    assert tile is not None
+    if tile is None:
+        raise ValueError(f"quant_gemv has no tile for {rows} rows of x; call quantized_linear")
     heads = {"Q_HEADS": 0, "KV_HEADS": 0, "HALF": 0}
     if places is None:
         out = torch.empty((rows, n // 2 if silu_mul else n), dtype=x.dtype, device=values.device)
@@ -453,10 +451,13 @@ def quant_gemv(
         dot = tl.float8e4nv
     block_k = tile.k if not packed or k % tile.k == 0 else 128
     steps = triton.cdiv(k, block_k)
-    splits = triton.cdiv(steps, triton.cdiv(steps, tile.splits))  # none of them empty
+    each = triton.cdiv(steps, tile.splits)
+    splits = triton.cdiv(steps, each)  # none of them empty
+    shortest = k - (splits - 1) * each * block_k
     parts, tickets = None, None
     if splits > 1:
-        assert grid <= _MAX_TILES
+        if grid > _MAX_TILES:
+            raise ValueError(f"of a product of {grid} tiles K is not split")
         dtype = torch.int32 if form.number is Number.int8 else torch.float32
         parts = torch.empty(grid * splits * tile.rows * tile.tokens, dtype=dtype, device=values.device)
         tickets = _tickets(values.device)
@@ -464,7 +465,7 @@ def quant_gemv(
         values, x_scales, weight.codes.view(torch.int16) if packed else weight.codes, weight.scales, weight.zeros, bias,
         residual, out, places, parts, tickets, stride, rotary_stride, rows, PACKED=packed, DOT=dot, BLOCK_K=block_k,
         BLOCK_T=tile.tokens, STAGES=tile.num_stages, SPLITS=splits,
-        PREFETCH=min(prefetch, width // splits) // 16 * 16, **constants,
+        PREFETCH=min(prefetch, shortest * width // k) // 16 * 16, **constants,
     )  # fmt: skip
     return out
 

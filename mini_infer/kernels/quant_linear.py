@@ -8,7 +8,7 @@ invariant_linear.py, and K is never split, so a row's result is the same to the 
     fp8        fp8            128 columns in the tensor core's sum, then in float32     * scale_x * scale_w
     fp8 block  fp8 groups     128 columns * scale_x * scale_w, then in float32
     int8       as they are    codes made bf16, which is exact                           * scale_w
-    int4       as they are    unpacked and made bf16, a group * scale_w, in float32
+    int4       as they are    unpacked, * scale_w, rounded to bf16
 
 The tensor core of Hopper keeps some 14 bits of a sum of fp8 products, hence the 128 (DeepSeek-V3, arXiv:2412.19437,
 section 3.3.2).
@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import bring_to_l2, launch_options
 from mini_infer.kernels.quant_unpack import CHUNK, PLANE, group_scales, unpacked
 from mini_infer.kernels.quantize_tokens import quantize_tokens
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
@@ -49,6 +49,7 @@ def _quant_linear_kernel(
     x_desc,
     x_scales_ptr,
     codes_desc,
+    codes_ptr,
     scales_ptr,
     zeros_ptr,
     bias_ptr,
@@ -70,7 +71,6 @@ def _quant_linear_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row_tiles, out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), (OUT_SIZE + BLOCK_OUT - 1) // BLOCK_OUT
     band = tl.program_id(0) // (TALL * out_tiles)
     height = tl.minimum(row_tiles - band * TALL, TALL)
@@ -79,6 +79,11 @@ def _quant_linear_kernel(
     rows, outs = row + tl.arange(0, BLOCK_ROWS), out + tl.arange(0, BLOCK_OUT)
     exists, real = rows < num_rows, outs < OUT_SIZE
     w_rows = tl.minimum(outs, OUT_SIZE - 1)
+    if PDL:
+        ROW_BYTES: tl.constexpr = IN_SIZE // 2 if PACKED else IN_SIZE
+        if row == 0 and ROW_BYTES >= 512:
+            bring_to_l2(codes_ptr, w_rows, ROW_BYTES, 512)
+        tl.extra.cuda.gdc_wait()
     GROUPS: tl.constexpr = 1 if GROUP is None else (IN_SIZE + GROUP - 1) // GROUP
     X_GROUPS: tl.constexpr = 1 if X_GROUP is None else (IN_SIZE + X_GROUP - 1) // X_GROUP
     SUM: tl.constexpr = tl.int32 if tl.int8 == DOT else tl.float32
@@ -92,15 +97,9 @@ def _quant_linear_kernel(
             for column in tl.static_range(0, CHUNK, PLANE):
                 x = x_desc.load([row, k + column]).to(DOT)
                 w = unpacked(words, column // PLANE, zeros_ptr, w_rows, k + column, IN_SIZE, GROUP, DOT)
-                if GROUP is None:
-                    sums = tl.dot(w, x.T, sums, input_precision="ieee")
-                else:
-                    if column % GROUP == 0:
-                        part = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-                    part = tl.dot(w, x.T, part, input_precision="ieee")
-                    if (column + PLANE) % GROUP == 0:
-                        scale = now[column // GROUP].to(tl.float32)
-                        sums = tl.fma(part, tl.broadcast_to(scale[:, None], part.shape), sums)
+                if GROUP is not None:
+                    w *= now[column // GROUP].to(DOT)[:, None]
+                sums = tl.dot(w, x.T, sums, input_precision="ieee")
     else:
         for k in range(0, IN_SIZE, BLOCK_K):  # descriptors give zeros beyond the ends
             codes, x = codes_desc.load([out, k]), x_desc.load([row, k])
@@ -304,7 +303,7 @@ def quantized_linear(
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outs),)
     _quant_linear_kernel[grid](
         TensorDescriptor.from_tensor(values, [tile.rows, x_columns]), x_scales,
-        TensorDescriptor.from_tensor(codes, [tile.outs, x_columns]), weight.scales, weight.zeros, bias, residual,
+        TensorDescriptor.from_tensor(codes, [tile.outs, x_columns]), codes, weight.scales, weight.zeros, bias, residual,
         out, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_K=tile.k,
         TALL=8, PACKED=packed, GROUP=form.columns, GROUP_ROWS=form.rows,
         X_GROUP=None if activations is None else activations.columns, DOT=dot, num_warps=tile.num_warps,
