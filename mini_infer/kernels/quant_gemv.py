@@ -294,27 +294,29 @@ def _dot_kernel(
     SUM: tl.constexpr = tl.int32 if tl.int8 == DOT else tl.float32
     y = tl.zeros([BLOCK_N, BLOCK_T], SUM)
     if PACKED:
-        ahead = group_scales(scales_ptr, w_rows, k_begin, K, GROUP, BLOCK_K)
+        # Few sums are multiplied by the scales, which are loaded a step ahead; for many rows the weights are, as in
+        # quant_linear.py.
+        FEW: tl.constexpr = GROUP is not None and BLOCK_T <= 16
+        ahead = group_scales(scales_ptr, w_rows, k_begin, K, GROUP if FEW else None, BLOCK_K)
         for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
             now = ahead
-            ahead = group_scales(scales_ptr, w_rows, k + BLOCK_K, K, GROUP, BLOCK_K)
+            ahead = group_scales(scales_ptr, w_rows, k + BLOCK_K, K, GROUP if FEW else None, BLOCK_K)
             for column in tl.static_range(0, BLOCK_K, PLANE):
                 if column // PLANE % 4 == 0:  # planes a chunk
                     words = tl.load(w_ptrs + (k + column) // 4, eviction_policy="evict_first")
                 x = tl.load(x_ptrs + (k + column), mask=some[None, :], other=0.0).to(DOT)
                 w = unpacked(words, column // PLANE % 4, zeros_ptr, w_rows, k + column, K, GROUP, DOT)
-                # Few sums are multiplied by the scales, and of many rows the weights, rounded as any in bf16.
-                if GROUP is not None and BLOCK_T > 16:
-                    w *= now[column // GROUP].to(DOT)[:, None]
-                if GROUP is None or BLOCK_T > 16:
-                    y = tl.dot(w, x, y)
-                else:
+                if FEW:
                     if column % GROUP == 0:
                         part = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
                     part = tl.dot(w, x, part)
                     if (column + PLANE) % GROUP == 0:
                         scale = now[column // GROUP].to(tl.float32)
                         y = tl.fma(part, tl.broadcast_to(scale[:, None], part.shape), y)
+                else:
+                    if GROUP is not None:
+                        w *= tl.load(scales_ptr + w_rows * (K // GROUP) + (k + column) // GROUP).to(DOT)[:, None]
+                    y = tl.dot(w, x, y)
     else:
         for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
             if K % BLOCK_K == 0:
@@ -326,7 +328,10 @@ def _dot_kernel(
                 x = tl.load(x_ptrs + k, mask=left[:, None] & some[None, :], other=0.0)
             if _INTERPRETED and tl.float8e4nv == DOT:  # numpy has no such
                 w, x = w.to(tl.float32), x.to(tl.float32)
-            y = tl.dot(w, x, y, out_dtype=SUM)
+            if tl.float8e4nv == DOT:  # of whose sums tensor cores do not keep all digits
+                y += tl.dot(w, x)
+            else:
+                y = tl.dot(w, x, y, out_dtype=SUM)
     if SPLITS > 1:
         tile = tl.program_id(0)
         place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tokens[None, :]
@@ -367,7 +372,7 @@ def tile_for(rows: int, number: Number, out_size: int, in_size: int) -> FmaTile 
         splits = 2 if out_size <= 8192 and number is Number.int4 else 1
         return DotTile(32 if number is Number.int4 else 16, 256, most, 1, 6, splits)
     if number is Number.int4 and rows <= 64:
-        return DotTile(64, 128, most, 2, 4, 4 if out_size <= 8192 else 1)
+        return DotTile(64, 128, most, 4, 4, 4 if out_size <= 8192 else 1)
     return None
 
 

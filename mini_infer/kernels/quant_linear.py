@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
 from mini_infer.kernels.pdl import bring_to_l2, launch_options
-from mini_infer.kernels.quant_unpack import CHUNK, PLANE, group_scales, unpacked
+from mini_infer.kernels.quant_unpack import CHUNK, PLANE, unpacked
 from mini_infer.kernels.quantize_tokens import quantize_tokens
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
@@ -89,16 +89,15 @@ def _quant_linear_kernel(
     SUM: tl.constexpr = tl.int32 if tl.int8 == DOT else tl.float32
     sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], SUM)
     if PACKED:
-        ahead = group_scales(scales_ptr, w_rows, 0, IN_SIZE, GROUP, CHUNK)
         for k in range(0, IN_SIZE, CHUNK):
-            now = ahead
-            ahead = group_scales(scales_ptr, w_rows, k + CHUNK, IN_SIZE, GROUP, CHUNK)
             words = codes_desc.load([out, k // 4])
             for column in tl.static_range(0, CHUNK, PLANE):
                 x = x_desc.load([row, k + column]).to(DOT)
                 w = unpacked(words, column // PLANE, zeros_ptr, w_rows, k + column, IN_SIZE, GROUP, DOT)
                 if GROUP is not None:
-                    w *= now[column // GROUP].to(DOT)[:, None]
+                    if column % GROUP == 0:
+                        scale = tl.load(scales_ptr + w_rows * GROUPS + (k + column) // GROUP).to(DOT)
+                    w *= scale[:, None]
                 sums = tl.dot(w, x.T, sums, input_precision="ieee")
     else:
         for k in range(0, IN_SIZE, BLOCK_K):  # descriptors give zeros beyond the ends
