@@ -140,7 +140,8 @@ class TritonKernels(TorchKernels):
         residual: Tensor | None = None,
     ) -> Tensor:
         rows = len(x) if isinstance(x, Tensor) else len(x.codes)
-        if self.adds_residual(weight, activations, rows):
+        for_library = activations is None or x.dtype == torch.bfloat16
+        if self.adds_residual(weight, activations, rows) or not for_library:
             return self._quantized.quantized_linear(x, weight, bias, activations, residual=residual)
         if activations is None:
             assert isinstance(x, Tensor)

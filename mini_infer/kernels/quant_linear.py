@@ -209,12 +209,11 @@ def _has_fp8(device: torch.device) -> bool:
 
 
 def library_product(x: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """x W^T + b of fp8 with a scale a row, by cuBLASLt or CUTLASS, as torch chooses. How they sum is theirs, and may
-    depend on the number of rows."""
-    scales = weight.scales.expand(len(weight.codes), 1).t()
-    y = torch._scaled_mm(x.codes, weight.codes.t(), scale_a=x.scales, scale_b=scales, out_dtype=torch.bfloat16)
-    y = y if bias is None else y + bias
-    return y.to(x.dtype)
+    """x W^T + b of fp8 with a scale a row and of a model in bfloat16, by what torch chooses. How that sums is its own,
+    and may depend on the number of rows."""
+    return torch._scaled_mm(
+        x.codes, weight.codes.t(), scale_a=x.scales, scale_b=weight.scales.t(), bias=bias, out_dtype=torch.bfloat16
+    )
 
 
 class Tile(NamedTuple):

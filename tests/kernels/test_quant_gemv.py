@@ -120,3 +120,22 @@ def test_a_layer_computes_what_torch_does(scheme, rows, device):
         found.append([q, total, *slots, x if residual is None else x + residual])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.06)  # a code's step is 6 % of fp8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS[:3], ids=str)
+def test_parts_of_k_add_up_in_one_order(form, device):
+    _, values, _ = drawn(8, 18944, form, device)
+    weight = made(form, 3584, 18944, device)
+    tile = DotTile(32, 256, 8, 1, 4, 4)
+    expected = quant_gemv(values, weight, tile=tile)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [quant_gemv(values, weight, tile=tile) for _ in range(20)]
+    graph.replay()
+    assert all(torch.equal(y, expected) for y in found)
+    if isinstance(values, torch.Tensor):
+        alone = values[:1]
+    else:
+        alone = values._replace(codes=values.codes[:1], scales=values.scales[:1])
+    assert torch.equal(quant_gemv(alone, weight, tile=tile), expected[:1])
