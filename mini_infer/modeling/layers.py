@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import overload
 
 from torch import Tensor, nn
 
@@ -60,6 +61,12 @@ class Linear(Layer):
             self.register_parameter(key, weight)
         self._kernels = build.kernels
 
+    @overload
+    def of_stream(self, stream: Stream) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def of_stream(self, stream: Stream, silu_mul: bool) -> tuple[Tensor | Gated, Tensor]: ...
+
     def of_stream(self, stream: Stream, silu_mul: bool = False) -> tuple[Tensor | Gated, Tensor]:
         """(the product of the stream's norm, with `silu_mul` through SiLU(gate) * up or Gated; the stream's value)."""
         fused = self.method.norm_apply(stream, silu_mul)
@@ -80,7 +87,6 @@ class Linear(Layer):
         if fused is not None:
             return fused
         qkv, total = self.of_stream(stream)
-        assert isinstance(qkv, Tensor)
         return self._kernels.rope_and_store(qkv, qk_norm, places), total
 
     def add_to_stream(self, x: Tensor | Gated, residual: Tensor) -> tuple[Tensor, Tensor | None]:
