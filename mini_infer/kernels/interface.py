@@ -10,11 +10,13 @@ T tokens, hidden size H, Hq query heads and Hkv KV heads of size D.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from mini_infer.core.model_config import Routing
@@ -33,6 +35,12 @@ class Stream(NamedTuple):
     x: Tensor  # [T, H]
     residual: Tensor | None  # [T, H]
     norm: Norm
+
+
+class Gated(NamedTuple):
+    """Gate and up, of which a reader takes silu(gate) * up: it may make codes of it in the same step."""
+
+    gate_up: Tensor  # [T, 2I]
 
 
 class QKNorm(NamedTuple):
@@ -144,6 +152,17 @@ class Kernels(Protocol):
 
     def quantized_refusal(self, form: WeightFormat, activations: ActivationFormat | None, in_size: int) -> str | None:
         """Why there is no `quantized_linear` for weights [N, in_size] of these formats, or None if there is."""
+
+    def quantized_gemv(
+        self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int, dtype: torch.dtype
+    ) -> Callable[..., Tensor] | None:
+        """`quant_gemv` (kernels/quant_gemv.py), which does its neighbours' work as well, where it is the fastest."""
+
+    def adds_residual(self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int) -> bool:
+        """Whether it costs `quantized_linear` less to add a residual than it costs the norm that reads the sum next."""
+
+    def quantize_tokens(self, x: Tensor, form: ActivationFormat, silu_mul: bool = False) -> QuantizedTokens:
+        """x [T, K], or of gate_up [T, 2K] what `silu_mul` gives, as codes."""
 
     def quantized_norm(self, stream: Stream, form: ActivationFormat) -> tuple[QuantizedTokens, Tensor]:
         """The stream -> (its norm, quantized; its value)."""

@@ -5,7 +5,7 @@ A model is handed one `Kernels` when it is built. Triton is imported by nobody e
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -65,9 +65,20 @@ class TorchKernels:
     def quantized_refusal(self, form: WeightFormat, activations: ActivationFormat | None, in_size: int) -> str | None:
         return None
 
+    def quantized_gemv(
+        self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int, dtype: torch.dtype
+    ) -> Callable[..., Tensor] | None:
+        return None
+
+    def adds_residual(self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int) -> bool:
+        return True
+
+    def quantize_tokens(self, x: Tensor, form: ActivationFormat, silu_mul: bool = False) -> QuantizedTokens:
+        return QuantizedTokens(*quantize_tokens(self.silu_mul(x) if silu_mul else x, form), x.dtype)
+
     def quantized_norm(self, stream: Stream, form: ActivationFormat) -> tuple[QuantizedTokens, Tensor]:
         normed, total = self.add_rms_norm(stream)
-        return QuantizedTokens(*quantize_tokens(normed, form), normed.dtype), total
+        return self.quantize_tokens(normed, form), total
 
     def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
         x, residual, (weight, eps) = stream
@@ -131,19 +142,22 @@ class TritonKernels(TorchKernels):
             gemv,
             moe_experts,
             moe_route,
+            quant_gemv,
             quant_linear,
+            quantize_tokens,
             rms_norm,
             rope_and_store,
             rope_and_store_latent,
             silu_mul,
         )
 
-        self.gemv, self._quantized = gemv, quant_linear
+        self.gemv, self._quantized, self._quantized_gemv = gemv, quant_linear, quant_gemv
+        self._quantize_tokens = quantize_tokens.quantize_tokens
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
         self._rope_and_store_latent = rope_and_store_latent.rope_and_store_latent
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
         self._route, self._experts, self._few_tokens = moe_route.route, moe_experts.experts, moe_experts.FEW_TOKENS
-        self._quantized_norm, self._few_rows = rms_norm.quantized_rms_norm, float(quant_linear.MAX_ROWS)
+        self._quantized_norm = rms_norm.quantized_rms_norm
 
     def quantized_linear(
         self,
@@ -153,10 +167,30 @@ class TritonKernels(TorchKernels):
         activations: ActivationFormat | None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(x, Tensor) and activations is None and len(x) > self._few_rows:
+        rows = len(x) if isinstance(x, Tensor) else len(x.codes)
+        for_library = activations is None or x.dtype == torch.bfloat16
+        if self.adds_residual(weight, activations, rows) or not for_library:
+            return self._quantized.quantized_linear(x, weight, bias, activations, residual=residual)
+        if activations is None:
+            assert isinstance(x, Tensor)
             y = self.linear(x, self._quantized.dequantize_weight(weight, x.dtype), bias)
-            return y if residual is None else residual + y
-        return self._quantized.quantized_linear(x, weight, bias, activations, residual=residual)
+        else:
+            tokens = self.quantize_tokens(x, activations) if isinstance(x, Tensor) else x
+            y = self._quantized.library_product(tokens, weight, bias)
+        return y if residual is None else residual + y
+
+    def quantized_gemv(
+        self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int, dtype: torch.dtype
+    ) -> Callable[..., Tensor] | None:
+        fits = self._quantized_gemv.worth_it(weight, activations, rows, dtype)
+        return self._quantized_gemv.quant_gemv if fits else None
+
+    def adds_residual(self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int) -> bool:
+        """Not where a library computes the product."""
+        return rows <= self._quantized.own_rows(weight, activations)
+
+    def quantize_tokens(self, x: Tensor, form: ActivationFormat, silu_mul: bool = False) -> QuantizedTokens:
+        return self._quantize_tokens(x, form, silu_mul)
 
     def quantized_refusal(self, form: WeightFormat, activations: ActivationFormat | None, in_size: int) -> str | None:
         try:
@@ -205,11 +239,19 @@ class InvariantKernels(TritonKernels):
         from mini_infer.kernels.invariant_linear import invariant_linear
 
         self.gemv = None  # it sums in other orders than products of more rows
-        self._few_rows, self._few_tokens = math.inf, 0  # one kernel for all
+        self._few_tokens = 0  # one kernel for all
         self._linear = invariant_linear
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         return self._linear(x, weight.contiguous(), bias, out)  # a copy on a CPU alone, for tests
+
+    def quantized_gemv(
+        self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int, dtype: torch.dtype
+    ) -> Callable[..., Tensor] | None:
+        return None  # for the same reason
+
+    def adds_residual(self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int) -> bool:
+        return True  # one kernel for all
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
         return self._rope_and_store(qkv, qk_norm, places, one_shape=True)

@@ -16,6 +16,9 @@ Three rules make that safe:
   3. What is read before `gdc_wait` must not be written by any kernel that may still run: here that is the weights
      alone, which are in place long before the first step.
 
+A program that streams weights through shared memory does not load before it waits; it has the first of them brought to
+L2 (`bring_to_l2`), which rule 3 allows.
+
 A kernel that is launched in the ordinary way starts when all before it has ended, and so is a barrier between those
 that are not.
 """
@@ -26,6 +29,8 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
@@ -38,4 +43,13 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 def _has_pdl(device: torch.device) -> bool:
     return (
         device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+
+
+@triton.jit
+def bring_to_l2(ptr, rows, ROW_BYTES: tl.constexpr, BYTES: tl.constexpr):
+    """Asks for the first BYTES of rows that are ROW_BYTES apart, all multiples of 16, as ptr is. Hopper and later."""
+    at = ptr.to(tl.int64) + rows.to(tl.int64) * ROW_BYTES
+    tl.inline_asm_elementwise(
+        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.b32 $0, 0;", "=r,l", [at], tl.int32, False, 1
     )

@@ -8,18 +8,19 @@ invariant_linear.py, and K is never split, so a row's result is the same to the 
     fp8        fp8            128 columns in the tensor core's sum, then in float32     * scale_x * scale_w
     fp8 block  fp8 groups     128 columns * scale_x * scale_w, then in float32
     int8       as they are    codes made bf16, which is exact                           * scale_w
-    int4       as they are    unpacked and made bf16, a group * scale_w, in float32
+    int4       as they are    unpacked, * scale_w, rounded to bf16
 
 The tensor core of Hopper keeps some 14 bits of a sum of fp8 products, hence the 128 (DeepSeek-V3, arXiv:2412.19437,
 section 3.3.2).
 
-Packed int4: byte j of the 64 that hold columns [128c, 128c + 128) has column 128c + j in its low and column
-128c + 64 + j in its high half. So the two halves of a tile of bytes are products with two tiles of x, and no element
-has to change its thread.
+Packed int4 is made numbers by its bits, a plane of 32 columns at a time, each with its own tile of x
+(kernels/quant_unpack.py).
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import bring_to_l2, launch_options
+from mini_infer.kernels.quant_unpack import CHUNK, PLANE, unpacked
 from mini_infer.kernels.quantize_tokens import quantize_tokens
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
@@ -42,22 +44,12 @@ def _scales_of(ptr, outs, real, group, NUM_GROUPS: tl.constexpr, ROWS: tl.conste
     return tl.load(ptr + outs // ROWS * NUM_GROUPS + group, mask=real, other=0.0).to(tl.float32)
 
 
-@triton.jit
-def _less_zero(codes, zeros_ptr, outs, real, group, NUM_GROUPS: tl.constexpr, DOT: tl.constexpr):
-    """Codes 0 to 15 less their zeros, or less 8: small whole numbers, exact in DOT."""
-    if zeros_ptr is None:
-        signed = codes.to(tl.int8) - 8
-    else:
-        zeros = tl.load(zeros_ptr + outs * NUM_GROUPS + group, mask=real, other=0)
-        signed = codes.to(tl.int8) - zeros[:, None]
-    return signed.to(DOT)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _quant_linear_kernel(
     x_desc,
     x_scales_ptr,
     codes_desc,
+    codes_ptr,
     scales_ptr,
     zeros_ptr,
     bias_ptr,
@@ -68,7 +60,7 @@ def _quant_linear_kernel(
     IN_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # columns of a tile of codes; bytes, where PACKED
+    BLOCK_K: tl.constexpr,  # columns of a tile; where PACKED those of a chunk
     TALL: tl.constexpr,  # as in invariant_linear.py
     PACKED: tl.constexpr,
     GROUP: tl.constexpr,  # columns that share a scale of the weights; None: all
@@ -79,7 +71,6 @@ def _quant_linear_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row_tiles, out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), (OUT_SIZE + BLOCK_OUT - 1) // BLOCK_OUT
     band = tl.program_id(0) // (TALL * out_tiles)
     height = tl.minimum(row_tiles - band * TALL, TALL)
@@ -87,34 +78,27 @@ def _quant_linear_kernel(
     row, out = (band * TALL + within % height) * BLOCK_ROWS, within // height * BLOCK_OUT
     rows, outs = row + tl.arange(0, BLOCK_ROWS), out + tl.arange(0, BLOCK_OUT)
     exists, real = rows < num_rows, outs < OUT_SIZE
+    w_rows = tl.minimum(outs, OUT_SIZE - 1)
+    if PDL:
+        ROW_BYTES: tl.constexpr = IN_SIZE // 2 if PACKED else IN_SIZE
+        if row == 0 and ROW_BYTES >= 512:
+            bring_to_l2(codes_ptr, w_rows, ROW_BYTES, 512)
+        tl.extra.cuda.gdc_wait()
     GROUPS: tl.constexpr = 1 if GROUP is None else (IN_SIZE + GROUP - 1) // GROUP
     X_GROUPS: tl.constexpr = 1 if X_GROUP is None else (IN_SIZE + X_GROUP - 1) // X_GROUP
     SUM: tl.constexpr = tl.int32 if tl.int8 == DOT else tl.float32
     sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], SUM)
-    HALF: tl.constexpr = 64  # bytes of 128 packed columns
     if PACKED:
-        for byte in range(0, IN_SIZE // 2, BLOCK_K):
-            codes = codes_desc.load([out, byte])
-            k = byte // HALF * (2 * HALF) + byte % HALF
-            low, high = x_desc.load([row, k]).to(DOT), x_desc.load([row, k + HALF]).to(DOT)
-            first, second = 0, 0
-            if GROUP is not None:
-                first, second = k // GROUP, (k + HALF) // GROUP
-            a = _less_zero(codes & 15, zeros_ptr, outs, real, first, GROUPS, DOT)
-            b = _less_zero(codes >> 4, zeros_ptr, outs, real, second, GROUPS, DOT)
-            if GROUP is None:
-                sums = tl.dot(a, low.T, sums, input_precision="ieee")
-                sums = tl.dot(b, high.T, sums, input_precision="ieee")
-            else:
-                part = tl.dot(a, low.T, input_precision="ieee")
-                if GROUP >= 2 * HALF:
-                    part = tl.dot(b, high.T, part, input_precision="ieee")
-                scales = _scales_of(scales_ptr, outs, real, first, GROUPS, 1)
-                sums = tl.fma(part, tl.broadcast_to(scales[:, None], part.shape), sums)
-                if GROUP < 2 * HALF:
-                    part = tl.dot(b, high.T, input_precision="ieee")
-                    scales = _scales_of(scales_ptr, outs, real, second, GROUPS, 1)
-                    sums = tl.fma(part, tl.broadcast_to(scales[:, None], part.shape), sums)
+        for k in range(0, IN_SIZE, CHUNK):
+            words = codes_desc.load([out, k // 4])
+            for column in tl.static_range(0, CHUNK, PLANE):
+                x = x_desc.load([row, k + column]).to(DOT)
+                w = unpacked(words, column // PLANE, zeros_ptr, w_rows, k + column, IN_SIZE, GROUP, DOT)
+                if GROUP is not None:
+                    if column % GROUP == 0:
+                        scale = tl.load(scales_ptr + w_rows * GROUPS + (k + column) // GROUP).to(DOT)
+                    w *= scale[:, None]
+                sums = tl.dot(w, x.T, sums, input_precision="ieee")
     else:
         for k in range(0, IN_SIZE, BLOCK_K):  # descriptors give zeros beyond the ends
             codes, x = codes_desc.load([out, k]), x_desc.load([row, k])
@@ -163,27 +147,30 @@ def _dequantize_kernel(
     GROUP: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns at a time: CHUNK, of packed codes PLANE
+    DOT: tl.constexpr,  # dtype that holds every code
 ):
-    """Tiles of 128 columns."""
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    real = (outs < OUT_SIZE)[:, None]
-    columns = tl.program_id(1) * 128 + tl.arange(0, 128)
-    inside = real & (columns < IN_SIZE)[None, :]
+    """A program has CHUNK columns of some rows: neighbours in memory are made by neighbours."""
+    outs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    real = outs < OUT_SIZE
     wide = outs.to(tl.int64)[:, None]
+    begin = tl.program_id(0) * CHUNK
+    columns = tl.arange(0, WIDTH)[None, :]
+    GROUPS: tl.constexpr = 1 if GROUP is None else (IN_SIZE + GROUP - 1) // GROUP
     if PACKED:
-        places = columns // 128 * 64 + columns % 64
-        both = tl.load(codes_ptr + wide * (IN_SIZE // 2) + places[None, :], mask=inside, other=0)
-        codes = ((both >> (columns % 128 // 64 * 4).to(tl.uint8)[None, :]) & 15).to(tl.float32)
-    else:
-        codes = tl.load(codes_ptr + wide * IN_SIZE + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    WIDTH: tl.constexpr = IN_SIZE if GROUP is None else GROUP
-    places = (outs // GROUP_ROWS)[:, None] * ((IN_SIZE + WIDTH - 1) // WIDTH) + (columns // WIDTH)[None, :]
-    if zeros_ptr is not None:
-        codes -= tl.load(zeros_ptr + places, mask=inside, other=0).to(tl.float32)
-    elif PACKED:
-        codes -= 8
-    values = codes * tl.load(scales_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + wide * IN_SIZE + columns[None, :], values.to(out_ptr.dtype.element_ty), mask=inside)
+        words = tl.load(codes_ptr + wide * (IN_SIZE // 4) + begin // 4 + columns, mask=real[:, None], other=0)
+    for column in tl.static_range(0, CHUNK, WIDTH):
+        here = begin + column + columns
+        inside = real[:, None] & (here < IN_SIZE)
+        if PACKED:
+            w_rows = tl.minimum(outs, OUT_SIZE - 1)
+            codes = unpacked(words, column // PLANE, zeros_ptr, w_rows, begin + column, IN_SIZE, GROUP, DOT)
+            codes = codes.to(tl.float32)
+        else:
+            codes = tl.load(codes_ptr + wide * IN_SIZE + here, mask=inside, other=0.0).to(tl.float32)
+        group = 0 if GROUP is None else (begin + column) // GROUP
+        values = codes * _scales_of(scales_ptr, outs, real, group, GROUPS, GROUP_ROWS)[:, None]
+        tl.store(out_ptr + wide * IN_SIZE + here, values.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
@@ -192,30 +179,76 @@ def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     packed = form.number is Number.int4
     in_size = weight.codes.shape[1] * (2 if packed else 1)
     out = torch.empty((out_size, in_size), dtype=dtype, device=weight.codes.device)
-    _dequantize_kernel[(triton.cdiv(out_size, 32), triton.cdiv(in_size, 128))](
-        weight.codes, weight.scales, weight.zeros, out, OUT_SIZE=out_size, IN_SIZE=in_size, PACKED=packed,
-        GROUP=form.columns, GROUP_ROWS=form.rows, BLOCK_OUT=32, num_warps=4,
+    _dequantize_kernel[(triton.cdiv(in_size, CHUNK.value), triton.cdiv(out_size, 64))](
+        weight.codes.view(torch.int16) if packed else weight.codes, weight.scales, weight.zeros, out, OUT_SIZE=out_size,
+        IN_SIZE=in_size, PACKED=packed, GROUP=form.columns, GROUP_ROWS=form.rows, BLOCK_OUT=64,
+        WIDTH=PLANE.value if packed else CHUNK.value, DOT=DOT_DTYPES[torch.bfloat16], num_warps=4,
     )  # fmt: skip
     return out
 
 
-MAX_ROWS = 256  # above, weights alone in fewer bits are made floating again first
+# Rows of x above which cuBLAS is the faster: for weights alone in fewer bits with the time to make them floating again,
+# for fp8 as it is.
+_DEQUANTIZED_ROWS, _LIBRARY_FP8_ROWS = 256, 128
+
+
+def own_rows(weight: QuantizedWeight, activations: ActivationFormat | None) -> float:
+    """The most for which `quantized_linear` is the fastest."""
+    if activations is None:
+        return _DEQUANTIZED_ROWS
+    form, one_scale = weight.form, activations.columns is None and weight.form.columns is None
+    library = form.number is Number.fp8 and one_scale and _has_fp8(weight.codes.device)
+    return _LIBRARY_FP8_ROWS if library and all(size % 16 == 0 for size in weight.codes.shape) else math.inf
+
+
+@functools.cache
+def _has_fp8(device: torch.device) -> bool:
+    return (
+        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+def library_product(x: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """x W^T + b of fp8 with a scale a row and of a model in bfloat16, by what torch chooses. How that sums is its own,
+    and may depend on the number of rows."""
+    return torch._scaled_mm(
+        x.codes, weight.codes.t(), scale_a=x.scales, scale_b=weight.scales.t(), bias=bias, out_dtype=torch.bfloat16
+    )
 
 
 class Tile(NamedTuple):
     rows: int
     outs: int
-    k: int  # columns of the codes; bytes of packed ones
+    k: int  # columns; of packed codes those of a chunk
     num_warps: int
     num_stages: int
 
 
-def tile_for(rows: int, number: Number, group: int | None) -> Tile:
-    """By the number of rows alone, so that a tile's speed may differ and its sums may not."""
+def tile_for(rows: int, number: Number, out_size: int, in_size: int, activations: bool = True) -> Tile:
+    """The best on an H200, or within 5 % of it, by the products of Qwen2.5-7B; where an SM gets less than a tile, or a
+    tile goes a long way, tiles are small and many bytes of each are in flight. Tiles differ in speed, and sums do not.
+    """
     size = min(max(triton.next_power_of_2(rows), 16), 128)
     if number is Number.int4:
-        return Tile(size, 64, min(64, group or 64), 4, 5 if size <= 32 else 4)
-    return Tile(size, 64 if size <= 64 else 128, 128, 4, 6 if size <= 32 else 4)
+        return Tile(size, 64, CHUNK.value, 4, 5 if size <= 32 else 4)
+    few = out_size <= 8192
+    if not activations:
+        return Tile(size, 64, 256 if few and size <= 64 else 128, 4, 3)
+    if number is Number.fp8:  # 128 columns are what its sums are made of
+        if rows <= 64:
+            return Tile(size, 64, 128, 4, 8) if few else Tile(size, 128, 128, 4, 4 if size <= 32 else 3)
+        if rows <= 256:
+            return Tile(64, 64, 128, 4, 4) if few and in_size <= 8192 else Tile(128, 64, 128, 4, 4 if few else 3)
+        return Tile(128, 128, 128, 4, 3)
+    if rows <= 64:
+        return Tile(size, 64, 256, 4, 6) if few else Tile(size, 128, 128, 4, 4 if size <= 32 else 3)
+    if rows <= 256:
+        return (
+            Tile(64, 64, 128, 4, 4)
+            if few and in_size <= 8192
+            else Tile(128, 64, 256 if few else 128, 4, 4 if few else 3)
+        )
+    return Tile(128, 128, 128, 4, 3)
 
 
 def quantized_linear(
@@ -258,15 +291,17 @@ def quantized_linear(
     dot = DOT_DTYPES[x.dtype]
     if activations is not None:
         dot = tl.int8 if form.number is Number.int8 else tl.float8e4nv
-    tile = tile or tile_for(rows, form.number, form.columns)
-    x_columns = tile.k if not packed else min(tile.k, 64)
+    tile = tile or tile_for(rows, form.number, out_size, in_size, activations is not None)
+    codes, x_columns = weight.codes, tile.k
+    if packed:
+        codes, x_columns = codes.view(torch.int16), PLANE.value
     if (shared := shared_memory(values.device)) is not None:
-        stage = tile.rows * x_columns * values.element_size() * (2 if packed else 1) + tile.outs * tile.k
+        stage = tile.rows * tile.k * values.element_size() + tile.outs * tile.k // (2 if packed else 1)
         tile = tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outs),)
     _quant_linear_kernel[grid](
         TensorDescriptor.from_tensor(values, [tile.rows, x_columns]), x_scales,
-        TensorDescriptor.from_tensor(weight.codes, [tile.outs, tile.k]), weight.scales, weight.zeros, bias, residual,
+        TensorDescriptor.from_tensor(codes, [tile.outs, x_columns]), codes, weight.scales, weight.zeros, bias, residual,
         out, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_K=tile.k,
         TALL=8, PACKED=packed, GROUP=form.columns, GROUP_ROWS=form.rows,
         X_GROUP=None if activations is None else activations.columns, DOT=dot, num_warps=tile.num_warps,

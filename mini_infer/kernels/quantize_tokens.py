@@ -1,4 +1,4 @@
-"""Activations become 8-bit codes and scales in the step that needs them: one program a row.
+"""Activations become 8-bit codes and scales in the step that needs them, of few rows each by several programs.
 
 A scale is the largest value divided by the largest code, codes are rounded to nearest with ties to even, and both are
 true divisions: the codes are those of quantization/formats.py to the bit. Kernels that make x can do it themselves, by
@@ -13,10 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.silu_mul import gated
 from mini_infer.quantization.formats import ActivationFormat, Number
 from mini_infer.quantization.weight import QuantizedTokens
 
 _TIES_TO_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it keeps no digits behind the point
+_BLOCK = 4096  # columns at a time: 16 bytes a thread
+_PROGRAMS = 256  # with fewer rows, a row is shared
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -39,29 +42,52 @@ def as_fp8(x):
 
 
 @triton.jit
-def _encoded(x, SCALE_MAX: tl.constexpr, FP8: tl.constexpr):
-    """x [G, C] float32, a group a row -> codes [G, C], scales [G, 1]. Of zeros the scale is 0."""
-    scales = tl.math.div_rn(tl.max(tl.abs(x), axis=1, keep_dims=True), SCALE_MAX)
-    scaled = tl.math.div_rn(x, tl.where(scales == 0.0, 1.0, scales))
+def _scales(largest, SCALE_MAX: tl.constexpr):
+    """(scales, what values are divided by): of zeros the scale is 0."""
+    scales = tl.math.div_rn(largest, SCALE_MAX)
+    return scales, tl.where(scales == 0.0, 1.0, scales)
+
+
+@triton.jit
+def _codes(x, divisors, SCALE_MAX: tl.constexpr, FP8: tl.constexpr):
+    """x [G, C] float32 in units of divisors [G, 1], rounded."""
+    if _INTERPRETED:
+        scaled = tl.math.div_rn(x, divisors)
+    else:  # the same, since the inverse is made once: two steps of Newton's from it (Markstein 1990)
+        inverses = tl.broadcast_to(tl.math.div_rn(tl.full(divisors.shape, 1.0, tl.float32), divisors), x.shape)
+        divisors = tl.broadcast_to(divisors, x.shape)
+        scaled = x * inverses
+        scaled = tl.fma(tl.fma(-scaled, divisors, x), inverses, scaled)
+        scaled = tl.fma(tl.fma(-scaled, divisors, x), inverses, scaled)
     if FP8:
         codes = as_fp8(scaled)
     else:
         scaled = tl.minimum(tl.maximum(scaled, -SCALE_MAX), SCALE_MAX)
         codes = ((scaled + _TIES_TO_EVEN) - _TIES_TO_EVEN).to(tl.int8)
-    return codes, scales
+    return codes
 
 
 @triton.jit
 def store_encoded(
-    x, codes_ptr, scales_ptr, row, SIZE: tl.constexpr, GROUP: tl.constexpr, SCALE_MAX: tl.constexpr, FP8: tl.constexpr
-):
-    """x [BLOCK] float32, a row of SIZE columns and zeros behind them -> its codes and scales to their places."""
+    x, codes_ptr, scales_ptr, row, start, SIZE: tl.constexpr, GROUP: tl.constexpr, SCALE_MAX: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """x [BLOCK] float32, columns from `start` on of a row of SIZE, and zeros behind them -> its codes and scales to
+    their places."""
     BLOCK: tl.constexpr = x.shape[0]
-    codes, scales = _encoded(tl.reshape(x, [BLOCK // GROUP, GROUP]), SCALE_MAX, FP8)
-    columns, groups = tl.arange(0, BLOCK), tl.arange(0, BLOCK // GROUP)
+    x = tl.reshape(x, [BLOCK // GROUP, GROUP])
+    scales, divisors = _scales(tl.max(tl.abs(x), axis=1, keep_dims=True), SCALE_MAX)
+    codes = _codes(x, divisors, SCALE_MAX, FP8)
+    columns, groups = start + tl.arange(0, BLOCK), start // GROUP + tl.arange(0, BLOCK // GROUP)
     GROUPS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
     tl.store(scales_ptr + row * GROUPS + groups[:, None], scales, mask=(groups < GROUPS)[:, None])
     tl.store(codes_ptr + row * SIZE + columns, tl.reshape(codes, [BLOCK]), mask=columns < SIZE)
+
+
+@triton.jit
+def _values(x_ptr, columns, SIZE: tl.constexpr, SILU_MUL: tl.constexpr):
+    x = gated(x_ptr, columns, SIZE) if SILU_MUL else tl.load(x_ptr + columns, mask=columns < SIZE, other=0.0)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -72,18 +98,40 @@ def _quantize_kernel(
     x_stride,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,  # columns of the row, up to a power of two
+    BLOCK: tl.constexpr,
+    SHARE: tl.constexpr,  # of a row's columns a program's, a multiple of BLOCK
     SCALE_MAX: tl.constexpr,
     FP8: tl.constexpr,
+    SILU_MUL: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A program has a share of a row. Where that is not all of it, it reads the row once more: for the largest."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
+    SHARES: tl.constexpr = (SIZE + SHARE - 1) // SHARE
+    row = (tl.program_id(0) // SHARES).to(tl.int64)
+    begin = tl.program_id(0) % SHARES * SHARE
+    x_ptr += row * x_stride
     columns = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    store_encoded(x, codes_ptr, scales_ptr, row, SIZE, GROUP, SCALE_MAX, FP8)
+    if SIZE <= BLOCK:
+        x = _values(x_ptr, columns, SIZE, SILU_MUL)
+        store_encoded(x, codes_ptr, scales_ptr, row, 0, SIZE, GROUP, SCALE_MAX, FP8)
+    elif GROUP < BLOCK:
+        for start in tl.static_range(0, SHARE, BLOCK):
+            x = _values(x_ptr, begin + start + columns, SIZE, SILU_MUL)
+            store_encoded(x, codes_ptr, scales_ptr, row, begin + start, SIZE, GROUP, SCALE_MAX, FP8)
+    else:
+        largest = tl.zeros([BLOCK], tl.float32)
+        for start in tl.static_range(0, SIZE, BLOCK):
+            largest = tl.maximum(largest, tl.abs(_values(x_ptr, start + columns, SIZE, SILU_MUL)))
+        scale, divisor = _scales(tl.max(largest, axis=0), SCALE_MAX)
+        tl.store(scales_ptr + row, scale)  # every share the same
+        for start in tl.static_range(0, SHARE, BLOCK):
+            here = begin + start + columns
+            x = _values(x_ptr, here, SIZE, SILU_MUL)[None, :]
+            codes = _codes(x, tl.zeros([1, 1], tl.float32) + divisor, SCALE_MAX, FP8)
+            tl.store(codes_ptr + row * SIZE + here, tl.reshape(codes, [BLOCK]), mask=here < SIZE)
 
 
 def empty_tokens(x: Tensor, size: int, form: ActivationFormat) -> tuple[QuantizedTokens, dict[str, object]]:
@@ -102,16 +150,20 @@ def empty_tokens(x: Tensor, size: int, form: ActivationFormat) -> tuple[Quantize
 
 
 def num_warps(block: int) -> int:
-    return min(max(block // 1024, 4), 16)
+    return min(max(block // 256, 4), 16)
 
 
-def quantize_tokens(x: Tensor, form: ActivationFormat) -> QuantizedTokens:
-    """x [T, K] of any floating dtype, elements of a row adjacent. Raises ValueError as `empty_tokens`."""
-    tokens, constants = empty_tokens(x, x.shape[1], form)
-    block = max(triton.next_power_of_2(x.shape[1]), 16)
-    if len(x):
-        _quantize_kernel[(len(x),)](
-            x, tokens.codes, tokens.scales, x.stride(0), SIZE=x.shape[1], BLOCK=block, num_warps=num_warps(block),
-            **constants, **launch_options(x.device),
+def quantize_tokens(x: Tensor, form: ActivationFormat, silu_mul: bool = False) -> QuantizedTokens:
+    """x [T, K] of any floating dtype, elements of a row adjacent; with `silu_mul` [T, 2K], of which silu_mul.py's
+    product becomes the codes, to the bit. Raises ValueError as `empty_tokens`."""
+    rows, size = x.shape[0], x.shape[1] // 2 if silu_mul else x.shape[1]
+    tokens, constants = empty_tokens(x, size, form)
+    block = min(max(triton.next_power_of_2(size), 16), _BLOCK)
+    if rows:
+        shares = min(triton.cdiv(size, block), max(_PROGRAMS // rows, 1))
+        share = triton.cdiv(triton.cdiv(size, block), shares) * block
+        _quantize_kernel[(rows * triton.cdiv(size, share),)](
+            x, tokens.codes, tokens.scales, x.stride(0), SIZE=size, BLOCK=block, SHARE=share, SILU_MUL=silu_mul,
+            num_warps=num_warps(block), **constants, **launch_options(x.device),
         )  # fmt: skip
     return tokens

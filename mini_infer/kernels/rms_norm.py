@@ -70,7 +70,7 @@ def _rms_norm_kernel(
         tl.store(normed_ptr + row + columns, normed, mask=inside)
     else:  # rounded as between two operations
         program = tl.program_id(0).to(tl.int64)
-        store_encoded(normed.to(tl.float32), normed_ptr, scales_ptr, program, SIZE, GROUP, SCALE_MAX, FP8)
+        store_encoded(normed.to(tl.float32), normed_ptr, scales_ptr, program, 0, SIZE, GROUP, SCALE_MAX, FP8)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

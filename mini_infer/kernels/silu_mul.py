@@ -19,6 +19,17 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
+def gated(gate_ptr, columns, SIZE: tl.constexpr):
+    """Of a row whose gate begins at gate_ptr, and up SIZE behind it, rounded as between torch operations; 0 beyond
+    SIZE."""
+    inside = columns < SIZE
+    gate = tl.load(gate_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    dtype = gate_ptr.dtype.element_ty
+    return ((gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up).to(dtype)
+
+
+@triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -26,12 +37,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constex
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    gate = tl.load(gate_up_ptr + row * 2 * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    dtype = out_ptr.dtype.element_ty
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # rounded as between two torch operations
-    tl.store(out_ptr + row * SIZE + columns, (activated * up).to(dtype), mask=inside)
+    tl.store(out_ptr + row * SIZE + columns, gated(gate_up_ptr + row * 2 * SIZE, columns, SIZE), mask=columns < SIZE)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

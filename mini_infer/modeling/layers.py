@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import overload
 
 from torch import Tensor, nn
 
-from mini_infer.kernels.interface import Norm, Places, QKNorm, Stream
+from mini_infer.kernels.interface import Gated, Norm, Places, QKNorm, Stream
 from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel, empty_parameter
 from mini_infer.modeling.model import CheckpointTensor
 
@@ -60,8 +61,14 @@ class Linear(Layer):
             self.register_parameter(key, weight)
         self._kernels = build.kernels
 
-    def of_stream(self, stream: Stream, silu_mul: bool = False) -> tuple[Tensor, Tensor]:
-        """(the product of the stream's norm, with `silu_mul` through SiLU(gate) * up; the stream's value)."""
+    @overload
+    def of_stream(self, stream: Stream) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def of_stream(self, stream: Stream, silu_mul: bool) -> tuple[Tensor | Gated, Tensor]: ...
+
+    def of_stream(self, stream: Stream, silu_mul: bool = False) -> tuple[Tensor | Gated, Tensor]:
+        """(the product of the stream's norm, with `silu_mul` through SiLU(gate) * up or Gated; the stream's value)."""
         fused = self.method.norm_apply(stream, silu_mul)
         if fused is not None:
             return fused
@@ -82,8 +89,10 @@ class Linear(Layer):
         qkv, total = self.of_stream(stream)
         return self._kernels.rope_and_store(qkv, qk_norm, places), total
 
-    def add_to_stream(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+    def add_to_stream(self, x: Tensor | Gated, residual: Tensor) -> tuple[Tensor, Tensor | None]:
         """The stream of value `residual` after the product of x is added to it."""
+        if isinstance(x, Gated) and not self.method.takes_gated:
+            x = self._kernels.silu_mul(x.gate_up)
         total = self.method.apply_add(x, residual)
         return (self.method.apply(x), residual) if total is None else (total, None)
 

@@ -20,22 +20,27 @@ def pack_int4(codes: Tensor, symmetric: bool) -> Tensor:
     """codes [N, K] int8, -8 to 7 where symmetric and else 0 to 15 -> [N, ceil(K / 128) * 64] uint8, as products read
     them (kernels/quant_linear.py); symmetric codes plus 8.
 
-        of each 128 columns, byte      0          1               63
-            its low half           column 0     column 1       column 63
-            its high half          column 64    column 65      column 127
+    Of each 128 columns a pair of bytes has four, of four planes of 32:
+
+        bytes                      0, 1       2, 3           62, 63
+            first's low half    column 0     column 1       column 31
+            first's high half   column 32    column 33      column 63
+            second's low half   column 64    column 65      column 95
+            second's high half  column 96    column 97      column 127
 
     What fills the last columns stands for nothing.
     """
     rows, columns = codes.shape
     padded = torch.nn.functional.pad((codes + 8 if symmetric else codes).to(torch.uint8), (0, -columns % _TILE))
-    low, high = padded.view(rows, -1, 2, _TILE // 2).unbind(2)
-    return (low | high << 4).flatten(1)
+    a, b, c, d = padded.view(rows, -1, 4, _TILE // 4).unbind(2)
+    return torch.stack((a | b << 4, c | d << 4), 3).flatten(1)
 
 
 def unpack_int4(packed: Tensor, symmetric: bool, columns: int | None = None) -> Tensor:
     """What `pack_int4` took, int8: [N, columns], by default of a multiple of 128 columns."""
-    tiles = packed.view(packed.shape[0], -1, _TILE // 2)
-    codes = torch.stack((tiles & 15, tiles >> 4), 2).flatten(1)[:, :columns].to(torch.int8)
+    first, second = packed.view(packed.shape[0], -1, _TILE // 4, 2).unbind(3)
+    planes = torch.stack((first & 15, first >> 4, second & 15, second >> 4), 2)
+    codes = planes.flatten(1)[:, :columns].to(torch.int8)
     return codes - 8 if symmetric else codes
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from mini_infer.kernels.quant_linear import Tile, check, dequantize_weight, quantized_linear, tile_for
 from mini_infer.kernels.quantize_tokens import quantize_tokens
 from mini_infer.kernels.rms_norm import add_rms_norm, quantized_rms_norm, rms_norm
+from mini_infer.kernels.silu_mul import silu_mul
 from mini_infer.quantization import formats
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
 from mini_infer.quantization.packing import pack_int4, unpack_int4
@@ -68,7 +69,7 @@ def test_a_weight_is_made_floating_again(form, device):
 
 
 @pytest.mark.parametrize("form", [INT8, FP8, FP8_GROUPS], ids=str)
-@pytest.mark.parametrize("shape", [(3, 128), (2, 200), (1, 3584)])
+@pytest.mark.parametrize("shape", [(3, 128), (2, 200), (1, 3584), (2, 9000), (300, 4224)])
 def test_tokens_are_quantized_to_the_bit(form, shape, device):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
     x[0] *= 1000
@@ -78,6 +79,15 @@ def test_tokens_are_quantized_to_the_bit(form, shape, device):
     expected_codes, expected_scales = formats.quantize_tokens(x, form)
     assert torch.equal(scales, expected_scales)
     assert torch.equal(codes.float(), expected_codes.float())
+
+
+@pytest.mark.parametrize("form", [INT8, FP8, FP8_GROUPS], ids=str)
+@pytest.mark.parametrize("size", [256, 4480])
+def test_the_product_of_gate_and_up_is_quantized_to_the_bit(form, size, device):
+    gate_up = torch.randn(2, 2 * size, generator=torch.Generator().manual_seed(size)).to(device, torch.bfloat16)
+    tokens, expected = quantize_tokens(gate_up, form, silu_mul=True), quantize_tokens(silu_mul(gate_up), form)
+    assert torch.equal(tokens.codes.float(), expected.codes.float())
+    assert torch.equal(tokens.scales, expected.scales)
 
 
 @pytest.mark.parametrize("form", [INT8, FP8_GROUPS], ids=str)
@@ -147,5 +157,5 @@ def test_what_does_not_go_together_is_named(form, activations, in_size, message)
 def test_a_tile_of_ones_own(device):
     x, weight = torch.randn(3, 128, device=device), made(WeightFormat(Number.int8), 24, 128, device)
     tile = Tile(16, 64, 64, 4, 2)
-    assert tile != tile_for(3, Number.int8, None)
+    assert tile != tile_for(3, Number.int8, 24, 128)
     torch.testing.assert_close(quantized_linear(x, weight, tile=tile), quantized_linear(x, weight))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from experiments.lab.judge.probe import probe_batch
 from mini_infer import EngineConfig, LLMEngine
 from mini_infer.core.config import ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
+from mini_infer.core.model_config import Implementation
 from mini_infer.modeling.loader import load_model, load_spec, outline
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.modeling.transformers_model import TransformersModel
@@ -104,7 +106,10 @@ def test_logits_equal_transformers(model_type: str, tmp_path: Path) -> None:
     """Of a long and a short prompt, and of what follows them, token by token and in one batch. The reference has an
     attention mask, as `generate` gives one: without, some of transformers' code forgets to be causal."""
     reference = save_checkpoint(model_type, tmp_path, **SERVED[model_type])
-    engine = LLMEngine(EngineConfig.from_dict({"model": {"path": str(tmp_path), "device": "cpu"}}))
+    config = EngineConfig.from_dict(
+        {"model": {"path": str(tmp_path), "device": "cpu", "implementation": "transformers"}}
+    )
+    engine = LLMEngine(config)
     assert engine.startup.implementation == "transformers"
     tokens = torch.randint(1, SMALL["vocab_size"], (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
@@ -127,7 +132,8 @@ class TestSpec:
         assert (spec.vocab_size, spec.hidden_size, spec.max_model_len, spec.eos_token_ids) == (97, 64, 64, ())
 
     def test_values_smaller_than_keys_are_kept_at_the_size_of_keys(self) -> None:
-        attention = load_spec(dummy("deepseek_v3", **SERVED["deepseek_v3"])).attention
+        config = dummy("deepseek_v3", **SERVED["deepseek_v3"])
+        attention = load_spec(replace(config, implementation=Implementation.transformers)).attention
         assert (attention.num_kv_heads, attention.head_dim) == (4, 24)
 
     def test_hidden_states_may_be_narrower_than_layers(self) -> None:

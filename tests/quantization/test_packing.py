@@ -12,7 +12,7 @@ def drawn(rows, columns, bits=4):
 
 
 @pytest.mark.parametrize("columns", [1, 63, 128, 200, 384])
-def test_int4_has_column_j_in_the_low_half_of_byte_j_and_64_further_in_its_high_half(columns):
+def test_a_pair_of_bytes_of_int4_has_four_columns_32_apart(columns):
     codes = drawn(3, columns)
     packed = pack_int4(codes.to(torch.int8), symmetric=False)
     assert torch.equal(pack_int4(codes.to(torch.int8) - 8, symmetric=True)[:, :columns], packed[:, :columns])
@@ -20,8 +20,8 @@ def test_int4_has_column_j_in_the_low_half_of_byte_j_and_64_further_in_its_high_
     assert packed.shape == (3, -(-columns // 128) * 64)
     for column in range(columns):
         tile, place = divmod(column, 128)
-        byte = packed[:, tile * 64 + place % 64]
-        assert torch.equal(byte >> 4 if place >= 64 else byte & 15, codes[:, column])
+        byte = packed[:, tile * 64 + place % 32 * 2 + place // 64]
+        assert torch.equal(byte >> 4 if place % 64 >= 32 else byte & 15, codes[:, column])
     assert torch.equal(unpack_int4(packed, False, columns), codes.to(torch.int8))
     assert torch.equal(unpack_int4(packed, True, columns), codes.to(torch.int8) - 8)
     assert not unpack_int4(packed, False)[:, columns:].any()

@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from mini_infer.kernels.interface import Kernels, Places, QKNorm, Stream
+from mini_infer.kernels.interface import Gated, Kernels, Places, QKNorm, Stream
 from mini_infer.modeling.model import CheckpointTensor
 
 
@@ -78,8 +78,13 @@ class LinearMethod(ABC):
         """Name of a weight -> its dimension that ranks share; None where each has all of it. Where that is the
         outputs', every part is shared for itself: a rank has some of q, some of k and some of v."""
 
+    @property
+    def takes_gated(self) -> bool:
+        """Whether `apply` and `apply_add` are given Gated, instead of the x that it stands for."""
+        return False
+
     @abstractmethod
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor | Gated) -> Tensor:
         """x [T, in_size] -> [T, out_size] of x's dtype, contiguous."""
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
@@ -87,15 +92,16 @@ class LinearMethod(ABC):
         for weight in self.weights().values():
             draw(weight)
 
-    def norm_apply(self, stream: Stream, silu_mul: bool) -> tuple[Tensor, Tensor] | None:
-        """The stream (kernels/interface.py) -> (the product of its norm, on request through `silu_mul`; its value)."""
+    def norm_apply(self, stream: Stream, silu_mul: bool) -> tuple[Tensor | Gated, Tensor] | None:
+        """The stream (kernels/interface.py) -> (the product of its norm, on request through `silu_mul` or Gated; its
+        value)."""
         return None
 
     def norm_apply_rope(self, stream: Stream, qk_norm: QKNorm | None, places: Places) -> tuple[Tensor, Tensor] | None:
         """The stream -> (of the product of its norm, q | k | v heads, what `rope_and_store` gives; its value)."""
         return None
 
-    def apply_add(self, x: Tensor, residual: Tensor) -> Tensor | None:
+    def apply_add(self, x: Tensor | Gated, residual: Tensor) -> Tensor | None:
         """The product of x plus residual [T, out_size]."""
         return None
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_infer.core.errors import ModelError
-from mini_infer.kernels.interface import Kernels, Stream
+from mini_infer.kernels.interface import Gated, Kernels, Places, QKNorm, Stream
 from mini_infer.kernels.ops import TorchKernels
 from mini_infer.modeling.linear_methods.base import (
     Build,
@@ -31,7 +31,7 @@ from mini_infer.modeling.model import CheckpointTensor
 from mini_infer.quantization.checkpoints import LayerFormat, ModelFormat, Rounded
 from mini_infer.quantization.formats import Number, WeightFormat
 from mini_infer.quantization.packing import pack_int4
-from mini_infer.quantization.weight import QuantizedWeight
+from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -135,26 +135,74 @@ class QuantizedLinear(LinearMethod):
         dims |= {"order": None, "outlier_columns": None, "outlier_weight": outputs}
         return {name: dims[name] for name in self.weights()}
 
-    def apply(self, x: Tensor) -> Tensor:
+    @property
+    def takes_gated(self) -> bool:
+        return self.activations is not None and not self._rearranged
+
+    def apply(self, x: Tensor | Gated) -> Tensor:
+        if isinstance(x, Gated):
+            return self._kernels.quantized_linear(self._codes(x), self.weight, self.bias, self.activations)
         if self.order is not None:
             x = x.index_select(1, self.order)
-        kernels, columns, outliers = self._kernels, self.outlier_columns, None
+        columns, outliers = self.outlier_columns, None
         if columns is not None and self.outlier_weight is not None:
             outliers = self._build.kernels.linear(x.index_select(1, columns), self.outlier_weight, None)
             x = x.index_fill(1, columns, 0)  # in whose scales the outliers have no part
-        return kernels.quantized_linear(x, self.weight, self.bias, self.activations, outliers)
+        elif (gemv := self._gemv_for(x)) is not None:
+            return gemv(self._codes(x), self.weight, self.bias)
+        return self._kernels.quantized_linear(x, self.weight, self.bias, self.activations, outliers)
 
-    def norm_apply(self, stream: Stream, silu_mul: bool) -> tuple[Tensor, Tensor] | None:
-        if self.activations is None or self.order is not None or self.outlier_columns is not None:
+    def norm_apply(self, stream: Stream, silu_mul: bool) -> tuple[Tensor | Gated, Tensor] | None:
+        if self._rearranged:
             return None
-        tokens, total = self._kernels.quantized_norm(stream, self.activations)
-        y = self._kernels.quantized_linear(tokens, self.weight, self.bias, self.activations)
-        return (self._build.kernels.silu_mul(y) if silu_mul else y), total
+        x, total = self._normed(stream)
+        if (gemv := self._gemv_for(stream.x)) is not None:
+            return gemv(x, self.weight, self.bias, silu_mul=silu_mul), total
+        y = self._kernels.quantized_linear(x, self.weight, self.bias, self.activations)
+        if silu_mul:  # whoever is next is likely to take codes, too
+            return (self._build.kernels.silu_mul(y) if self.activations is None else Gated(y)), total
+        return y, total
 
-    def apply_add(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        if self.order is not None or self.outlier_columns is not None:
+    def norm_apply_rope(self, stream: Stream, qk_norm: QKNorm | None, places: Places) -> tuple[Tensor, Tensor] | None:
+        gemv = None if self._rearranged or qk_norm is not None else self._gemv_for(stream.x)
+        if gemv is None or not self._heads_fit(stream.x.dtype, places):
             return None
-        return self._kernels.quantized_linear(x, self.weight, self.bias, self.activations, residual)
+        x, total = self._normed(stream)
+        return gemv(x, self.weight, self.bias, places=places), total
+
+    def apply_add(self, x: Tensor | Gated, residual: Tensor) -> Tensor | None:
+        if self._rearranged:
+            return None
+        if (gemv := self._gemv_for(residual)) is not None:
+            return gemv(self._codes(x), self.weight, self.bias, residual=residual)
+        if not self._kernels.adds_residual(self.weight, self.activations, len(residual)):
+            return None
+        return self._kernels.quantized_linear(self._codes(x), self.weight, self.bias, self.activations, residual)
+
+    @property
+    def _rearranged(self) -> bool:
+        """Whether x is not what the product takes, but for its format."""
+        return self.order is not None or self.outlier_columns is not None
+
+    def _gemv_for(self, x: Tensor) -> Callable[..., Tensor] | None:
+        return self._kernels.quantized_gemv(self.weight, self.activations, len(x), x.dtype)
+
+    def _heads_fit(self, dtype: torch.dtype, places: Places) -> bool:
+        gemv = self._kernels.gemv
+        return gemv is not None and gemv.takes_heads(dtype, places)
+
+    def _codes(self, x: Tensor | Gated) -> Tensor | QuantizedTokens:
+        if self.activations is None:
+            assert isinstance(x, Tensor)
+            return x
+        if isinstance(x, Gated):
+            return self._kernels.quantize_tokens(x.gate_up, self.activations, silu_mul=True)
+        return self._kernels.quantize_tokens(x, self.activations)
+
+    def _normed(self, stream: Stream) -> tuple[Tensor | QuantizedTokens, Tensor]:
+        if self.activations is None:
+            return self._build.kernels.add_rms_norm(stream)
+        return self._kernels.quantized_norm(stream, self.activations)
 
     # --- loading --------------------------------------------------------------------------------------------------
 
@@ -295,7 +343,7 @@ class SideBySide(LinearMethod):
         own = {part: method.sharded_dims() for part, method in self._methods.items()}
         return {f"{part}_{name}": dim for part, dims in own.items() for name, dim in dims.items()}
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return torch.cat([method.apply(x) for method in self._methods.values()], dim=1)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:

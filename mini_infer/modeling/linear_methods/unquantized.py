@@ -45,7 +45,7 @@ class Unquantized(LinearMethod):
             dims = {"weight": 1, "bias": None}
         return {name: dims[name] for name in self.weights()}
 
-    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """In `out`, contiguous and of x's dtype, where it is given."""
         if (gemv := self._gemv_for(x)) is not None:
             return gemv.gemv(x, self.weight, self.bias, out)
@@ -65,7 +65,7 @@ class Unquantized(LinearMethod):
         x, norm, total = self._normed(gemv, stream)
         return gemv.qkv_gemv(x, self.weight, self.bias, places, norm=norm), total
 
-    def apply_add(self, x: Tensor, residual: Tensor) -> Tensor | None:
+    def apply_add(self, x: Tensor, residual: Tensor) -> Tensor | None:  # type: ignore[override]
         gemv = self._gemv_for(x)
         return None if gemv is None else gemv.gemv(x, self.weight, self.bias, residual=residual)
 

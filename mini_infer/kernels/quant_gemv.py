@@ -1,0 +1,483 @@
+"""x W^T for a few rows of x and W in 8 or 4 bits, where the time is the time to read W once; and what stands around.
+
+As kernels/gemv.py, whose ends (SiLU-mul, residual, rotation) these kernels have, for formats of quant_linear.py that
+have a scale a row, or are int4. Two kernels:
+
+    `_fma_kernel`   up to 4 rows of x: 16-byte loads of W into registers and multiply-adds there. int8 four products an
+                    instruction (dp4a), fp8 made float32, int4 made float32 by its bits.
+    `_dot_kernel`   tensor cores, with as many rows as a tile has. Where W has too few rows for all SMs, a program has a
+                    part of K only, by W's shape alone, and the last of a tile to finish adds the parts up, in order.
+
+Sums of int8 products are exact, so that either gives quant_linear.py's bits. Others sum in an order of their own, which
+is one for any number of rows that the same kernel and tile take.
+
+Both are programmatic dependents (kernels/pdl.py). While they wait for x they have the first of their weights brought
+to L2, which depend on nobody.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mini_infer.kernels.gemv_kernels import _add_products, _load_places, _owned_rows, _rotate_and_store, _silu_mul
+from mini_infer.kernels.interface import Places
+from mini_infer.kernels.paged_prefill import DOT_DTYPES
+from mini_infer.kernels.pdl import bring_to_l2, launch_options
+from mini_infer.kernels.quant_unpack import CHUNK, PLANE, as_numbers, group_scales, unpacked
+from mini_infer.quantization.formats import ActivationFormat, Number
+from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_MAX_TILES = 4096  # of a product whose K is split
+
+
+@triton.jit
+def _dot4(w, x, sums):
+    """int32 words of four int8 each: sums plus their four products."""
+    if _INTERPRETED:
+        for i in tl.static_range(4):
+            sums += (w << (24 - 8 * i) >> 24) * (x << (24 - 8 * i) >> 24)
+    else:
+        sums = tl.inline_asm_elementwise("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [w, x, sums], tl.int32, True, 1)
+    return sums
+
+
+@triton.jit
+def _early(residual_ptr, out_ptr, places, rotary_stride, outs, tokens, some, N: tl.constexpr, BLOCK_N: tl.constexpr,
+           Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    """What the end needs beside y, asked for before the loop, so that nothing waits for it there."""
+    loaded = ()
+    if residual_ptr is not None:
+        inside = some[None, :] & (outs < N)[:, None]
+        loaded = (tl.load(residual_ptr + tokens[None, :] * N + outs[:, None], mask=inside, other=0.0),)  # type: ignore[assignment]
+    if HALF:
+        loaded = _load_places(places, rotary_stride, out_ptr, tokens, some, BLOCK_N, Q_HEADS, KV_HEADS, HALF)
+    return loaded
+
+
+@triton.jit
+def _finish(
+    y, x_scales_ptr, scales, bias, loaded, out_ptr, outs, tokens, some, N: tl.constexpr, BLOCK_N: tl.constexpr,
+    SILU_MUL: tl.constexpr, ADD: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Of sums y [BLOCK_N, tokens] the result to its place, rounded as between operations. scales, bias [BLOCK_N]."""
+    dtype = out_ptr.dtype.element_ty
+    T: tl.constexpr = y.shape[1]
+    factors = tl.broadcast_to(scales[:, None], y.shape)
+    if x_scales_ptr is not None:  # in the order of quant_linear.py
+        factors = tl.load(x_scales_ptr + tokens, mask=some, other=0.0)[None, :] * factors
+    y = tl.fma(y.to(tl.float32), factors, tl.broadcast_to(bias[:, None], y.shape))
+    if HALF:
+        _rotate_and_store(y, loaded, outs, some, dtype, BLOCK_N, T, (Q_HEADS + KV_HEADS) * 2 * HALF)
+    else:
+        if SILU_MUL:
+            y = _silu_mul(y, dtype, BLOCK_N // 2, T)
+        if ADD:
+            y = y.to(dtype).to(tl.float32) + loaded[0].to(tl.float32)
+        at = tokens.to(tl.int64)[None, :] * N + outs[:, None]
+        tl.store(out_ptr + at, y.to(dtype), mask=some[None, :] & (outs < N)[:, None])
+
+
+@triton.jit
+def _row_values(scales_ptr, bias_ptr, w_rows, GROUP: tl.constexpr):
+    """Scale and bias of rows of W; of a group's scales, which the sums have already, 1."""
+    scales = tl.full(w_rows.shape, 1.0, tl.float32)
+    if GROUP is None:
+        scales = tl.load(scales_ptr + w_rows).to(tl.float32)
+    bias = tl.zeros(w_rows.shape, tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + w_rows).to(tl.float32)
+    return scales, bias
+
+
+@triton.jit
+def _fma_kernel(
+    x_ptr,  # [T, K] fp8, or int32 words of int8 or of x's dtype
+    x_scales_ptr,
+    weight_ptr,  # [N, K] fp8, or int32 words of int8 or int4
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    places,
+    stride_x,
+    rotary_stride,
+    T: tl.constexpr,
+    N: tl.constexpr,  # as `outs` of gemv_kernels.py: half the rows of W, where SILU_MUL
+    K: tl.constexpr,
+    BITS: tl.constexpr,  # 4, 8; of fp8 0
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # words, or fp8 codes
+    PREFETCH: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+    ADD: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has all of K for some rows of W."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    outs, w_rows = _owned_rows(N, BLOCK_N, SILU_MUL, HALF)
+    WIDTH: tl.constexpr = K if BITS == 0 else K * BITS // 32  # of a row of W, in its elements
+    VECTOR: tl.constexpr = 16 if BITS == 0 else 4
+    if PREFETCH:
+        bring_to_l2(weight_ptr, w_rows, WIDTH * 16 // VECTOR, PREFETCH)
+    scales, bias = _row_values(scales_ptr, bias_ptr, w_rows, GROUP)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    late = ()
+    for t in tl.static_range(T):
+        token = t + tl.arange(0, 1)
+        late += (  # type: ignore[assignment]
+            _early(residual_ptr, out_ptr, places, rotary_stride, outs, token, token < T, N, BLOCK_N,
+                   Q_HEADS, KV_HEADS, HALF),
+        )  # fmt: skip
+    columns = tl.arange(0, BLOCK_K)
+    w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    SUM: tl.constexpr = tl.int32 if BITS == 8 else tl.float32
+    LANES: tl.constexpr = BLOCK_K if BITS == 8 else BLOCK_K // VECTOR
+    sums = (tl.zeros([BLOCK_N, LANES], SUM),) * T
+    unused = (tl.zeros([LANES], tl.float32),) * T
+    for start in range(0, WIDTH, BLOCK_K):
+        here = start + columns
+        left = here < WIDTH
+        if WIDTH % BLOCK_K == 0:
+            w = tl.load(w_ptrs + start, eviction_policy="evict_first")
+        else:
+            w = tl.load(w_ptrs + start, mask=left[None, :], other=0.0, eviction_policy="evict_first")
+        if BITS == 0:
+            sums, unused = _add_products(
+                sums, unused, w, here, x_ptr, stride_x, here, K, T, BLOCK_N, BLOCK_K, VECTOR, K % BLOCK_K == 0, False
+            )
+        elif BITS == 8:
+            more = ()
+            for t in tl.static_range(T):
+                x = tl.load(x_ptr + t * stride_x + here, mask=left, other=0, eviction_policy="evict_last")
+                more += (_dot4(w, tl.broadcast_to(x[None, :], w.shape), sums[t]),)  # type: ignore[assignment]
+            sums = more
+        else:
+            sums = _add_int4_products(
+                sums,
+                w,
+                x_ptr,
+                stride_x,
+                scales_ptr,
+                zeros_ptr,
+                w_rows,
+                start,
+                T,
+                K,
+                GROUP,
+                BLOCK_N,
+                BLOCK_K,
+                out_ptr.dtype.element_ty,
+            )
+    for t in tl.static_range(T):
+        token = t + tl.arange(0, 1)
+        y = tl.sum(sums[t], axis=1)[:, None]
+        _finish(y, x_scales_ptr, scales, bias, late[t], out_ptr, outs, token, token < T, N, BLOCK_N, SILU_MUL, ADD,
+                Q_HEADS, KV_HEADS, HALF)  # fmt: skip
+
+
+@triton.jit
+def _add_int4_products(
+    sums, words, x_ptr, stride_x, scales_ptr, zeros_ptr, w_rows, start, T: tl.constexpr, K: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """As `_add_products`, of words of eight codes and pairs of x: nibble `plane` of the halves of word w of a chunk is
+    of the columns PLANE * plane + 2 * w and the next."""
+    QUADS: tl.constexpr = BLOCK_W // 4  # of words, which have one group and one thread
+    GROUPS: tl.constexpr = 1 if GROUP is None else K // GROUP
+    SHARED: tl.constexpr = CHUNK // PLANE if GROUP is None or GROUP > CHUNK else GROUP // PLANE  # planes a group
+    LESS: tl.constexpr = 8 if zeros_ptr is None else 0
+    here = start + tl.arange(0, BLOCK_W)
+    x_ptrs = x_ptr + here // (PLANE // 2) * (CHUNK // 2) + here % (PLANE // 2)
+    chunks = (start // 4 + tl.arange(0, QUADS)) // (PLANE // 8) * CHUNK
+    there = tl.broadcast_to((chunks < K)[None, :], [BLOCK_N, QUADS])
+    for begin in tl.static_range(0, CHUNK // PLANE, SHARED):
+        at = tl.broadcast_to((w_rows * GROUPS)[:, None], [BLOCK_N, QUADS])
+        if GROUP is not None:
+            at += ((chunks + begin * PLANE) // GROUP)[None, :]
+        parts = (tl.zeros([BLOCK_N, BLOCK_W], tl.float32),) * T
+        for plane in tl.static_range(begin, begin + SHARED):
+            low, high = as_numbers(words, plane, LESS)
+            if zeros_ptr is not None:
+                zero = tl.load(zeros_ptr + at, mask=there, other=0).to(tl.float32)
+                zero = tl.reshape(tl.broadcast_to(zero[:, :, None], [BLOCK_N, QUADS, 4]), [BLOCK_N, BLOCK_W])
+                low, high = low - zero, high - zero
+            more = ()
+            for t in tl.static_range(T):
+                pairs = tl.load(x_ptrs + t * stride_x + PLANE // 2 * plane, mask=here < K // 8, other=0)
+                x_low = pairs.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+                x_high = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+                more += (parts[t] + low * x_low[None, :] + high * x_high[None, :],)  # type: ignore[assignment]
+            parts = more
+        scale = tl.full([BLOCK_N, QUADS], 1.0, tl.float32)
+        if GROUP is not None:
+            scale = tl.load(scales_ptr + at, mask=there, other=0.0).to(tl.float32)
+        new = ()
+        for t in tl.static_range(T):
+            part = tl.sum(tl.reshape(parts[t], [BLOCK_N, QUADS, 4]), axis=2)
+            new += (sums[t] + scale * part,)  # type: ignore[assignment]
+        sums = new
+    return sums
+
+
+@triton.jit(do_not_specialize=["T"])
+def _dot_kernel(
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,  # [N, K], or int16 words of four int4
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    places,
+    parts_ptr,  # [tiles, SPLITS, BLOCK_N, BLOCK_T], where K is split
+    tickets_ptr,  # [tiles] int32, zeros before and after
+    stride_x,
+    rotary_stride,
+    T,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # columns
+    BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+    ADD: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has one of SPLITS parts of K, axis 1 of the grid, for some rows of W and all of x."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    outs, w_rows = _owned_rows(N, BLOCK_N, SILU_MUL, HALF)
+    STEPS: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLITS - 1) // SPLITS
+    k_begin = tl.program_id(1) * STEPS * BLOCK_K
+    k_end = tl.minimum(k_begin + STEPS * BLOCK_K, K)
+    WIDTH: tl.constexpr = K // 4 if PACKED else K
+    if PREFETCH:
+        BYTES: tl.constexpr = K // 2 if PACKED else K
+        bring_to_l2(weight_ptr + k_begin // (K // WIDTH), w_rows, BYTES, PREFETCH)
+    scales, bias = _row_values(scales_ptr, bias_ptr, w_rows, GROUP)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    tokens = tl.arange(0, BLOCK_T)
+    some = tokens < T
+    loaded = _early(
+        residual_ptr, out_ptr, places, rotary_stride, outs, tokens, some, N, BLOCK_N, Q_HEADS, KV_HEADS, HALF
+    )
+    TILE: tl.constexpr = PLANE if PACKED else BLOCK_K
+    columns = tl.arange(0, TILE)
+    w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    x_ptrs = x_ptr + tokens[None, :] * stride_x + columns[:, None]
+    SUM: tl.constexpr = tl.int32 if tl.int8 == DOT else tl.float32
+    y = tl.zeros([BLOCK_N, BLOCK_T], SUM)
+    if PACKED:
+        # Few sums are multiplied by the scales, which are loaded a step ahead; for many rows the weights are, as in
+        # quant_linear.py.
+        FEW: tl.constexpr = GROUP is not None and BLOCK_T <= 16
+        ahead = group_scales(scales_ptr, w_rows, k_begin, K, GROUP if FEW else None, BLOCK_K)
+        for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
+            now = ahead
+            ahead = group_scales(scales_ptr, w_rows, k + BLOCK_K, K, GROUP if FEW else None, BLOCK_K)
+            for column in tl.static_range(0, BLOCK_K, PLANE):
+                if column // PLANE % 4 == 0:  # planes a chunk
+                    words = tl.load(w_ptrs + (k + column) // 4, eviction_policy="evict_first")
+                x = tl.load(x_ptrs + (k + column), mask=some[None, :], other=0.0).to(DOT)
+                w = unpacked(words, column // PLANE % 4, zeros_ptr, w_rows, k + column, K, GROUP, DOT)
+                if FEW:
+                    if column % GROUP == 0:
+                        part = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+                    part = tl.dot(w, x, part)
+                    if (column + PLANE) % GROUP == 0:
+                        scale = now[column // GROUP].to(tl.float32)
+                        y = tl.fma(part, tl.broadcast_to(scale[:, None], part.shape), y)
+                else:
+                    if GROUP is not None:
+                        w *= tl.load(scales_ptr + w_rows * (K // GROUP) + (k + column) // GROUP).to(DOT)[:, None]
+                    y = tl.dot(w, x, y)
+    else:
+        for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
+            if K % BLOCK_K == 0:
+                w = tl.load(w_ptrs + k, eviction_policy="evict_first")
+                x = tl.load(x_ptrs + k, mask=some[None, :], other=0.0)
+            else:
+                left = columns < K - k
+                w = tl.load(w_ptrs + k, mask=left[None, :], other=0.0, eviction_policy="evict_first")
+                x = tl.load(x_ptrs + k, mask=left[:, None] & some[None, :], other=0.0)
+            if _INTERPRETED and tl.float8e4nv == DOT:  # numpy has no such
+                w, x = w.to(tl.float32), x.to(tl.float32)
+            if tl.float8e4nv == DOT:  # of whose sums tensor cores do not keep all digits
+                y += tl.dot(w, x)
+            else:
+                y = tl.dot(w, x, y, out_dtype=SUM)
+    if SPLITS > 1:
+        tile = tl.program_id(0)
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tokens[None, :]
+        mine = parts_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_T) + place
+        tl.store(mine + tl.program_id(1) * (BLOCK_N * BLOCK_T), y)
+        tl.debug_barrier()  # the ticket speaks for all threads
+        if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
+            return
+        tl.store(tickets_ptr + tile, 0)  # for the next launch
+        y = tl.load(mine)
+        for split in tl.static_range(1, SPLITS):
+            y += tl.load(mine + split * (BLOCK_N * BLOCK_T))
+    _finish(y, x_scales_ptr, scales, bias, loaded, out_ptr, outs, tokens, some, N, BLOCK_N, SILU_MUL, ADD,
+            Q_HEADS, KV_HEADS, HALF)  # fmt: skip
+
+
+class FmaTile(NamedTuple):
+    rows: int  # of W, a program
+    k: int  # 16-byte loads of a row a thread of a program
+    num_warps: int
+
+
+class DotTile(NamedTuple):
+    rows: int  # of W, a program
+    k: int  # columns a step
+    tokens: int
+    num_warps: int
+    num_stages: int
+    splits: int  # of K
+
+
+def tile_for(rows: int, number: Number, out_size: int, in_size: int) -> FmaTile | DotTile | None:
+    """None: quant_linear.py is the faster. To be replaced by what an H200 says."""
+    most = max(8, triton.next_power_of_2(rows))
+    if rows <= (4 if number is Number.int8 else 1):
+        return FmaTile(4, 1, 4)
+    if rows <= 16:
+        splits = 2 if out_size <= 8192 and number is Number.int4 else 1
+        return DotTile(32 if number is Number.int4 else 16, 256, most, 1, 6, splits)
+    if number is Number.int4 and rows <= 64:
+        return DotTile(64, 128, most, 4, 4, 4 if out_size <= 8192 else 1)
+    return None
+
+
+def worth_it(weight: QuantizedWeight, activations: ActivationFormat | None, rows: int, dtype: torch.dtype) -> bool:
+    """Whether `quant_gemv` has these formats, and is the fastest."""
+    form, (out_size, width) = weight.form, weight.codes.shape
+    if form.number is Number.int4:
+        fits = activations is None and dtype != torch.float32
+    else:
+        fits = activations is not None and form.columns is None and form.rows == 1 and activations.columns is None
+        fits &= width % 16 == 0
+    return bool(fits) and rows > 0 and tile_for(rows, form.number, out_size, width) is not None
+
+
+def quant_gemv(
+    x: Tensor | QuantizedTokens,
+    weight: QuantizedWeight,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    silu_mul: bool = False,
+    places: Places | None = None,
+    tile: FmaTile | DotTile | None = None,
+    prefetch: int = 512,
+) -> Tensor:
+    """x W^T + bias -> [T, N] of x's dtype, rounded as each operation of its own would be.
+
+    Args:
+        x: [T, K], of formats that `worth_it` says.
+        weight: [N, K]; not still being written on the GPU (rule 3 of kernels/pdl.py), as little as bias.
+        bias: [N].
+        residual: [T, N], contiguous, of x's dtype, added to the product.
+        silu_mul: weight and bias are gate over up: silu(gate) * up, [T, N / 2].
+        places: weight's rows are q | k | v heads: of them `rope_and_store` -> q [T, Hq, D], as `gemv.qkv_gemv`.
+        tile: instead of the one for these sizes, for tests and measurements.
+        prefetch: bytes of a row of W (or of a part of it) that are asked for before x is there.
+
+    The first call on a device must not be under capture (RuntimeError). Calls on one device share their tickets, so
+    they must not overlap: one stream, or streams that wait for each other.
+
+    Raises:
+        ValueError: a number of rows, or a tile, that it does not have.
+    """
+    values, x_scales = (x, None) if isinstance(x, Tensor) else (x.codes, x.scales)
+    (rows, k), n, form = values.shape, weight.codes.shape[0], weight.form
+    tile = tile or tile_for(rows, form.number, n, k)
+    if tile is None:
+        raise ValueError(f"quant_gemv has no tile for {rows} rows of x; call quantized_linear")
+    heads = {"Q_HEADS": 0, "KV_HEADS": 0, "HALF": 0}
+    if places is None:
+        out = torch.empty((rows, n // 2 if silu_mul else n), dtype=x.dtype, device=values.device)
+    else:
+        _, kv_heads, head_dim = places.key_slots.shape
+        out = torch.empty((rows, n // head_dim - 2 * kv_heads, head_dim), dtype=x.dtype, device=values.device)
+        heads = {"Q_HEADS": out.shape[1], "KV_HEADS": kv_heads, "HALF": head_dim // 2}
+        tile = tile._replace(rows=math.gcd(tile.rows, head_dim))
+    packed, stride = form.number is Number.int4, values.stride(0)
+    width = k // 2 if packed else k  # bytes of a row of W
+    constants = {
+        "N": n // 2 if silu_mul else n, "K": k, "GROUP": form.columns, "BLOCK_N": tile.rows, "SILU_MUL": silu_mul,
+        "ADD": residual is not None, **heads, "num_warps": tile.num_warps, **launch_options(values.device),
+    }  # fmt: skip
+    prefetch = prefetch if constants["PDL"] else 0
+    rotary_stride = 0 if places is None else places.cos.stride(0)
+    grid = triton.cdiv(n, tile.rows)
+    if isinstance(tile, FmaTile):
+        codes, bits = weight.codes, 0
+        if form.number is not Number.fp8:
+            codes, bits = codes.view(torch.int32), 4 if packed else 8
+            values, stride = values.view(torch.int32), stride * values.element_size() // 4
+        vector = 16 // codes.element_size()
+        most = triton.next_power_of_2(triton.cdiv(width, 16)) * vector
+        _fma_kernel[(grid,)](
+            values, x_scales, codes, weight.scales, weight.zeros, bias, residual, out, places, stride, rotary_stride,
+            T=rows, BITS=bits, BLOCK_K=min(32 * tile.num_warps * vector * tile.k, most),
+            PREFETCH=min(prefetch, width) // 16 * 16, **constants,
+        )  # fmt: skip
+        return out
+    dot = tl.int8 if x_scales is not None else DOT_DTYPES[x.dtype]
+    if form.number is Number.fp8:
+        dot = tl.float8e4nv
+    block_k = tile.k if not packed or k % tile.k == 0 else 128
+    steps = triton.cdiv(k, block_k)
+    each = triton.cdiv(steps, tile.splits)
+    splits = triton.cdiv(steps, each)  # none of them empty
+    shortest = k - (splits - 1) * each * block_k
+    parts, tickets = None, None
+    if splits > 1:
+        if grid > _MAX_TILES:
+            raise ValueError(f"of a product of {grid} tiles K is not split")
+        dtype = torch.int32 if form.number is Number.int8 else torch.float32
+        parts = torch.empty(grid * splits * tile.rows * tile.tokens, dtype=dtype, device=values.device)
+        tickets = _tickets(values.device)
+    _dot_kernel[(grid, splits)](
+        values, x_scales, weight.codes.view(torch.int16) if packed else weight.codes, weight.scales, weight.zeros, bias,
+        residual, out, places, parts, tickets, stride, rotary_stride, rows, PACKED=packed, DOT=dot, BLOCK_K=block_k,
+        BLOCK_T=tile.tokens, STAGES=tile.num_stages, SPLITS=splits,
+        PREFETCH=min(prefetch, shortest * width // k) // 16 * 16, **constants,
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _tickets(device: torch.device) -> Tensor:
+    """Zeros, and every launch leaves them so."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("quant_gemv must be called once on a device before it is captured in a CUDA graph")
+    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)

@@ -1,0 +1,80 @@
+"""Packed int4 (quantization/packing.py) to numbers by their bits, without a conversion and in the thread that has them.
+
+16 bits hold four codes, one of each of the four planes of 32 columns that a chunk of 128 has. A code beside the bits of
+128.0 in bfloat16, (word >> 4 * plane) & 15 | 0x4300, is the number 128 + code: two columns an instruction.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK, PLANE = tl.constexpr(128), tl.constexpr(32)  # columns
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def unpacked(words, plane: tl.constexpr, zeros_ptr, rows, k, K: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr):
+    """A plane of words [N, PLANE] int16 of the columns from k on, less its zeros or 8: whole numbers, exact in DOT.
+
+    zeros_ptr: None, or [rows, groups] int8.
+    """
+    if tl.float32 == DOT or _INTERPRETED:
+        codes = ((words >> (4 * plane)) & 15).to(DOT)
+        if zeros_ptr is None:
+            codes -= 8
+    else:
+        BRAIN: tl.constexpr = tl.bfloat16 == DOT
+        ONE: tl.constexpr = "0x43004300" if BRAIN else "0x64006400"  # 128, of float16 1024
+        LESS: tl.constexpr = "0xC308C308" if BRAIN else "0xE408E408"  # - 128 - 8, - 1024 - 8
+        UNIT: tl.constexpr = "0x3F803F80" if BRAIN else "0x3C003C00"
+        OF: tl.constexpr = "bf16x2" if BRAIN else "f16x2"
+        SUBTRACT: tl.constexpr = (
+            f"mov.b32 u, {UNIT}; mov.b32 v, {LESS}; fma.rn.{OF} t, t, u, v;" if zeros_ptr is None else ""
+        )
+        codes = tl.inline_asm_elementwise(
+            f"""{{ .reg .b32 t, u, v; shr.b32 t, $1, {4 * plane}; lop3.b32 t, t, 0x000F000F, {ONE}, 0xEA;
+            {SUBTRACT} mov.b32 $0, t; }}""",
+            "=r,r", [words], tl.int16, True, 2,
+        ).to(DOT, bitcast=True)  # fmt: skip
+        if zeros_ptr is not None:
+            codes -= 128 if BRAIN else 1024
+    if zeros_ptr is not None:
+        GROUPS: tl.constexpr = 1 if GROUP is None else K // GROUP
+        group = 0 if GROUP is None else k // GROUP
+        codes -= tl.load(zeros_ptr + rows * GROUPS + group).to(DOT)[:, None]
+    return codes
+
+
+@triton.jit
+def as_numbers(words, plane: tl.constexpr, LESS: tl.constexpr):
+    """Of int32 words a plane of their low and of their high halves, less LESS, float32."""
+    return _number(words, 4 * plane, LESS), _number(words, 16 + 4 * plane, LESS)
+
+
+@triton.jit
+def _number(words, bit: tl.constexpr, LESS: tl.constexpr):
+    """A code at bit p of the float 2^(23 - p) is 2^(23 - p) + code."""
+    if bit > 19:
+        words = words >> 12
+    PLACE: tl.constexpr = bit - 12 if bit > 19 else bit
+    ONE: tl.constexpr = 2.0 ** (23 - PLACE)
+    if _INTERPRETED:
+        bits = (words & (15 << PLACE)) | ((127 + 23 - PLACE) << 23)
+    else:  # LLVM makes two instructions of it
+        bits = tl.inline_asm_elementwise(
+            f"lop3.b32 $0, $1, {15 << PLACE}, {(127 + 23 - PLACE) << 23}, 0xEA;", "=r,r", [words], tl.int32, True, 1
+        )
+    return bits.to(tl.float32, bitcast=True) - (ONE + LESS)
+
+
+@triton.jit
+def group_scales(ptr, w_rows, k, K: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
+    """Scales of the groups of COLUMNS from k on, a tuple; where GROUP is None, an empty one."""
+    found = ()
+    if GROUP is not None:
+        for group in tl.static_range(COLUMNS // GROUP):
+            at = k // GROUP + group
+            real = w_rows * 0 + at < K // GROUP
+            found += (tl.load(ptr + w_rows * (K // GROUP) + at, mask=real, other=0.0),)  # type: ignore[assignment]
+    return found
