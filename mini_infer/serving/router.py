@@ -58,6 +58,10 @@ class _Replica:
     def depth(self, chain: Chain) -> int:
         """How many of the chunks it holds: with one all before it, which whoever used it has used a moment later."""
         chunks, low, high = self.chunks, 0, len(chain)
+        if not chain or chain[0] not in chunks:
+            return 0
+        if chain[-1] in chunks:
+            return high
         while low < high:
             middle = (low + high) // 2
             if chain[middle] in chunks:
