@@ -76,12 +76,11 @@ class Supervisor:
             loop.add_signal_handler(signal.SIGHUP, self._restart_all)
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
             try:
-                await self._make_engines(folder)
+                opening = await self._make_engines(folder)
                 # They import while the engines are made, and hear what to serve when that is done.
                 for _ in range(self._settings.api_processes):
                     self._spawn()
-                opening = asyncio.gather(*(engine.open() for engine in self._engines))
-                if await self._unless_ended(opening) is not None:
+                if await self._unless_ended(asyncio.gather(*opening)) is not None:
                     for worker in self._workers:
                         worker.begin(self._settings)
                     if await self._unless_ended(self._all_serve.wait()):
@@ -214,8 +213,9 @@ class Supervisor:
 
     # --- the engines ----------------------------------------------------------------------------------------------
 
-    async def _make_engines(self, folder: str) -> None:
-        settings = self._settings
+    async def _make_engines(self, folder: str) -> list[asyncio.Task[None]]:
+        """What waits until each serves."""
+        settings, opening = self._settings, []
         number = settings.engine.parallel.replicas
         surroundings = await asyncio.to_thread(environments, settings.engine, os.environ, count_gpus)
         for replica, environment in enumerate(surroundings):
@@ -230,6 +230,9 @@ class Supervisor:
                     self._take_end,
                 )
             )
+            opening.append(asyncio.ensure_future(self._engines[-1].open()))
+            await asyncio.sleep(0)  # it connects: an engine that cannot start tells who listens
+        return opening
 
     def _take_end(self, engine: KeptEngine, reason: str) -> None:
         if len(self._engines) > 1:
