@@ -111,12 +111,12 @@ def _json(content: Any, status: int = 200) -> Response:
 @probes.get("/healthz", summary="Whether the engine lives, with its settings")
 async def healthz(request: Request) -> Response:
     service = _service(request)
-    info = service.engine.info
+    info, replicas = service.engine.info, [_about(replica) for replica in service.engine.replicas]
     about = {
         "model": service.model_name,
         "max_model_len": info.max_model_len,
-        "engine_pid": info.pid,
-        "replicas": [_about(replica) for replica in service.engine.replicas],
+        "engine_pid": replicas[0]["engine_pid"],
+        "replicas": replicas,
         "api_pid": os.getpid(),
         "api_processes": service.settings.api_processes,
         "settings": info.settings,
@@ -125,7 +125,7 @@ async def healthz(request: Request) -> Response:
     failure = service.engine.failure
     if failure is not None:
         return _json({"status": "dead", "reason": failure, **about}, 503)
-    down = any(replica.failure is not None for replica in service.engine.replicas)
+    down = any(replica["status"] == "down" for replica in replicas)
     return _json({"status": "degraded" if down else "ok", **about})
 
 
