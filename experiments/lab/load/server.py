@@ -58,8 +58,8 @@ class Server:
 
 
 def cpu_seconds(about: Mapping[str, Any]) -> tuple[float, float]:
-    """What HTTP has used so far, and what the engine processes have. HTTP is the server's own process and, where that one
-    supervises several API processes, all that it has now: whichever answers, their work is one server's.
+    """What HTTP has used so far, and what the engine processes have. HTTP is the server's own process and, where that
+    one supervises several API processes, all that it has now: whichever answers, their work is one server's.
 
     Args:
         about: a Server's.
