@@ -156,6 +156,22 @@ class GraphsConfig:
         at_least(self, 0, "max_prefill_tokens")
 
 
+class RouterPolicy(str, Enum):
+    prefix_aware = "prefix_aware"  # to whoever holds most of the prompt, unless that one has far more to do
+    least_loaded = "least_loaded"  # to whoever has the fewest requests
+    round_robin = "round_robin"  # to each in turn
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    replicas: int = 1  # engines behind one mini-infer-serve, each with a model and a cache of its own
+    routing: RouterPolicy = RouterPolicy.prefix_aware  # which replica gets a request
+
+    def __post_init__(self) -> None:
+        coerce(self)
+        at_least(self, 1, "replicas")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine is told. `EngineConfig(model="path")` is short for `ModelConfig(path="path")`."""
@@ -166,6 +182,7 @@ class EngineConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     graphs: GraphsConfig = field(default_factory=GraphsConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     numerics: Numerics = Numerics.fast  # in which order sums are made
     seed: int | None = None  # what the seeds of requests that bring none are made from; default: fresh each time
 
@@ -179,6 +196,7 @@ class EngineConfig:
             attention: AttentionConfig = ...,
             graphs: GraphsConfig = ...,
             speculation: SpeculationConfig = ...,
+            parallel: ParallelConfig = ...,
             numerics: Numerics = ...,
             seed: int | None = ...,
         ) -> None: ...
