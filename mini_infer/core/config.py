@@ -155,7 +155,7 @@ class GraphsConfig:
         at_least(self, 0, "max_prefill_tokens")
 
 
-class Routing(str, Enum):
+class RouterPolicy(str, Enum):
     prefix_aware = "prefix_aware"  # to whoever holds most of the prompt, unless that one has far more to do
     least_loaded = "least_loaded"  # to whoever has the fewest requests
     round_robin = "round_robin"  # to each in turn
@@ -164,7 +164,7 @@ class Routing(str, Enum):
 @dataclass(frozen=True)
 class ParallelConfig:
     replicas: int = 1  # engines behind one mini-infer-serve, each with a model and a cache of its own
-    routing: Routing = Routing.prefix_aware  # which replica gets a request
+    routing: RouterPolicy = RouterPolicy.prefix_aware  # which replica gets a request
 
     def __post_init__(self) -> None:
         coerce(self)

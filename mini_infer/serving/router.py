@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
-from mini_infer.core.config import CacheConfig, Routing
+from mini_infer.core.config import CacheConfig, RouterPolicy
 
 CHUNK_TOKENS = 64  # about: in whole blocks of the cache
 MOST_CHUNKS = 65_536  # that are remembered of a replica: 4 million tokens
@@ -91,10 +91,10 @@ class Router:
         alone: no other router sends to these replicas.
     """
 
-    def __init__(self, routing: Routing, num_replicas: int, cache: CacheConfig, alone: bool = True) -> None:
+    def __init__(self, routing: RouterPolicy, num_replicas: int, cache: CacheConfig, alone: bool = True) -> None:
         # Where nothing is cached all prompts are equal.
-        prefix_aware = routing is Routing.prefix_aware and cache.prefix_caching
-        self._round_robin = routing is Routing.round_robin
+        prefix_aware = routing is RouterPolicy.prefix_aware and cache.prefix_caching
+        self._round_robin = routing is RouterPolicy.round_robin
         self._looks_at_prompts = prefix_aware and num_replicas > 1
         self._num_named = 2 if alone else 1
         self._block_size = cache.block_size

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 
 from mini_infer.cache.block_pool import BlockPool
-from mini_infer.core.config import CacheConfig, Routing
+from mini_infer.core.config import CacheConfig, RouterPolicy
 from mini_infer.serving import router as module
 from mini_infer.serving.router import Route, Router
 
@@ -21,7 +21,9 @@ BLOCK = 16
 Prompt = list[int]
 
 
-def make(num_replicas: int = 2, routing: Routing = Routing.prefix_aware, num_blocks: int = 1000, **options: bool):
+def make(
+    num_replicas: int = 2, routing: RouterPolicy = RouterPolicy.prefix_aware, num_blocks: int = 1000, **options: bool
+):
     caching = options.pop("prefix_caching", True)
     router = Router(routing, num_replicas, CacheConfig(block_size=BLOCK, prefix_caching=caching), **options)
     for number in range(num_replicas):
@@ -43,13 +45,13 @@ def send(router: Router, token_ids: Prompt, among: Sequence[int] | None = None, 
 
 
 def test_round_robin_takes_turns_among_those_that_are_there() -> None:
-    router = make(3, Routing.round_robin)
+    router = make(3, RouterPolicy.round_robin)
     assert [send(router, prompt(0)).replica for _ in range(6)] == [1, 2, 0, 1, 2, 0]
     assert Counter(send(router, prompt(0), [0, 2]).replica for _ in range(6)) == {0: 3, 2: 3}
 
 
 def test_least_loaded_counts_completions_of_its_own_and_of_others() -> None:
-    router = make(2, Routing.least_loaded)
+    router = make(2, RouterPolicy.least_loaded)
     first = router.route((), 5, [0, 1])
     other = 1 - first.replica
     assert [send(router, prompt(0)).replica for _ in range(5)] == [other] * 5
@@ -59,7 +61,7 @@ def test_least_loaded_counts_completions_of_its_own_and_of_others() -> None:
     assert [send(router, prompt(0)).replica for _ in range(10)] == [other] * 10
 
 
-@pytest.mark.parametrize("options", [{"routing": Routing.least_loaded}, {"prefix_caching": False}])
+@pytest.mark.parametrize("options", [{"routing": RouterPolicy.least_loaded}, {"prefix_caching": False}])
 def test_where_no_prompt_is_looked_at_equal_ones_are_spread(options: dict) -> None:
     router = make(4, **options)
     assert router.chain(prompt(0)) == ()
@@ -117,9 +119,9 @@ def test_routers_that_know_nothing_of_each_other_agree() -> None:
     assert homes[0] == homes[1] == homes[2]
     assert len(set(homes[0])) > 4
     code = (
-        "from mini_infer.core.config import CacheConfig, Routing; from mini_infer.serving.router import Router\n"
+        "from mini_infer.core.config import CacheConfig, RouterPolicy; from mini_infer.serving.router import Router\n"
         "import random, sys\n"
-        "router = Router(Routing.prefix_aware, 8, CacheConfig(), alone=False)\n"
+        "router = Router(RouterPolicy.prefix_aware, 8, CacheConfig(), alone=False)\n"
         "chain = router.chain([random.Random(3).randrange(50000) for _ in range(512)], 'salt')\n"
         "print(chain[-1], router.route(chain, 1, range(8)).replica, 'torch' in sys.modules)"
     )
@@ -188,7 +190,9 @@ def test_a_replica_that_was_restarted_holds_nothing() -> None:
 class Replicas:
     """Block pools behind routers, which take turns; `in_flight` requests at once, of which any may end first."""
 
-    def __init__(self, routing: Routing, num_replicas: int, num_blocks: int, in_flight: int, num_routers: int) -> None:
+    def __init__(
+        self, routing: RouterPolicy, num_replicas: int, num_blocks: int, in_flight: int, num_routers: int
+    ) -> None:
         self._pools = [BlockPool(num_blocks) for _ in range(num_replicas)]
         self._routers = [make(num_replicas, routing, num_blocks, alone=num_routers == 1) for _ in range(num_routers)]
         self._in_flight = in_flight
@@ -256,17 +260,17 @@ def test_the_hit_rate_is_that_of_one_big_cache(num_replicas: int, in_flight: int
     prompts = shared_prefixes()
     total = 64 * 32 + in_flight * 40
 
-    def serve(routing: Routing, replicas: int, num_routers: int = 1) -> tuple[float, Replicas]:
+    def serve(routing: RouterPolicy, replicas: int, num_routers: int = 1) -> tuple[float, Replicas]:
         served = Replicas(routing, replicas, total // replicas, in_flight, num_routers)
         return served.hit_rate(prompts), served
 
-    one, _ = serve(Routing.round_robin, 1)
-    aware, served = serve(Routing.prefix_aware, num_replicas)
+    one, _ = serve(RouterPolicy.round_robin, 1)
+    aware, served = serve(RouterPolicy.prefix_aware, num_replicas)
     assert aware > 0.95 * one
     assert max(served.served) < 1.5 * len(prompts) / num_replicas
-    blind, _ = serve(Routing.round_robin, num_replicas)
+    blind, _ = serve(RouterPolicy.round_robin, num_replicas)
     assert blind < (0.85 if num_replicas == 2 else 0.5) * one
-    several, _ = serve(Routing.prefix_aware, num_replicas, num_routers=4)
+    several, _ = serve(RouterPolicy.prefix_aware, num_replicas, num_routers=4)
     assert blind < several > 0.8 * one
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from mini_infer.core.config import EngineConfig, Routing
+from mini_infer.core.config import EngineConfig, RouterPolicy
 from mini_infer.core.request import SamplingParams
 from mini_infer.runtime.text.prompt import Prompt, encode_prompt, require_fit
 from mini_infer.runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -86,7 +86,7 @@ class AsyncEngine:
     async def connect(
         cls,
         *socket_paths: str,
-        routing: Routing = Routing.prefix_aware,
+        routing: RouterPolicy = RouterPolicy.prefix_aware,
         alone: bool = True,
         startup_timeout: float = STARTUP_TIMEOUT_S,
     ) -> AsyncEngine:
