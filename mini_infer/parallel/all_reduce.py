@@ -7,7 +7,8 @@ Kernels over symmetric memory, for the sizes at which they beat NCCL, belong int
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+LOOK_S = 0.02  # between two looks at the store
 START_TIMEOUT = timedelta(minutes=30)  # for the slowest rank's weights; steps are watched by the executor
 
 
@@ -69,6 +71,13 @@ def open_store() -> dist.TCPStore:
     port = listener.getsockname()[1]
     descriptor = listener.detach()
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def wait_for(store: dist.Store, key: str, still: Callable[[], None]) -> None:
+    """Returns when somebody has set the key. `still` is called now and then, and raises where nobody will."""
+    while not store.check([key]):
+        still()
+        time.sleep(LOOK_S)
 
 
 def join_store(port: int) -> dist.TCPStore:
