@@ -46,23 +46,22 @@ class Collectives:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x, [size, *x.shape]."""
-        x = x.contiguous()
-        gathered = x.new_empty((self._size, *x.shape))
-        self._device._allgather_base(gathered.flatten(), x.flatten()).wait()
-        return gathered
+        return _gather(self._device, x.contiguous(), self._size)
 
-    def least(self, values: Sequence[int]) -> list[int]:
-        """On the host."""
-        least = torch.tensor(values, dtype=torch.int64)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
-        self._host.allreduce([least], options).wait()
-        return least.tolist()
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """As ParallelContext."""
+        return _gather(self._host, torch.tensor(values, dtype=torch.int64), self._size).tolist()
 
     def abort(self) -> None:
         """Ends what a GPU waits for. May be called in any thread."""
         if self._device is not self._host:
             self._device.abort()
+
+
+def _gather(group: Any, x: Tensor, size: int) -> Tensor:
+    gathered = x.new_empty((size, *x.shape))
+    group._allgather_base(gathered.view(-1), x.view(-1)).wait()
+    return gathered
 
 
 def open_store() -> dist.TCPStore:

@@ -42,9 +42,9 @@ class ParallelContext:
             return x
         return self.collectives.all_gather(x).transpose(0, 1).flatten(1)
 
-    def least(self, values: Sequence[int]) -> list[int]:
-        """Of each of the values, the least that a rank gives. Waits for all ranks."""
-        return list(values) if self.collectives is None else self.collectives.least(values)
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values, 64 bits each, on the host. Waits for all ranks."""
+        return [list(values)] if self.collectives is None else self.collectives.exchange(values)
 
     def part(self, whole: int, own: int) -> slice:
         """Which `own` of `whole` neighbours are this rank's. Where there are fewer parts than ranks, neighbouring ranks

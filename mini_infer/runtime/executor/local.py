@@ -8,6 +8,7 @@ from functools import cache
 from mini_infer.core.config import EngineConfig
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.runtime.executor.base import Executor
+from mini_infer.runtime.executor.fingerprints import require_same
 from mini_infer.runtime.worker.limits import Limits, settle_limits
 from mini_infer.runtime.worker.worker import Worker
 
@@ -20,12 +21,14 @@ class LocalExecutor(Executor):
         """
         self._worker = worker = Worker(config, parallel)
         spec = worker.target.spec
+        if parallel.size > 1:
+            require_same(parallel, config, worker.target)
 
         def settle(blocks: int) -> Limits:
             """The same on all ranks: the least of each one's memory."""
-            (blocks,) = parallel.least([blocks])
+            blocks = min(blocks for (blocks,) in parallel.exchange([blocks]))
             limits = settle_limits(config, spec.max_model_len, blocks, worker.block_bytes * parallel.size)
-            (host_blocks,) = parallel.least([limits.num_host_blocks])
+            host_blocks = min(blocks for (blocks,) in parallel.exchange([limits.num_host_blocks]))
             return replace(limits, num_host_blocks=host_blocks)
 
         limits = settle(worker.affordable_blocks())

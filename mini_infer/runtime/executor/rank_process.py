@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import hashlib
 import json
 import os
 import signal
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import mini_infer
 from mini_infer.core.config import EngineConfig
-from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepPlan
 from mini_infer.runtime.executor.plan_ring import PlanRing, RingFiles
 
@@ -50,7 +48,6 @@ class RankProcess:
         )
         about = {
             "config": config.to_dict(),
-            "code": code_fingerprint(),
             "rank": rank,
             "size": size,
             "port": port,
@@ -101,15 +98,6 @@ class RankProcess:
         os.close(self._story)
 
 
-def code_fingerprint() -> str:
-    """Of the package's sources: ranks of different code would compute different things, or wait for each other."""
-    root = Path(mini_infer.__file__).parent
-    found = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        found.update(str(file.relative_to(root)).encode() + file.read_bytes())
-    return found.hexdigest()
-
-
 def main() -> None:
     """The rank's half. stdin holds a line of settings and no end."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for rank 0, which decides
@@ -136,15 +124,10 @@ def _exit_with_rank_0() -> None:
 
 
 def _serve(about: dict[str, Any]) -> None:
-    if about["code"] != code_fingerprint():
-        raise ConfigError(
-            f"rank {about['rank']} would run other code than rank 0, from {Path(mini_infer.__file__).parent}: end the "
-            "engine, and start it again when nobody changes the package"
-        )
-    from mini_infer.parallel.all_reduce import Collectives, join_store  # take seconds, in which rank 0 may end
+    from mini_infer.modeling.loader import resolve_device  # it takes seconds, in which rank 0 may end
+    from mini_infer.parallel.all_reduce import Collectives, join_store
     from mini_infer.parallel.context import ParallelContext
     from mini_infer.runtime.executor.local import LocalExecutor
-    from mini_infer.modeling.loader import resolve_device
 
     config, rank, size = EngineConfig.from_dict(about["config"]), about["rank"], about["size"]
     store = join_store(about["port"])

@@ -113,13 +113,13 @@ class Ranks:
             time.sleep(LOOK_S / 10)
 
     def _find_ended(self) -> bool:
-        """Whether the failure is known. Of several ranks that have ended, who was in a sum was brought down by somebody
-        else."""
+        """Whether the failure is known. Of several ranks that have ended, who failed in a sum was brought down by
+        somebody else."""
         with self._finding:
             if self._failure is None and any(process.ending() for process in self.processes):
                 time.sleep(LOOK_S)
                 ended = [ending for process in self.processes if (ending := process.ending()) is not None]
-                self._failure = min(ended, key=lambda ending: _WAITING in ending)
+                self._failure = min(ended, key=lambda ending: _WAITING in ending and "was killed" not in ending)
             return self._failure is not None
 
     # --- a thread of rank 0 ---------------------------------------------------------------------------------------
