@@ -194,6 +194,7 @@ def invariant_linear(
             TensorDescriptor.from_tensor(x, [tile.rows, *within]),
             TensorDescriptor.from_tensor(weight, [tile.outs, *within]),
             bias, out, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outs,
-            BLOCK_K=tile.k, TALL=8, CHUNKS=chunks, DOT=DOT_DTYPES[x.dtype], num_warps=tile.num_warps, num_stages=tile.num_stages,
+            BLOCK_K=tile.k, TALL=8, CHUNKS=chunks, DOT=DOT_DTYPES[x.dtype],
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return out

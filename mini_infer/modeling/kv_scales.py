@@ -23,9 +23,7 @@ class KVScales:
         heads: of all ranks together.
     """
 
-    def __init__(
-        self, scales: Tensor, names: list[str], required: bool, parallel: ParallelContext, heads: int
-    ) -> None:
+    def __init__(self, scales: Tensor, names: list[str], required: bool, parallel: ParallelContext, heads: int) -> None:
         self._scales, self._names, self._heads = scales, names, heads
         self._own = parallel.part(heads, scales.shape[2])
         self._missing = {(name, kind) for name in names for kind in _NAMES} if required else set()

@@ -163,12 +163,14 @@ def resolve_device(config: ModelConfig, parallel: ParallelContext = ONE_RANK) ->
         raise ConfigError("model.device=cuda, but torch sees no CUDA device here; use model.device=auto or cpu")
     if not available or config.device is Device.cpu:
         return torch.device("cpu")
+    if parallel.size == 1:
+        return torch.device("cuda")
     if parallel.size > torch.cuda.device_count():
         raise ConfigError(
             f"parallel.tensor={parallel.size} ranks need a GPU each, and torch sees {torch.cuda.device_count()}: lower "
             "it, or set model.device=cpu"
         )
-    return torch.device("cuda", parallel.rank) if parallel.size > 1 else torch.device("cuda")
+    return torch.device("cuda", parallel.rank)
 
 
 def resolve_dtype(config: ModelConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:

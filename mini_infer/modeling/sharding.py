@@ -48,8 +48,8 @@ def of_each_rank(spec: ModelSpec, size: int) -> ModelSpec:
 
 def _divides(spec: ModelSpec, size: int) -> bool:
     heads, kv_heads = spec.attention.num_heads, spec.attention.num_kv_heads
-    shared = kv_heads % size == 0 or size % kv_heads == 0
-    return shared and heads % size == 0 and all(layer.feed_forward.intermediate_size % size == 0 for layer in spec.layers)
+    widths = [layer.feed_forward.intermediate_size for layer in spec.layers]
+    return (kv_heads % size == 0 or size % kv_heads == 0) and not any(n % size for n in (heads, *widths))
 
 
 def _layer(layer: LayerSpec, size: int) -> LayerSpec:

@@ -28,11 +28,12 @@ class Collectives:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-        options: Any = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = START_TIMEOUT
         self._size = size
-        self._host: Any = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, options)
+        self._host = gloo(dist.PrefixStore("host", store), rank, size, options)
         self._device: Any = self._host
         if device.type == "cuda":
             own = dist.ProcessGroupNCCL.Options()

@@ -1,4 +1,4 @@
-"""Engines over ranks, whose processes are forked from the test's: an interpreter of their own takes seconds to start."""
+"""Engines over ranks, whose processes are forked from the test's: a new interpreter takes seconds to start."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ from mini_infer.runtime.executor import rank_process
 MakeEngine = Callable[..., LLMEngine]
 
 
+@pytest.fixture(scope="session")
+def imported() -> None:
+    """What an engine imports, and ranks then need not."""
+    LLMEngine(EngineConfig.from_dict({"model": "tiny-target", "cache": {"num_blocks": 64}}))
+
+
 @pytest.fixture
-def ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def ranks_are_forked(imported: None, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
     start = functools.partial(popen, fork)
     monkeypatch.setattr(rank_process, "subprocess", SimpleNamespace(Popen=start, **names))

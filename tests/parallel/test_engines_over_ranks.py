@@ -11,7 +11,12 @@ from integrity import check_scheduler
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 
-PROMPTS = ["def read(path):\n    with open(", "import os\n\nclass Cache:", "for i in range(", "import os\n\nclass Cache:"]
+PROMPTS = [
+    "def read(path):\n    with open(",
+    "import os\n\nclass Cache:",
+    "for i in range(",
+    "import os\n\nclass Cache:",
+]
 PROMPTS += ["def a():\n    return 1\n\ndef b():\n    return 2\n\ndef c():\n    return"]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2),
@@ -42,7 +47,10 @@ TABLE: dict[str, dict[str, Any]] = {
         "model": {"path": "tiny-target", "max_model_len": 64},
     },
     "fp8 keys and values": {"cache": {"dtype": "fp8"}},
-    "ngram": {"speculation": {"method": "ngram", "num_tokens": 3, "adaptive": False}, "scheduler": {"overlap": "always"}},
+    "ngram": {
+        "speculation": {"method": "ngram", "num_tokens": 3, "adaptive": False},
+        "scheduler": {"overlap": "always"},
+    },
     "draft model": {
         "speculation": {"method": "draft", "num_tokens": 3, "adaptive": False, "draft": {"path": "tiny-draft"}},
     },

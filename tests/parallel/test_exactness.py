@@ -86,5 +86,5 @@ def test_more_ranks_than_chunks_are_refused() -> None:
     config = ModelConfig(path="made up", load_format="dummy", hf_config=shape)
     kernels, cpu = select_kernels(config.kernels, torch.device("cpu"), Numerics.batch_invariant), torch.device("cpu")
     spec = of_each_rank(load_spec(config), 3)
-    with pytest.raises(ConfigError, match="have 8 chunks, which parallel.tensor=3 ranks cannot share"):
+    with pytest.raises(ConfigError, match=r"have 8 chunks, which parallel\.tensor=3 ranks cannot share"):
         load_model(config, spec, torch.float32, cpu, 16, kernels, parallel=ParallelContext(0, 3))

@@ -45,11 +45,8 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize(("rank", "busy"), [(1, True), (2, True), (3, True), (2, False)])
 def test_a_killed_rank_is_named(make_engine: MakeEngine, rank: int, busy: bool) -> None:
-    if rank != 2 and not busy:
-        pytest.skip("one idle rank stands for all")
     before = shared_memory()
     engine = make_engine(tensor=4)
     pids = [process.pid for process in others(engine)]
@@ -188,16 +185,18 @@ def test_what_is_not_the_same_on_all_ranks_is_named(
 def test_what_is_wrong_with_the_settings_is_said_once(make_engine: MakeEngine) -> None:
     with pytest.raises(ModelError, match="there is no such folder"):
         make_engine(model={"path": "./nowhere"})
-    with pytest.raises(ConfigError, match=r"parallel.tensor=3 does not divide .* These numbers of ranks work: 1, 2, 4$"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.tensor=3 does not divide .* These numbers of ranks work: 1, 2, 4$"
+    ):
         make_engine(tensor=3)
     with pytest.raises(ConfigError, match="a dry model has nothing that ranks could share"):
         EngineConfig.from_dict({"model": {"load_format": "dry"}, "parallel": {"tensor": 2}})
-    with pytest.raises(ConfigError, match="parallel.tensor must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match=r"parallel\.tensor must be at least 1, got 0"):
         EngineConfig.from_dict({"parallel": {"tensor": 0}})
 
 
 def test_fewer_gpus_than_ranks_are_refused(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="parallel.tensor=2 ranks need a GPU each, and torch sees 1"):
+    with pytest.raises(ConfigError, match=r"parallel\.tensor=2 ranks need a GPU each, and torch sees 1"):
         make_engine()
