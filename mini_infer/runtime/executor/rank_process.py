@@ -124,7 +124,9 @@ def _exit_with_rank_0() -> None:
 
 
 def _serve(about: dict[str, Any]) -> None:
-    from mini_infer.modeling.loader import resolve_device  # it takes seconds, in which rank 0 may end
+    import torch  # it takes seconds, in which rank 0 may end
+
+    from mini_infer.modeling.loader import resolve_device
     from mini_infer.parallel.all_reduce import Collectives, join_store
     from mini_infer.parallel.context import ParallelContext
     from mini_infer.runtime.executor.local import LocalExecutor
@@ -132,9 +134,11 @@ def _serve(about: dict[str, Any]) -> None:
     config, rank, size = EngineConfig.from_dict(about["config"]), about["rank"], about["size"]
     store = join_store(about["port"])
     device = resolve_device(config.model, ParallelContext(rank, size))
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
     store.set(f"rank {rank} is there", "")
     executor = LocalExecutor(config, ParallelContext(rank, size, Collectives(store, rank, size, device)))
-    on_gpu = device.type == "cuda"
     ring = PlanRing(RingFiles(*about["ring"]), rank, size, awake_s=AWAKE_S if on_gpu else 0.0)
     follow(executor.runner, ring)
 
