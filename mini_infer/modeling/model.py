@@ -27,6 +27,7 @@ class CheckpointTensor:
             where it is stored in another form.
         required: a checkpoint without it is refused.
         other_shapes: that it may have as well.
+        whole: every rank reads all of it.
         reads: shape -> the part of a tensor of this shape that is read, where a rank has no use for all of it.
     """
 
@@ -36,6 +37,7 @@ class CheckpointTensor:
     memory: Tensor | None = None
     required: bool = True
     other_shapes: tuple[tuple[int, ...], ...] = ()
+    whole: bool = False
     reads: Mapping[tuple[int, ...], tuple[slice, ...]] = field(default_factory=dict)
 
     @classmethod

@@ -72,6 +72,8 @@ def cut(
 
 
 def _cut(tensor: CheckpointTensor, whole: CheckpointTensor, parallel: ParallelContext) -> CheckpointTensor:
+    if tensor.whole:
+        return dataclasses.replace(tensor, shape=whole.shape)
     shapes = (whole.shape, *whole.other_shapes)
     owns = (tensor.shape, *tensor.other_shapes)
     reads = {

@@ -84,11 +84,6 @@ class LinearMethod(ABC):
         whole."""
 
     @abstractmethod
-    def sharded_dims(self) -> dict[str, int | None]:
-        """Name of a weight -> its dimension that ranks share; None where each has all of it. Where that is the
-        outputs', every part is shared for itself: a rank has some of q, some of k and some of v."""
-
-    @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
         """x [T, in_size] -> [T, out_size] of x's dtype, contiguous."""
 

@@ -59,12 +59,6 @@ class Unquantized(LinearMethod):
             for name, part in zip(names, weight.split(sizes), strict=True)
         }
 
-    def sharded_dims(self) -> dict[str, int | None]:
-        dims: dict[str, int | None] = {"weight": 0, "bias": 0}
-        if self._shape.parallel is Parallel.row:  # whose bias is added to the sum, once
-            dims = {"weight": 1, "bias": None}
-        return {name: dims[name] for name in self.weights()}
-
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """In `out`, contiguous and of x's dtype, where it is given."""
         if (gemv := self._gemv_for(x)) is not None:
