@@ -20,6 +20,7 @@ from mini_infer.core.config import ModelConfig, Quantization
 from mini_infer.core.errors import ModelError
 from mini_infer.modeling import checkpoint
 from mini_infer.modeling.checkpoint import resolve_folder
+from mini_infer.modeling.kv_scales import KVScales
 from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.sharding import of_each_rank
@@ -206,3 +207,13 @@ def test_models_that_ranks_cannot_share_are_refused() -> None:
     through = ModelConfig(path="made up", load_format="dummy", hf_config=SHAPE, implementation="transformers")
     with pytest.raises(ConfigError, match="runs through transformers' code, whose layers ranks cannot share"):
         of_each_rank(load_spec(through), 2)
+
+
+def test_scales_of_keys_go_with_their_heads() -> None:
+    scales = torch.ones(1, 2, 1)
+    stored = KVScales(scales, ["attn"], True, ParallelContext(1, 2), heads=2)
+    tensors = stored.checkpoint_tensors()
+    tensors["attn.k_scale"].load(torch.tensor([2.0, 3.0]))
+    tensors["attn.v_scale"].load(torch.tensor(5.0))
+    assert scales.flatten().tolist() == [3.0, 5.0]
+    assert (2,) in tensors["attn.k_scale"].other_shapes
