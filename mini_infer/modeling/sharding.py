@@ -35,6 +35,11 @@ def of_each_rank(spec: ModelSpec, size: int) -> ModelSpec:
         for part in (layer.attention, layer.feed_forward):
             if type(part) not in (AttentionSpec, MLPSpec):
                 raise ConfigError(f"{asked}: ranks cannot share a {type(part).__name__} yet. Set parallel.tensor=1")
+    if spec.attention.qk_norm_of_all:
+        raise ConfigError(
+            f"{asked}: {spec.architecture} norms all heads of q and of k together, of which a rank has some. Set "
+            "parallel.tensor=1"
+        )
     if not _divides(spec, size):
         attention, widths = spec.attention, sorted({layer.feed_forward.intermediate_size for layer in spec.layers})
         works = [str(n) for n in range(1, _MOST + 1) if _divides(spec, n)]

@@ -31,9 +31,9 @@ from served import (
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import replace
+from mini_infer.core.errors import RankError
 from mini_infer.core.sampling_params import Grammar
 from mini_infer.runtime.text.grammar import CompiledGrammar
-from mini_infer.core.errors import RankError
 from mini_infer.serving.processes.async_engine import AsyncEngine, EngineDead
 from mini_infer.serving.processes.wire import Abort, Outputs, Refused, Stats
 
