@@ -173,6 +173,20 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """Processes that compute one model together, each on a device of its own (docs/parallel.md)."""
+
+    tensor: int = 1  # ranks that share every layer's heads and columns
+    timeout_s: float = 60.0  # a step that takes longer ends the engine: some rank hangs
+
+    def __post_init__(self) -> None:
+        coerce(self)
+        at_least(self, 1, "tensor")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"parallel.timeout_s must be above 0, got {self.timeout_s}")
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine is told. `EngineConfig(model="path")` is short for `ModelConfig(path="path")`."""
 
@@ -220,6 +234,11 @@ class EngineConfig:
             raise ConfigError(
                 "speculation.draft.path: a dry model has no weights, and no draft either. Set speculation.method to "
                 "ngram, suffix or synthetic, which need none"
+            )
+        if self.parallel.tensor > 1 and self.model.load_format is LoadFormat.dry:
+            raise ConfigError(
+                f"parallel.tensor={self.parallel.tensor}: a dry model has nothing that ranks could share. Set "
+                "parallel.tensor=1, or model.load_format=dummy for random weights"
             )
 
     @classmethod

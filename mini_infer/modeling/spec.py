@@ -29,6 +29,7 @@ class AttentionSpec:
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head's q and k
     qk_norm_of_all: bool = False  # RMSNorm over q, all heads together, and over k (OLMoE)
+    kv_copies: int = 1  # ranks that have the same KV heads (modeling/sharding.py)
 
 
 @dataclass(frozen=True)

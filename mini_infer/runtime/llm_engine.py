@@ -211,10 +211,11 @@ class LLMEngine:
         return self.scheduler.num_unfinished > 0 or bool(self._outputs.outbox)
 
     def close(self) -> None:
-        """Aborts what is left."""
+        """Aborts what is left, and ends the other ranks' processes, where there are any."""
         for request_id in dict.fromkeys(request.request_id for request in self._outputs.unfinished()):
             self.abort(request_id)
         self.core.drop_in_flight()
+        self.executor.close()
 
     # --- a request's way in ---------------------------------------------------------------------------------------
 

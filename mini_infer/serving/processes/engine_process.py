@@ -22,7 +22,7 @@ import time
 import torch
 
 from mini_infer.core.config import EngineConfig, LoadFormat
-from mini_infer.core.errors import MiniInferError, RequestError
+from mini_infer.core.errors import MiniInferError, RankError, RequestError
 from mini_infer.core.request import FinishReason, RequestOutput, SamplingParams
 from mini_infer.runtime.llm_engine import LLMEngine
 from mini_infer.serving.api.queue_bound import QueueBound
@@ -282,7 +282,7 @@ class EngineServer:
         computed = self._stats.computed_tokens
         try:
             outputs = self._engine.step()
-        except torch.AcceleratorError:  # the device's context is lost
+        except (torch.AcceleratorError, RankError):  # the device's context is lost, or a process that has a part of it
             raise
         except Exception:
             self._failures += 1
