@@ -164,24 +164,17 @@ class RouterPolicy(str, Enum):
 
 @dataclass(frozen=True)
 class ParallelConfig:
+    """Processes that compute one model together, each on a device of its own (docs/parallel.md), and engines beside
+    each other behind one server (docs/replicas.md)."""
+
+    tensor: int = 1  # ranks that share every layer's heads and columns
+    timeout_s: float = 60.0  # a step that takes longer ends the engine: some rank hangs
     replicas: int = 1  # engines behind one mini-infer-serve, each with a model and a cache of its own
     routing: RouterPolicy = RouterPolicy.prefix_aware  # which replica gets a request
 
     def __post_init__(self) -> None:
         coerce(self)
-        at_least(self, 1, "replicas")
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """Processes that compute one model together, each on a device of its own (docs/parallel.md)."""
-
-    tensor: int = 1  # ranks that share every layer's heads and columns
-    timeout_s: float = 60.0  # a step that takes longer ends the engine: some rank hangs
-
-    def __post_init__(self) -> None:
-        coerce(self)
-        at_least(self, 1, "tensor")
+        at_least(self, 1, "tensor", "replicas")
         if not self.timeout_s > 0:
             raise ConfigError(f"parallel.timeout_s must be above 0, got {self.timeout_s}")
 

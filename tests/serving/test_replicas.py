@@ -385,8 +385,12 @@ def test_each_replica_sees_its_own_gpu(
 
 def test_too_few_gpus_are_one_message() -> None:
     config = EngineConfig.from_dict({"model": {"device": "cuda"}, "parallel": {"replicas": 4}})
-    with pytest.raises(ConfigError, match=r"parallel\.replicas=4 needs 4 GPUs, and 3 are visible here"):
+    with pytest.raises(ConfigError, match=r"replicas=4 with parallel\.tensor=1 needs 4 GPUs, and 3 are visible here"):
         environments(config, {}, lambda _: 3)
+    pairs = EngineConfig.from_dict({"model": {"device": "cuda"}, "parallel": {"replicas": 2, "tensor": 2}})
+    assert [found["CUDA_VISIBLE_DEVICES"] for found in environments(pairs, {}, lambda _: 5)] == ["0,1", "2,3"]
+    with pytest.raises(ConfigError, match="needs 4 GPUs, and 3 are visible here"):
+        environments(pairs, {}, lambda _: 3)
     on_a_cpu = EngineConfig.from_dict({"parallel": {"replicas": 4}})
     assert environments(on_a_cpu, {"A": "b"}, lambda _: 0) == [{"A": "b"}] * 4
 

@@ -24,19 +24,20 @@ def environments(
     Raises:
         ConfigError: there are fewer GPUs than the replicas need.
     """
-    replicas = config.parallel.replicas
+    replicas, each = config.parallel.replicas, config.parallel.tensor
     on_cpu = config.model.device is Device.cpu or config.model.load_format is LoadFormat.dry
     visible = 0 if replicas == 1 or on_cpu else count(environment)
     if replicas == 1 or on_cpu or (visible == 0 and config.model.device is Device.auto):
         return [dict(environment) for _ in range(replicas)]
-    if visible < replicas:
+    if visible < replicas * each:
         raise ConfigError(
-            f"parallel.replicas={replicas} needs {replicas} GPUs, and {visible} are visible here: lower "
-            "parallel.replicas, or choose model.device=cpu"
+            f"parallel.replicas={replicas} with parallel.tensor={each} needs {replicas * each} GPUs, and {visible} are "
+            "visible here: lower one of them, or choose model.device=cpu"
         )
     named = environment.get(VISIBLE)
     names = [name.strip() for name in named.split(",")] if named else [str(index) for index in range(visible)]
-    return [{**environment, VISIBLE: names[replica]} for replica in range(replicas)]
+    own = (names[first : first + each] for first in range(0, replicas * each, each))
+    return [{**environment, VISIBLE: ",".join(gpus)} for gpus in own]
 
 
 def count_gpus(environment: Mapping[str, str]) -> int:
