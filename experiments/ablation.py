@@ -31,7 +31,7 @@ from experiments.lab.store.ledger import Terms
 from experiments.lab.store.result import Sample
 from experiments.lab.workloads import Inputs
 from experiments.lab.workloads.vocabulary import ModelVocabulary
-from mini_infer.core.config import Device, EngineConfig, LoadFormat
+from mini_infer.core.config import Device, EngineConfig, LoadFormat, ParallelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import resolve_device
 
@@ -182,14 +182,15 @@ class Ablation(Experiment):
         """Every variant that is this engine, the baseline too, at the first point; a dry model has no numbers worth the
         name."""
         at = [self._cell(variant, self._grid[0]) for variant in self._alone if self.settings.gates]
-        return {c.variant: c.engine for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry}
+        ours = [c for c in at if c.kind.can.ours and c.engine.model.load_format is not LoadFormat.dry]
+        return {cell.variant: _one_replica(cell.engine) for cell in ours}
 
     def _exact_gates(self, device: str, inputs: Mapping[str, Inputs]) -> list[Gate]:
         """Engines alike, such as one behind HTTP and the same one here, are asked once."""
         exact, found = ExactGate(device), []
         known: list[tuple[list[EngineConfig], list[Gate]]] = []
         for variant, engine in self._gated.items():
-            engines = [self._cell(variant, point).engine for point in self._grid]
+            engines = [_one_replica(self._cell(variant, point).engine) for point in self._grid]
             gates = next((gates for others, gates in known if others == engines), None)
             if gates is None:
                 gates = [exact.of_probes(variant, engine)]
@@ -238,6 +239,11 @@ class Ablation(Experiment):
             prompt = vocabulary.decode(items[index].prompt)
             samples += [Sample(tuple(variants), prompt, text) for text, variants in authors.items()]
         return samples
+
+
+def _one_replica(engine: EngineConfig) -> EngineConfig:
+    """Replicas compute what each of them does."""
+    return replace(engine, parallel=replace(engine.parallel, replicas=1, routing=ParallelConfig.routing))
 
 
 def _label(name: str, changes: Mapping[str, Any], synthetic: bool) -> str:

@@ -61,7 +61,7 @@ async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Python would end with an error if it could not flush
 
     # What takes a second to import, and no help text needs.
-    if settings.api_processes > 1:
+    if settings.api_processes > 1 or settings.engine.parallel.replicas > 1:
         from mini_infer.serving.processes.supervisor import Supervisor
 
         return await Supervisor(settings, sock, on_ready).run()

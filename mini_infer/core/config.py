@@ -166,6 +166,29 @@ class GraphsConfig:
         at_least(self, 0, "max_prefill_tokens")
 
 
+class RouterPolicy(str, Enum):
+    prefix_aware = "prefix_aware"  # to whoever holds most of the prompt, unless that one has far more to do
+    least_loaded = "least_loaded"  # to whoever has the fewest requests
+    round_robin = "round_robin"  # to each in turn
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Processes that compute one model together, each on a device of its own (docs/parallel.md), and engines beside
+    each other behind one server (docs/replicas.md)."""
+
+    tensor: int = 1  # ranks that share every layer's heads and columns
+    timeout_s: float = 60.0  # a step that takes longer ends the engine: some rank hangs
+    replicas: int = 1  # engines behind one mini-infer-serve, each with a model and a cache of its own
+    routing: RouterPolicy = RouterPolicy.prefix_aware  # which replica gets a request
+
+    def __post_init__(self) -> None:
+        coerce(self)
+        at_least(self, 1, "tensor", "replicas")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"parallel.timeout_s must be above 0, got {self.timeout_s}")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine is told. `EngineConfig(model="path")` is short for `ModelConfig(path="path")`."""
@@ -176,6 +199,7 @@ class EngineConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     graphs: GraphsConfig = field(default_factory=GraphsConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     numerics: Numerics = Numerics.fast  # in which order sums are made
     seed: int | None = None  # what the seeds of requests that bring none are made from; default: fresh each time
 
@@ -189,6 +213,7 @@ class EngineConfig:
             attention: AttentionConfig = ...,
             graphs: GraphsConfig = ...,
             speculation: SpeculationConfig = ...,
+            parallel: ParallelConfig = ...,
             numerics: Numerics = ...,
             seed: int | None = ...,
         ) -> None: ...
@@ -212,6 +237,11 @@ class EngineConfig:
             raise ConfigError(
                 "speculation.draft.path: a dry model has no weights, and no draft either. Set speculation.method to "
                 "ngram, suffix or synthetic, which need none"
+            )
+        if self.parallel.tensor > 1 and self.model.load_format is LoadFormat.dry:
+            raise ConfigError(
+                f"parallel.tensor={self.parallel.tensor}: a dry model has nothing that ranks could share. Set "
+                "parallel.tensor=1, or model.load_format=dummy for random weights"
             )
 
     @classmethod

@@ -13,6 +13,10 @@ class ModelError(MiniInferError, ValueError):
     """A model folder that cannot be loaded: unsupported architecture, missing or mis-shaped weights."""
 
 
+class RankError(MiniInferError, RuntimeError):
+    """A rank has died, hangs, failed or computed something else: the engine is at its end."""
+
+
 class RequestError(MiniInferError, ValueError):
     """A request that cannot be served. It costs no other request anything.
 

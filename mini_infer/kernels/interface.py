@@ -137,8 +137,16 @@ class Kernels(Protocol):
     fallback: str | None  # what `auto` would have preferred, and why it could not be had
     gemv: ModuleType | None  # kernels/gemv.py, where products of few rows with unquantized weights may use it
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """x [T, K] W^T + b, W [N, K] -> [T, N] of x's dtype, in `out`, contiguous, where it is given."""
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, *, chunks: int = 1
+    ) -> Tensor:
+        """x [T, K] W^T + b, W [N, K] -> [T, N] of x's dtype, in `out`, contiguous, where it is given. `chunks`, where
+        `num_chunks` gives a number: K is summed in so many parts, which are added up as a balanced tree; `out` may
+        then be float32, for a sum that goes on elsewhere."""
+
+    def num_chunks(self, in_size: int, dtype: torch.dtype) -> int | None:
+        """Of a product whose inputs ranks share, over all ranks: so its sum is the same on any number of ranks that
+        divides this one. None: sums have no order of their own."""
 
     def quantized_linear(
         self,

@@ -4,6 +4,12 @@ An element of the result is one sum over K, taken 16 products at a time from the
 tensor core instruction adds to its accumulator, whatever tile it is part of. No tile splits K. So tiles may follow the
 number of rows, for speed, and numbers do not (He et al. 2025, "Defeating Nondeterminism in LLM Inference",
 https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/).
+
+Where ranks share the inputs, K has 8 chunks (`num_chunks`). Each is one such sum, and chunks are added up as a balanced
+tree, of which every rank has a branch:
+
+    1 rank    ((c0 + c1) + (c2 + c3)) + ((c4 + c5) + (c6 + c7))
+    2 ranks    |---- rank 0 ---------|   |---- rank 1 ---------|    the last sum is between ranks
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ def _linear_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TALL: tl.constexpr,  # tiles of rows whose programs share a part of the weights, one after the other
+    CHUNKS: tl.constexpr,  # 1, 2, 4 or 8
     DOT: tl.constexpr,  # dtype of the factors
 ):
     row_tiles, out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), (OUT_SIZE + BLOCK_OUT - 1) // BLOCK_OUT
@@ -38,10 +45,13 @@ def _linear_kernel(
     height = tl.minimum(row_tiles - band * TALL, TALL)
     within = tl.program_id(0) % (TALL * out_tiles)
     row, out = (band * TALL + within % height) * BLOCK_ROWS, within // height * BLOCK_OUT
-    acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for k in range(0, IN_SIZE, BLOCK_K):  # descriptors give zeros beyond the ends
-        weight, x = weight_desc.load([out, k]).to(DOT), x_desc.load([row, k]).to(DOT)
-        acc = tl.dot(weight, x.T, acc, input_precision="ieee")
+    if CHUNKS == 1:
+        acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+        for k in range(0, IN_SIZE, BLOCK_K):  # descriptors give zeros beyond the ends
+            weight, x = weight_desc.load([out, k]).to(DOT), x_desc.load([row, k]).to(DOT)
+            acc = tl.dot(weight, x.T, acc, input_precision="ieee")
+    else:
+        acc = _tree(x_desc, weight_desc, row, out, IN_SIZE // CHUNKS, BLOCK_ROWS, BLOCK_OUT, BLOCK_K, CHUNKS, DOT)
     rows, outs = row + tl.arange(0, BLOCK_ROWS), out + tl.arange(0, BLOCK_OUT)
     real = outs < OUT_SIZE
     if bias_ptr is not None:
@@ -49,6 +59,55 @@ def _linear_kernel(
         acc = tl.fma(acc, 1.0, tl.load(bias_ptr + outs, mask=real, other=0.0).to(tl.float32)[:, None])
     places = out_ptr + rows.to(tl.int64)[None, :] * OUT_SIZE + outs[:, None]
     tl.store(places, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (rows < num_rows)[None, :])
+
+
+@triton.jit
+def _tree(
+    x_desc,
+    weight_desc,
+    row,
+    out,
+    CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Chunks' sums in one loop over all of K, so that loads run ahead across their ends. A sum waits until the branch
+    beside it is there: `one` of a chunk, `two` of two, `four` of four."""
+    acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    one, two, four = acc, acc, acc
+    STEPS: tl.constexpr = (CHUNK + BLOCK_K - 1) // BLOCK_K
+    for step in range(0, CHUNKS * STEPS):
+        chunk, k = step // STEPS, step % STEPS * BLOCK_K
+        weight = weight_desc.load([out, chunk, k]).reshape(BLOCK_OUT, BLOCK_K).to(DOT)
+        x = x_desc.load([row, chunk, k]).reshape(BLOCK_ROWS, BLOCK_K).to(DOT)
+        acc = tl.dot(weight, x.T, acc, input_precision="ieee")
+        if step % STEPS == STEPS - 1 and chunk < CHUNKS - 1:
+            if chunk % 2 == 0:
+                one = acc
+            else:
+                pair = tl.fma(one, 1.0, acc)  # not as a sum, as above
+                if chunk % 4 == 1:
+                    two = pair
+                else:
+                    four = tl.fma(two, 1.0, pair)
+            acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    acc = tl.fma(one, 1.0, acc)
+    if CHUNKS > 2:
+        acc = tl.fma(two, 1.0, acc)
+    if CHUNKS > 4:
+        acc = tl.fma(four, 1.0, acc)
+    return acc
+
+
+CHUNKS = 8  # ranks that can share inputs, at most
+
+
+def num_chunks(in_size: int, itemsize: int) -> int:
+    """Of K inputs, each of a multiple of 16 bytes: 8, or as many as there can be."""
+    return next((n for n in (CHUNKS, 4, 2) if in_size * itemsize % (16 * n) == 0), 1)
 
 
 class Tile(NamedTuple):
@@ -83,8 +142,21 @@ def tile_for(rows: int, out_size: int, itemsize: int) -> Tile:
     return Tile(256, 128, 64, 8, 3)
 
 
+def chunked(tile: Tile) -> Tile:
+    """With room in registers for the sums of branches that wait: four accumulators at most."""
+    if tile.rows * tile.outs < 128 * 64:
+        return tile
+    return Tile(128, 64, 128, 8, 4)
+
+
 def invariant_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, tile: Tile | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    chunks: int = 1,
+    tile: Tile | None = None,
 ) -> Tensor:
     """x W^T + b, accumulated in float32 and rounded once.
 
@@ -92,7 +164,8 @@ def invariant_linear(
         x: [T, K] float32, bfloat16 or float16; rows are contiguous and begin at multiples of 16 bytes.
         weight: [N, K] of x's dtype, contiguous.
         bias: [N].
-        out: takes the result where it is given, [T, N] contiguous.
+        out: takes the result where it is given, [T, N] contiguous, of any dtype.
+        chunks: of K, whose sums are added up as a tree; a divisor of `num_chunks`.
         tile: instead of the one for this number of rows, for tests and measurements.
 
     Returns:
@@ -107,15 +180,21 @@ def invariant_linear(
     if out is None:
         out = x.new_empty((rows, out_size))
     if rows:
-        tile = tile or tile_for(rows, out_size, x.element_size())
+        if tile is None:
+            tile = tile_for(rows, out_size, x.element_size())
+            tile = tile if chunks == 1 else chunked(tile)
         if (shared := shared_memory(x.device)) is not None:
             stage = (tile.rows + tile.outs) * tile.k * x.element_size()
             tile = tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
         grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outs),)
+        if chunks > 1:  # a dimension of their own: beyond a chunk's end are zeros, not the next one
+            x, weight = x.unflatten(1, (chunks, -1)), weight.unflatten(1, (chunks, -1))
+        within = [1] * (chunks > 1) + [tile.k]
         _linear_kernel[grid](
-            TensorDescriptor.from_tensor(x, [tile.rows, tile.k]),
-            TensorDescriptor.from_tensor(weight, [tile.outs, tile.k]),
+            TensorDescriptor.from_tensor(x, [tile.rows, *within]),
+            TensorDescriptor.from_tensor(weight, [tile.outs, *within]),
             bias, out, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outs,
-            BLOCK_K=tile.k, TALL=8, DOT=DOT_DTYPES[x.dtype], num_warps=tile.num_warps, num_stages=tile.num_stages,
+            BLOCK_K=tile.k, TALL=8, CHUNKS=chunks, DOT=DOT_DTYPES[x.dtype],
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return out

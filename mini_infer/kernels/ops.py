@@ -40,10 +40,15 @@ class TorchKernels:
     def __init__(self, fallback: str | None = None) -> None:
         self.fallback = fallback
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, *, chunks: int = 1
+    ) -> Tensor:
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    def num_chunks(self, in_size: int, dtype: torch.dtype) -> int | None:
+        return None
 
     def quantized_linear(
         self,
@@ -236,14 +241,19 @@ class InvariantKernels(TritonKernels):
 
     def __init__(self) -> None:
         super().__init__()
-        from mini_infer.kernels.invariant_linear import invariant_linear
+        from mini_infer.kernels.invariant_linear import invariant_linear, num_chunks
 
         self.gemv = None  # it sums in other orders than products of more rows
         self._few_tokens = 0  # one kernel for all
-        self._linear = invariant_linear
+        self._linear, self._num_chunks = invariant_linear, num_chunks
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        return self._linear(x, weight.contiguous(), bias, out)  # a copy on a CPU alone, for tests
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, *, chunks: int = 1
+    ) -> Tensor:
+        return self._linear(x, weight.contiguous(), bias, out, chunks=chunks)  # a copy on a CPU alone, for tests
+
+    def num_chunks(self, in_size: int, dtype: torch.dtype) -> int | None:
+        return self._num_chunks(in_size, dtype.itemsize)
 
     def quantized_gemv(
         self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int, dtype: torch.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def fill_from(
             target = wanted[name]
             if shape not in (target.shape, *target.other_shapes):
                 raise ModelError(f"{name} in {file} has shape {shape}; the config asks for {target.shape}")
-            tensor = read()
+            tensor = read(target.reads.get(shape))
             if tensor.dtype not in target.dtypes:
                 known = ", ".join(str(dtype).removeprefix("torch.") for dtype in target.dtypes)
                 raise ModelError(f"{name} in {file} is {tensor.dtype}; supported are {known}")
@@ -126,11 +127,15 @@ def fill_from(
         raise ModelError(f"{' '.join(first)}{more} {is_missing} from {names}")
 
 
+def _read(tensors: Any, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
+    return tensors.get_tensor(name) if part is None else tensors.get_slice(name)[part]
+
+
 def _tensors(file: Path) -> Iterator[tuple[str, tuple[int, ...], Any]]:
-    """(name, shape, function that reads it) of each tensor in a file."""
+    """(name, shape, function that reads it, or a part of it) of each tensor in a file."""
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                yield name, tuple(tensors.get_slice(name).get_shape()), lambda name=name: tensors.get_tensor(name)
+                yield name, tuple(tensors.get_slice(name).get_shape()), partial(_read, tensors, name)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"cannot read {file}: {error}. The file may be cut short: fetch or copy it again") from error

@@ -21,16 +21,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_infer.attention.context import AttentionContext, ModelAttention, UpProjections
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.kernels.interface import Places, QKNorm, Stream, TokenPlaces
 from mini_infer.modeling.kv_scales import KVScales
-from mini_infer.modeling.layers import Layer, Linear, RMSNorm
-from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel, empty_parameter
-from mini_infer.modeling.linear_methods.unquantized import Unquantized
+from mini_infer.modeling.layers import Layer, Linear, RMSNorm, VocabularyTable
+from mini_infer.modeling.linear_methods.base import Build, Parallel
 from mini_infer.modeling.mla import LatentAttention
 from mini_infer.modeling.mlp import MLP
 from mini_infer.modeling.model import CheckpointTensor, Model
@@ -45,7 +43,8 @@ class Attention(nn.Module):
         self._layer = layer
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(name, model.hidden_size, qkv, spec.qkv_bias, Parallel.column, build)
+        copies = {"k_proj": spec.kv_copies, "v_proj": spec.kv_copies}
+        self.qkv_proj = Linear(name, model.hidden_size, qkv, spec.qkv_bias, Parallel.column, build, copies)
         self.o_proj = Linear(name, q_size, {"o_proj": model.hidden_size}, spec.o_bias, Parallel.row, build)
         self._qk_norm, self._norms_of_all = None, False
         if spec.qk_norm or spec.qk_norm_of_all:
@@ -112,12 +111,12 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(Model):
-    """Parameters are empty until the loader fills them. Positions are below max_len."""
+    """Parameters are empty until the loader fills them. Positions are below max_len. `spec` says what of each layer
+    this rank computes; hidden states and logits are whole on every rank."""
 
     def __init__(self, spec: ModelSpec, max_len: int, build: Build) -> None:
         super().__init__(spec, build.dtype, build.device)
-        size = (spec.vocab_size, spec.hidden_size)
-        self.embed_tokens = empty_parameter(*size, dtype=build.dtype, device=build.device)
+        self.embed_tokens = VocabularyTable("model.embed_tokens", spec, build)
         attention = spec.attention
         assert attention.rope is not None, "the architectures of the registry have one"
         self.rotary = RotaryTable(attention.rope, attention.rotary_dim, max_len, build.dtype, build.device)
@@ -125,24 +124,21 @@ class Decoder(Model):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps, build)
         self.lm_head = self.embed_tokens
-        self._tables = {"model.embed_tokens.weight": self.embed_tokens}
         if not spec.tie_word_embeddings:
-            self.lm_head = empty_parameter(*size, dtype=build.dtype, device=build.device)
-            self._tables["lm_head.weight"] = self.lm_head
+            self.lm_head = VocabularyTable("lm_head", spec, build)
         self._stored_scales: KVScales | None = None
         if self.kv_scales is not None:
             names = [f"model.layers.{i}.self_attn" for i in range(spec.num_layers)]
             brought = spec.quantization is not None and spec.quantization.fp8_kv
-            self._stored_scales = KVScales(self.kv_scales, names, required=brought)
-        head = LinearShape(spec.hidden_size, {"lm_head": spec.vocab_size}, False, Parallel.column)
-        self._head = Unquantized(self.lm_head, None, head, build.kernels)
+            whole = attention.num_kv_heads * build.parallel.size // attention.kv_copies
+            self._stored_scales = KVScales(self.kv_scales, names, brought, build.parallel, whole)
         self._kernels = build.kernels
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         cos, sin = self.rotary.forward(positions)
         real = None if self.expert_counts is None else context.real_tokens().int()
         tokens = TokenPlaces(token_ids, positions, real)
-        x, residual = F.embedding(token_ids, self.embed_tokens), None
+        x, residual = self.embed_tokens.look_up(token_ids), None
         for layer in self.layers:
             x, residual = layer.forward(x, residual, cos, sin, context, tokens)
         return self._kernels.add_rms_norm(Stream(x, residual, self.norm.norm))[0]
@@ -155,10 +151,10 @@ class Decoder(Model):
         return replace(attention, up=UpProjections(weights, spec.latent.rope_dim, spec.value_dim))
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._head.apply(hidden, out)
+        return self.lm_head.score(hidden, out)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        tensors = {name: CheckpointTensor.copied_to(table) for name, table in self._tables.items()}
+        tensors: dict[str, CheckpointTensor] = {}
         for layer in self._weighted():
             tensors |= layer.checkpoint_tensors()
         if self._stored_scales is not None:
@@ -172,8 +168,6 @@ class Decoder(Model):
             self._stored_scales.loaded()
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
-        for table in self._tables.values():
-            draw(table)
         for layer in self._weighted():
             layer.fill_dummy(draw)
 
@@ -186,4 +180,6 @@ class Decoder(Model):
             layer.counts = counts
 
     def _weighted(self) -> list[Layer]:
-        return [module for module in self.modules() if isinstance(module, Layer)]
+        """Tables of tokens come first."""
+        found = dict.fromkeys(module for module in self.modules() if isinstance(module, Layer))
+        return list(dict.fromkeys((self.embed_tokens, self.lm_head, *found)))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mini_infer.core.errors import ModelError
 from mini_infer.modeling.model import CheckpointTensor
+from mini_infer.parallel.context import ParallelContext
 
 _NAMES = {"k": ("k_scale", "k_proj.k_scale"), "v": ("v_scale", "v_proj.v_scale")}  # today's, and an older one
 
@@ -16,17 +17,19 @@ _NAMES = {"k": ("k_scale", "k_proj.k_scale"), "v": ("v_scale", "v_proj.v_scale")
 class KVScales:
     """
     Args:
-        scales: [layers, 2, num_kv_heads], ones.
+        scales: [layers, 2, num_kv_heads], ones, of the heads that this rank has.
         names: of the layers' attention: "model.layers.0.self_attn".
         required: a folder without them is refused.
+        heads: of all ranks together.
     """
 
-    def __init__(self, scales: Tensor, names: list[str], required: bool) -> None:
-        self._scales, self._names = scales, names
+    def __init__(self, scales: Tensor, names: list[str], required: bool, parallel: ParallelContext, heads: int) -> None:
+        self._scales, self._names, self._heads = scales, names, heads
+        self._own = parallel.part(heads, scales.shape[2])
         self._missing = {(name, kind) for name in names for kind in _NAMES} if required else set()
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
-        heads = self._scales.shape[2]
+        heads = self._heads
         shapes = ((1,), (), (heads,), (heads, 1, 1), (1, heads, 1, 1))
         return {
             f"{name}.{tensor}": CheckpointTensor(
@@ -49,5 +52,6 @@ class KVScales:
         scales = scales.float()
         if not bool((torch.isfinite(scales) & (scales > 0)).all()):
             raise ModelError(f"{name}.{kind}_scale is {scales.flatten().tolist()}: scales are finite and above 0")
-        self._scales[layer, list(_NAMES).index(kind)] = scales.flatten()
+        scales = scales.flatten()
+        self._scales[layer, list(_NAMES).index(kind)] = scales if len(scales) == 1 else scales[self._own]
         self._missing.discard((name, kind))

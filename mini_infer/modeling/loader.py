@@ -32,6 +32,7 @@ from mini_infer.modeling.model import Model
 from mini_infer.modeling.registry import parse_spec
 from mini_infer.modeling.spec import MLASpec, ModelSpec, MoESpec, token_ids
 from mini_infer.modeling.transformers_model import load_transformers_model, new_transformers_model
+from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.quantization.checkpoint_config import rounding
 
 _DRAWN_AT_ONCE = 2**28  # random numbers
@@ -119,11 +120,12 @@ def load_model(
     max_len: int | None = None,
     kernels: Kernels | None = None,
     linear_method: LinearMethodFactory | None = None,
+    parallel: ParallelContext = ONE_RANK,
 ) -> Model:
     """The model on its device, weights filled, for sequences of up to `max_len` tokens (default: the model's own
-    limit), computing with `kernels` (default: torch's) and with linear methods of its own (default: the spec's). Raises
-    ModelError, naming the tensor and the file."""
-    build = Build(dtype, device, kernels or TorchKernels(), linear_method or _linear_method(spec))
+    limit), computing with `kernels` (default: torch's) and with linear methods of its own (default: the spec's). Of a
+    model that ranks share, `spec` is a rank's. Raises ModelError, naming the tensor and the file."""
+    build = Build(dtype, device, kernels or TorchKernels(), linear_method or _linear_method(spec), parallel)
     if spec.through_transformers and config.load_format is LoadFormat.auto:
         return load_transformers_model(resolve_folder(config.path), spec, build)
     model = _new_model(spec, max_len or spec.max_model_len, build)
@@ -145,9 +147,9 @@ def load_model(
     return model
 
 
-def outline(spec: ModelSpec, dtype: torch.dtype) -> Model:
+def outline(spec: ModelSpec, dtype: torch.dtype, parallel: ParallelContext = ONE_RANK) -> Model:
     """The model without memory, for what it says of itself."""
-    return _new_model(spec, 1, Build(dtype, torch.device("meta"), TorchKernels(), _linear_method(spec)))
+    return _new_model(spec, 1, Build(dtype, torch.device("meta"), TorchKernels(), _linear_method(spec), parallel))
 
 
 def _linear_method(spec: ModelSpec) -> LinearMethodFactory:
@@ -172,12 +174,21 @@ def dummy_weights(device: torch.device, seed: int) -> Callable[[Tensor], None]:
     return draw
 
 
-def resolve_device(config: ModelConfig) -> torch.device:
-    """Raises ConfigError where CUDA is asked for and there is none."""
+def resolve_device(config: ModelConfig, parallel: ParallelContext = ONE_RANK) -> torch.device:
+    """Of this rank. Raises ConfigError where CUDA is asked for and there is none, or too few."""
     available = torch.cuda.is_available()
     if config.device is Device.cuda and not available:
         raise ConfigError("model.device=cuda, but torch sees no CUDA device here; use model.device=auto or cpu")
-    return torch.device("cuda" if available and config.device is not Device.cpu else "cpu")
+    if not available or config.device is Device.cpu:
+        return torch.device("cpu")
+    if parallel.size == 1:
+        return torch.device("cuda")
+    if parallel.size > torch.cuda.device_count():
+        raise ConfigError(
+            f"parallel.tensor={parallel.size} ranks need a GPU each, and torch sees {torch.cuda.device_count()}: lower "
+            "it, or set model.device=cpu"
+        )
+    return torch.device("cuda", parallel.rank)
 
 
 def resolve_dtype(config: ModelConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:

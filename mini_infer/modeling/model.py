@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,14 @@ class CheckpointTensor:
     """One tensor of a checkpoint, and what becomes of it.
 
     Attributes:
-        load: takes it, on the CPU and in the dtype of its file, to its place: copied, converted, transposed, packed,
-            quantized or cut to a shard. Called once.
+        load: takes what is read of it, on the CPU and in the dtype of its file, to its place: copied, converted,
+            transposed, packed or quantized. Called once.
         memory: the part of a parameter that becomes equal to it but for the dtype, [*shape], of any strides; None
             where it is stored in another form.
         required: a checkpoint without it is refused.
         other_shapes: that it may have as well.
+        whole: every rank reads all of it.
+        reads: shape -> the part of a tensor of this shape that is read, where a rank has no use for all of it.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +38,8 @@ class CheckpointTensor:
     memory: Tensor | None = None
     required: bool = True
     other_shapes: tuple[tuple[int, ...], ...] = ()
+    whole: bool = False
+    reads: Mapping[tuple[int, ...], tuple[slice, ...]] = field(default_factory=dict)
 
     @classmethod
     def copied_to(cls, memory: Tensor) -> CheckpointTensor:

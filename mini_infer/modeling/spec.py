@@ -32,6 +32,7 @@ class AttentionSpec:
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head's q and k
     qk_norm_of_all: bool = False  # RMSNorm over q, all heads together, and over k (OLMoE)
+    kv_copies: int = 1  # ranks that have the same KV heads (modeling/sharding.py)
     latent: ClassVar[None] = None  # its cache holds keys and values
 
     @property
@@ -77,6 +78,7 @@ class MLASpec:
     interleaved: bool = True  # dimensions 2i and 2i + 1 are rotated together; else i and i + rope_dim / 2
     bias: bool = False  # of all products but those that make heads
     window: int | None = None  # always None
+    kv_copies: ClassVar[int] = 1  # ranks cannot share it yet
     form: MLAForm = MLAForm.absorbed  # of the cache and of attention
     crossover: int = 0  # as AttentionConfig.mla_crossover
 

@@ -36,12 +36,16 @@ class Stored:
         shapes: it has one of these.
         required: the folder is not whole without it.
         used: it becomes part of the weight; else it may be there, and is passed over.
+        whole: it is about all inputs, also where ranks have some of them.
+        says_shape: it holds the weight's shape.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS
     required: bool = True
     used: bool = True
+    whole: bool = False
+    says_shape: bool = False
 
 
 class Read(NamedTuple):
@@ -131,7 +135,7 @@ class CompressedTensors(LayerFormat):
         if self.packed:
             words, groups = -(-in_size // self._in_word), scales[0][1]
             found["weight_packed"] = Stored(((out_size, words),), (torch.int32,))
-            found["weight_shape"] = Stored(((2,),), (torch.int64, torch.int32))
+            found["weight_shape"] = Stored(((2,),), (torch.int64, torch.int32), says_shape=True)
             if not form.symmetric:
                 found["weight_zero_point"] = Stored(((-(-out_size // self._in_word), groups),), (torch.int32,))
         else:
@@ -218,7 +222,7 @@ class GPTQ(LayerFormat):
             "qweight": Stored(((in_size // in_word, out_size),), (torch.int32,)),
             "qzeros": Stored(((groups, out_size // in_word),), (torch.int32,)),
             "scales": Stored(((groups, out_size),)),
-            "g_idx": Stored(((in_size,),), (torch.int32, torch.int64), required=self.act_order),
+            "g_idx": Stored(((in_size,),), (torch.int32, torch.int64), required=self.act_order, whole=True),
         }
 
     def read(self, tensors: Mapping[str, Tensor], scale_dtype: torch.dtype) -> Read:

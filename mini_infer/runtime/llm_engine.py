@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import EngineConfig
-from mini_infer.core.errors import RequestError
+from mini_infer.core.errors import ConfigError, RequestError
 from mini_infer.core.request import Request, RequestOutput, SamplingParams
 from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.executor.base import make_executor
@@ -62,6 +62,11 @@ class LLMEngine:
         records_kept: int = RECORDS_KEPT,
     ) -> None:
         self.config = EngineConfig(model=config) if isinstance(config, str) else config
+        if self.config.parallel.replicas > 1:
+            raise ConfigError(
+                f"parallel.replicas={self.config.parallel.replicas}: replicas are engines behind mini-infer-serve, and "
+                "this is one engine. Set parallel.replicas=1"
+            )
         self.executor = executor = make_executor(self.config)
         self.tokenizer = executor.tokenizer
         self.max_model_len = executor.limits.max_model_len
@@ -206,10 +211,11 @@ class LLMEngine:
         return self.scheduler.num_unfinished > 0 or bool(self._outputs.outbox)
 
     def close(self) -> None:
-        """Aborts what is left."""
+        """Aborts what is left, and ends the other ranks' processes, where there are any."""
         for request_id in dict.fromkeys(request.request_id for request in self._outputs.unfinished()):
             self.abort(request_id)
         self.core.drop_in_flight()
+        self.executor.close()
 
     # --- a request's way in ---------------------------------------------------------------------------------------
 

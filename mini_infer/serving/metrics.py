@@ -1,14 +1,16 @@
-"""GET /metrics: the engine's Stats for Prometheus. Names and meanings are those that vLLM's users know, under the
+"""GET /metrics: the engines' Stats for Prometheus. Names and meanings are those that vLLM's users know, under the
 prefix mini_infer.
 
-The engine sends Stats at most every 0.1 s. They count since its start, histograms too, so that everything here is read
-off the latest ones when Prometheus asks, and every API process of an engine answers the same.
+An engine sends Stats at most every 0.1 s. They count since its start, histograms too, so that everything here is read
+off the latest ones when Prometheus asks, and every API process answers the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -17,9 +19,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from mini_infer.serving.histograms import BOUNDS, Histogram
+from mini_infer.serving.processes.replica import Replica
 from mini_infer.serving.processes.wire import Ready, Stats
 
 PREFIX = "mini_infer:"
+LABELS = ("model_name", "replica")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HISTOGRAMS = {
     "time_to_first_token_seconds": "Arrival to first token.",
@@ -53,16 +57,16 @@ COUNTERS = {
 
 
 class Metrics:
-    """One engine's metrics, labelled with the model's name.
+    """The engines' metrics, labelled with the model's name and the replica's number.
 
     Args:
-        latest: the Stats to read.
+        replicas: whose Stats to read, of those that can be asked.
         own_process: with process_*, of this process; where several answer in turn, they would say nothing.
     """
 
-    def __init__(self, model_name: str, info: Ready, latest: Callable[[], Stats], own_process: bool) -> None:
+    def __init__(self, model_name: str, info: Ready, replicas: Sequence[Replica], own_process: bool) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Collector(model_name, info, latest))
+        self._registry.register(_Collector(model_name, info, replicas))
         if own_process:
             ProcessCollector(registry=self._registry)
 
@@ -72,62 +76,78 @@ class Metrics:
 
 
 class _Collector(Collector):
-    def __init__(self, model_name: str, info: Ready, latest: Callable[[], Stats]) -> None:
+    def __init__(self, model_name: str, info: Ready, replicas: Sequence[Replica]) -> None:
         self._model_name = model_name
-        self._latest = latest
+        self._replicas = replicas
         self._cache = {key: str(value) for key, value in info.settings["cache"].items()}
         self._cache["num_blocks"] = str(info.startup["num_kv_blocks"])
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._latest()
-        for name, value in _gauges(stats).items():
-            gauge = GaugeMetricFamily(PREFIX + name, GAUGES[name], labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-        for name, value in _counters(stats).items():
-            counter = CounterMetricFamily(PREFIX + name, COUNTERS[name], labels=["model_name"])
-            counter.add_metric([self._model_name], value)
-            yield counter
-        by_place = CounterMetricFamily(
-            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+        stats = {str(replica.number): replica.stats for replica in self._replicas if replica.failure is None}
+        up = {str(replica.number): float(replica.failure is None) for replica in self._replicas}
+        yield self._family(GaugeMetricFamily, "replica_up", "Whether the replica can be asked.", up)
+        for name, text in GAUGES.items():
+            values = {number: _gauges(each)[name] for number, each in stats.items()}
+            yield self._family(GaugeMetricFamily, name, text, values)
+        for name, text in COUNTERS.items():
+            values = {number: _counters(each)[name] for number, each in stats.items()}
+            yield self._family(CounterMetricFamily, name, text, values)
+        yield self._parts(
+            "spec_decode_num_accepted_tokens_per_pos",
             "Drafts that were accepted, by their place behind the last token.",
-            labels=["model_name", "position"],
+            "position",
+            {number: dict(enumerate(each.accepted)) for number, each in stats.items()},
         )
-        for place, count in enumerate(stats.accepted):
-            by_place.add_metric([self._model_name, str(place)], count)
-        yield by_place
-        for name, histogram in stats.histograms.items():
-            yield self._histogram(name, histogram)
-        ended = CounterMetricFamily(
-            PREFIX + "request_success", "Completions that ended, by how.", labels=["model_name", "finished_reason"]
-        )
-        for reason, count in stats.ended.items():
-            ended.add_metric([self._model_name, reason], count)
-        yield ended
-        yield from self._counted(stats.counted)
+        for name, text in HISTOGRAMS.items():
+            yield self._histograms(name, text, {number: each.histograms for number, each in stats.items()})
+        ended = {number: each.ended for number, each in stats.items()}
+        yield self._parts("request_success", "Completions that ended, by how.", "finished_reason", ended)
+        yield from self._counted([each.counted for each in stats.values()])
         cache = GaugeMetricFamily(PREFIX + "cache_config_info", "Settings of the KV cache.", labels=list(self._cache))
         cache.add_metric(list(self._cache.values()), 1)
         yield cache
 
-    def _counted(self, counts: dict[str, int]) -> Iterator[Metric]:
+    def _counted(self, counts: Sequence[Mapping[str, int]]) -> Iterator[Metric]:
+        """What API processes have told one engine or another."""
+        together: Counter[str] = Counter()
+        for each in counts:
+            together.update(each)
         responses = CounterMetricFamily(
             PREFIX + "http_responses", "Answers by path and status.", labels=["model_name", "path", "status"]
         )
         refused = CounterMetricFamily(
             PREFIX + "requests_refused", "Requests that got an error, by its code.", labels=["model_name", "reason"]
         )
-        for name, count in counts.items():
+        for name, count in together.items():
             kind, *labels = name.split(" ")
             (responses if kind == "responses" else refused).add_metric([self._model_name, *labels], count)
         yield responses
         yield refused
 
-    def _histogram(self, name: str, histogram: Histogram) -> Metric:
-        family = HistogramMetricFamily(PREFIX + name, HISTOGRAMS[name], labels=["model_name"])
+    def _family(
+        self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, values: dict[str, float]
+    ) -> Metric:
+        family = kind(PREFIX + name, text, labels=LABELS)
+        for replica, value in values.items():
+            family.add_metric([self._model_name, replica], value)
+        return family
+
+    def _parts(self, name: str, text: str, label: str, values: Mapping[str, Mapping[Any, float]]) -> Metric:
+        """A counter that is told by a further label."""
+        family = CounterMetricFamily(PREFIX + name, text, labels=[*LABELS, label])
+        for replica, counts in values.items():
+            for part, count in counts.items():
+                family.add_metric([self._model_name, replica, str(part)], count)
+        return family
+
+    def _histograms(self, name: str, text: str, values: dict[str, dict[str, Histogram]]) -> Metric:
+        family = HistogramMetricFamily(PREFIX + name, text, labels=LABELS)
         bounds = [*map(floatToGoString, BOUNDS[name]), "+Inf"]
-        family.add_metric(
-            [self._model_name], list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.sum
-        )
+        for replica, histograms in values.items():
+            if name in histograms:  # else it has told nothing yet
+                counts = accumulate(histograms[name].counts)
+                buckets = list(zip(bounds, counts, strict=True))
+                family.add_metric([self._model_name, replica], buckets, histograms[name].sum)
         return family
 
 

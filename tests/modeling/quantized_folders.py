@@ -42,19 +42,24 @@ def model(**changes: Any) -> transformers.Qwen2ForCausalLM:
 
 
 def compressed_tensors_folder(
-    folder: Path, groups: dict[str, dict[str, Any]], kv: dict | None = None, **options: Any
+    folder: Path,
+    groups: dict[str, dict[str, Any]],
+    kv: dict | None = None,
+    changes: dict[str, Any] | None = None,
+    **options: Any,
 ) -> None:
     """Written with its own library: quantized, compressed, saved.
 
     Args:
         groups: config_groups: targets, weights, input_activations.
         kv: scales of keys and values by layer, for a kv_cache_scheme.
+        changes: to the model's shape.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    made = model()
+    made = model(**(changes or {}))
     apply_quantization_config(made, QuantizationConfig(config_groups=groups, ignore=["lm_head"], **options))
     for module in made.modules():
         scheme = getattr(module, "quantization_scheme", None)

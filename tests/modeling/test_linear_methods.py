@@ -22,7 +22,7 @@ from mini_infer.core.errors import ModelError
 from mini_infer.kernels.interface import Kernels, Stream
 from mini_infer.kernels.ops import TorchKernels, TritonKernels
 from mini_infer.modeling.decoder import Decoder
-from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape, Parallel, empty_parameter
+from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape, empty_parameter
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.model import CheckpointTensor, Model
@@ -75,11 +75,6 @@ class Int8(LinearMethod):
                 tensors[f"{name}.bias"] = CheckpointTensor.copied_to(self.bias[rows])
             start += size
         return tensors
-
-    def sharded_dims(self) -> dict[str, int | None]:
-        if self._shape.parallel is Parallel.column:
-            return dict.fromkeys(self.weights(), 0)
-        return dict.fromkeys(self.weights()) | {"weight": 1}
 
     def apply(self, x: Tensor) -> Tensor:
         return F.linear(x, (self.weight * self.scale).to(x.dtype), self.bias)
@@ -204,14 +199,3 @@ def test_dummy_weights_of_another_format() -> None:
         assert torch.equal(x, y)
     method = a.layers[1].mlp.gate_up_proj.method
     assert 0.015 < (method.weight * method.scale).std() < 0.025
-
-
-@pytest.mark.parametrize("make", [Unquantized.create, Int8])
-@pytest.mark.parametrize(
-    ("parallel", "dims"), [(Parallel.column, {"weight": 0, "bias": 0}), (Parallel.row, {"weight": 1, "bias": None})]
-)
-def test_ranks_share_outputs_or_inputs(make: Any, parallel: Parallel, dims: dict[str, int | None]) -> None:
-    build = Build(torch.float32, CPU, TorchKernels(), make)
-    shared = make("", LinearShape(8, {"a": 4, "b": 2}, True, parallel), build).sharded_dims()
-    assert {name: shared[name] for name in dims} == dims
-    assert set(shared) == set(make("", LinearShape(8, {"a": 4, "b": 2}, True, parallel), build).weights())

@@ -262,7 +262,7 @@ class HostAllocations(TorchDispatchMode):
 class TestDummy:
     def test_weights_have_their_shapes_and_scale(self) -> None:
         model = make_model(dummy(), torch.bfloat16)
-        assert (model.lm_head.shape, model.lm_head.dtype) == ((100, 64), torch.bfloat16)
+        assert (model.lm_head.weight.shape, model.lm_head.weight.dtype) == ((100, 64), torch.bfloat16)
         for module in model.modules():
             if isinstance(module, RMSNorm):
                 assert (module.weight == 1).all()
@@ -275,7 +275,7 @@ class TestDummy:
         a, b = make_model(dummy()), make_model(dummy())
         assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
         config = ModelConfig(load_format="dummy", hf_config=QWEN25, seed=1)
-        assert not torch.equal(a.embed_tokens, make_model(config).embed_tokens)
+        assert not torch.equal(a.embed_tokens.weight, make_model(config).embed_tokens.weight)
 
     def test_a_seed_gives_the_weights_that_it_always_gave(self) -> None:
         """Committed results were measured with them. Each sum depends on every number's place."""
@@ -293,7 +293,7 @@ class TestDummy:
     def test_from_a_folder_without_weights(self, folder: Path) -> None:
         (folder / "model.safetensors").unlink()
         model = make_model(ModelConfig(path=str(folder), load_format="dummy"))
-        assert torch.equal(model.embed_tokens, make_model(dummy()).embed_tokens)
+        assert torch.equal(model.embed_tokens.weight, make_model(dummy()).embed_tokens.weight)
 
     def test_filled_where_they_lie(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """No parameter is made elsewhere and copied: all that touches the host is the rotary frequencies."""
@@ -308,8 +308,8 @@ class TestDummy:
     def test_filled_on_the_gpu(self) -> None:
         with HostAllocations() as host:
             model = make_model(dummy(), device=torch.device("cuda"))
-        assert model.embed_tokens.is_cuda
-        assert 0.015 < model.embed_tokens.std() < 0.025
+        assert model.embed_tokens.weight.is_cuda
+        assert 0.015 < model.embed_tokens.weight.std() < 0.025
         assert host.largest <= 64
 
 

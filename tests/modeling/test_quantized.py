@@ -310,31 +310,6 @@ def load_dummy(shape: dict[str, Any], name: str) -> Model:
     return load_model(config, load_spec(config), torch.float32, CPU)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "parallel", "dims"),
-    [
-        ("w8a8", Parallel.column, {"codes": 0, "scales": 0, "bias": 0}),
-        ("w8a8", Parallel.row, {"codes": 1, "scales": None, "bias": None}),
-        ("w4a16", Parallel.column, {"codes": 0, "scales": 0, "zeros": 0, "bias": 0}),
-        ("w4a16", Parallel.row, {"codes": 1, "scales": 1, "zeros": 1, "bias": None}),
-    ],
-)
-def test_ranks_share_codes_and_scales(scheme: str, parallel: Parallel, dims: dict[str, int | None]) -> None:
-    build = Build(torch.float32, CPU, TorchKernels(), stored_as(rounding(scheme, 32, False)))
-    method = build.linear_method("", LinearShape(128, {"a": 8, "b": 8}, True, parallel), build)
-    assert method.sharded_dims() == dims
-    assert set(method.weights()) == set(dims)
-
-
-def test_ranks_cannot_share_inputs_that_are_sorted_by_group(tmp_path: Path) -> None:
-    config, tensors = FOLDERS["gptq, act-order"]
-    quantized_folder(tmp_path, config, tensors)
-    layer = load(tmp_path).layers[0]
-    assert layer.self_attn.qkv_proj.method.sharded_dims()["order"] is None
-    with pytest.raises(ModelError, match=r"0\.mlp: ranks cannot share .* act-order \(desc_act=true\).*one rank"):
-        layer.mlp.down_proj.method.sharded_dims()
-
-
 @pytest.mark.parametrize(("columns", "slow"), [(128, False), (64, True)])
 def test_a_format_that_kernels_do_not_have_is_computed_by_torch(
     columns: int, slow: bool, caplog: pytest.LogCaptureFixture

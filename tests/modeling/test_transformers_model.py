@@ -106,10 +106,8 @@ def test_logits_equal_transformers(model_type: str, tmp_path: Path) -> None:
     """Of a long and a short prompt, and of what follows them, token by token and in one batch. The reference has an
     attention mask, as `generate` gives one: without, some of transformers' code forgets to be causal."""
     reference = save_checkpoint(model_type, tmp_path, **SERVED[model_type])
-    config = EngineConfig.from_dict(
-        {"model": {"path": str(tmp_path), "device": "cpu", "implementation": "transformers"}}
-    )
-    engine = LLMEngine(config)
+    model = {"path": str(tmp_path), "device": "cpu", "implementation": "transformers"}
+    engine = LLMEngine(EngineConfig.from_dict({"model": model}))
     assert engine.startup.implementation == "transformers"
     tokens = torch.randint(1, SMALL["vocab_size"], (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():

@@ -182,7 +182,7 @@ def test_what_graphs_read_lives_as_long_as_they_do() -> None:
     engine = make()
     pieces = with_pieces(engine, [64])
     store = weakref.ref(pieces._store.tensors[0].untyped_storage())
-    weight = weakref.ref(pieces._model.embed_tokens)
+    weight = weakref.ref(pieces._model.embed_tokens.weight)
     pieces._pieces = {}  # these recordings, unlike graphs, hold tensors themselves
     engine.close()
     del engine

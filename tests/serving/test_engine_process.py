@@ -31,6 +31,7 @@ from served import (
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import replace
+from mini_infer.core.errors import RankError
 from mini_infer.core.sampling_params import Grammar
 from mini_infer.runtime.text.grammar import CompiledGrammar
 from mini_infer.serving.processes.async_engine import AsyncEngine, EngineDead
@@ -363,14 +364,14 @@ def test_the_engine_process_ends_with_its_parent(tmp_path: Path) -> None:
     assert not Path(path).parent.exists()
 
 
-def failing(engine: LLMEngine, times: int) -> LLMEngine:
+def failing(engine: LLMEngine, times: int, error: Exception | None = None) -> LLMEngine:
     """Its first launches fail."""
     launch, left = engine.executor.runner.launch, [times]
 
     def planted(plan: object) -> object:
         if left[0]:
             left[0] -= 1
-            raise RuntimeError("planted")
+            raise error or RuntimeError("planted")
         return launch(plan)  # type: ignore[arg-type]
 
     engine.executor.runner.launch = planted  # type: ignore[method-assign, assignment]
@@ -395,4 +396,14 @@ def test_an_engine_without_hope_ends_and_says_why(tmp_path: Path) -> None:
             await whole(engine.submit(PROMPT, SHORT))
 
     with served_in_a_thread(tmp_path, failing(LLMEngine(dry_config()), times=99)) as path:
+        with_engine(path, use)
+
+
+def test_an_engine_that_has_lost_a_rank_ends_at_once(tmp_path: Path) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        with pytest.raises(EngineDead, match="has closed the connection: RankError: rank 1 was killed by SIGKILL"):
+            await whole(engine.submit(PROMPT, SHORT))
+
+    lost = RankError("rank 1 was killed by SIGKILL")
+    with served_in_a_thread(tmp_path, failing(LLMEngine(dry_config()), times=99, error=lost)) as path:
         with_engine(path, use)

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mini_infer.serving.histograms import BOUNDS, Histogram
 from mini_infer.serving.metrics import HISTOGRAMS, Metrics
+from mini_infer.serving.processes.replica import Replica
 from mini_infer.serving.processes.wire import Ready, Stats
 
 
@@ -61,7 +62,7 @@ def test_types_and_labels(server: Server) -> None:
     assert families["mini_infer:num_requests_running"].type == "gauge"
     assert families["mini_infer:generation_tokens"].type == "counter"
     assert families["mini_infer:time_to_first_token_seconds"].type == "histogram"
-    assert families["mini_infer:generation_tokens"].samples[0].labels == {"model_name": "dry"}
+    assert families["mini_infer:generation_tokens"].samples[0].labels == {"model_name": "dry", "replica": "0"}
     assert families["mini_infer:cache_config_info"].samples[0].labels["block_size"] == "16"
     assert families["process_cpu_seconds"].samples[0].value > 0
     assert all(family.documentation for family in families.values())
@@ -74,11 +75,14 @@ def test_values_on_a_bound_count_below_it() -> None:
     gaps.observe(BOUNDS[name], 0.005)
     stats = Stats(running=1, prefilling=1, kv_used_blocks=1, kv_total_blocks=4, histograms={name: gaps})
     info = Ready("dry", 64, 512, {"cache": {}}, {"num_kv_blocks": 4}, 1)
-    metrics = Metrics("dry", info, lambda: stats, own_process=False)
+    up, down = Replica(0, "a"), Replica(3, "b")
+    up.stats, up.failure = stats, None
+    metrics = Metrics("dry", info, [up, down], own_process=False)
     families = {f.name: f for f in text_string_to_metric_families(metrics.render().decode())}
     below = {s.labels["le"]: s.value for s in families[f"mini_infer:{name}"].samples if "le" in s.labels}
     assert (below["0.0025"], below["0.005"], below["0.01"], below["10.0"], below["+Inf"]) == (0, 2, 3, 3, 4)
-    assert families["mini_infer:num_requests_running"].samples[0].value == 2
+    assert [s.value for s in families["mini_infer:num_requests_running"].samples] == [2]
+    assert [(s.labels["replica"], s.value) for s in families["mini_infer:replica_up"].samples] == [("0", 1), ("3", 0)]
     assert families["mini_infer:kv_cache_usage_perc"].samples[0].value == 0.25
     assert "process_cpu_seconds" not in families
     assert set(HISTOGRAMS) == set(BOUNDS)

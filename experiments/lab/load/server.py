@@ -47,7 +47,7 @@ class Server:
             "url": url,
             "model": health["model"],
             "api_pid": self._process.pid,
-            "engine_pid": health["engine_pid"],
+            "engine_pids": [replica["engine_pid"] for replica in health["replicas"]],
             "startup": health["startup"],
         }
 
@@ -58,8 +58,8 @@ class Server:
 
 
 def cpu_seconds(about: Mapping[str, Any]) -> tuple[float, float]:
-    """What HTTP has used so far, and what the engine process has. HTTP is the server's own process and, where that one
-    supervises several API processes, all that it has now: whichever answers, their work is one server's.
+    """What HTTP has used so far, and what the engine processes have. HTTP is the server's own process and, where that
+    one supervises several API processes, all that it has now: whichever answers, their work is one server's.
 
     Args:
         about: a Server's.
@@ -70,7 +70,7 @@ def cpu_seconds(about: Mapping[str, Any]) -> tuple[float, float]:
         for process in (server, *server.children()):
             with contextlib.suppress(psutil.NoSuchProcess):  # an API process that another one replaces
                 seconds[process.pid] = _used(process)
-    engine_s = seconds.pop(about["engine_pid"], 0.0)
+    engine_s = sum(seconds.pop(pid, 0.0) for pid in about["engine_pids"])
     return sum(seconds.values()), engine_s
 
 

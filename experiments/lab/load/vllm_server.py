@@ -59,7 +59,7 @@ class Server:
             "url": url,
             "model": MODEL,
             "api_pid": self._process.pid,
-            "engine_pid": engine.pid,
+            "engine_pids": [engine.pid],
             "settings": {"server": "vllm serve", "vllm": version, **_told(arguments)},
         }
 

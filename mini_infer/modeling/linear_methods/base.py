@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mini_infer.kernels.interface import Gated, Kernels, Places, QKNorm, Stream
 from mini_infer.modeling.model import CheckpointTensor
+from mini_infer.parallel.context import ONE_RANK, ParallelContext
 
 
 class Parallel(Enum):
@@ -38,6 +39,14 @@ class LinearShape:
     def out_size(self) -> int:
         return sum(self.parts.values())
 
+    def of_all(self, size: int, copies: Mapping[str, int]) -> LinearShape:
+        """Of the layer of which each of `size` ranks has this one. `copies`: of a part that several ranks have alike,
+        how many."""
+        if self.parallel is Parallel.row:
+            return replace(self, in_size=self.in_size * size)
+        parts = {part: own * size // copies.get(part, 1) for part, own in self.parts.items()}
+        return replace(self, parts=parts)
+
 
 # (name, shape, build) -> a layer's method, its weights empty. `name` is the module that has the layer's parts in a
 # checkpoint: "model.layers.0.mlp" has gate_proj and up_proj.
@@ -52,6 +61,7 @@ class Build:
     device: torch.device
     kernels: Kernels
     linear_method: LinearMethodFactory
+    parallel: ParallelContext = ONE_RANK  # sizes of layers are this rank's own
 
 
 class LinearMethod(ABC):
@@ -73,11 +83,6 @@ class LinearMethod(ABC):
         """Called once, when every tensor of a checkpoint has been taken. Raises ModelError where what came is not
         whole."""
 
-    @abstractmethod
-    def sharded_dims(self) -> dict[str, int | None]:
-        """Name of a weight -> its dimension that ranks share; None where each has all of it. Where that is the
-        outputs', every part is shared for itself: a rank has some of q, some of k and some of v."""
-
     @property
     def takes_gated(self) -> bool:
         """Whether `apply` and `apply_add` are given Gated, instead of the x that it stands for."""
@@ -86,6 +91,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, x: Tensor | Gated) -> Tensor:
         """x [T, in_size] -> [T, out_size] of x's dtype, contiguous."""
+
+    def apply_shared(self, x: Tensor | Gated, parallel: ParallelContext) -> Tensor:
+        """The sum over all ranks, each of which has some inputs. One of them has the bias."""
+        return parallel.all_reduce(self.apply(x))
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
         """Random weights. `draw` fills a floating tensor in place, the same from run to run if called in one order."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from mini_infer.core.errors import ModelError
+from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.interface import Gated, Kernels, Places, QKNorm, Stream
 from mini_infer.kernels.ops import TorchKernels
 from mini_infer.modeling.linear_methods.base import (
@@ -28,12 +30,15 @@ from mini_infer.modeling.linear_methods.base import (
 )
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.model import CheckpointTensor
+from mini_infer.parallel.context import ONE_RANK
 from mini_infer.quantization.checkpoints import LayerFormat, ModelFormat, Rounded
 from mini_infer.quantization.formats import Number, WeightFormat
 from mini_infer.quantization.packing import pack_int4
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
 logger = logging.getLogger(__name__)
+
+_TILE, _WORD = 128, 8  # inputs and outputs that a folder or a kernel may hold together
 
 
 @functools.cache
@@ -104,6 +109,11 @@ class QuantizedLinear(LinearMethod):
         if refusal is not None:
             _say_slow(refusal)
             self._kernels = TorchKernels()
+        # A row's scale is made of all its inputs, whoever has them.
+        self._rounds_rows = shape.parallel is Parallel.row and scheme.weights.columns is None
+        self._read_size = columns * build.parallel.size if self._rounds_rows and isinstance(form, Rounded) else columns
+        if build.parallel.size > 1:
+            self._require_shareable()
         self._taken: dict[str, dict[str, Tensor]] = {part: {} for part in shape.parts}  # until all are there
         self._placed = False
 
@@ -120,20 +130,34 @@ class QuantizedLinear(LinearMethod):
         }
         return {name: weight for name, weight in found.items() if isinstance(weight, nn.Parameter)}
 
-    def sharded_dims(self) -> dict[str, int | None]:
-        """Ranks that share inputs have whole tiles of 128 columns of int4. Raises ModelError where columns are sorted
-        by group, since a rank's columns would then need inputs of another."""
-        column = self._shape.parallel is Parallel.column
-        if not column and self.order is not None:
-            raise ModelError(
-                f"{self._name}: ranks cannot share the inputs of a weight with act-order (desc_act=true), whose groups "
-                "have columns from anywhere; take a checkpoint without, or one rank"
-            )
-        scales = 0 if column else (1 if self.weight.form.columns is not None else None)
-        outputs = 0 if column else None
-        dims = {"codes": 0 if column else 1, "scales": scales, "zeros": scales, "bias": outputs}
-        dims |= {"order": None, "outlier_columns": None, "outlier_weight": outputs}
-        return {name: dims[name] for name in self.weights()}
+    def _require_shareable(self) -> None:
+        """Raises ConfigError where ranks cannot share the layer, as if they could it would be another one."""
+        shape, form, ranks = self._shape, self._format, self._build.parallel.size
+        asked = f"parallel.tensor={ranks}: {self._name or 'a layer'}"
+        if shape.parallel is Parallel.row:
+            if form.act_order:
+                raise ConfigError(
+                    f"{asked}: ranks cannot share the inputs of a weight with act-order (desc_act=true), whose groups "
+                    "have columns from anywhere; take a checkpoint without, or one rank"
+                )
+            if form.scheme.outliers:
+                raise ConfigError(
+                    f"{asked}: ranks cannot share the inputs of a weight with outlier columns, which may be anywhere; "
+                    "take another scheme, or one rank"
+                )
+            if self._kernels.num_chunks(shape.in_size * ranks, self._build.dtype) is not None:
+                raise ConfigError(
+                    f"{asked}: in numerics=batch_invariant ranks share weights that are not quantized alone. Set "
+                    "numerics=fast, or take one rank"
+                )
+            unit = math.lcm(form.scheme.weights.columns or 1, _TILE)
+            if shape.in_size % unit:
+                raise ConfigError(f"{asked} has {shape.in_size} inputs a rank, no multiple of {unit}: take fewer ranks")
+        else:
+            unit = math.lcm(form.scheme.weights.rows, _WORD)
+            for part, size in shape.parts.items():
+                if size % unit:
+                    raise ConfigError(f"{asked}: {part} has {size} outputs a rank, no multiple of {unit}: take fewer")
 
     @property
     def takes_gated(self) -> bool:
@@ -210,15 +234,18 @@ class QuantizedLinear(LinearMethod):
         found, start = {}, 0
         for part, size in self._shape.parts.items():
             with self._naming(part):
-                stored = self._format.tensors(size, self._shape.in_size)
+                stored = self._format.tensors(size, self._read_size)
             for key, tensor in stored.items():
                 take = partial(self._take, part, key) if tensor.used else _pass_over
+                if tensor.says_shape:
+                    take = partial(self._take_shape, part, key)
                 found[f"{part}.{key}"] = CheckpointTensor(
                     tensor.shapes[0],
                     take,
                     tensor.dtypes,
                     required=tensor.required,
                     other_shapes=tensor.shapes[1:],
+                    whole=tensor.whole,
                 )
             if self.bias is not None:
                 found[f"{part}.bias"] = CheckpointTensor.copied_to(self.bias[start : start + size])
@@ -233,17 +260,28 @@ class QuantizedLinear(LinearMethod):
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
         """What the layer would have unquantized, rounded: a model in fp32 is a reference for it."""
-        plain = Unquantized.create(self._name, self._shape, self._build)
+        shape = self._shape
+        if self._rounds_rows:
+            shape = replace(shape, in_size=shape.in_size * self._build.parallel.size)
+        plain = Unquantized.create(self._name, shape, replace(self._build, parallel=ONE_RANK))
         plain.fill_dummy(draw)
         self.round(plain.weight, plain.bias)
 
     def round(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Takes weight [N, K], rounded to nearest, and bias [N] of the unquantized layer."""
+        """Takes weight [N, K], rounded to nearest, and bias [N] of the unquantized layer; or with all ranks' inputs."""
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
         parts = weight.split(list(self._shape.parts.values()))
         tensors = {part: {"weight": own} for part, own in zip(self._shape.parts, parts, strict=True)}
         self._place(tensors, Rounded(self._format.scheme))
+
+    def _take_shape(self, part: str, key: str, tensor: Tensor) -> None:
+        """Of the whole weight: what is said of the rank's part is its own."""
+        own, said = (self._shape.parts[part], self._shape.in_size), tensor.tolist()
+        ranks = range(1, self._build.parallel.size + 1)
+        if any(number not in [size * n for n in ranks] for number, size in zip(said, own, strict=True)):
+            raise ModelError(f"{self._name}.{part}: {key} says {said[0]} x {said[1]}, which is not the weight's shape")
+        self._take(part, key, torch.tensor(own))
 
     def _take(self, part: str, key: str, tensor: Tensor) -> None:
         """Keeps it until the layer has all it needs: then the layer is placed, so that no more than a few wait."""
@@ -268,6 +306,8 @@ class QuantizedLinear(LinearMethod):
             orders.append(torch.arange(self._shape.in_size, device=codes.device) if order is None else order)
             rows = slice(start, start + size)
             new = weight.codes
+            if new.shape[1] > self._shape.in_size:
+                new = new[:, self._build.parallel.part(new.shape[1], self._shape.in_size)]
             if own.number is Number.int4:
                 new = pack_int4(new, own.symmetric)
             codes[rows] = new
@@ -339,10 +379,6 @@ class SideBySide(LinearMethod):
         own = {part: method.weights() for part, method in self._methods.items()}
         return {f"{part}_{name}": weight for part, weights in own.items() for name, weight in weights.items()}
 
-    def sharded_dims(self) -> dict[str, int | None]:
-        own = {part: method.sharded_dims() for part, method in self._methods.items()}
-        return {f"{part}_{name}": dim for part, dims in own.items() for name, dim in dims.items()}
-
     def apply(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return torch.cat([method.apply(x) for method in self._methods.values()], dim=1)
 
@@ -356,7 +392,7 @@ class SideBySide(LinearMethod):
             method.loaded()
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
-        plain, start = Unquantized.create(self._name, self._shape, self._build), 0
+        plain, start = Unquantized.create(self._name, self._shape, replace(self._build, parallel=ONE_RANK)), 0
         plain.fill_dummy(draw)
         for part, size in self._shape.parts.items():
             method, rows = self._methods[part], slice(start, start + size)

@@ -46,6 +46,9 @@ class Executor:
     def reserve_memory(self) -> None:
         """Takes what the largest step needs from the device, where something else may have taken it since the start."""
 
+    def close(self) -> None:
+        """Ends other processes, where it has any. There are no steps afterwards."""
+
 
 def make_executor(config: EngineConfig) -> Executor:
     # Imported where it is chosen: the dry model needs no model code, and a model no dry one.
@@ -53,6 +56,10 @@ def make_executor(config: EngineConfig) -> Executor:
         from mini_infer.runtime.executor.dry import DryExecutor
 
         return DryExecutor(config)
+    if config.parallel.tensor > 1:
+        from mini_infer.runtime.executor.ranks import RanksExecutor
+
+        return RanksExecutor(config)
     from mini_infer.runtime.executor.local import LocalExecutor
 
     return LocalExecutor(config)

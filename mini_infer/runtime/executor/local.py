@@ -1,24 +1,40 @@
-"""An executor with one worker, in this process: a GPU, or the CPU."""
+"""An executor with one worker, in this process: a GPU, or the CPU; or a rank of several."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from mini_infer.core.config import EngineConfig
+from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.runtime.executor.base import Executor
-from mini_infer.runtime.worker.limits import settle_limits
+from mini_infer.runtime.executor.fingerprints import require_same
+from mini_infer.runtime.worker.limits import Limits, settle_limits
 from mini_infer.runtime.worker.worker import Worker
 
 
 class LocalExecutor(Executor):
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises ConfigError or ModelError where the settings cannot work; what needs no weights is found out first."""
-        self._worker = worker = Worker(config)
+    def __init__(self, config: EngineConfig, parallel: ParallelContext = ONE_RANK) -> None:
+        """Of a rank where several share the model: all of them make theirs at once.
+
+        Raises ConfigError or ModelError where the settings cannot work; what needs no weights is found out first.
+        """
+        self._worker = worker = Worker(config, parallel)
         spec = worker.target.spec
-        limits = settle_limits(config, spec.max_model_len, worker.affordable_blocks(), worker.block_bytes)
+        if parallel.size > 1:
+            require_same(parallel, config, worker.target)
+
+        def settle(blocks: int) -> Limits:
+            """The same on all ranks: the least of each one's memory."""
+            blocks = min(blocks for (blocks,) in parallel.exchange([blocks]))
+            limits = settle_limits(config, spec.max_model_len, blocks, worker.block_bytes * parallel.size)
+            host_blocks = min(blocks for (blocks,) in parallel.exchange([limits.num_host_blocks]))
+            return replace(limits, num_host_blocks=host_blocks)
+
+        limits = settle(worker.affordable_blocks())
         worker.load(limits.max_model_len)
-        blocks = worker.affordable_blocks(limits)  # the weights have taken their share, and steps will take theirs
-        self.limits = settle_limits(config, spec.max_model_len, blocks, worker.block_bytes)
+        # The weights have taken their share, and steps will take theirs.
+        self.limits = settle(worker.affordable_blocks(limits))
         worker.allocate(self.limits)
         worker.capture()
         self.runner = worker.runner

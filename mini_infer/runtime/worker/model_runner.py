@@ -49,6 +49,7 @@ class LaunchedStep(NamedTuple):
     prompt_logprobs: Mapping[int, list[Logprobs]] = NONE  # by row
     drafting: Stopwatch | None = None  # None where no model drafted
     expert_counts: Tensor | None = None  # as StepResult.expert_tokens; None where nobody counts
+    number: int = 0  # of what told the other ranks of it
 
 
 class Runner:

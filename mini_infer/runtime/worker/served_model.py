@@ -17,7 +17,9 @@ from mini_infer.kernels.ops import Kernels
 from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.loader import as_served, load_model, load_spec, outline, resolve_dtype
 from mini_infer.modeling.model import Model
+from mini_infer.modeling.sharding import of_each_rank
 from mini_infer.modeling.spec import ModelSpec
+from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.worker.limits import Limits
@@ -35,18 +37,26 @@ class ServedModel:
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device
+    parallel: ParallelContext  # the ranks that share it; `spec` is what this one computes
     kv_layout: KVLayout
     block_bytes: int  # of KV
     backends: AttentionBackends
     no_graphs: str | None  # why its steps cannot be captured in CUDA graphs; None where they can
 
     @classmethod
-    def plan(cls, config: EngineConfig, model: ModelConfig, device: torch.device, kernels: Kernels) -> ServedModel:
+    def plan(
+        cls,
+        config: EngineConfig,
+        model: ModelConfig,
+        device: torch.device,
+        kernels: Kernels,
+        parallel: ParallelContext = ONE_RANK,
+    ) -> ServedModel:
         """Raises ConfigError or ModelError where it cannot be served with these settings."""
         if model.hf_config is None:  # a hub name is looked up once; from here on it is a folder
             folder = resolve_folder(model.path, weights=model.load_format is LoadFormat.auto)
             model = dataclasses.replace(model, path=str(folder))
-        spec = as_served(load_spec(model), config)
+        spec = of_each_rank(as_served(load_spec(model), config), parallel.size)
         dtype = resolve_dtype(model, spec, device)
         kv_layout = spec.kv_layout(dtype)
         invariant = config.numerics is Numerics.batch_invariant
@@ -66,11 +76,11 @@ class ServedModel:
         )
         backends, no_graphs = _select_attention(config, needs, kernels)
         block_bytes = kv_layout.bytes_per_block(config.cache.block_size)
-        return cls(model, spec, dtype, device, kv_layout, block_bytes, backends, no_graphs)
+        return cls(model, spec, dtype, device, parallel, kv_layout, block_bytes, backends, no_graphs)
 
     @cached_property
     def weight_bytes(self) -> int:
-        return outline(self.spec, self.dtype).weight_bytes()
+        return outline(self.spec, self.dtype, self.parallel).weight_bytes()
 
     @property
     def quantization(self) -> str:
@@ -85,7 +95,7 @@ class ServedModel:
     def load(self, max_len: int, kernels: Kernels) -> Model:
         """The weights, for positions below `max_len`. Raises ConfigError where they will not fit."""
         require_room_for_weights(self.weight_bytes, self.config.path, self.dtype, self.device)
-        return load_model(self.config, self.spec, self.dtype, self.device, max_len, kernels)
+        return load_model(self.config, self.spec, self.dtype, self.device, max_len, kernels, parallel=self.parallel)
 
 
 def _select_attention(

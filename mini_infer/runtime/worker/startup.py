@@ -39,6 +39,7 @@ class StartupReport:
     attention_decode: str = "none"
     numerics: str = "none"
     kernels: str = "none"
+    tensor_parallel: int = 1  # ranks; bytes are each one's
     quantization: str = "none"  # of the target's weights
     draft_quantization: str = "none"
     kv_dtype: str = "none"

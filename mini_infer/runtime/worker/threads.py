@@ -17,11 +17,11 @@ _WORTH_SHARING = 4 * 10**8  # parameters times tokens
 
 
 class StepThreads:
-    """`asked` threads for every step; None: as many as torch has when this is made, and one for small steps of a model
-    that has `num_parameters` on the CPU."""
+    """`asked` threads for every step; None: this rank's share of as many as torch has when this is made, and one for
+    small steps of a model that has `num_parameters` on the CPU."""
 
-    def __init__(self, asked: int | None, num_parameters: int | None) -> None:
-        self._most = asked or torch.get_num_threads()
+    def __init__(self, asked: int | None, num_parameters: int | None, ranks: int = 1) -> None:
+        self._most = asked or max(1, torch.get_num_threads() // ranks)
         self._many_tokens = 0 if asked or num_parameters is None else -(-_WORTH_SHARING // num_parameters)
 
     def __call__(self, num_tokens: int) -> AbstractContextManager[None]:

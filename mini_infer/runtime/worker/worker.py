@@ -7,7 +7,8 @@ allocates, captures CUDA graphs, and hands over a Runner.
     allocate(limits)       KV, the state of requests
     capture()              CUDA graphs; then `runner` serves
 
-With several workers the limits are the least of all, which is why whoever drives them settles these in between.
+With several ranks the limits are the least of all, which is why whoever drives a worker settles these in between. A
+draft model is whole on every rank.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mini_infer.kernels.compile_ahead import compiled_in_parallel
 from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.loader import resolve_device
 from mini_infer.modeling.model import Model
+from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.pieces import graph_bytes, token_ladder
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, batch_ladder, draft_grid
@@ -53,15 +55,15 @@ logger = logging.getLogger(__name__)
 class Worker:
     runner: Runner  # from `allocate` on
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, parallel: ParallelContext = ONE_RANK) -> None:
         """Raises ConfigError or ModelError where the settings cannot work."""
-        self._config = config
-        self.device = resolve_device(config.model)
+        self._config, self._parallel = config, parallel
+        self.device = resolve_device(config.model, parallel)
         self._phase = Phases(partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else None)
         with self._phase("choose kernels"):
             self._kernels = select_kernels(config.model.kernels, self.device, config.numerics)
         with self._phase("choose attention"):
-            self.target = ServedModel.plan(config, config.model, self.device, self._kernels)
+            self.target = ServedModel.plan(config, config.model, self.device, self._kernels, parallel)
         with self._phase("tokenizer"):
             self.tokenizer = load_tokenizer(self.target.config)
         self.draft = plan_draft(config, self.target, self.tokenizer, self._kernels)
@@ -71,7 +73,8 @@ class Worker:
         self.block_bytes = sum(model.block_bytes for model in self._served)
         self._sampler = make_sampler(config.scheduler.max_num_seqs, spec.vocab_size, self.device, self._kernels)
         parameters = self.target.weight_bytes // self.target.dtype.itemsize
-        self._threads = StepThreads(config.model.threads, parameters if self.device.type == "cpu" else None)
+        counts = parameters if self.device.type == "cpu" else None
+        self._threads = StepThreads(config.model.threads, counts, parallel.size)
         # On a GPU, what is to be captured: rows with drafts, and numbers of tokens whose steps are captured in pieces.
         scheduler, graphs = config.scheduler, config.graphs
         self._most_rows = min(graphs.max_batch or scheduler.max_num_seqs, scheduler.max_num_seqs)
@@ -233,6 +236,7 @@ class Worker:
             attention_decode=str(target.backends.decode),
             numerics=self._config.numerics.value,
             kernels=f"{kernels.name} ({kernels.fallback})" if kernels.fallback else kernels.name,
+            tensor_parallel=self._parallel.size,
             quantization=target.quantization,
             draft_quantization=draft.quantization if draft else "none",
             kv_dtype=target.kv_dtype,

@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ from mini_infer.serving.api.service import Service
 from mini_infer.serving.api.sse import SERVER_SEND
 from mini_infer.serving.metrics import CONTENT_TYPE
 from mini_infer.serving.processes.open_files import allow_many_open_files
+from mini_infer.serving.processes.replica import Replica
 from mini_infer.serving.settings import ServerSettings, from_environment
 
 logger = logging.getLogger("uvicorn.error")  # what the server's own messages go through
@@ -47,20 +48,20 @@ api = APIRouter(
 def create_app(
     settings: ServerSettings | None = None,
     on_engine_death: Callable[[], None] | None = None,
-    engine_path: str | None = None,
+    engine_paths: Sequence[str] = (),
 ) -> FastAPI:
     """The app; its engine, or its connection to one, starts and ends with it (ASGI lifespan).
 
     Args:
         settings: if not given, read from the environment when the app starts.
         on_engine_death: called when the engine process has been dead for LINGER_S.
-        engine_path: as with Service.start.
+        engine_paths: as with Service.start.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         allow_many_open_files()
-        service = await Service.start(settings or _alone(from_environment(os.environ)), engine_path)
+        service = await Service.start(settings or _alone(from_environment(os.environ)), engine_paths)
         app.state.service = service
         if on_engine_death is not None:
             service.engine.on_death(functools.partial(_linger, asyncio.get_running_loop(), on_engine_death))
@@ -85,8 +86,9 @@ def create_app(
 
 
 def _alone(settings: ServerSettings) -> ServerSettings:
-    if settings.api_processes > 1:
-        raise ConfigError("api_processes above 1 needs mini-infer-serve, which makes them; an app is one process")
+    for name, number in (("api_processes", settings.api_processes), ("replicas", settings.engine.parallel.replicas)):
+        if number > 1:
+            raise ConfigError(f"{name} above 1 needs mini-infer-serve, which makes them; an app is one process")
     for name in ("root_path", "allowed_origins", "ssl_certfile"):
         if getattr(settings, name) is not None:
             raise ConfigError(f"{name} needs mini-infer-serve; an app is served as whoever serves it was told")
@@ -127,11 +129,12 @@ def _json(content: Any, status: int = 200) -> Response:
 @probes.get("/healthz", summary="Whether the engine lives, with its settings; also as /health")
 async def healthz(request: Request) -> Response:
     service = _service(request)
-    info = service.engine.info
+    info, replicas = service.engine.info, [_about(replica) for replica in service.engine.replicas]
     about = {
         "model": service.model_name,
         "max_model_len": info.max_model_len,
-        "engine_pid": info.pid,
+        "engine_pid": replicas[0]["engine_pid"],
+        "replicas": replicas,
         "api_pid": os.getpid(),
         "api_processes": service.settings.api_processes,
         "settings": info.settings,
@@ -142,7 +145,18 @@ async def healthz(request: Request) -> Response:
         return _json({"status": "dead", "reason": failure, **about}, 503)
     if service.hang is not None:
         return _json({"status": "hung", "reason": service.hang, **about}, 503)
-    return _json({"status": "ok", **about})
+    down = any(replica["status"] == "down" for replica in replicas)
+    return _json({"status": "degraded" if down else "ok", **about})
+
+
+def _about(replica: Replica) -> dict[str, Any]:
+    status = "draining" if replica.stats.draining else "ok"
+    return {
+        "replica": replica.number,
+        "engine_pid": None if replica.info is None else replica.info.pid,
+        "status": status if replica.failure is None else "down",
+        "reason": replica.failure,
+    }
 
 
 @probes.head("/ping", include_in_schema=False)

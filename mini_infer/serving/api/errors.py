@@ -12,7 +12,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from mini_infer.core.errors import RequestError
-from mini_infer.serving.processes.async_engine import EngineDead, EngineError, QueueFull
+from mini_infer.serving.processes.link import EngineDead
+from mini_infer.serving.processes.replica import EngineError, QueueFull
 
 logger = logging.getLogger(__name__)
 

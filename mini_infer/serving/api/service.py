@@ -60,20 +60,25 @@ class Service:
         template = self.tokenizer.chat_template
         self.splits_reasoning = THOUGHT in template if reasons is Reasoning.auto else reasons is Reasoning.think
         alone = settings.api_processes == 1
-        self.metrics = Metrics(self.model_name, engine.info, latest=lambda: engine.stats, own_process=alone)
+        self.metrics = Metrics(self.model_name, engine.info, engine.replicas, own_process=alone)
 
     @classmethod
-    async def start(cls, settings: ServerSettings, engine_path: str | None = None) -> Service:
+    async def start(cls, settings: ServerSettings, engine_paths: Sequence[str] = ()) -> Service:
         """
         Args:
-            engine_path: of an engine process that serves several API processes; without it, one is started.
+            engine_paths: of engine processes that a Supervisor keeps; without any, one is started.
 
         Raises:
             ConfigError, ModelError, EngineDead: the engine cannot start.
         """
         patience = settings.startup_timeout
-        if engine_path is not None:
-            engine = await AsyncEngine.connect(engine_path, startup_timeout=patience)
+        if engine_paths:
+            engine = await AsyncEngine.connect(
+                *engine_paths,
+                routing=settings.engine.parallel.routing,
+                alone=settings.api_processes == 1,
+                startup_timeout=patience,
+            )
         else:
             engine = await AsyncEngine.start(settings.engine, max_queued=settings.max_queued, startup_timeout=patience)
         try:
@@ -115,7 +120,7 @@ class Service:
     @property
     def max_requests(self) -> int:
         """As many as can run and wait together."""
-        return self.settings.max_queued + self.settings.engine.scheduler.max_num_seqs
+        return self.settings.max_queued + len(self.engine.replicas) * self.settings.engine.scheduler.max_num_seqs
 
     def _tool_format(self) -> ToolFormat | None:
         wanted = self.settings.tool_format

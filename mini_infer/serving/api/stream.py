@@ -41,6 +41,7 @@ class Stream:
 
     def __init__(self, num_completions: int, num_prompt_tokens: int, on_abort: Callable[[], None]) -> None:
         self.num_unfinished = num_completions
+        self._num_completions = num_completions
         self._num_prompt_tokens = num_prompt_tokens
         self._num_cached_tokens = 0
         self._num_tokens = 0
@@ -53,6 +54,11 @@ class Stream:
     @property
     def usage(self) -> Usage:
         return Usage(self._num_prompt_tokens, self._num_cached_tokens, self._num_tokens)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of it has come."""
+        return self._num_tokens > 0 or self.num_unfinished < self._num_completions
 
     def __aiter__(self) -> Stream:
         return self

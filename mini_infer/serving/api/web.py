@@ -7,7 +7,7 @@ import contextlib
 import gc
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 import uvicorn
@@ -33,17 +33,17 @@ async def serve(settings: ServerSettings, sock: socket.socket, on_ready: Callabl
     Raises:
         ConfigError, ModelError, EngineDead: the engine cannot start.
     """
-    return await _serve(settings, None, lambda app: _Listening(app, settings, sock, on_ready))
+    return await _serve(settings, (), lambda app: _Listening(app, settings, sock, on_ready))
 
 
-async def serve_handed_over(settings: ServerSettings, engine_path: str, handover: Handover) -> int:
+async def serve_handed_over(settings: ServerSettings, engine_paths: Sequence[str], handover: Handover) -> int:
     """One API process of several, under a Supervisor. Arguments, results and errors otherwise as with `serve`.
 
     Args:
-        engine_path: the engine process's socket.
+        engine_paths: the engine processes' sockets.
         handover: where the connections come from.
     """
-    return await _serve(settings, engine_path, lambda app: _HandedOver(app, settings, handover))
+    return await _serve(settings, engine_paths, lambda app: _HandedOver(app, settings, handover))
 
 
 class _Server(uvicorn.Server):
@@ -169,11 +169,11 @@ class _HandedOver(_Server):
         self.stop_app()
 
 
-async def _serve(settings: ServerSettings, engine_path: str | None, make: Callable[[FastAPI], _Server]) -> int:
+async def _serve(settings: ServerSettings, engine_paths: Sequence[str], make: Callable[[FastAPI], _Server]) -> int:
     def stop() -> None:
         server.should_exit = True
 
-    app = create_app(settings, stop, engine_path)
+    app = create_app(settings, stop, engine_paths)
     server = make(app)
     with _stoppable_start(asyncio.get_running_loop()):
         starting = app.router.lifespan_context(app)

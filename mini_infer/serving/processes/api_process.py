@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mini_infer.core.errors import MiniInferError
 from mini_infer.serving.processes.handover import Channel, Handover
@@ -25,16 +25,18 @@ class ApiProcess:
     made this object, however that one ends.
 
     Args:
-        engine_path: the engine process's socket.
+        engine_paths: the engine processes' sockets.
         on_serving: called once, when it takes connections.
         on_end: called once, when it is ending.
     """
 
-    def __init__(self, engine_path: str, on_serving: Callable[[], None], on_end: Callable[[ApiProcess], None]) -> None:
+    def __init__(
+        self, engine_paths: Sequence[str], on_serving: Callable[[], None], on_end: Callable[[ApiProcess], None]
+    ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "mini_infer.serving.processes.api_process", str(theirs.fileno()), engine_path],
+                [sys.executable, "-m", "mini_infer.serving.processes.api_process", str(theirs.fileno()), *engine_paths],
                 stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 env=child_environment(),
@@ -75,7 +77,7 @@ class ApiProcess:
 
 
 def main() -> int | str:
-    """The process. Arguments: the descriptor of the channel, the engine's socket; stdin brings the settings."""
+    """The process. Arguments: the descriptor of the channel, the engines' sockets; stdin brings the settings."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the supervisor, who decides
     from mini_infer.serving.api.web import serve_handed_over  # takes a second, in which the engine is made
 
@@ -85,7 +87,7 @@ def main() -> int | str:
         return 0
     handover = Handover(socket.socket(fileno=int(sys.argv[1])))
     try:
-        return asyncio.run(serve_handed_over(settings, sys.argv[2], handover))
+        return asyncio.run(serve_handed_over(settings, sys.argv[2:], handover))
     except asyncio.CancelledError:  # a signal while it was connecting
         return 0
     except MiniInferError as error:

@@ -1,4 +1,4 @@
-"""AsyncEngine: the engine process as seen by an asyncio program."""
+"""AsyncEngine: the engine processes as seen by an asyncio program."""
 
 from __future__ import annotations
 
@@ -8,60 +8,53 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from mini_infer.core.config import EngineConfig
-from mini_infer.core.errors import MiniInferError, RequestError
+import msgspec
+
+from mini_infer.core.config import EngineConfig, RouterPolicy
 from mini_infer.core.request import SamplingParams
 from mini_infer.runtime.text.prompt import Prompt, encode_prompt, require_fit
 from mini_infer.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from mini_infer.serving.api.stream import Stream
 from mini_infer.serving.processes.launch import MAX_QUEUED, EngineProcess
-from mini_infer.serving.processes.link import EngineDead, Link
-from mini_infer.serving.processes.wire import Abort, Add, Count, Outputs, Ready, Refused, Stats, non_default_params
+from mini_infer.serving.processes.link import EngineDead
+from mini_infer.serving.processes.replica import QueueFull, Replica, Request, why_none
+from mini_infer.serving.processes.wire import Add, Stats, non_default_params
+from mini_infer.serving.router import Router
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STARTUP_TIMEOUT_S = 1800.0
-
-
-class EngineError(MiniInferError, RuntimeError):
-    """A fault of the engine's own that costs one request."""
-
-
-class QueueFull(MiniInferError, RuntimeError):
-    """Too many requests wait; `retry_after`: for how many seconds, about."""
-
-    def __init__(self, message: str, retry_after: float) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+GATHER_S = 0.5  # an engine that serves says so at once
+MOST_RERUNS = 2  # of a request whose engine died: it may be what the engine died of
 
 
 class AsyncEngine:
-    """A connection to an engine process. `start` makes the process too; `connect` uses another one's.
+    """A connection to an engine process. `start` makes the process too; `connect` uses others', of which there can be
+    several: a router deals the requests, and what one loses before it has begun is asked of another.
 
     Attributes:
-        info: what the engine turned out to be.
+        replicas: the engines.
+        info: what the first of them turned out to be, and the least of their max_model_len.
         tokenizer: the model's, for prompts that are text.
-        stats: the latest; they come every 0.1 s while the engine works, and when it has nothing left to do.
-        failure: why the engine is gone; None while it is there.
     """
 
-    def __init__(self, link: Link, info: Ready, tokenizer: Tokenizer, process: EngineProcess | None) -> None:
-        self.info = info
+    def __init__(self, replicas: Sequence[Replica], router: Router, tokenizer: Tokenizer, patience: float) -> None:
+        infos = [replica.info for replica in replicas if replica.info is not None]
+        self.replicas = replicas
+        self.info = msgspec.structs.replace(infos[0], max_model_len=min(info.max_model_len for info in infos))
         self.tokenizer = tokenizer
-        self.stats = Stats()
-        self.failure: str | None = None
-        self._link = link
-        self._process = process
-        self._streams: dict[int, Stream] = {}
-        self._to_wake: list[Stream] = []
+        self._router = router
+        self._patience = patience
         self._num_submitted = 0
+        self._num_unfinished = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._closing = False
         self._stats_callbacks: list[Callable[[Stats], None]] = []
         self._death_callbacks: list[Callable[[str], None]] = []
-        link.attach(self)
+        for replica in replicas:
+            replica.attach(self)
 
     @classmethod
     async def start(
@@ -78,26 +71,56 @@ class AsyncEngine:
             EngineDead: the process ended, or took too long.
         """
         process = EngineProcess(config, max_queued)
+        replica = Replica(0, process.socket_path, process)
         # Beside the engine's own start: importing and reading a tokenizer takes seconds.
         tokenizer = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, config.model))
         try:
-            link, info = await Link.open(process.socket_path, process, startup_timeout)
-            return cls(link, info, await tokenizer, process)
+            await replica.open(startup_timeout)
+            return cls([replica], Router(config.parallel.routing, 1, config.cache), await tokenizer, startup_timeout)
         except BaseException:
             tokenizer.cancel()
             process.stop()
             raise
 
     @classmethod
-    async def connect(cls, socket_path: str, *, startup_timeout: float = STARTUP_TIMEOUT_S) -> AsyncEngine:
-        """Uses an engine process that another process has started. Arguments and errors: as with `start`."""
-        link, info = await Link.open(socket_path, None, startup_timeout)
+    async def connect(
+        cls,
+        *socket_paths: str,
+        routing: RouterPolicy = RouterPolicy.prefix_aware,
+        alone: bool = True,
+        startup_timeout: float = STARTUP_TIMEOUT_S,
+    ) -> AsyncEngine:
+        """Uses engine processes that another process has started. Of several, one that ends is waited for, since
+        whoever started it starts another; it begins as soon as one serves. Other arguments and errors: as with `start`.
+
+        Args:
+            routing: which of several gets a request.
+            alone: no other process sends requests to them.
+        """
+        replicas = [Replica(number, path) for number, path in enumerate(socket_paths)]
         try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, EngineConfig.from_dict(info.settings).model)
+            if len(replicas) == 1:
+                await replicas[0].open(startup_timeout)
+            else:
+                await _first(replicas, startup_timeout)
+            info = next(replica.info for replica in replicas if replica.info is not None)
+            config = EngineConfig.from_dict(info.settings)
+            tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
         except BaseException:
-            link.close()
+            for replica in replicas:
+                replica.close()
             raise
-        return cls(link, info, tokenizer, None)
+        return cls(replicas, Router(routing, len(replicas), config.cache, alone), tokenizer, startup_timeout)
+
+    @property
+    def stats(self) -> Stats:
+        """The first replica's."""
+        return self.replicas[0].stats
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is no engine to ask; None while there is one."""
+        return None if any(replica.failure is None for replica in self.replicas) else why_none(self.replicas)
 
     @property
     def alive(self) -> bool:
@@ -106,16 +129,19 @@ class AsyncEngine:
     @property
     def socket_path(self) -> str:
         """For `connect` in other processes."""
-        return self._link.socket_path
+        return self.replicas[0].socket_path
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the engine last said something; one that lives does so every second."""
-        return time.monotonic() - self._link.heard
+        """Seconds since an engine last said something; one that lives does so every second."""
+        return min((r.silence_s for r in self.replicas if r.failure is None), default=0.0)
 
     def count(self, counts: dict[str, int]) -> None:
-        """Adds to `Stats.counted`."""
-        self._link.send(Count(counts))
+        """Adds to `Stats.counted`, of one of the engines."""
+        for replica in self.replicas:
+            if replica.failure is None:
+                replica.count(counts)
+                break
 
     def on_stats(self, callback: Callable[[Stats], None]) -> None:
         """Calls it with all Stats to come."""
@@ -151,15 +177,13 @@ class AsyncEngine:
             RequestError: the prompt is too long, or holds what cannot be sent. Whatever else the engine refuses, and
                 QueueFull, is raised by the stream.
         """
-        if not self.alive:
-            raise EngineDead(self.failure or "the engine has been closed")
+        if self._closing:
+            raise EngineDead("the engine has been closed")
         token_ids = list(token_ids)
         require_fit(len(token_ids), self.info.max_model_len)
         now = time.perf_counter()
-        number = self._num_submitted
-        self._num_submitted += 1
         add = Add(
-            number=number,
+            number=self._num_submitted,
             prompt=token_ids,
             params=non_default_params(params),
             priority=priority,
@@ -168,12 +192,14 @@ class AsyncEngine:
             arrival_time=now,
             deadline_time=None if deadline_s is None else now + deadline_s,
         )
-        try:
-            self._link.send(add)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise RequestError(f"the request holds what cannot be sent to the engine: {error}") from error
-        stream = Stream(params.n, len(token_ids), lambda: self._abort(number))
-        self._streams[number] = stream
+        self._num_submitted += 1
+        # What computes every token of the prompt anyway finds nothing in a cache.
+        chain = self._router.chain(token_ids, cache_salt) if params.prompt_logprobs is None else ()
+        stream = Stream(params.n, len(token_ids), lambda: self._abort(request))
+        request = Request(add, stream, params.n, chain)
+        if not self._place(request):
+            raise EngineDead(why_none(self.replicas))
+        self._num_unfinished += 1
         self._idle.clear()
         return stream
 
@@ -190,66 +216,105 @@ class AsyncEngine:
         if self._closing:
             return
         self._closing = True
-        for stream in list(self._streams.values()):
-            stream.abort()
-        self._link.close()
-        if self._process is not None:
-            await asyncio.to_thread(self._process.stop)
+        for replica in self.replicas:
+            for request in list(replica.requests.values()):
+                request.stream.abort()
+            replica.close()
+            if replica.process is not None:
+                await asyncio.to_thread(replica.process.stop)
 
-    def _ended(self, number: int) -> None:
-        if self._streams.pop(number, None) is not None and not self._streams:
+    # --- a request's way ------------------------------------------------------------------------------------------
+
+    def _place(self, request: Request) -> bool:
+        """Sends it to a replica; not where there is none that may take it."""
+        among = [r.number for r in self.replicas if r.takes_requests and r.number not in request.refused_by]
+        if not among:
+            return False
+        route = self._router.route(request.chain, request.num_completions, among)
+        try:
+            self.replicas[route.replica].send(request)
+        except BaseException:
+            self._router.end(route)
+            raise
+        request.route = route
+        return True
+
+    def _place_again(self, request: Request, error: Exception) -> None:
+        """It ends with the error where nobody else may take it."""
+        if not self._place(request):
+            self._fail(request, error)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.stream.fail(error)
+        self._count_end()
+
+    def _leave(self, request: Request, cached_tokens: int | None = None) -> None:
+        """Its replica has nothing to do with it any more."""
+        assert request.route is not None
+        self._router.end(request.route, cached_tokens)
+
+    def _count_end(self) -> None:
+        self._num_unfinished -= 1
+        if not self._num_unfinished:
             self._idle.set()
 
-    def _abort(self, number: int) -> None:
-        self._link.send(Abort(number))
-        self._ended(number)
+    def _abort(self, request: Request) -> None:
+        assert request.route is not None
+        self.replicas[request.route.replica].abort(request)
+        self._leave(request)
+        self._count_end()
 
-    # --- what the engine says -------------------------------------------------------------------------------------
+    # --- what the engines say -------------------------------------------------------------------------------------
 
-    def take_outputs(self, outputs: Outputs) -> None:
-        streams = self._streams
-        for delta in outputs.deltas:
-            stream = streams.get(delta.number)
-            if stream is None:  # aborted meanwhile
-                continue
-            if stream.put(delta):
-                self._to_wake.append(stream)
-            if not stream.num_unfinished:
-                self._ended(delta.number)
+    def take_end(self, request: Request) -> None:
+        self._leave(request, request.stream.usage.cached_tokens)
+        self._count_end()
 
-    def take_pause(self) -> None:
-        # Not before: behind a loop that is late there are several steps' outputs, which go out as one.
-        woken, self._to_wake = self._to_wake, []
-        for stream in woken:
-            stream.wake()
+    def take_refusal_of(self, request: Request, error: Exception) -> None:
+        self._leave(request)
+        if isinstance(error, QueueFull):
+            assert request.route is not None
+            request.refused_by.add(request.route.replica)
+            self._place_again(request, error)
+        else:
+            self._fail(request, error)
 
-    def take_refusal(self, refused: Refused) -> None:
-        stream = self._streams.get(refused.number)
-        if stream is not None:
-            self._ended(refused.number)
-            stream.fail(_error(refused))
-
-    def take_stats(self, stats: Stats) -> None:
-        self.stats = stats
+    def take_news(self, replica: Replica) -> None:
+        stats = replica.stats
+        unfinished = stats.running + stats.prefilling + stats.waiting + stats.swapped
+        self._router.told(replica.number, unfinished, stats.kv_total_blocks)
         for callback in self._stats_callbacks:
             _call(callback, stats)
 
-    def take_death(self, reason: str) -> None:
-        if self._closing or self.failure is not None:
+    def take_loss(self, replica: Replica, lost: Sequence[Request]) -> None:
+        if self._closing:
             return
-        self.failure = reason
-        for stream in self._streams.values():
-            stream.fail(EngineDead(reason))
-        self._streams.clear()
-        self._idle.set()
-        for callback in self._death_callbacks:
-            _call(callback, reason)
+        reason = replica.failure or ""
+        several = len(self.replicas) > 1
+        if several:
+            reason = f"replica {replica.number}: {reason}"
+            self._router.restarted(replica.number)
+            replica.keep_open(self._patience)
+        for request in lost:
+            self._leave(request)
+            request.num_lost += 1
+            if request.stream.has_begun or request.num_lost > MOST_RERUNS:
+                self._fail(request, EngineDead(reason))
+            else:
+                self._place_again(request, EngineDead(reason))
+        if not several:
+            for callback in self._death_callbacks:
+                _call(callback, reason)
 
 
-def _error(refused: Refused) -> Exception:
-    if refused.retry_after is not None:
-        return QueueFull(refused.message, refused.retry_after)
-    return EngineError(refused.message) if refused.internal else RequestError(refused.message, refused.param)
+async def _first(replicas: Sequence[Replica], timeout: float) -> None:
+    """Waits until one serves, and a moment for those that do already."""
+    opening = [replica.keep_open(timeout) for replica in replicas]
+    done, others = await asyncio.wait(opening, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    if not done:
+        raise EngineDead(why_none(replicas))
+    if others:
+        await asyncio.wait(others, timeout=GATHER_S)
 
 
 def _call(callback: Callable[[T], None], news: T) -> None:

@@ -22,7 +22,7 @@ import time
 import torch
 
 from mini_infer.core.config import EngineConfig, LoadFormat
-from mini_infer.core.errors import MiniInferError, RequestError
+from mini_infer.core.errors import MiniInferError, RankError, RequestError
 from mini_infer.core.request import FinishReason, RequestOutput, SamplingParams
 from mini_infer.runtime.llm_engine import LLMEngine
 from mini_infer.serving.api.queue_bound import QueueBound
@@ -32,10 +32,10 @@ from mini_infer.serving.processes.launch import MAX_QUEUED
 from mini_infer.serving.processes.newcomers import Newcomer, Newcomers, Owner, num_completions
 from mini_infer.serving.processes.wire import (
     DEADLINE,
-    Abort,
     Add,
     Count,
     Delta,
+    Drain,
     Failed,
     FrameWriter,
     PromptLogprobs,
@@ -53,6 +53,12 @@ FAILURES_IN_A_ROW = 3  # steps; then it is not the requests' fault
 
 
 CANNOT_START = 2  # exit code
+RESTART_S = 5.0  # about, for clients that nobody else can serve
+LAST_FLUSH_S = 1.0  # for what clients have not read when a drained engine ends
+
+
+class Restarting(MiniInferError, RuntimeError):
+    """What a request ends with that a drained engine could not finish."""
 
 
 class EngineServer:
@@ -78,14 +84,16 @@ class EngineServer:
         self._deadlines: list[tuple[float, str]] = []  # a heap
         self._expired: set[str] = set()
         self._failures = 0
+        self._drained_by: float | None = None  # no further requests; those that it has get until then
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._newcomers.wakes, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Does not return. Raises what a step raised that leaves no hope for the next one."""
+        """Returns when it has been drained. Raises what a step raised that leaves no hope for the next one, and
+        Restarting where it could not be drained in time."""
         try:
-            while True:
+            while not self._is_drained():
                 self.turn()
         except BaseException as error:
             _tell_all([c.sock for c in self._connections], error)
@@ -113,6 +121,25 @@ class EngineServer:
             stats = self._stats.snapshot()
             for connection in self._connections:
                 connection.stats = stats
+
+    def _drain(self, drain: Drain) -> None:
+        self._drained_by = time.perf_counter() + drain.seconds
+        self._stats.draining = True
+        self._tell_stats(0.0)
+
+    def _is_drained(self) -> bool:
+        if self._drained_by is None:
+            return False
+        left_s = self._drained_by - time.perf_counter()
+        if self._newcomers.num_completions or self._engine.has_unfinished_requests():
+            if left_s <= 0:
+                raise Restarting("it was restarted, and the request did not finish within the time left to it")
+            return False
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.sock.settimeout(LAST_FLUSH_S)
+                connection.flush()
+        return True
 
     def close(self) -> None:
         for connection in self._connections:
@@ -161,16 +188,22 @@ class EngineServer:
             if isinstance(command, Count):
                 self._stats.count(command.counts)
                 continue
+            if isinstance(command, Drain):
+                self._drain(command)
+                continue
             owner = Owner(connection, command.number)
             if isinstance(command, Add):
                 self._receive_add(owner, command)
-            elif isinstance(command, Abort) and not self._newcomers.discard(owner):
+            elif not self._newcomers.discard(owner):
                 self._abort(owner)
 
     def _receive_add(self, owner: Owner, add: Add) -> None:
-        refusal = self._bound.refusal(
-            add.number, num_completions(add), self._engine.scheduler, self._newcomers.num_completions
-        )
+        if self._drained_by is None:
+            refusal = self._bound.refusal(
+                add.number, num_completions(add), self._engine.scheduler, self._newcomers.num_completions
+            )
+        else:  # sent before it was known
+            refusal = Refused(add.number, "the engine is being restarted", retry_after=RESTART_S)
         if refusal is None and not self._newcomers.put(owner, add):
             refusal = Refused(add.number, "too many new grammars wait to be compiled: try again later", retry_after=5.0)
         if refusal is not None:
@@ -249,7 +282,7 @@ class EngineServer:
         computed = self._stats.computed_tokens
         try:
             outputs = self._engine.step()
-        except torch.AcceleratorError:  # the device's context is lost
+        except (torch.AcceleratorError, RankError):  # the device's context is lost, or a process that has a part of it
             raise
         except Exception:
             self._failures += 1
@@ -323,7 +356,8 @@ def run(config: EngineConfig, listener: socket.socket, max_queued: int) -> None:
     gc.freeze()  # what lives as long as the process need not be looked at again and again
     # A step makes thousands of objects that die without the collector's help; by default it looks twice a step.
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
-    EngineServer(engine, listener, max_queued).serve()
+    with contextlib.suppress(Restarting):  # whom it concerns has been told
+        EngineServer(engine, listener, max_queued).serve()
 
 
 def _waiting_at(listener: socket.socket) -> list[socket.socket]:

@@ -18,6 +18,7 @@ class EngineStats:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
+        self.draining = False
         self.computed_tokens = 0  # of prompts and outputs
         self._steps = 0
         self._prompt_tokens = 0
@@ -97,6 +98,7 @@ class EngineStats:
             drafted=[self._drafted[place] for place in range(len(self._drafted))],
             accepted=[self._accepted[place] for place in range(len(self._drafted))],
             ended=self._ended,
+            draining=self.draining,
             counted=self._counted,
             histograms=self._histograms,
         )

@@ -18,6 +18,7 @@ import mini_infer
 from mini_infer.core.config import EngineConfig
 
 BACKLOG = 128
+PREFIX = "mini-infer-"  # of folders for sockets
 MAX_QUEUED = 1024
 
 
@@ -46,11 +47,25 @@ class EngineProcess:
     """An engine process that listens at `socket_path` from the start, while the engine is still being made.
 
     It ends with `stop`, or with the process that made this object, however that one ends.
+
+    Args:
+        socket_path: by default in a folder of its own.
+        environment: by default this process's.
     """
 
-    def __init__(self, config: EngineConfig, max_queued: int = MAX_QUEUED) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="mini-infer-")  # nobody else may enter it
-        self.socket_path = os.path.join(self._folder.name, "engine")
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_queued: int = MAX_QUEUED,
+        socket_path: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._folder = contextlib.ExitStack()
+        if socket_path is None:  # nobody else may enter it
+            socket_path = os.path.join(self._folder.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)), "engine")
+        self.socket_path = socket_path
+        with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
+            os.unlink(self.socket_path)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.socket_path)
             listener.listen(BACKLOG)
@@ -58,7 +73,7 @@ class EngineProcess:
                 [sys.executable, "-m", "mini_infer.serving.processes.launch", str(listener.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
-                env=child_environment(),
+                env=child_environment(environment),
             )
         assert self._process.stdin is not None
         self._stdin = self._process.stdin  # its end tells the child that this process is gone
@@ -84,7 +99,7 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._folder.cleanup()
+        self._folder.close()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Several API processes behind one port, and one engine process: who starts them, and what happens when one ends.
+"""Several API processes behind one port, and engine processes: who starts them, and what happens when one ends.
 
 The supervisor alone accepts connections, and hands each to the API process that has the fewest open. Were the listening
 socket shared, whoever happens to be awake would take what has come, up to the whole backlog at once; with SO_REUSEPORT
@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+import tempfile
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
+from mini_infer.core.config import replace
 from mini_infer.serving.processes.acceptor import Acceptor
 from mini_infer.serving.processes.api_process import ApiProcess
-from mini_infer.serving.processes.launch import EngineProcess
-from mini_infer.serving.processes.link import Link
-from mini_infer.serving.processes.wire import Outputs, Refused, Stats
+from mini_infer.serving.processes.devices import count_gpus, environments
+from mini_infer.serving.processes.kept_engine import KeptEngine
+from mini_infer.serving.processes.launch import PREFIX
 from mini_infer.serving.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -27,6 +31,7 @@ T = TypeVar("T")
 
 FAILED_STARTS = 3  # in a row, of processes that shall take another's place; then the next would fare no better
 ENDING_S = 5.0  # for a process that has closed its channel
+SETTLE_S = 0.5  # from a replica that serves again to the next one's restart: until every API process knows
 BACKSTOP_S = 15.0  # beyond shutdown_timeout, until a process that does not end is killed
 
 
@@ -47,13 +52,16 @@ class Supervisor:
         self._all_serve = asyncio.Event()
         self._end = asyncio.Event()
         self._failure: str | None = None
+        self._engines: list[KeptEngine] = []
+        self._rolling: asyncio.Task[None] | None = None
         self._engine_died = False
 
     async def run(self) -> int:
         """Starts everything, and serves until a signal or a failure.
 
         Returns:
-            The exit code: 0 after SIGTERM or SIGINT, 1 when the engine died or an API process could not start.
+            The exit code: 0 after SIGTERM or SIGINT, 1 when the only engine died, when none of several could be started
+            again, or when an API process could not start.
 
         Raises:
             ConfigError, ModelError, EngineDead: the engine cannot start.
@@ -61,33 +69,29 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._take_signal)
-        engine = EngineProcess(self._settings.engine, self._settings.max_queued)
-        self._engine_path = engine.socket_path
-        link: Link | None = None
-        try:
-            # They import while the engine is made, and hear what to serve when that is done.
-            for _ in range(self._settings.api_processes):
-                self._spawn()
-            opened = await self._unless_ended(Link.open(engine.socket_path, engine, self._settings.startup_timeout))
-            if opened is not None:
-                link, _ = opened
-                link.attach(self)
+        if self._settings.engine.parallel.replicas > 1:
+            loop.add_signal_handler(signal.SIGHUP, self._restart_all)
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+            try:
+                opening = await self._make_engines(folder)
+                # They import while the engines are made, and hear what to serve when that is done.
+                for _ in range(self._settings.api_processes):
+                    self._spawn()
+                if await self._unless_ended(asyncio.gather(*opening)) is not None:
+                    for worker in self._workers:
+                        worker.begin(self._settings)
+                    if await self._unless_ended(self._all_serve.wait()):
+                        self._acceptor.listen()
+                        self._on_ready()
+                        await self._end.wait()
+                await self._wind_up()
+            finally:
                 for worker in self._workers:
-                    worker.begin(self._settings)
-                if await self._unless_ended(self._all_serve.wait()):
-                    self._acceptor.listen()
-                    self._on_ready()
-                    await self._end.wait()
-            await self._wind_up()
-        finally:
-            for worker in self._workers:
-                worker.kill()
-            if link is not None:
-                link.close()
-            await asyncio.to_thread(engine.stop)
+                    worker.kill()
+                await asyncio.gather(*(engine.stop() for engine in self._engines))
         return 1 if self._failure else 0
 
-    async def _unless_ended(self, work: Coroutine[Any, Any, T]) -> T | None:
+    async def _unless_ended(self, work: Awaitable[T]) -> T | None:
         """Its result; None, and the work is given up, where the end comes first."""
         task, end = asyncio.ensure_future(work), asyncio.ensure_future(self._end.wait())
         await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +124,7 @@ class Supervisor:
     # --- API processes --------------------------------------------------------------------------------------------
 
     def _spawn(self) -> ApiProcess:
-        worker = ApiProcess(self._engine_path, self._serves, self._leave)
+        worker = ApiProcess([engine.socket_path for engine in self._engines], self._serves, self._leave)
         self._workers.append(worker)
         return worker
 
@@ -162,16 +166,50 @@ class Supervisor:
                 return True
         return False
 
-    # --- the engine -----------------------------------------------------------------------------------------------
+    # --- the engines ----------------------------------------------------------------------------------------------
 
-    def take_death(self, reason: str) -> None:
+    async def _make_engines(self, folder: str) -> list[asyncio.Task[None]]:
+        """What waits until each serves."""
+        settings, opening = self._settings, []
+        number = settings.engine.parallel.replicas
+        surroundings = await asyncio.to_thread(environments, settings.engine, os.environ, count_gpus)
+        for replica, environment in enumerate(surroundings):
+            self._engines.append(
+                KeptEngine(
+                    replica,
+                    replace(settings.engine, parallel={"replicas": 1}),
+                    -(-settings.max_queued // number),
+                    folder,
+                    environment,
+                    settings.startup_timeout,
+                    settings.hang_timeout if number > 1 else math.inf,
+                    self._take_end,
+                )
+            )
+            opening.append(asyncio.ensure_future(self._engines[-1].open()))
+            await asyncio.sleep(0)  # it connects: an engine that cannot start tells who listens
+        return opening
+
+    def _take_end(self, engine: KeptEngine, reason: str) -> None:
+        if len(self._engines) > 1:
+            reason = f"replica {engine.number}: {reason}"
+            if engine.failed_starts < FAILED_STARTS or any(each.serves.is_set() for each in self._engines):
+                logger.error("%s", reason)
+                engine.start_again()
+                return
         self._engine_died = True
         self._fail(reason)
 
-    def take_stats(self, stats: Stats) -> None: ...
+    def _restart_all(self) -> None:
+        if self._rolling is None or self._rolling.done():
+            self._rolling = asyncio.ensure_future(self._roll())
+        else:
+            logger.warning("the replicas are being restarted already")
 
-    def take_outputs(self, outputs: Outputs) -> None: ...
-
-    def take_refusal(self, refused: Refused) -> None: ...
-
-    def take_pause(self) -> None: ...
+    async def _roll(self) -> None:
+        """One replica after the other; one that does not come back keeps the others as they are."""
+        for engine in self._engines:
+            logger.warning("replica %d is being restarted", engine.number)
+            await engine.restart(self._settings.shutdown_timeout)
+            await asyncio.sleep(SETTLE_S)
+        logger.warning("all replicas have been restarted")

@@ -1,6 +1,7 @@
 """What the API processes and the engine process say to each other: length-prefixed MessagePack over a Unix socket.
 
     API process      Add, Abort, Count                       ->  engine process
+    supervisor       Drain                                   ->  engine process
     API process  <-  Ready, then Outputs, Refused and Stats      engine process
 
 Times are seconds on time.perf_counter, which all processes of a machine share.
@@ -55,6 +56,15 @@ class Abort(Message):
     """Nothing more is said about the request, whether it is still running or not."""
 
     number: int
+
+
+class Drain(Message):
+    """No further requests are taken, and the engine process ends when those that it has have ended.
+
+    seconds: that they get.
+    """
+
+    seconds: float
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -168,11 +178,12 @@ class Stats(Message):
     drafted: list[int] = []  # by place: drafts that were verified
     accepted: list[int] = []  # and those of them that were accepted
     ended: dict[str, int] = {}  # completions by finish reason
+    draining: bool = False  # it refuses requests, and will end
     counted: dict[str, int] = {}  # by all API processes: "responses PATH STATUS", "refused REASON"
     histograms: dict[str, Histogram] = {}  # of ended completions, by the names of BOUNDS
 
 
-Command = Add | Abort | Count
+Command = Add | Abort | Count | Drain
 Event = Ready | Outputs | Refused | Failed | Stats
 
 

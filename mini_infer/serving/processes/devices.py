@@ -1,0 +1,47 @@
+"""Which GPUs each replica gets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+from mini_infer.core.config import Device, EngineConfig, LoadFormat
+from mini_infer.core.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def environments(
+    config: EngineConfig, environment: Mapping[str, str], count: Callable[[Mapping[str, str]], int]
+) -> list[dict[str, str]]:
+    """Each replica's environment: with several, it sees its own GPUs alone.
+
+    Args:
+        environment: this process's.
+        count: says how many GPUs a process with an environment sees.
+
+    Raises:
+        ConfigError: there are fewer GPUs than the replicas need.
+    """
+    replicas, each = config.parallel.replicas, config.parallel.tensor
+    on_cpu = config.model.device is Device.cpu or config.model.load_format is LoadFormat.dry
+    visible = 0 if replicas == 1 or on_cpu else count(environment)
+    if replicas == 1 or on_cpu or (visible == 0 and config.model.device is Device.auto):
+        return [dict(environment) for _ in range(replicas)]
+    if visible < replicas * each:
+        raise ConfigError(
+            f"parallel.replicas={replicas} with parallel.tensor={each} needs {replicas * each} GPUs, and {visible} are "
+            "visible here: lower one of them, or choose model.device=cpu"
+        )
+    named = environment.get(VISIBLE)
+    names = [name.strip() for name in named.split(",")] if named else [str(index) for index in range(visible)]
+    own = (names[first : first + each] for first in range(0, replicas * each, each))
+    return [{**environment, VISIBLE: ",".join(gpus)} for gpus in own]
+
+
+def count_gpus(environment: Mapping[str, str]) -> int:
+    """Asked of torch in a process of its own: here it would keep some 300 MB for good."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    done = subprocess.run(command, env=dict(environment), stdout=subprocess.PIPE, text=True, check=False)
+    return int(done.stdout) if done.returncode == 0 else 0

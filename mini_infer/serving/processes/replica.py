@@ -1,0 +1,200 @@
+"""One engine as an API process sees it: a connection, and the requests that it has been given."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from mini_infer.core.errors import MiniInferError, RequestError
+from mini_infer.serving.api.stream import Stream
+from mini_infer.serving.processes.launch import EngineProcess
+from mini_infer.serving.processes.link import Link
+from mini_infer.serving.processes.wire import Abort, Add, Count, Outputs, Ready, Refused, Stats
+from mini_infer.serving.router import Chain, Route
+
+RETRY_S = 0.1  # from a connection that ended to the next attempt
+
+
+class EngineError(MiniInferError, RuntimeError):
+    """A fault of the engine's own that costs one request."""
+
+
+class QueueFull(MiniInferError, RuntimeError):
+    """Too many requests wait; `retry_after`: for how many seconds, about."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Request:
+    """What an engine was asked, so that another one can be asked."""
+
+    __slots__ = ("add", "chain", "num_completions", "num_lost", "refused_by", "route", "stream")
+
+    def __init__(self, add: Add, stream: Stream, num_completions: int, chain: Chain) -> None:
+        self.add = add
+        self.stream = stream
+        self.num_completions = num_completions
+        self.chain = chain
+        self.route: Route | None = None
+        self.refused_by: set[int] = set()  # replicas
+        self.num_lost = 0  # engines that died with it
+
+
+class Owner(Protocol):
+    """Who is told what becomes of the requests."""
+
+    def take_news(self, replica: Replica) -> None: ...
+
+    def take_end(self, request: Request) -> None:
+        """The engine has said all that it will say of it."""
+
+    def take_refusal_of(self, request: Request, error: Exception) -> None: ...
+
+    def take_loss(self, replica: Replica, lost: list[Request]) -> None: ...
+
+
+class Replica:
+    """Told to `open` or to `keep_open`, and then whom to tell what comes: `attach`.
+
+    Args:
+        number: its place among the replicas.
+        process: where this process is the one that started the engine.
+
+    Attributes:
+        info: what the engine turned out to be; None before it has served.
+        stats: its latest; they come every 0.1 s while it works, and when it has nothing left to do.
+        failure: why it cannot be asked; None while it can.
+        requests: those under way, by number.
+    """
+
+    def __init__(self, number: int, socket_path: str, process: EngineProcess | None = None) -> None:
+        self.number = number
+        self.socket_path = socket_path
+        self.process = process
+        self.info: Ready | None = None
+        self.stats = Stats()
+        self.failure: str | None = "it has not served yet"
+        self.requests: dict[int, Request] = {}
+        self._to_wake: list[Stream] = []
+        self._owner: Owner | None = None
+        self._link: Link | None = None
+        self._opening: asyncio.Task[None] | None = None
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.failure is None and not self.stats.draining
+
+    async def open(self, timeout: float) -> None:
+        """Connects, and waits until the engine serves. Errors: Link.open's."""
+        self._link, self.info = await Link.open(self.socket_path, self.process, timeout)
+        self.failure, self.stats = None, Stats()
+        if self._owner is not None:
+            self._link.attach(self)
+
+    def keep_open(self, timeout: float) -> asyncio.Task[None]:
+        """Tries `open` until it succeeds: whoever supervises the engine starts another one when it ends."""
+
+        async def connect() -> None:
+            while True:
+                try:
+                    return await self.open(timeout)
+                except MiniInferError as error:
+                    if self.info is None:  # else how it ended says more
+                        self.failure = str(error)
+                await asyncio.sleep(RETRY_S)
+
+        self._opening = asyncio.get_running_loop().create_task(connect())
+        return self._opening
+
+    def attach(self, owner: Owner) -> None:
+        self._owner = owner
+        if self._link is not None:
+            self._link.attach(self)
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the engine last said something."""
+        return 0.0 if self._link is None else time.monotonic() - self._link.heard
+
+    def count(self, counts: dict[str, int]) -> None:
+        """Adds to its `Stats.counted`."""
+        if self._link is not None:
+            self._link.send(Count(counts))
+
+    def close(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._link is not None:
+            self._link.close()
+
+    def send(self, request: Request) -> None:
+        """Raises RequestError where it holds what cannot be sent."""
+        assert self._link is not None
+        try:
+            self._link.send(request.add)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RequestError(f"the request holds what cannot be sent to the engine: {error}") from error
+        self.requests[request.add.number] = request
+
+    def abort(self, request: Request) -> None:
+        if self.requests.pop(request.add.number, None) is not None and self._link is not None:
+            self._link.send(Abort(request.add.number))
+
+    @property
+    def _told(self) -> Owner:
+        assert self._owner is not None
+        return self._owner
+
+    # --- what the engine says -------------------------------------------------------------------------------------
+
+    def take_outputs(self, outputs: Outputs) -> None:
+        requests = self.requests
+        for delta in outputs.deltas:
+            request = requests.get(delta.number)
+            if request is None:  # aborted meanwhile
+                continue
+            stream = request.stream
+            if stream.put(delta):
+                self._to_wake.append(stream)
+            if not stream.num_unfinished:
+                del requests[delta.number]
+                self._told.take_end(request)
+
+    def take_pause(self) -> None:
+        # Not before: behind a loop that is late there are several steps' outputs, which go out as one.
+        woken, self._to_wake = self._to_wake, []
+        for stream in woken:
+            stream.wake()
+
+    def take_refusal(self, refused: Refused) -> None:
+        request = self.requests.pop(refused.number, None)
+        if request is not None:
+            self._told.take_refusal_of(request, _error(refused))
+
+    def take_stats(self, stats: Stats) -> None:
+        self.stats = stats
+        self._told.take_news(self)
+
+    def take_death(self, reason: str) -> None:
+        self.failure = reason
+        self._link = None
+        lost, self.requests = list(self.requests.values()), {}
+        self._told.take_loss(self, lost)
+
+
+def why_none(replicas: Sequence[Replica]) -> str:
+    """Why none of them takes requests."""
+    if len(replicas) == 1:
+        return str(replicas[0].failure)
+    reasons = [f"replica {replica.number}: {replica.failure or 'it is being restarted'}" for replica in replicas]
+    return f"no replica takes requests: {'; '.join(reasons)}"
+
+
+def _error(refused: Refused) -> Exception:
+    if refused.retry_after is not None:
+        return QueueFull(refused.message, refused.retry_after)
+    return EngineError(refused.message) if refused.internal else RequestError(refused.message, refused.param)

@@ -1,0 +1,180 @@
+"""Which of several replicas of an engine gets a request. Decides from what it has sent, and asks nobody.
+
+What a replica holds is a guess: hashes of the beginnings of the prompts that went there, a chunk of tokens each, the
+least recently used forgotten first, as in the replica's own cache. Two things keep the guess honest. It never holds
+more than the replica's KV memory could. And a finished request says how much of its prompt was really cached: where
+that is less than was expected, the chunk that was missing has been evicted, and so has all that was last used before
+it.
+
+A beginning that nobody holds goes to the less loaded of two replicas that its hash names. Where each of several API
+processes has a router, which knows nothing of what the others send, it goes to one: so they agree without a word, while
+no replica is overloaded. That deals prefixes less evenly, and an overloaded replica's prefixes are then computed
+elsewhere, too. The price is memory and time (a prefix that stands in two caches), never a wrong answer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import TypeAlias
+
+from mini_infer.core.config import CacheConfig, RouterPolicy
+
+CHUNK_TOKENS = 64  # about: in whole blocks of the cache
+MOST_CHUNKS = 65_536  # that are remembered of a replica: 4 million tokens
+# A replica with more requests than this, against the one with the fewest, gets none for the sake of its cache.
+OVERLOAD_RATIO, OVERLOAD_REQUESTS = 1.5, 8
+
+Chain: TypeAlias = Sequence[int]  # of a prompt's whole chunks: each hash stands for all tokens up to its chunk's end
+
+
+class Route:
+    """Where a request went, until it has ended."""
+
+    __slots__ = ("completions", "ended", "expected_since", "expected_tokens", "replica", "time")
+
+    def __init__(self, replica: int, completions: int, time: int, expected_tokens: int, expected_since: int) -> None:
+        self.replica = replica
+        self.completions = completions
+        self.ended = False
+        self.time = time  # routes are counted
+        self.expected_tokens = expected_tokens  # of the prompt, in the replica's cache
+        self.expected_since = expected_since  # the time of the route that left the last of them there
+
+
+class _Replica:
+    """What one replica is thought to hold and to do."""
+
+    def __init__(self) -> None:
+        self.capacity = MOST_CHUNKS
+        self.chunks: OrderedDict[int, Route] = OrderedDict()  # by whom last used, the oldest first
+        self.ours = 0  # completions under way
+        self.others = 0  # and those of other processes, when it last told
+
+    @property
+    def load(self) -> int:
+        return self.ours + self.others
+
+    def depth(self, chain: Chain) -> int:
+        """How many of the chunks it holds: with one all before it, which whoever used it has used a moment later."""
+        chunks, low, high = self.chunks, 0, len(chain)
+        if not chain or chain[0] not in chunks:
+            return 0
+        if chain[-1] in chunks:
+            return high
+        while low < high:
+            middle = (low + high) // 2
+            if chain[middle] in chunks:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def use(self, chain: Chain, route: Route) -> None:
+        chunks = self.chunks
+        for chunk in reversed(chain):  # the beginning last, so that a chain is forgotten from its end
+            chunks[chunk] = route
+            chunks.move_to_end(chunk)
+        while len(chunks) > self.capacity:
+            chunks.popitem(last=False)
+
+    def forget_until(self, time: int) -> None:
+        chunks = self.chunks
+        while chunks and next(iter(chunks.values())).time <= time:
+            chunks.popitem(last=False)
+
+
+class Router:
+    """
+    Args:
+        cache: the engines'.
+        alone: no other router sends to these replicas.
+    """
+
+    def __init__(self, routing: RouterPolicy, num_replicas: int, cache: CacheConfig, alone: bool = True) -> None:
+        # Where nothing is cached all prompts are equal.
+        prefix_aware = routing is RouterPolicy.prefix_aware and cache.prefix_caching
+        self._round_robin = routing is RouterPolicy.round_robin
+        self._looks_at_prompts = prefix_aware and num_replicas > 1
+        self._num_named = 2 if alone else 1
+        self._block_size = cache.block_size
+        self._chunk_tokens = self._block_size * max(1, CHUNK_TOKENS // self._block_size)
+        self._replicas = [_Replica() for _ in range(num_replicas)]
+        self._num_routes = 0
+
+    def chain(self, token_ids: Sequence[int], salt: str = "") -> Chain:
+        """A prompt's chunks, but for the last token, which is always computed; none where the policy looks at none."""
+        if not self._looks_at_prompts:
+            return ()
+        tokens, size = tuple(token_ids), self._chunk_tokens
+        chain = []
+        parent = hash(tuple(salt.encode(errors="replace")))  # that of a text differs from process to process
+        for end in range(size, len(tokens), size):
+            parent = hash((parent, tokens[end - size : end]))  # of integers: the same in all processes
+            chain.append(parent)
+        return chain
+
+    def route(self, chain: Chain, completions: int, among: Collection[int]) -> Route:
+        """Chooses a replica for a request, and counts it there until `end`.
+
+        Args:
+            among: those that take requests; at least one.
+        """
+        self._num_routes += 1
+        number, depth = self._choose(chain, sorted(among))
+        replica = self._replicas[number]
+        last = replica.chunks[chain[depth - 1]] if depth else None
+        expected, since = (0, 0) if last is None or not last.ended else (depth * self._chunk_tokens, last.time)
+        route = Route(number, completions, self._num_routes, expected, since)
+        replica.use(chain, route)
+        replica.ours += completions
+        return route
+
+    def end(self, route: Route, cached_tokens: int | None = None) -> None:
+        """
+        Args:
+            cached_tokens: of the prompt, found in the replica's cache; None where it did not get so far as to tell.
+        """
+        replica = self._replicas[route.replica]
+        replica.ours -= route.completions
+        route.ended = True
+        if cached_tokens is not None and cached_tokens < route.expected_tokens:
+            replica.forget_until(route.expected_since)
+
+    def told(self, number: int, unfinished: int, num_blocks: int) -> None:
+        """What a replica says of itself.
+
+        Args:
+            unfinished: completions, whoever sent them.
+            num_blocks: of its KV memory.
+        """
+        replica = self._replicas[number]
+        replica.others = max(unfinished - replica.ours, 0)
+        replica.capacity = min(num_blocks * self._block_size // self._chunk_tokens, MOST_CHUNKS)
+
+    def restarted(self, number: int) -> None:
+        """It holds nothing any more."""
+        replica = self._replicas[number]
+        replica.chunks.clear()
+        replica.others = 0
+
+    def _choose(self, chain: Chain, among: Sequence[int]) -> tuple[int, int]:
+        """A replica, and how many chunks it holds."""
+        replicas = self._replicas
+        if len(among) == 1:
+            return among[0], replicas[among[0]].depth(chain)
+        turn = self._num_routes % len(among)
+        if self._round_robin:
+            return among[turn], 0
+        least = min(replicas[number].load for number in among)
+        if not chain:
+            in_turn = (*among[turn:], *among[:turn])
+            return next(number for number in in_turn if replicas[number].load == least), 0
+        most = least * OVERLOAD_RATIO + OVERLOAD_REQUESTS
+        depths = {number: replicas[number].depth(chain) for number in among if replicas[number].load <= most}
+        deepest = max(depths.values())
+        equal = [number for number, depth in depths.items() if depth == deepest]
+        if len(equal) > 1:
+            key = chain[min(deepest, len(chain) - 1)]  # the first chunk that nobody holds
+            equal = sorted(equal, key=lambda number: hash((number, key)))[: self._num_named]
+        return min(equal, key=lambda number: replicas[number].load), deepest

@@ -1,0 +1,90 @@
+"""numerics=batch_invariant over ranks: any number of them gives the same tokens and log-probabilities, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeEngine
+
+from mini_infer import ConfigError, SamplingParams
+from mini_infer.core.config import ModelConfig, Numerics
+from mini_infer.kernels.invariant_linear import CHUNKS, invariant_linear, num_chunks
+from mini_infer.kernels.ops import select_kernels
+from mini_infer.modeling.loader import load_model, load_spec
+from mini_infer.modeling.sharding import of_each_rank
+from mini_infer.parallel.context import ParallelContext, tree_sum
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": True,
+    "mlp_bias": True,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 101,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(("in_size", "chunks"), [(16, 4), (48, 4), (96, 8), (448, 8)])
+def test_ranks_have_branches_of_one_sum(in_size: int, chunks: int) -> None:
+    assert num_chunks(in_size, 4) == chunks
+    generator = torch.Generator().manual_seed(in_size)
+    x, weight = torch.randn(5, in_size, generator=generator), torch.randn(70, in_size, generator=generator)
+    bias = torch.randn(70, generator=generator)
+    whole = invariant_linear(x, weight, bias, chunks=chunks)
+    torch.testing.assert_close(whole, x @ weight.T + bias)
+    ranks = 2
+    while ranks <= chunks:
+        branches = []
+        for own_x, own_weight in zip(x.chunk(ranks, 1), weight.chunk(ranks, 1), strict=True):
+            branch = torch.empty(5, 70)
+            branches.append(
+                invariant_linear(own_x.contiguous(), own_weight.contiguous(), None, branch, chunks=chunks // ranks)
+            )
+        assert torch.equal(tree_sum(torch.stack(branches)) + bias, whole)
+        ranks *= 2
+
+
+def test_a_row_of_chunks_does_not_depend_on_the_others() -> None:
+    x, weight = torch.randn(40, 128), torch.randn(64, 128)
+    whole = invariant_linear(x, weight, chunks=CHUNKS)
+    assert torch.equal(invariant_linear(x[7:9], weight, chunks=CHUNKS), whole[7:9])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
+def test_one_two_and_four_ranks_give_the_same_bits(make_engine: MakeEngine) -> None:
+    prompts = [[5, 9, 2, 77, 31], [8] * 9, [5, 9, 2, 77, 31, 4]]
+    params = [
+        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=5),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=3, ignore_eos=True, logprobs=5),
+        SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=5, prompt_logprobs=2),
+    ]
+    seen = []
+    for tensor in (1, 2, 4):
+        engine = make_engine(
+            tensor,
+            model={"path": "made up", "load_format": "dummy", "hf_config": SHAPE},
+            numerics="batch_invariant",
+            scheduler={"max_num_batched_tokens": 8, "max_num_seqs": 4},
+        )
+        outputs = engine.generate(prompts, params)
+        seen.append([(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs])
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_more_ranks_than_chunks_are_refused() -> None:
+    """Three divide the heads, and no balanced tree."""
+    shape = {**SHAPE, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+    config = ModelConfig(path="made up", load_format="dummy", hf_config=shape)
+    kernels, cpu = select_kernels(config.kernels, torch.device("cpu"), Numerics.batch_invariant), torch.device("cpu")
+    spec = of_each_rank(load_spec(config), 3)
+    with pytest.raises(ConfigError, match=r"have 8 chunks, which parallel\.tensor=3 ranks cannot share"):
+        load_model(config, spec, torch.float32, cpu, 16, kernels, parallel=ParallelContext(0, 3))
