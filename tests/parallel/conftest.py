@@ -19,8 +19,6 @@ from forking import fork, popen
 from mini_infer import EngineConfig, LLMEngine
 from mini_infer.runtime.executor import rank_process
 
-MakeEngine = Callable[..., LLMEngine]
-
 
 @pytest.fixture(scope="session")
 def imported() -> None:
@@ -36,7 +34,7 @@ def ranks_are_forked(imported: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_engine(ranks_are_forked: None) -> Iterator[MakeEngine]:
+def make_engine(ranks_are_forked: None) -> Iterator[Callable[..., LLMEngine]]:
     """An engine of the shipped model, with 64 blocks of KV; closed after the test."""
     made: list[LLMEngine] = []
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import MakeEngine
 from integrity import check_scheduler
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
+
+MakeEngine = Callable[..., LLMEngine]
 
 PROMPTS = [
     "def read(path):\n    with open(",

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from conftest import MakeEngine
 
-from mini_infer import ConfigError, SamplingParams
+from mini_infer import ConfigError, LLMEngine, SamplingParams
 from mini_infer.core.config import ModelConfig, Numerics
 from mini_infer.kernels.invariant_linear import CHUNKS, invariant_linear, num_chunks
 from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.sharding import of_each_rank
 from mini_infer.parallel.context import ParallelContext, tree_sum
+
+MakeEngine = Callable[..., LLMEngine]
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

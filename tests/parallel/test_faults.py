@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeEngine
 
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.errors import ModelError, RankError
 from mini_infer.runtime.executor import fingerprints, rank_process
 from mini_infer.runtime.worker.model_runner import Runner
+
+MakeEngine = Callable[..., LLMEngine]
 
 LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
