@@ -164,7 +164,7 @@ class Kernels(Protocol):
     def quantized_gemv(
         self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int, dtype: torch.dtype
     ) -> Callable[..., Tensor] | None:
-        """`quant_gemv` (kernels/quant_gemv.py), which does its neighbours' work as well, where it is the fastest."""
+        """`quant_gemv` (kernels/quantized/gemv.py), which does its neighbours' work too, where it is the fastest."""
 
     def adds_residual(self, weight: QuantizedWeight, activations: ActivationFormat | None, rows: int) -> bool:
         """Whether it costs `quantized_linear` less to add a residual than it costs the norm that reads the sum next."""

@@ -26,7 +26,7 @@ from mini_infer.kernels.interface import (
     Stream,
     TokenPlaces,
 )
-from mini_infer.kernels.moe import experts_reference, route_reference
+from mini_infer.kernels.moe.reference import experts_reference, route_reference
 from mini_infer.quantization.formats import ActivationFormat, WeightFormat, as_stored, quantize_tokens
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight, quantized_linear_reference
 
@@ -143,25 +143,18 @@ class TritonKernels(TorchKernels):
 
     def __init__(self) -> None:
         super().__init__()
-        from mini_infer.kernels import (
-            gemv,
-            moe_experts,
-            moe_route,
-            quant_gemv,
-            quant_linear,
-            quantize_tokens,
-            rms_norm,
-            rope_and_store,
-            rope_and_store_latent,
-            silu_mul,
-        )
+        from mini_infer.kernels import gemv, rms_norm, rope_and_store, rope_and_store_latent, silu_mul
+        from mini_infer.kernels.moe import experts, route
+        from mini_infer.kernels.quantized import gemv as quantized_gemv
+        from mini_infer.kernels.quantized import linear as quantized_linear
+        from mini_infer.kernels.quantized.tokens import quantize_tokens
 
-        self.gemv, self._quantized, self._quantized_gemv = gemv, quant_linear, quant_gemv
-        self._quantize_tokens = quantize_tokens.quantize_tokens
+        self.gemv, self._quantized, self._quantized_gemv = gemv, quantized_linear, quantized_gemv
+        self._quantize_tokens = quantize_tokens
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
         self._rope_and_store_latent = rope_and_store_latent.rope_and_store_latent
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
-        self._route, self._experts, self._few_tokens = moe_route.route, moe_experts.experts, moe_experts.FEW_TOKENS
+        self._route, self._experts, self._few_tokens = route.route, experts.experts, experts.FEW_TOKENS
         self._quantized_norm = rms_norm.quantized_rms_norm
 
     def quantized_linear(

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.pdl import launch_options
-from mini_infer.kernels.quantize_tokens import empty_tokens, store_encoded
+from mini_infer.kernels.quantized.tokens import empty_tokens, store_encoded
 from mini_infer.quantization.formats import ActivationFormat
 from mini_infer.quantization.weight import QuantizedTokens
 

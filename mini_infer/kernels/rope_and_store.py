@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mini_infer.kernels.interface import Places, QKNorm
 from mini_infer.kernels.pdl import launch_options
-from mini_infer.kernels.quantize_tokens import as_fp8
+from mini_infer.kernels.quantized.tokens import as_fp8
 from mini_infer.kernels.rms_norm import rms_norm_reference
 from mini_infer.quantization.formats import as_stored
 

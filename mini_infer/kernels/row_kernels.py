@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.core.uniforms import DRAFT, SYNTHETIC
-from mini_infer.kernels.sample_shared import NUM_PARAMS, SEEDED, TEMPERATURE, uniform
+from mini_infer.kernels.sampling.shared import NUM_PARAMS, SEEDED, TEMPERATURE, uniform
 
 _DRAFT, _SYNTHETIC = tl.constexpr(DRAFT), tl.constexpr(SYNTHETIC)
 _NO_DRAFT = tl.constexpr(-1)

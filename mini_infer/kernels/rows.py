@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mini_infer.core.plan import NO_DRAFT
 from mini_infer.core.uniforms import DRAFT, SYNTHETIC, uniforms
-from mini_infer.kernels.draw import PARAM_COLUMNS, SEEDED, TEMPERATURE
+from mini_infer.kernels.sampling.draw import PARAM_COLUMNS, SEEDED, TEMPERATURE
 
 PACKED = 5  # numbers a row of `packed`
 

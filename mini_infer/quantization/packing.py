@@ -18,7 +18,7 @@ _TILE = 128  # columns
 
 def pack_int4(codes: Tensor, symmetric: bool) -> Tensor:
     """codes [N, K] int8, -8 to 7 where symmetric and else 0 to 15 -> [N, ceil(K / 128) * 64] uint8, as products read
-    them (kernels/quant_linear.py); symmetric codes plus 8.
+    them (kernels/quantized/linear.py); symmetric codes plus 8.
 
     Of each 128 columns a pair of bytes has four, of four planes of 32:
 

@@ -5,7 +5,7 @@
                 policy/         how many drafts pay (optional), by acceptance rates and measured costs
                 draft_plan.py   drafts in a step's plan, as far as there is room
     launch      draft_model.py  the draft model on the device, with its KV
-                verify.py       which drafts stand, and the token after them (kernels/verify.py does it on a GPU)
+                verify.py       which drafts stand, and the token after them (on a GPU kernels/sampling/verify.py)
     start-up    step_costs.py   times steps with and without drafts
 
 proposers/ and policy/ know neither the scheduler nor the runner.

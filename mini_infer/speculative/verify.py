@@ -1,6 +1,6 @@
 """Which drafts stand, and the token that follows them: exact, whatever proposed them.
 
-The reference of kernels/verify.py, over the flat list of N positions after which a step samples:
+The reference of kernels/sampling/verify.py, over the flat list of N positions after which a step samples:
 
     position n         0     1     2     3   |   4     5          row 0 has three drafts, row 1 has one
     its input          last  d0    d1    d2  |   last  e0
@@ -16,7 +16,7 @@ The reference of kernels/verify.py, over the flat list of N positions after whic
   sampler draws there anyway, which is modified rejection sampling for a proposal that is certain.
 - Drafts drawn from q (a draft model): accepted with probability min(1, p(x) / q(x)), otherwise the token is drawn from
   max(0, p - q), normalised (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318). p and q are
-  the truncated distributions, summed in integers as in kernels/draw.py.
+  the truncated distributions, summed in integers as in kernels/sampling/draw.py.
 
 Everything is a function of (logits, parameters, seed, position, draft), through the streams of core/uniforms.py
 (docs/speculation.md: what reproduces). A caller must not discard a draft drawn from q because of what it is: that would
@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 from mini_infer.core.plan import NO_DRAFT
 from mini_infer.core.uniforms import ACCEPT, Array, uniforms
-from mini_infer.kernels.draw import PARAM_COLUMNS, Draw, invert, kept_weights, pick_rows
+from mini_infer.kernels.sampling.draw import PARAM_COLUMNS, Draw, invert, kept_weights, pick_rows
 
 _UNIT = 2.0**61  # a probability of 1 in fixed point: the sum of a row's fits into int64
 

@@ -12,7 +12,7 @@ from experiments.lab.judge.exact_gate import ExactGate
 from mini_infer import EngineConfig
 from mini_infer.cache.block_pool import BlockPool
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.kernels import draw
+from mini_infer.kernels.sampling import draw
 from mini_infer.runtime.sampling import sampler
 from mini_infer.runtime.scheduler.planned_step import PlannedStep
 from mini_infer.runtime.worker import model_runner

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 
 from mini_infer.core.request import SamplingParams
 from mini_infer.core.uniforms import hash_seeds, uniforms
-from mini_infer.kernels.draw import (
+from mini_infer.kernels.sampling.draw import (
     NUM_PARAMS,
     PARAM_COLUMNS,
     Draw,

@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 
 from mini_infer.core.model_config import Routing
 from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, Scores, TokenPlaces
-from mini_infer.kernels.moe import experts_reference, route_reference
-from mini_infer.kernels.moe_experts import Tile, experts, tile_for
-from mini_infer.kernels.moe_route import route
+from mini_infer.kernels.moe.experts import Tile, experts, tile_for
+from mini_infer.kernels.moe.reference import experts_reference, route_reference
+from mini_infer.kernels.moe.route import route
 from mini_infer.quantization.formats import SCHEMES, Scheme, WeightFormat, quantize
 from mini_infer.quantization.weight import QuantizedWeight
 

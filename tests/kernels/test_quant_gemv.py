@@ -9,9 +9,9 @@ pytest.importorskip("triton")
 
 from mini_infer.kernels.interface import Norm, Places, Stream
 from mini_infer.kernels.ops import TorchKernels, TritonKernels
-from mini_infer.kernels.quant_gemv import DotTile, FmaTile, quant_gemv
-from mini_infer.kernels.quant_linear import quantized_linear
-from mini_infer.kernels.quantize_tokens import quantize_tokens
+from mini_infer.kernels.quantized.gemv import DotTile, FmaTile, quant_gemv
+from mini_infer.kernels.quantized.linear import quantized_linear
+from mini_infer.kernels.quantized.tokens import quantize_tokens
 from mini_infer.kernels.rope_and_store import rope_and_store
 from mini_infer.kernels.silu_mul import silu_mul
 from mini_infer.modeling.layers import Linear

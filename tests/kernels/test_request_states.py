@@ -8,7 +8,7 @@ import torch
 
 from mini_infer.core.plan import Admission, Growth, StepPlan
 from mini_infer.core.request import SamplingParams
-from mini_infer.kernels.draw import NUM_PARAMS
+from mini_infer.kernels.sampling.draw import NUM_PARAMS
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.step_input import Samples, small_growths
 

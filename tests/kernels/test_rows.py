@@ -9,8 +9,8 @@ import torch
 from mini_infer.core.plan import NO_DRAFT
 from mini_infer.core.request import SamplingParams
 from mini_infer.kernels import rows as definition
-from mini_infer.kernels.draw import encode
 from mini_infer.kernels.rows import GatheredRows
+from mini_infer.kernels.sampling.draw import encode
 
 row_kernels = pytest.importorskip("mini_infer.kernels.row_kernels")
 

@@ -1,4 +1,4 @@
-"""The fused sampler against the torch reference, kernels/draw.py's pick_rows."""
+"""The fused sampler against the torch reference, kernels/sampling/draw.py's pick_rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import triton.language as tl
 
 from mini_infer.core.request import SamplingParams
 from mini_infer.core.uniforms import hash_seeds, uniforms
-from mini_infer.kernels import sample_shared
-from mini_infer.kernels.draw import NUM_PARAMS, PARAM_COLUMNS, Draw, encode, pick_rows, truncate
-from mini_infer.kernels.sample import sample_rows
+from mini_infer.kernels.sampling import shared
+from mini_infer.kernels.sampling.draw import NUM_PARAMS, PARAM_COLUMNS, Draw, encode, pick_rows, truncate
+from mini_infer.kernels.sampling.sample import sample_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GREEDY, PLAIN = SamplingParams(temperature=0), SamplingParams()
@@ -169,12 +169,12 @@ def test_no_rows(device: torch.device) -> None:
 @triton.jit
 def _uniform_kernel(param_rows, positions, out, WIDTH: tl.constexpr):
     row = tl.program_id(0)
-    tl.store(out + row, sample_shared.uniform(param_rows + row * WIDTH, tl.load(positions + row)))
+    tl.store(out + row, shared.uniform(param_rows + row * WIDTH, tl.load(positions + row)))
 
 
 def test_the_uniform_is_draws_uniform(device: torch.device) -> None:
     """To the bit: 64-bit products wrap around, shifts bring in zeros."""
-    assert NUM_PARAMS == sample_shared.NUM_PARAMS == 7
+    assert NUM_PARAMS == shared.NUM_PARAMS == 7
     seeds = [0, 1, 2, 2**31, 2**32 - 1, 2**63 - 1, 0x9E3779B97F4A7C15 % 2**63, 12345678901234567]
     positions = np.array([0, 1, 2**31 - 1, 7, 5, 131072, 3, 4])
     rows = torch.from_numpy(np.stack([encode(PLAIN, seed, 10) for seed in seeds])).to(device)

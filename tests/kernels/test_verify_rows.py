@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 
 from mini_infer.core.request import SamplingParams
 from mini_infer.core.uniforms import ACCEPT, DRAFT, uniforms
-from mini_infer.kernels.draw import PARAM_COLUMNS, encode, pick_rows
-from mini_infer.kernels.sample import sample_rows
-from mini_infer.kernels.verify import verify_rows
+from mini_infer.kernels.sampling.draw import PARAM_COLUMNS, encode, pick_rows
+from mini_infer.kernels.sampling.sample import sample_rows
+from mini_infer.kernels.sampling.verify import verify_rows
 from mini_infer.speculative import verify
 from mini_infer.speculative.verify import NO_DRAFT, verify_tokens
 

@@ -23,7 +23,7 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import ModelConfig
 from mini_infer.core.errors import ModelError
 from mini_infer.kernels.interface import RouterSpec, TokenPlaces
-from mini_infer.kernels.moe import route_reference
+from mini_infer.kernels.moe.reference import route_reference
 from mini_infer.kernels.ops import InvariantKernels, Kernels, TritonKernels
 from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.model import Model

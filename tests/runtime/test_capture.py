@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_graphs import LoggingGraph, numbered
 
-from mini_infer.kernels.draw import NUM_PARAMS
+from mini_infer.kernels.sampling.draw import NUM_PARAMS
 from mini_infer.runtime.graphs.capture import Cutter, GraphMemory, capture_sizes
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs, batch_ladder
 from mini_infer.runtime.worker.request_states import RequestStates

@@ -21,7 +21,7 @@ from schemas import PERSON
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
 from mini_infer.core.request import FinishReason
 from mini_infer.core.sampling_params import MAX_GRAMMAR_LENGTH, Grammar, GrammarKind
-from mini_infer.kernels.draw import pick_rows
+from mini_infer.kernels.sampling.draw import pick_rows
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.text import grammar as grammar_module
 from mini_infer.runtime.text.grammar import GrammarCompiler

@@ -12,7 +12,7 @@ import torch
 
 from mini_infer import EngineConfig, LLMEngine, RequestError, SamplingParams
 from mini_infer.core.request import FinishReason
-from mini_infer.kernels.draw import pick_rows
+from mini_infer.kernels.sampling.draw import pick_rows
 from mini_infer.runtime.sampling.sampler import Sampler
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from mini_infer.core.request import SamplingParams
-from mini_infer.kernels.draw import pick_rows
+from mini_infer.kernels.sampling.draw import pick_rows
 from mini_infer.runtime.sampling.sampler import Sampler
 
 PATHS = [  # where the logits lie, and the main path: none, the torch reference of one, or the fused kernels
@@ -71,7 +71,7 @@ class Batch:
 
 def main_path(name):
     if name == "fused":
-        from mini_infer.kernels.sample import sample_rows
+        from mini_infer.kernels.sampling.sample import sample_rows
 
         return sample_rows
     return pick_rows if name == "reference" else None

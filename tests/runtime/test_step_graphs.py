@@ -15,7 +15,7 @@ from mini_infer.attention.backend import AttentionBackend, AttentionStep
 from mini_infer.attention.context import AttentionBatch, ModelAttention
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.core.plan import NO_DRAFT, Admission, Growth, StepPlan
-from mini_infer.kernels.draw import NUM_PARAMS
+from mini_infer.kernels.sampling.draw import NUM_PARAMS
 from mini_infer.runtime.graphs.capture import GraphMemory
 from mini_infer.runtime.graphs.step_graphs import (
     BatchDescriptor,

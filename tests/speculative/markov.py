@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mini_infer.core.request import SamplingParams
 from mini_infer.core.uniforms import DRAFT, hash_seeds
-from mini_infer.kernels.draw import NUM_PARAMS, PARAM_COLUMNS, Draw, encode, pick_rows, truncate
+from mini_infer.kernels.sampling.draw import NUM_PARAMS, PARAM_COLUMNS, Draw, encode, pick_rows, truncate
 from mini_infer.runtime.worker.model_runner import keep_accepted
 from mini_infer.speculative.verify import NO_DRAFT
 

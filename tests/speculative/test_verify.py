@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mini_infer.core.request import SamplingParams
 from mini_infer.core.uniforms import ACCEPT, DRAFT, SYNTHETIC, hash_seeds, uniforms
-from mini_infer.kernels.draw import invert
+from mini_infer.kernels.sampling.draw import invert
 from mini_infer.runtime.worker.model_runner import keep_accepted
 from mini_infer.speculative import verify
 from mini_infer.speculative.verify import NO_DRAFT, verify_tokens

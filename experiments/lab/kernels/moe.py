@@ -2,7 +2,7 @@
 
     dense      every expert computes every token, and most of it is multiplied by zero
     padded     each expert has a buffer of as many tokens as the busiest gets, and one batched product takes all buffers
-    few        each token's experts, one token after the other (mini_infer/kernels/moe_experts.py)
+    few        each token's experts, one token after the other (mini_infer/kernels/moe/experts.py)
     grouped    tokens sorted by expert, in tiles of one expert each (the same)
 
 Bytes are the weights of the experts that are chosen at all, and tokens in and out; operations those of the chosen.
@@ -22,7 +22,7 @@ from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Wo
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import Routing
 from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, TokenPlaces
-from mini_infer.kernels.moe import experts_reference, route_reference
+from mini_infer.kernels.moe.reference import experts_reference, route_reference
 
 DENSE, PADDED, FEW, GROUPED = "dense", "padded", "few", "grouped"
 ROUTINGS = ("uniform", "zipf", "one")  # one: all tokens go to the first experts
@@ -88,7 +88,7 @@ class MoELayer(Case):
             if variant == FEW and self.shape["tokens"] > MOST_FEW:
                 raise VariantAbsent(f"it is for up to {MOST_FEW} tokens")
             require_triton(self.device)
-            from mini_infer.kernels.moe_experts import experts
+            from mini_infer.kernels.moe.experts import experts
 
             few_tokens = MOST_FEW if variant == FEW else 0
 

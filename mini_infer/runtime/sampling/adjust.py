@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.request import SamplingParams
-from mini_infer.kernels.draw import NUM_PARAMS, Array
+from mini_infer.kernels.sampling.draw import NUM_PARAMS, Array
 
 ALWAYS = np.iinfo(np.int64).max
 Send = Callable[[Array], Tensor]

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.request import SamplingParams
-from mini_infer.kernels.draw import NUM_PARAMS, PARAM_COLUMNS, Array, Draw, encode, pick_rows, pick_tokens
 from mini_infer.kernels.ops import Kernels
+from mini_infer.kernels.sampling.draw import NUM_PARAMS, PARAM_COLUMNS, Array, Draw, encode, pick_rows, pick_tokens
 from mini_infer.runtime.sampling.adjust import ALWAYS, Adjustment, Adjustments, adjust, padded
 from mini_infer.runtime.sampling.logprobs import Logprobs, Wanted, report
 from mini_infer.runtime.worker.step_input import Drafts, StepInput
@@ -196,7 +196,7 @@ def make_sampler(max_num_seqs: int, vocab_size: int, device: torch.device, kerne
     """The sampler that goes with a model's kernels."""
     if kernels.name != "triton":
         return Sampler(max_num_seqs, vocab_size, device)
-    from mini_infer.kernels.sample import sample_rows  # they need Triton
-    from mini_infer.kernels.verify import verify_rows
+    from mini_infer.kernels.sampling.sample import sample_rows  # they need Triton
+    from mini_infer.kernels.sampling.verify import verify_rows
 
     return Sampler(max_num_seqs, vocab_size, device, sample_rows, verify_rows)

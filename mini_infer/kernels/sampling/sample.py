@@ -4,9 +4,9 @@ The rules, and the torch reference, are draw.py's: temperature -> top-k -> top-p
 a hashed uniform, over probabilities in fixed point, whose sums do not depend on their order. Nothing is sorted:
 
     _maxima     row x tiles   the highest logit of every group of 64 tokens
-    guess       row           top-k, top-p: how likely the tokens are among which the cut lies   (sample_cut.py)
-    gather      row x tiles   top-k, top-p: sets these tokens apart                              (sample_cut.py)
-    find_cut    row           top-k, top-p: finds the last one that is kept                      (sample_cut.py)
+    guess       row           top-k, top-p: how likely the tokens are among which the cut lies   (cut.py)
+    gather      row x tiles   top-k, top-p: sets these tokens apart                              (cut.py)
+    find_cut    row           top-k, top-p: finds the last one that is kept                      (cut.py)
     _weigh      row x tiles   sampled rows: the mass that is kept in every tile of 4096 tokens
     _pick       row           greedy rows: the first of the highest
                               sampled rows: the tile, and in it the token, where the CDF passes the uniform
@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.sample_cut import find_cut, gather, guess
-from mini_infer.kernels.sample_shared import (
+from mini_infer.kernels.sampling.cut import find_cut, gather, guess
+from mini_infer.kernels.sampling.shared import (
     COUNTER,
     GROUP,
     TILE,

@@ -1,6 +1,6 @@
-"""The Triton kernels of moe_experts.py, which says what they are for.
+"""The Triton kernels of experts.py, which says what they are for.
 
-`weight` is (codes [E, OUT, IN], scales, zeros), and FORM says how to read it (moe_experts._Weight).
+`weight` is (codes [E, OUT, IN], scales, zeros), and FORM says how to read it (experts.py's _Weight).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mini_infer.core.model_config import Routing
 from mini_infer.kernels.interface import RouterSpec, Routes, Scores, TokenPlaces
-from mini_infer.kernels.moe import GOLDEN, TINY
+from mini_infer.kernels.moe.reference import GOLDEN, TINY
 from mini_infer.kernels.pdl import launch_options
 
 _GOLDEN, _TINY = tl.constexpr(GOLDEN), tl.constexpr(TINY)

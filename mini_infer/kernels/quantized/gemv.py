@@ -1,6 +1,6 @@
 """x W^T for a few rows of x and W in 8 or 4 bits, where the time is the time to read W once; and what stands around.
 
-As kernels/gemv.py, whose ends (SiLU-mul, residual, rotation) these kernels have, for formats of quant_linear.py that
+As kernels/gemv.py, whose ends (SiLU-mul, residual, rotation) these kernels have, for formats of linear.py that
 have a scale a row, or are int4. Two kernels:
 
     `_fma_kernel`   up to 4 rows of x: 16-byte loads of W into registers and multiply-adds there. int8 four products an
@@ -8,7 +8,7 @@ have a scale a row, or are int4. Two kernels:
     `_dot_kernel`   tensor cores, with as many rows as a tile has. Where W has too few rows for all SMs, a program has a
                     part of K only, by W's shape alone, and the last of a tile to finish adds the parts up, in order.
 
-Sums of int8 products are exact, so that either gives quant_linear.py's bits. Others sum in an order of their own, which
+Sums of int8 products are exact, so that either gives linear.py's bits. Others sum in an order of their own, which
 is one for any number of rows that the same kernel and tile take.
 
 Both are programmatic dependents (kernels/pdl.py). While they wait for x they have the first of their weights brought
@@ -30,7 +30,7 @@ from mini_infer.kernels.gemv_kernels import _add_products, _load_places, _owned_
 from mini_infer.kernels.interface import Places
 from mini_infer.kernels.paged_prefill import DOT_DTYPES
 from mini_infer.kernels.pdl import bring_to_l2, launch_options
-from mini_infer.kernels.quant_unpack import CHUNK, PLANE, as_numbers, group_scales, unpacked
+from mini_infer.kernels.quantized.unpack import CHUNK, PLANE, as_numbers, group_scales, unpacked
 from mini_infer.quantization.formats import ActivationFormat, Number
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
@@ -71,7 +71,7 @@ def _finish(
     dtype = out_ptr.dtype.element_ty
     T: tl.constexpr = y.shape[1]
     factors = tl.broadcast_to(scales[:, None], y.shape)
-    if x_scales_ptr is not None:  # in the order of quant_linear.py
+    if x_scales_ptr is not None:  # in the order of linear.py
         factors = tl.load(x_scales_ptr + tokens, mask=some, other=0.0)[None, :] * factors
     y = tl.fma(y.to(tl.float32), factors, tl.broadcast_to(bias[:, None], y.shape))
     if HALF:
@@ -295,7 +295,7 @@ def _dot_kernel(
     y = tl.zeros([BLOCK_N, BLOCK_T], SUM)
     if PACKED:
         # Few sums are multiplied by the scales, which are loaded a step ahead; for many rows the weights are, as in
-        # quant_linear.py.
+        # linear.py.
         FEW: tl.constexpr = GROUP is not None and BLOCK_T <= 16
         ahead = group_scales(scales_ptr, w_rows, k_begin, K, GROUP if FEW else None, BLOCK_K)
         for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
@@ -364,7 +364,7 @@ class DotTile(NamedTuple):
 
 
 def tile_for(rows: int, number: Number, out_size: int, in_size: int) -> FmaTile | DotTile | None:
-    """None: quant_linear.py is the faster. To be replaced by what an H200 says."""
+    """None: linear.py is the faster. To be replaced by what an H200 says."""
     most = max(8, triton.next_power_of_2(rows))
     if rows <= (4 if number is Number.int8 else 1):
         return FmaTile(4, 1, 4)

@@ -14,7 +14,7 @@ The tensor core of Hopper keeps some 14 bits of a sum of fp8 products, hence the
 section 3.3.2).
 
 Packed int4 is made numbers by its bits, a plane of 32 columns at a time, each with its own tile of x
-(kernels/quant_unpack.py).
+(kernels/quantized/unpack.py).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
 from mini_infer.kernels.pdl import bring_to_l2, launch_options
-from mini_infer.kernels.quant_unpack import CHUNK, PLANE, unpacked
-from mini_infer.kernels.quantize_tokens import quantize_tokens
+from mini_infer.kernels.quantized.tokens import quantize_tokens
+from mini_infer.kernels.quantized.unpack import CHUNK, PLANE, unpacked
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 

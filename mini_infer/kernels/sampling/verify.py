@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.core.uniforms import ACCEPT
-from mini_infer.kernels.sample import (
+from mini_infer.kernels.sampling.sample import (
     CAPACITY,
     find_tile,
     find_token,
@@ -26,7 +26,7 @@ from mini_infer.kernels.sample import (
     weigh_rows,
     weight_of_highest,
 )
-from mini_infer.kernels.sample_shared import GROUP, TILE, kept_weights, load_highest, locate, read, uniform
+from mini_infer.kernels.sampling.shared import GROUP, TILE, kept_weights, load_highest, locate, read, uniform
 
 _ACCEPT = tl.constexpr(ACCEPT)
 _UNIT = tl.constexpr(2.0**61)  # a probability of 1 in fixed point

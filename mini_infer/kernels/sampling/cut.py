@@ -1,6 +1,6 @@
 """Where top-k and top-p cut a row of logits, without sorting it: three kernels of sample.py.
 
-The cut is the largest key that is kept (see sample_shared.py) and, since tokens may tie there, the first token id with
+The cut is the largest key that is kept (see shared.py) and, since tokens may tie there, the first token id with
 that key that is. Both rules are sums over the likelier tokens: top-k keeps tokens until there are k, top-p until they
 have enough mass.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mini_infer.kernels.sample_shared import (
+from mini_infer.kernels.sampling.shared import (
     COUNTER,
     GROUP,
     INFINITE,

@@ -29,7 +29,7 @@ import triton
 from torch import Tensor
 
 from mini_infer.kernels.interface import ExpertWeights, Routes
-from mini_infer.kernels.moe_kernels import (
+from mini_infer.kernels.moe.experts_kernels import (
     combine_kernel,
     few_down_kernel,
     few_gate_up_kernel,
@@ -38,7 +38,7 @@ from mini_infer.kernels.moe_kernels import (
 )
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
 from mini_infer.kernels.pdl import launch_options
-from mini_infer.kernels.quantize_tokens import quantize_tokens
+from mini_infer.kernels.quantized.tokens import quantize_tokens
 from mini_infer.quantization.formats import ActivationFormat, Number, Quantized, WeightFormat, dequantize
 from mini_infer.quantization.weight import QuantizedWeight
 
