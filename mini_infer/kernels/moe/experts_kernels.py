@@ -34,9 +34,9 @@ def _weights(
         GROUPS: tl.constexpr = 1 if WIDTH is None else (IN + WIDTH - 1) // WIDTH
         group = 0 if WIDTH is None else k // WIDTH
         if PACKED:
-            place = columns // 128 * 64 + columns % 64
+            place = columns // 128 * 64 + columns % 32 * 2 + columns % 128 // 64  # as pack_int4 has them
             both = tl.load(codes + row[:, None] * ((IN + 127) // 128 * 64) + place[None, :], mask=mask, other=0)
-            values = ((both >> (columns % 128 // 64 * 4).to(tl.uint8)[None, :]) & 15).to(tl.float32)
+            values = ((both >> (columns % 64 // 32 * 4).to(tl.uint8)[None, :]) & 15).to(tl.float32)
             if zeros is None:
                 values -= 8
             else:
