@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 import mini_infer
 from mini_infer.core.errors import ConfigError
-from mini_infer.serving.api import errors, schema
+from mini_infer.serving.api import answers, errors, schema
 from mini_infer.serving.api.chat import chat
 from mini_infer.serving.api.completions import complete
 from mini_infer.serving.api.conversation import as_messages
@@ -41,7 +41,7 @@ probes = APIRouter(tags=["state"])
 api = APIRouter(
     route_class=CheckedRoute,
     dependencies=[Security(HTTPBearer(auto_error=False, description="Where the server has an --api-key."))],
-    responses={"4XX": {"model": schema.ErrorResponse}, "5XX": {"model": schema.ErrorResponse}},
+    responses={"4XX": {"model": answers.ErrorResponse}, "5XX": {"model": answers.ErrorResponse}},
 )
 
 
@@ -194,19 +194,19 @@ async def metrics(request: Request) -> Response:
 EVENTS = {"text/event-stream": {"schema": {"type": "string"}, "example": 'data: {"id": ...}\n\ndata: [DONE]\n\n'}}
 
 
-@api.get("/v1/models", tags=["models"], response_model=schema.ModelList)
+@api.get("/v1/models", tags=["models"], response_model=answers.ModelList)
 async def models(request: Request) -> Response:
     return _json({"object": "list", "data": [_card(_service(request))]})
 
 
-@api.get("/v1/models/{name:path}", tags=["models"], response_model=schema.ModelCard)
+@api.get("/v1/models/{name:path}", tags=["models"], response_model=answers.ModelCard)
 async def model(request: Request, name: str) -> Response:
     _service(request).require_model(name)
     return _json(_card(_service(request)))
 
 
 def _card(service: Service) -> dict[str, Any]:
-    card = schema.ModelCard(
+    card = answers.ModelCard(
         id=service.model_name,
         created=service.started,
         root=service.settings.model,
@@ -216,18 +216,18 @@ def _card(service: Service) -> dict[str, Any]:
 
 
 @api.post(
-    "/v1/chat/completions", tags=["generation"], responses={200: {"model": schema.ChatCompletion, "content": EVENTS}}
+    "/v1/chat/completions", tags=["generation"], responses={200: {"model": answers.ChatCompletion, "content": EVENTS}}
 )
 async def chat_completions(request: Request, body: schema.ChatRequest) -> Response:
     return await chat(_service(request), body)
 
 
-@api.post("/v1/completions", tags=["generation"], responses={200: {"model": schema.Completion, "content": EVENTS}})
+@api.post("/v1/completions", tags=["generation"], responses={200: {"model": answers.Completion, "content": EVENTS}})
 async def completions(request: Request, body: schema.CompletionRequest) -> Response:
     return await complete(_service(request), body)
 
 
-@api.post("/v1/responses", tags=["generation"], responses={200: {"model": schema.ResponseAnswer, "content": EVENTS}})
+@api.post("/v1/responses", tags=["generation"], responses={200: {"model": answers.ResponseAnswer, "content": EVENTS}})
 async def responses(request: Request, body: schema.ResponsesRequest) -> Response:
     return await respond(_service(request), body)
 
@@ -247,7 +247,7 @@ for _path in NOT_HERE:
     api.add_api_route(_path, _not_here, methods=["GET", "POST", "DELETE"], include_in_schema=False)
 
 
-@api.post("/tokenize", tags=["tokens"], response_model=schema.TokenizeResponse)
+@api.post("/tokenize", tags=["tokens"], response_model=answers.TokenizeResponse)
 async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:
     service = _service(request)
     service.require_model(body.model)
@@ -260,7 +260,7 @@ async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:
     return _json({"count": len(tokens), "max_model_len": service.engine.info.max_model_len, "tokens": tokens})
 
 
-@api.post("/detokenize", tags=["tokens"], response_model=schema.DetokenizeResponse)
+@api.post("/detokenize", tags=["tokens"], response_model=answers.DetokenizeResponse)
 async def detokenize(request: Request, body: schema.DetokenizeRequest) -> Response:
     service = _service(request)
     service.require_model(body.model)
