@@ -118,11 +118,11 @@ def _launch(
         constants = constants or {"GROUP": block, "SCALE_MAX": 1.0, "FP8": False}
         _rms_norm_kernel[(rows,)](
             x, residual, weight, normed, scales, total, eps, SIZE=size, BLOCK=block, ADD=residual is not None,
-            num_warps=num_warps(block), **constants, **launch_options(x.device),
+            num_warps=_num_warps(block), **constants, **launch_options(x.device),
         )  # fmt: skip
     return total
 
 
-def num_warps(block: int) -> int:
+def _num_warps(block: int) -> int:
     """On an H200 4 are best, or within 1 % of it, for rows of 1024 to 4096, be there 1 of them or 8192."""
     return min(max(block // 1024, 4), 16)
