@@ -399,7 +399,7 @@ def test_too_few_gpus_are_one_message() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "streams", "step_ms"), [(3, 90, 100), pytest.param(8, 2000, 1500, marks=pytest.mark.slow)]
+    ("replicas", "streams", "step_ms"), [(3, 90, 100), pytest.param(8, 2000, 1500, marks=pytest.mark.soak)]
 )
 def test_many_streams_at_once(replicas: int, streams: int, step_ms: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -86,8 +86,8 @@ class Session:
                     why = f"it has failed, and is not asked again: {why}"
                 self._absent[cell.variant] = why
                 self.notes.append(f"{self.labels[cell.variant]} is absent: {why}.")
-        lost_cells = {self.cells.get((variant, point.name)): why for variant, why in self._absent.items()}
-        absent_cells = [(cell, why) for cell, why in lost_cells.items() if cell is not None]
+        lost_cells = [(self.cells.get((variant, point.name)), why) for variant, why in self._absent.items()]
+        absent_cells = [(cell, why) for cell, why in lost_cells if cell is not None]
         self.ledger.enter(repeat, passes, absent_cells)
 
     def profile(self, repeat: int, point: Point, inputs: Inputs) -> None:
