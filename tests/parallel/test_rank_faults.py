@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -44,6 +45,23 @@ def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
 
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
+
+
+def shared_descriptors() -> int:
+    gc.collect()
+    links = (f"/proc/self/fd/{descriptor}" for descriptor in os.listdir("/proc/self/fd"))
+    return sum("memfd:mini-infer" in os.readlink(link) for link in links if os.path.lexists(link))
+
+
+def test_a_closed_engine_leaves_no_descriptor_open() -> None:
+    before = shared_descriptors()
+    model = {"path": "tiny-draft", "device": "cpu"}
+    engine = LLMEngine(EngineConfig.from_dict({"model": model, "parallel": {"tensor": 2}, "cache": {"num_blocks": 64}}))
+    engine.generate("def f(", SHORT)
+    assert shared_descriptors() > before
+    engine.close()
+    del engine
+    assert shared_descriptors() == before
 
 
 @pytest.mark.parametrize(("rank", "busy"), [(1, True), (2, True), (3, True), (2, False)])

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class RankProcess:
     def __init__(self, rank: int, size: int, config: EngineConfig, port: int, ring: RingFiles) -> None:
         self.rank = rank
         self._story = os.memfd_create(f"mini-infer-rank-{rank}")
+        weakref.finalize(self, os.close, self._story)
         given = [ring.memory, *ring.events, self._story]
         root = str(Path(mini_infer.__file__).parents[1])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -92,10 +94,6 @@ class RankProcess:
             self._stdin.close()
         self._process.kill()
         self._process.wait()
-
-    def close(self) -> None:
-        """After `stop`."""
-        os.close(self._story)
 
 
 def main() -> None:

@@ -62,7 +62,8 @@ class Ranks:
 
     def __init__(self, config: EngineConfig, port: int, files: RingFiles) -> None:
         self.collectives: Collectives | None = None
-        self._timeout_s, self._files = config.parallel.timeout_s, files
+        self._timeout_s = config.parallel.timeout_s
+        weakref.finalize(self, files.close)  # who sends plans knows this one, too
         self._busy_since: float | None = None  # of rank 0, which is in a step
         self._failure: str | None = None
         self._finding = threading.Lock()
