@@ -4,9 +4,9 @@
        ^                     ^                    |
        '------- tokens ------'------- tokens -----'
 
-Whoever sends goes on: over NCCL on a stream of the group's own, over gloo in a thread of its own. Whoever receives waits:
-on a GPU the stream does, and the host goes on. Where ranks share a stage's layers, each has the whole of what is sent,
-and talks to the ranks of its own place in the other stages.
+Whoever sends goes on: NCCL sends on a stream of its own, gloo in a thread of its own. Whoever receives waits: on a GPU
+the stream does, and the host goes on. Where ranks share a stage's layers, each has the whole of what is sent, and talks
+to the ranks of its own place in the other stages.
 """
 
 from __future__ import annotations

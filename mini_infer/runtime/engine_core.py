@@ -44,7 +44,7 @@ class EngineCore:
         self.observers: list[Callable[[StepRecord], None]] = []  # each is called with every StepRecord
         self._make_scheduler = make_scheduler
         self._outputs = outputs
-        self._in_flight: deque[_InFlightStep] = deque()  # oldest first; with overlap or stages some stay between two steps
+        self._in_flight: deque[_InFlightStep] = deque()  # oldest first; with overlap or stages some stay
         self._ended: list[Request] = []  # aborted or failed since the last StepRecord
         self._start = 0.0  # of the first step since the last StepRecord
         self._seconds = [0.0, 0.0, 0.0]  # that the host has scheduled, executed and updated since then

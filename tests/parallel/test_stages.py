@@ -95,7 +95,7 @@ def test_a_stage_reads_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(checkpoint, "_read", counted)
     parts = []
-    for stage in range(2):  # noqa: B007  # `counted` reads it
+    for stage in range(2):
         parts.append(part_of(model_config(path="tiny-target"), stage, 2))
     assert [2 * count for count in bytes_read] == [part.weight_bytes() for part in parts]  # read in bf16
     assert [part.kv_layout.num_layers for part in parts] == [3, 3]
