@@ -17,7 +17,7 @@ number of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -133,7 +133,7 @@ class Decoder(Model):
             brought = spec.quantization is not None and spec.quantization.fp8_kv
             whole = attention.num_kv_heads * build.parallel.size // attention.kv_copies
             self._stored_scales = KVScales(self.kv_scales, names, brought, build.parallel, whole)
-        self._kernels = build.kernels
+        self._kernels, self._build = build.kernels, build
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         cos, sin = self.rotary.forward(positions)
@@ -177,18 +177,23 @@ class Decoder(Model):
             self._stored_scales.loaded()
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
-        for layer in self._weighted():
-            layer.fill_dummy(draw)
+        for part in self._parts_of_whole():
+            for layer in dict.fromkeys(module for module in part.modules() if isinstance(module, Layer)):
+                layer.fill_dummy(draw)
 
-    def put_into(self, whole: Decoder) -> Decoder:
-        """The whole model, of which this is a stage, with this one's layers in their places."""
-        for i, layer in enumerate(self.layers, self.spec.first_layer):
-            whole.layers[i] = layer
-        tied = whole.lm_head is whole.embed_tokens
-        whole.embed_tokens = self.embed_tokens or (self.lm_head if tied else None) or whole.embed_tokens
-        whole.lm_head = whole.embed_tokens if tied else self.lm_head or whole.lm_head
-        whole.norm = self.norm or whole.norm
-        return whole
+    def _parts_of_whole(self) -> Iterator[nn.Module]:
+        """In order. Those of other stages are made to be drawn and forgotten, so that own weights are what they are in
+        one piece."""
+        spec, whole, build, own = self.spec, self.spec.whole, self._build, range(self.spec.num_layers)
+        tied = self.lm_head if whole.tie_word_embeddings else None
+        yield self.embed_tokens or tied or VocabularyTable("model.embed_tokens", whole, build)
+        if not whole.tie_word_embeddings:
+            yield self.lm_head or VocabularyTable("lm_head", whole, build)
+        for i in range(whole.num_layers):
+            at = i - spec.first_layer
+            yield self.layers[at] if at in own else DecoderLayer(f"model.layers.{i}", i, whole, build)
+        if self.norm is not None:
+            yield self.norm
 
     def count_experts(self) -> None:
         """In `expert_counts`, from now on. There must be layers with experts."""

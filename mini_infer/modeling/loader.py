@@ -132,10 +132,7 @@ def load_model(
     if config.count_experts and isinstance(model, Decoder):
         model.count_experts()
     if config.load_format is LoadFormat.dummy:
-        whole = model
-        if isinstance(model, Decoder) and spec.stage_of is not None:
-            whole = model.put_into(outline(spec.whole, dtype, parallel))
-        whole.fill_dummy(dummy_weights(device, config.seed))
+        model.fill_dummy(dummy_weights(device, config.seed))
     else:
         ignored = ("rotary_emb.inv_freq", "q_scale", *(("lm_head.weight",) if spec.tie_word_embeddings else ()))
         if not spec.fp8_kv:
@@ -176,8 +173,6 @@ def dummy_weights(device: torch.device, seed: int) -> Callable[[Tensor], None]:
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def draw(weight: Tensor) -> None:
-        if weight.is_meta:  # another stage's: what comes behind it is the same everywhere
-            weight = torch.empty(weight.shape, dtype=weight.dtype, device=device)
         # A model in fp32 has the same weights, so that it can be a reference. So they are rounded, and drawn in parts:
         # within a tensor of more than 2 GiB torch starts its generator anew.
         for part in weight.split(max(1, _DRAWN_AT_ONCE // weight[0].numel())):

@@ -46,17 +46,18 @@ def _bytes(module: nn.Module | None) -> int:
 
 
 def split(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """(first, end) of so many parts, none of them empty, whose largest sum is as small as it can be."""
+    """(first, end) of so many parts, none of them empty, whose largest sum is as small as it can be, and of the others
+    the largest likewise."""
 
     @cache
-    def best(first: int, left: int) -> tuple[int, tuple[int, ...]]:
-        """The largest sum of `left` parts from `first` on, and where they end."""
+    def best(first: int, left: int) -> tuple[list[int], tuple[int, ...]]:
+        """The sums of `left` parts from `first` on, largest first, and where the parts end."""
         if left == 1:
-            return sum(sizes[first:]), (len(sizes),)
+            return [sum(sizes[first:])], (len(sizes),)
         choices = []
         for end in range(first + 1, len(sizes) - left + 2):
-            largest, ends = best(end, left - 1)
-            choices.append((max(largest, sum(sizes[first:end])), (end, *ends)))
+            sums, ends = best(end, left - 1)
+            choices.append((sorted([*sums, sum(sizes[first:end])], reverse=True), (end, *ends)))
         return min(choices)
 
     ends = best(0, parts)[1]
