@@ -77,6 +77,7 @@ LAYOUTS = {
     "2 stages": {"tensor": 1, "pipeline": 2},
     "2 stages of 2 ranks": {"tensor": 2, "pipeline": 2},
 }
+SLOW, QUICK = {"2 stages of 2 ranks"}, {"plain", "overlap and swap"}  # four processes each
 
 
 @functools.cache
@@ -89,8 +90,14 @@ def of_one_process(greedy: bool, cache_dtype: str = "auto", quantization: str = 
     return tokens(LLMEngine(EngineConfig.from_dict(config)), GREEDY if greedy else PARAMS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=pytest.mark.slow if layout in SLOW and name not in QUICK else ())
+        for name in TABLE
+        for layout in LAYOUTS
+    ],
+)
 def test_ranks_give_the_tokens_of_one_process(make_engine: MakeEngine, name: str, layout: str) -> None:
     settings, parallel = TABLE[name], LAYOUTS[layout]
     engine = make_engine(**settings, parallel=parallel)
@@ -102,7 +109,8 @@ def test_ranks_give_the_tokens_of_one_process(make_engine: MakeEngine, name: str
     assert (preempted > 0) == (settings.get("cache", {}).get("num_blocks") == 20)
     swapped = sum(record.swapped_in_blocks for record in engine.records)
     assert (swapped > 0) == ("swap" in name)
-    assert any(record.accepted for record in engine.records) == ("speculation" in settings)
+    if not (settings.get("speculation", {}).get("adaptive") and "pipeline" in parallel):  # where drafts may not pay
+        assert any(record.accepted for record in engine.records) == ("speculation" in settings)
     startup = engine.startup
     assert (startup.tensor_parallel, startup.pipeline_parallel) == (parallel["tensor"], parallel.get("pipeline", 1))
 
