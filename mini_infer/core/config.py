@@ -178,15 +178,21 @@ class ParallelConfig:
     each other behind one server (docs/replicas.md)."""
 
     tensor: int = 1  # ranks that share every layer's heads and columns
+    pipeline: int = 1  # stages of layers, each of `tensor` ranks; as many steps are computed at a time
     timeout_s: float = 60.0  # a step that takes longer ends the engine: some rank hangs
     replicas: int = 1  # engines behind one mini-infer-serve, each with a model and a cache of its own
     routing: RouterPolicy = RouterPolicy.prefix_aware  # which replica gets a request
 
     def __post_init__(self) -> None:
         coerce(self)
-        at_least(self, 1, "tensor", "replicas")
+        at_least(self, 1, "tensor", "pipeline", "replicas")
         if not self.timeout_s > 0:
             raise ConfigError(f"parallel.timeout_s must be above 0, got {self.timeout_s}")
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one engine."""
+        return self.tensor * self.pipeline
 
 
 @dataclass(frozen=True)
@@ -238,10 +244,17 @@ class EngineConfig:
                 "speculation.draft.path: a dry model has no weights, and no draft either. Set speculation.method to "
                 "ngram, suffix or synthetic, which need none"
             )
-        if self.parallel.tensor > 1 and self.model.load_format is LoadFormat.dry:
+        for name in ("tensor", "pipeline"):
+            size = getattr(self.parallel, name)
+            if size > 1 and self.model.load_format is LoadFormat.dry:
+                raise ConfigError(
+                    f"parallel.{name}={size}: a dry model has nothing that ranks could share. Set "
+                    f"parallel.{name}=1, or model.load_format=dummy for random weights"
+                )
+        if self.parallel.pipeline > 1 and self.model.count_experts:
             raise ConfigError(
-                f"parallel.tensor={self.parallel.tensor}: a dry model has nothing that ranks could share. Set "
-                "parallel.tensor=1, or model.load_format=dummy for random weights"
+                f"parallel.pipeline={self.parallel.pipeline} with model.count_experts=true: each stage would count the "
+                "experts of its own layers. Set one of them back"
             )
 
     @classmethod

@@ -17,7 +17,7 @@ number of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -111,36 +111,44 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(Model):
-    """Parameters are empty until the loader fills them. Positions are below max_len. `spec` says what of each layer
-    this rank computes; hidden states and logits are whole on every rank."""
+    """Parameters are empty until the loader fills them. Positions are below max_len. `spec` says which layers this rank
+    computes, and what of each; hidden states and logits are whole on every rank."""
 
     def __init__(self, spec: ModelSpec, max_len: int, build: Build) -> None:
         super().__init__(spec, build.dtype, build.device)
-        self.embed_tokens = VocabularyTable("model.embed_tokens", spec, build)
+        self.embed_tokens = VocabularyTable("model.embed_tokens", spec, build) if spec.is_first else None
         attention = spec.attention
         assert attention.rope is not None, "the architectures of the registry have one"
         self.rotary = RotaryTable(attention.rope, attention.rotary_dim, max_len, build.dtype, build.device)
-        layers = (DecoderLayer(f"model.layers.{i}", i, spec, build) for i in range(spec.num_layers))
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps, build)
-        self.lm_head = self.embed_tokens
-        if not spec.tie_word_embeddings:
-            self.lm_head = VocabularyTable("lm_head", spec, build)
+        names = [f"model.layers.{spec.first_layer + i}" for i in range(spec.num_layers)]
+        self.layers = nn.ModuleList([DecoderLayer(name, i, spec, build) for i, name in enumerate(names)])
+        self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps, build) if spec.is_last else None
+        self.lm_head = self.embed_tokens if spec.is_last and spec.tie_word_embeddings else None
+        if spec.is_last and self.lm_head is None:
+            table = "model.embed_tokens" if spec.tie_word_embeddings else "lm_head"
+            self.lm_head = VocabularyTable(table, spec, build)
         self._stored_scales: KVScales | None = None
         if self.kv_scales is not None:
-            names = [f"model.layers.{i}.self_attn" for i in range(spec.num_layers)]
+            names = [f"{name}.self_attn" for name in names]
             brought = spec.quantization is not None and spec.quantization.fp8_kv
             whole = attention.num_kv_heads * build.parallel.size // attention.kv_copies
             self._stored_scales = KVScales(self.kv_scales, names, brought, build.parallel, whole)
-        self._kernels = build.kernels
+        self._kernels, self._build = build.kernels, build
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         cos, sin = self.rotary.forward(positions)
         real = None if self.expert_counts is None else context.real_tokens().int()
         tokens = TokenPlaces(token_ids, positions, real)
-        x, residual = self.embed_tokens.look_up(token_ids), None
+        if self.embed_tokens is not None:
+            x = self.embed_tokens.look_up(token_ids)
+        else:
+            assert self.inbox is not None, "somebody has sent hidden states"
+            x = self.inbox[: len(token_ids)]
+        residual = None
         for layer in self.layers:
             x, residual = layer.forward(x, residual, cos, sin, context, tokens)
+        if self.norm is None:
+            return x if residual is None else residual + x
         return self._kernels.add_rms_norm(Stream(x, residual, self.norm.norm))[0]
 
     def attention(self, store: KVStore) -> ModelAttention:
@@ -151,6 +159,7 @@ class Decoder(Model):
         return replace(attention, up=UpProjections(weights, spec.latent.rope_dim, spec.value_dim))
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        assert self.lm_head is not None, "the last stage scores"
         return self.lm_head.score(hidden, out)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
@@ -168,8 +177,23 @@ class Decoder(Model):
             self._stored_scales.loaded()
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
-        for layer in self._weighted():
-            layer.fill_dummy(draw)
+        for part in self._parts_of_whole():
+            for layer in dict.fromkeys(module for module in part.modules() if isinstance(module, Layer)):
+                layer.fill_dummy(draw)
+
+    def _parts_of_whole(self) -> Iterator[nn.Module]:
+        """In order. Those of other stages are made to be drawn and forgotten, so that own weights are what they are in
+        one piece."""
+        spec, whole, build, own = self.spec, self.spec.whole, self._build, range(self.spec.num_layers)
+        tied = self.lm_head if whole.tie_word_embeddings else None
+        yield self.embed_tokens or tied or VocabularyTable("model.embed_tokens", whole, build)
+        if not whole.tie_word_embeddings:
+            yield self.lm_head or VocabularyTable("lm_head", whole, build)
+        for i in range(whole.num_layers):
+            at = i - spec.first_layer
+            yield self.layers[at] if at in own else DecoderLayer(f"model.layers.{i}", i, whole, build)
+        if self.norm is not None:
+            yield self.norm
 
     def count_experts(self) -> None:
         """In `expert_counts`, from now on. There must be layers with experts."""
@@ -181,5 +205,5 @@ class Decoder(Model):
 
     def _weighted(self) -> list[Layer]:
         """Tables of tokens come first."""
-        found = dict.fromkeys(module for module in self.modules() if isinstance(module, Layer))
-        return list(dict.fromkeys((self.embed_tokens, self.lm_head, *found)))
+        tables = [table for table in (self.embed_tokens, self.lm_head) if table is not None]
+        return list(dict.fromkeys([*tables, *(module for module in self.modules() if isinstance(module, Layer))]))

@@ -138,9 +138,17 @@ def load_model(
         if not spec.fp8_kv:
             ignored = (*ignored, "k_scale", "v_scale")
         held = "" if spec.quantization is None else f" ({spec.quantization.describe()})"
-        # DeepSeek-V3 brings layers behind the last, which predict further tokens.
-        behind = range(spec.num_layers, spec.num_layers + getattr(spec.config, "num_mtp_layers", 0))
-        skipped = tuple(f"model.layers.{layer}." for layer in behind)
+        # Other stages have the other layers. DeepSeek-V3 brings some behind the last, which predict further tokens.
+        num_layers = spec.whole.num_layers
+        others = set(range(num_layers + getattr(spec.config, "num_mtp_layers", 0)))
+        others -= set(range(spec.first_layer, spec.first_layer + spec.num_layers))
+        skipped = tuple(f"model.layers.{layer}." for layer in sorted(others))
+        for name, own in (
+            ("model.embed_tokens", spec.is_first or (spec.is_last and spec.tie_word_embeddings)),
+            ("model.norm", spec.is_last),
+            ("lm_head", spec.is_last),
+        ):
+            skipped += () if own else (f"{name}.",)
         files = safetensors_files(resolve_folder(config.path))
         fill_from(files, model.checkpoint_tensors(), ignored, held, skipped)
         model.loaded()
@@ -181,14 +189,15 @@ def resolve_device(config: ModelConfig, parallel: ParallelContext = ONE_RANK) ->
         raise ConfigError("model.device=cuda, but torch sees no CUDA device here; use model.device=auto or cpu")
     if not available or config.device is Device.cpu:
         return torch.device("cpu")
-    if parallel.size == 1:
+    if parallel.num_ranks == 1:
         return torch.device("cuda")
-    if parallel.size > torch.cuda.device_count():
+    if parallel.num_ranks > torch.cuda.device_count():
+        stages = f" with parallel.pipeline={parallel.stages}: {parallel.num_ranks}" if parallel.stages > 1 else ""
         raise ConfigError(
-            f"parallel.tensor={parallel.size} ranks need a GPU each, and torch sees {torch.cuda.device_count()}: lower "
-            "it, or set model.device=cpu"
+            f"parallel.tensor={parallel.size}{stages} ranks need a GPU each, and torch sees "
+            f"{torch.cuda.device_count()}: lower it, or set model.device=cpu"
         )
-    return torch.device("cuda", parallel.rank)
+    return torch.device("cuda", parallel.number)
 
 
 def resolve_dtype(config: ModelConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:

@@ -57,10 +57,12 @@ class Model(nn.Module):
             kept in `dtype`.
         expert_counts: [layers with experts, E] int32, to which each step adds its tokens by the expert that they went
             to; None where they are not counted.
+        inbox: [most tokens, H], where a stage that is not the first reads its hidden states; None where it is.
     """
 
     kv_scales: Tensor | None
     expert_counts: Tensor | None = None
+    inbox: Tensor | None = None
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -71,7 +73,8 @@ class Model(nn.Module):
 
     @abstractmethod
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """token_ids and positions [T] int64 -> hidden states [T, H], of `dtype`, after the last norm.
+        """token_ids and positions [T] int64 -> hidden states [T, H], of `dtype`, after the last norm, or for the stage
+        behind this one.
 
         Each layer stores K and V of the T tokens through `context` and then attends. T depends on the step; within a
         CUDA graph all else that the model reads has a fixed address, and nothing waits for the device.
@@ -83,7 +86,7 @@ class Model(nn.Module):
 
     @abstractmethod
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [S, H] -> [S, V], of `dtype`; in `out`, contiguous, where it is given."""
+        """hidden [S, H] -> [S, V], of `dtype`; in `out`, contiguous, where it is given. Of the last stage alone."""
 
     @abstractmethod
     def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:

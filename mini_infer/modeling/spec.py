@@ -191,6 +191,8 @@ class ModelSpec:
     quantization: ModelFormat | None = None  # of linear layers; None: all in the model's dtype
     fp8_kv: bool = False  # keys and values are kept in float8_e4m3fn, with a scale a head
     through_transformers: bool = False  # its code runs the model; of the rest, `layers` has what attention must know
+    first_layer: int = 0  # of `layers` in the whole model, of which this is one stage's part (modeling/stages.py)
+    stage_of: ModelSpec | None = None  # the whole model; None: this is it
     config: Any = field(default=None, compare=False, repr=False)  # of transformers, from which all this was read
 
     def __post_init__(self) -> None:
@@ -201,6 +203,20 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def whole(self) -> ModelSpec:
+        return self.stage_of or self
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it looks tokens up; else hidden states come from the stage before."""
+        return self.first_layer == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it scores tokens; else its hidden states go to the stage behind."""
+        return self.first_layer + self.num_layers == self.whole.num_layers
 
     @property
     def attention(self) -> AttentionSpec | MLASpec:

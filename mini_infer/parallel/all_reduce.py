@@ -18,6 +18,7 @@ from torch import Tensor
 
 LOOK_S = 0.02  # between two looks at the store
 START_TIMEOUT = timedelta(minutes=30)  # for the slowest rank's weights; steps are watched by the executor
+NEVER = timedelta(days=1000)  # what a stage is sent may lie there as long as there is nothing to do
 
 
 class Collectives:
@@ -28,16 +29,11 @@ class Collectives:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = START_TIMEOUT
         self._size = size
-        self._host = gloo(dist.PrefixStore("host", store), rank, size, options)
+        self._host = host_group(store, rank, size)
         self._device: Any = self._host
         if device.type == "cuda":
-            own = dist.ProcessGroupNCCL.Options()
-            self._device = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size, own)
+            self._device = nccl_group("device", store, rank, size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum, in x's place where that is contiguous."""
@@ -47,11 +43,11 @@ class Collectives:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x, [size, *x.shape]."""
-        return _gather(self._device, x.contiguous(), self._size)
+        return gather(self._device, x.contiguous(), self._size)
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """As ParallelContext."""
-        return _gather(self._host, torch.tensor(values, dtype=torch.int64), self._size).tolist()
+        return gather(self._host, torch.tensor(values, dtype=torch.int64), self._size).tolist()
 
     def abort(self) -> None:
         """Ends what a GPU waits for. May be called in any thread."""
@@ -59,7 +55,24 @@ class Collectives:
             self._device.abort()
 
 
-def _gather(group: Any, x: Tensor, size: int) -> Tensor:
+def host_group(store: dist.Store, rank: int, size: int) -> Any:
+    """Of `size` ranks over gloo, through a store of their own."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = START_TIMEOUT
+    return gloo(dist.PrefixStore("host", store), rank, size, options)
+
+
+def nccl_group(name: str, store: dist.Store, rank: int, size: int) -> Any:
+    """Of `size` ranks over NCCL, with a stream of its own."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = NEVER
+    return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
+
+
+def gather(group: Any, x: Tensor, size: int) -> Tensor:
+    """Every rank's x, [size, *x.shape]."""
     gathered = x.new_empty((size, *x.shape))
     group._allgather_base(gathered.view(-1), x.view(-1)).wait()
     return gathered

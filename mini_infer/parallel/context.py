@@ -1,31 +1,70 @@
 """ParallelContext: who this process is among the ranks that compute one model, and what they say to each other.
 
+    number     3   2   |   1   0           of the process; 0 is the engine's own
+    stage        0     |     1             of the pipeline: the last one samples, and so is the engine's
+    rank       1   0   |   1   0           of those that share the stage's layers
+
 It is passed to whoever builds or computes a part of a model. With one rank it does nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:  # one rank says nothing
+    import torch.distributed as dist
+
+    from mini_infer.core.config import ParallelConfig
     from mini_infer.parallel.all_reduce import Collectives
+    from mini_infer.parallel.pipeline import Pipe
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelContext:
-    """Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): every rank has a part of each layer.
+    """Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): every rank of a stage has a part of each of its
+    layers. All of them make the same calls in the same order, and each gets the same result, to the bit.
 
-    All ranks make the same calls in the same order, and each gets the same result, to the bit.
+    Pipeline parallelism (Huang et al. 2019, arXiv:1811.06965): every stage has some layers.
     """
 
     rank: int = 0
     size: int = 1
     collectives: Collectives | None = None  # None where size is 1
+    stage: int = 0
+    stages: int = 1
+    pipe: Pipe | None = None  # None where there is one stage
+
+    @classmethod
+    def of(cls, number: int, config: ParallelConfig) -> ParallelContext:
+        """Of the process of this number, not connected yet."""
+        size, stages = config.tensor, config.pipeline
+        return cls(number % size, size, stage=stages - 1 - number // size, stages=stages)
+
+    def connected(self, store: dist.Store, device: torch.device) -> ParallelContext:
+        """Through a store that all ranks have: all of them call it."""
+        import torch.distributed as dist
+
+        from mini_infer.parallel.all_reduce import Collectives
+        from mini_infer.parallel.pipeline import Pipe
+
+        own = dist.PrefixStore(f"stage {self.stage}", store)
+        collectives = Collectives(own, self.rank, self.size, device) if self.size > 1 else None
+        pipe = Pipe(store, self, device) if self.stages > 1 else None
+        return replace(self, collectives=collectives, pipe=pipe)
+
+    @property
+    def number(self) -> int:
+        return (self.stages - 1 - self.stage) * self.size + self.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all stages."""
+        return self.size * self.stages
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, contiguous, which may be written to."""
@@ -43,8 +82,15 @@ class ParallelContext:
         return self.collectives.all_gather(x).transpose(0, 1).flatten(1)
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's values, 64 bits each, on the host. Waits for all ranks."""
-        return [list(values)] if self.collectives is None else self.collectives.exchange(values)
+        """The values of every rank of every stage, 64 bits each, on the host. Waits for all of them."""
+        everybody = self.pipe or self.collectives
+        return [list(values)] if everybody is None else everybody.exchange(values)
+
+    def abort(self) -> None:
+        """Ends what a GPU waits for. May be called in any thread."""
+        for group in (self.pipe, self.collectives):
+            if group is not None:
+                group.abort()
 
     def part(self, whole: int, own: int) -> slice:
         """Which `own` of `whole` neighbours are this rank's. Where there are fewer parts than ranks, neighbouring ranks

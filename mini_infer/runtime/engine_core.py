@@ -44,7 +44,7 @@ class EngineCore:
         self.observers: list[Callable[[StepRecord], None]] = []  # each is called with every StepRecord
         self._make_scheduler = make_scheduler
         self._outputs = outputs
-        self._in_flight: deque[_InFlightStep] = deque()  # oldest first; with overlap one stays between two steps
+        self._in_flight: deque[_InFlightStep] = deque()  # oldest first; with overlap or stages some stay
         self._ended: list[Request] = []  # aborted or failed since the last StepRecord
         self._start = 0.0  # of the first step since the last StepRecord
         self._seconds = [0.0, 0.0, 0.0]  # that the host has scheduled, executed and updated since then
@@ -91,8 +91,9 @@ class EngineCore:
                 executing = plan
                 self._in_flight.append(_InFlightStep(plan, self.executor.launch(plan), kv, evictions))
                 executing = None
-            waits = self.executor.overlap and not plan.empty  # for the step after it, unless there is none
-            step = self._in_flight.popleft() if len(self._in_flight) > waits else None
+            # Steps that wait for the one after them, unless there is none.
+            waiting = 0 if plan.empty else self.executor.stages - 1 + self.executor.overlap
+            step = self._in_flight.popleft() if len(self._in_flight) > waiting else None
             result = StepResult([])
             if step:
                 executing = step.plan

@@ -92,7 +92,8 @@ class LLMEngine:
             num_host_blocks=limits.num_host_blocks,
         )
         speculator = make_speculator(config.speculation, self.vocab_size, self.executor.step_costs)
-        return Scheduler(config.scheduler, kv, config.cache.watermark, speculator, self.executor.overlap)
+        follows, stages = self.executor.overlap, self.executor.stages
+        return Scheduler(config.scheduler, kv, config.cache.watermark, speculator, follows, stages)
 
     @property
     def scheduler(self) -> Scheduler:

@@ -39,8 +39,6 @@ def test_what_has_no_counterpart() -> None:
         with pytest.raises(ConfigError) as error:
             parse([f"--{name}", "1"], {})
         assert instead in str(error.value)
-    with pytest.raises(ConfigError, match="no counterpart"):
-        parse(["--pipeline-parallel-size", "2"], {})
     with pytest.raises(ConfigError, match="unknown argument"):
         parse(["--nonsense", "2"], {})
     with pytest.raises(ConfigError, match="must be one of"):

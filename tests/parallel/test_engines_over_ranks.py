@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from integrity import check_scheduler
 
+from experiments.lab.judge.probe import probe_logits
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 
 MakeEngine = Callable[..., LLMEngine]
@@ -49,6 +51,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "model": {"path": "tiny-target", "max_model_len": 64},
     },
     "fp8 keys and values": {"cache": {"dtype": "fp8"}},
+    "int8 weights": {"model": {"path": "tiny-target", "quantization": "w8a16"}},
     "ngram": {
         "speculation": {"method": "ngram", "num_tokens": 3, "adaptive": False},
         "scheduler": {"overlap": "always"},
@@ -69,31 +72,88 @@ def tokens(engine: LLMEngine, params: list[SamplingParams]) -> list[list[list[in
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
+LAYOUTS = {
+    "2 ranks": {"tensor": 2},
+    "2 stages": {"tensor": 1, "pipeline": 2},
+    "2 stages of 2 ranks": {"tensor": 2, "pipeline": 2},
+}
+SLOW, QUICK = {"2 stages of 2 ranks"}, {"plain", "overlap and swap"}  # four processes each
+
+
 @functools.cache
-def of_one_process(greedy: bool, cache_dtype: str) -> list[list[list[int]]]:
-    config = {"model": {"path": "tiny-target"}, "seed": 0, "cache": {"num_blocks": 64, "dtype": cache_dtype}}
+def of_one_process(greedy: bool, cache_dtype: str = "auto", quantization: str = "none") -> list[list[list[int]]]:
+    config = {
+        "model": {"path": "tiny-target", "quantization": quantization},
+        "seed": 0,
+        "cache": {"num_blocks": 64, "dtype": cache_dtype},
+    }
     return tokens(LLMEngine(EngineConfig.from_dict(config)), GREEDY if greedy else PARAMS)
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_two_ranks_give_the_tokens_of_one_process(make_engine: MakeEngine, name: str) -> None:
-    settings = TABLE[name]
-    engine = make_engine(**settings)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=pytest.mark.slow if layout in SLOW and name not in QUICK else ())
+        for name in TABLE
+        for layout in LAYOUTS
+    ],
+)
+def test_ranks_give_the_tokens_of_one_process(make_engine: MakeEngine, name: str, layout: str) -> None:
+    settings, parallel = TABLE[name], LAYOUTS[layout]
+    engine = make_engine(**settings, parallel=parallel)
     greedy = settings.get("speculation", {}).get("method") == "draft"  # what a draft draws decides what is drawn
-    expected = of_one_process(greedy, settings.get("cache", {}).get("dtype", "auto"))
+    formats = settings.get("cache", {}).get("dtype", "auto"), settings.get("model", {}).get("quantization", "none")
+    expected = of_one_process(greedy, *formats)
     assert tokens(engine, GREEDY if greedy else PARAMS) == expected
     preempted = sum(len(record.preempted) for record in engine.records)
     assert (preempted > 0) == (settings.get("cache", {}).get("num_blocks") == 20)
     swapped = sum(record.swapped_in_blocks for record in engine.records)
     assert (swapped > 0) == ("swap" in name)
-    assert any(record.accepted for record in engine.records) == ("speculation" in settings)
-    assert engine.startup.tensor_parallel == 2
+    if not (settings.get("speculation", {}).get("adaptive") and "pipeline" in parallel):  # where drafts may not pay
+        assert any(record.accepted for record in engine.records) == ("speculation" in settings)
+    startup = engine.startup
+    assert (startup.tensor_parallel, startup.pipeline_parallel) == (parallel["tensor"], parallel.get("pipeline", 1))
 
 
 def test_four_ranks_share_two_kv_heads(make_engine: MakeEngine) -> None:
     engine = make_engine(tensor=4)
-    assert tokens(engine, PARAMS) == of_one_process(False, "auto")
+    assert tokens(engine, PARAMS) == of_one_process(False)
     assert engine.executor.runner._runner._model.store.keys(0).shape[-2] == 1
+
+
+@pytest.mark.parametrize("overlap", ["never", "always"])
+def test_every_stage_has_other_requests(make_engine: MakeEngine, overlap: str) -> None:
+    engine = make_engine(tensor=1, parallel={"pipeline": 3}, scheduler={"overlap": overlap})
+    runner, plans = engine.executor.runner, []
+    launch = runner.launch
+    runner.launch = lambda plan: plans.append(plan) or launch(plan)
+    assert tokens(engine, GREEDY) == of_one_process(True)
+    in_flight = [plan for plan in plans if plan.num_decode_rows]
+    assert max(len(engine.core._in_flight), 0) == 0
+    shares = [sorted(plan.req_indices) for plan in in_flight[3:-3]]
+    assert {len(share) for share in shares} <= {1, 2}  # of five requests
+    for three in zip(shares, shares[1:], shares[2:], strict=False):
+        assert len({index for share in three for index in share}) == sum(map(len, three))
+
+
+def test_an_engine_of_stages_goes_on_after_everybody_has_gone(make_engine: MakeEngine) -> None:
+    engine = make_engine(tensor=1, parallel={"pipeline": 2})
+    for _ in range(6):  # steps that nobody collects
+        for prompt in PROMPTS:
+            engine.add_request(prompt, GREEDY[0])
+        for _ in range(3):
+            engine.step()
+        for request in engine._outputs.unfinished():
+            engine.abort(request.request_id)
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert tokens(engine, GREEDY) == of_one_process(True)
+
+
+def test_logits_can_be_asked_of_stages(make_engine: MakeEngine) -> None:
+    engine, alone = make_engine(tensor=1, parallel={"pipeline": 2}), LLMEngine("tiny-target")
+    token_ids = engine.tokenizer.encode("def read(path):\n    return open(path)")
+    torch.testing.assert_close(probe_logits(engine, token_ids, 5), probe_logits(alone, token_ids, 5))
 
 
 def test_log_probabilities_are_those_of_one_process(make_engine: MakeEngine) -> None:
@@ -110,7 +170,7 @@ def test_log_probabilities_are_those_of_one_process(make_engine: MakeEngine) -> 
 
 def test_cancelled_requests_leave_the_others_as_they_are(make_engine: MakeEngine) -> None:
     engine = make_engine(scheduler={"overlap": "always"})
-    expected = of_one_process(True, "auto")
+    expected = of_one_process(True)
     ids = [engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, GREEDY, strict=True)]
     for _ in range(5):
         engine.step()
@@ -129,4 +189,4 @@ def test_two_engines_over_ranks_live_in_a_process(make_engine: MakeEngine) -> No
     engines = make_engine(), make_engine()
     streams = [engine.stream(PROMPTS[0], GREEDY[0]) for engine in engines]
     ends = [list(pair)[-1] for pair in zip(*zip(*streams, strict=True), strict=True)]
-    assert [end.outputs[0].token_ids for end in ends] == [of_one_process(True, "auto")[0][0]] * 2
+    assert [end.outputs[0].token_ids for end in ends] == [of_one_process(True)[0][0]] * 2

@@ -64,10 +64,21 @@ def test_a_closed_engine_leaves_no_descriptor_open() -> None:
     assert shared_descriptors() == before
 
 
-@pytest.mark.parametrize(("rank", "busy"), [(1, True), (2, True), (3, True), (2, False)])
-def test_a_killed_rank_is_named(make_engine: MakeEngine, rank: int, busy: bool) -> None:
+STAGES = {"tensor": 1, "pipeline": 2}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rank", "busy"),
+    [
+        *[({"tensor": 4}, rank, busy) for rank, busy in ((1, True), (2, True), (3, True), (2, False))],
+        *[({"tensor": 2, "pipeline": 2}, rank, True) for rank in (1, 2, 3)],
+        ({"tensor": 1, "pipeline": 3}, 1, True),
+        ({"tensor": 1, "pipeline": 3}, 2, False),
+    ],
+)
+def test_a_killed_rank_is_named(make_engine: MakeEngine, parallel: dict[str, int], rank: int, busy: bool) -> None:
     before = shared_memory()
-    engine = make_engine(tensor=4)
+    engine = make_engine(parallel=parallel)
     pids = [process.pid for process in others(engine)]
     delay = 0.1 if busy else 0.0
     threading.Timer(delay, os.kill, (pids[rank - 1], signal.SIGKILL)).start()
@@ -80,8 +91,9 @@ def test_a_killed_rank_is_named(make_engine: MakeEngine, rank: int, busy: bool) 
         engine.generate("def f(", SHORT)
 
 
-def test_a_rank_that_stops_is_named_after_the_stated_time(make_engine: MakeEngine) -> None:
-    engine = make_engine(parallel={"timeout_s": 1.0})
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, STAGES])
+def test_a_rank_that_stops_is_named_after_the_stated_time(make_engine: MakeEngine, parallel: dict[str, Any]) -> None:
+    engine = make_engine(parallel={**parallel, "timeout_s": 1.0})
     engine.generate("def f(", SHORT)
     (process,) = others(engine)
     os.kill(process.pid, signal.SIGSTOP)
@@ -94,7 +106,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Runner], None]) ->
     """In the fourth step of every rank but 0."""
     follow = rank_process.follow
 
-    def with_fault(runner: Runner, ring: Any) -> None:
+    def with_fault(runner: Runner, *given: Any) -> None:
         launch, left = runner.launch, iter(range(3, -1, -1))
 
         def launched(plan: Any) -> Any:
@@ -103,29 +115,33 @@ def planted(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Runner], None]) ->
             return launch(plan)
 
         runner.launch = launched  # type: ignore[method-assign]
-        follow(runner, ring)
+        follow(runner, *given)
 
     monkeypatch.setattr(rank_process, "follow", with_fault)
 
 
-def test_a_rank_that_hangs_says_where(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, STAGES])
+def test_a_rank_that_hangs_says_where(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any]
+) -> None:
     def nap_that_has_no_end(runner: Runner) -> None:
         time.sleep(1000)
 
     planted(monkeypatch, nap_that_has_no_end)
-    engine = make_engine(parallel={"timeout_s": 1.0})
+    engine = make_engine(parallel={**parallel, "timeout_s": 1.0})
     with pytest.raises(RankError, match=r"(?s)rank 1 \(process \d+\) hangs:.*nap_that_has_no_end"):
         engine.generate("def f(", LONG)
 
 
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, STAGES])
 def test_the_traceback_of_a_rank_that_fails_is_in_the_error(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any]
 ) -> None:
     def fail(runner: Runner) -> None:
         raise IndexError("a made up one")
 
     planted(monkeypatch, fail)
-    engine = make_engine()
+    engine = make_engine(parallel=parallel)
     with pytest.raises(RankError, match=r"(?s)^rank 1 .* ended with code 1:\nTraceback.*IndexError: a made up one"):
         engine.generate("def f(", LONG)
 

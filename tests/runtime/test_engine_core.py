@@ -19,14 +19,17 @@ from mini_infer.runtime.scheduler.scheduler import Scheduler, TokenUpdate
 class Counting:
     """An executor whose tokens count up, and whose clock moves on by a second a step."""
 
-    def __init__(self, overlap: bool) -> None:
-        self.overlap = overlap
+    def __init__(self, overlap: bool, stages: int = 1) -> None:
+        self.overlap, self.stages = overlap, stages
         self.now = 0.0
         self.in_flight: list[StepPlan] = []
+        self.most_in_flight = 0
 
     def launch(self, plan: StepPlan) -> StepPlan:
         self.in_flight.append(plan)
-        assert len(self.in_flight) <= 1 + self.overlap
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        shares = [set(plan.req_indices) for plan in self.in_flight[-self.stages :]]
+        assert len(set().union(*shares)) == sum(map(len, shares)), "stages compute steps of different requests"
         return plan
 
     def collect(self, handle: StepPlan) -> StepResult:
@@ -50,12 +53,13 @@ class Posted:
         return []
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_loop_runs_on_any_executor_and_clock(overlap: bool) -> None:
-    executor, posted = Counting(overlap), Posted()
+def test_the_loop_runs_on_any_executor_and_clock(overlap: bool, stages: int) -> None:
+    executor, posted = Counting(overlap, stages), Posted()
 
     def make_scheduler() -> Scheduler:
-        return Scheduler(SchedulerConfig(max_num_seqs=4), KVManager(64, 4, 64), follows=overlap)
+        return Scheduler(SchedulerConfig(max_num_seqs=4), KVManager(64, 4, 64), follows=overlap, stages=stages)
 
     core = EngineCore(make_scheduler, executor, lambda: executor.now, posted, records_kept=100)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=5)
@@ -66,7 +70,9 @@ def test_the_loop_runs_on_any_executor_and_clock(overlap: bool) -> None:
     assert [r.request_id for r in posted.requests] == ["a", "b", "c"]
     for request in posted.requests:
         assert (request.output_token_ids, request.finish_reason) == ([6, 7, 8, 9, 10], FinishReason.length)
-        assert [b - a for a, b in zip(request.token_times, request.token_times[1:], strict=False)] == [1] * 4
+        gaps = [b - a for a, b in zip(request.token_times, request.token_times[1:], strict=False)]
+        assert stages > 1 or gaps == [1] * 4
+    assert executor.most_in_flight == stages + overlap
     assert sum(record.sampled_tokens for record in core.records) == 15
 
 

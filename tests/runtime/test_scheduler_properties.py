@@ -89,7 +89,7 @@ def arrivals(draw: st.DrawFn) -> Arrival:
 
 
 @st.composite
-def machines(draw: st.DrawFn) -> dict[str, dict[str, object]]:
+def machines(draw: st.DrawFn) -> dict[str, Any]:
     block_size = draw(st.sampled_from([1, 3, 4, 16]))
     smallest = -(-MAX_LEN // block_size)
     max_num_seqs = draw(st.integers(1, 6))
@@ -105,6 +105,7 @@ def machines(draw: st.DrawFn) -> dict[str, dict[str, object]]:
             "policy": draw(st.sampled_from(["fcfs", "priority"])),
             "overlap": draw(st.sampled_from(["never", "always"])),
         },
+        "stages": draw(st.integers(1, 3)),
         "swap": {"num_host_blocks": draw(st.one_of(st.none(), st.integers(1, smallest)))},
         "transfer_polls": draw(st.sampled_from([0, 1, 4])),
         "drafts": {
@@ -352,7 +353,7 @@ def test_traffic_changes_no_token_and_loses_no_block(
     chunked: bool,
     cache: str,
     preemption: str,
-    machine: dict[str, dict],
+    machine: dict[str, Any],
     traffic: list[Arrival],
     failing_step: int | None,
     failing_verb: str,
@@ -368,6 +369,9 @@ def test_traffic_changes_no_token_and_loses_no_block(
     }
     oracle = Oracle(traffic, **machine["drafts"])
     engine = make_engine(memory, scheduler, oracle.most)
+    engine.executor.stages = machine["stages"]
+    if machine["stages"] > 1 and oracle.most:  # as a Worker has it
+        engine.executor.overlap = False
     if oracle.most and machine["drafts"]["model"]:
         with_draft_model(engine, machine["drafts"]["right"])
     runner = engine.executor.runner

@@ -61,10 +61,10 @@ def _probe(runner: Runner, rows: Sequence[Probed], config: EngineConfig) -> list
             if start >= split:  # the step before wrote its own choice there
                 runner.force_token(req_index, position=start, token_id=token_ids[start])
         step = runner.launch(plan)
+        runner.collect(step)
         if step.logits is not None:
             for req_index, row in zip(plan.req_indices, step.logits.float().cpu(), strict=True):
                 logits[req_index].append(row)
-        runner.collect(step)
     return [torch.stack(own) for own in logits]
 
 

@@ -17,10 +17,13 @@ if TYPE_CHECKING:  # the loop needs no torch
 
 
 class Executor:
-    """Steps are launched and collected in one order. Up to two are in flight.
+    """Steps are launched and collected in one order. As many may be in flight as there are stages, and one more where
+    they overlap.
 
     Attributes:
-        overlap: a step may be launched before the tokens of the step before it are collected.
+        overlap: a step may be launched before the tokens of an earlier one, which it builds on, are collected.
+        stages: that compute a step one after the other, each another step at a time. A request is in no more than one
+            of so many steps in a row, but for the parts of its prompt.
         runner: what computes, where that is in this process.
         step_costs: what steps cost by rows and drafts, measured when first asked for. It overwrites KV: nobody may
             hold any.
@@ -31,6 +34,7 @@ class Executor:
     eos_token_ids: tuple[int, ...]
     limits: Limits
     overlap: bool
+    stages: int = 1
     startup: StartupReport
     runner: Runner
     step_costs: Callable[[], StepCosts]
@@ -56,7 +60,7 @@ def make_executor(config: EngineConfig) -> Executor:
         from mini_infer.runtime.executor.dry import DryExecutor
 
         return DryExecutor(config)
-    if config.parallel.tensor > 1:
+    if config.parallel.ranks > 1:
         from mini_infer.runtime.executor.ranks import RanksExecutor
 
         return RanksExecutor(config)

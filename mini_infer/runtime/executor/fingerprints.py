@@ -36,7 +36,7 @@ def _code() -> str:
 def _model(model: ServedModel) -> str:
     """What is known of it without its weights, and of their files."""
     files = [(file.name, file.stat()) for file in sorted(Path(model.config.path).glob("*.safetensors"))]
-    return repr((model.spec, model.dtype, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]))
+    return repr((model.spec.whole, model.dtype, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]))
 
 
 def _number(text: str) -> int:

@@ -21,13 +21,14 @@ class LocalExecutor(Executor):
         """
         self._worker = worker = Worker(config, parallel)
         spec = worker.target.spec
-        if parallel.size > 1:
+        if parallel.num_ranks > 1:
             require_same(parallel, config, worker.target)
 
         def settle(blocks: int) -> Limits:
-            """The same on all ranks: the least of each one's memory."""
-            blocks = min(blocks for (blocks,) in parallel.exchange([blocks]))
-            limits = settle_limits(config, spec.max_model_len, blocks, worker.block_bytes * parallel.size)
+            """The same on all ranks: the least of each one's memory, and of the host's, which they share."""
+            every = parallel.exchange([blocks, worker.block_bytes])
+            blocks, block_bytes = min(blocks for blocks, _ in every), sum(own for _, own in every)
+            limits = settle_limits(config, spec.max_model_len, blocks, block_bytes)
             host_blocks = min(blocks for (blocks,) in parallel.exchange([limits.num_host_blocks]))
             return replace(limits, num_host_blocks=host_blocks)
 
@@ -40,7 +41,7 @@ class LocalExecutor(Executor):
         self.runner = worker.runner
         self.tokenizer, self.vocab_size = worker.tokenizer, spec.vocab_size
         self.eos_token_ids = worker.eos_token_ids
-        self.overlap, self.startup = worker.overlap, worker.report()
+        self.overlap, self.stages, self.startup = worker.overlap, parallel.stages, worker.report()
         self.step_costs = cache(worker.measure_step_costs)
 
     def reserve_memory(self) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,25 +126,26 @@ def _serve(about: dict[str, Any]) -> None:
     import torch  # it takes seconds, in which rank 0 may end
 
     from mini_infer.modeling.loader import resolve_device
-    from mini_infer.parallel.all_reduce import Collectives, join_store
+    from mini_infer.parallel.all_reduce import join_store
     from mini_infer.parallel.context import ParallelContext
     from mini_infer.runtime.executor.local import LocalExecutor
 
     config, rank, size = EngineConfig.from_dict(about["config"]), about["rank"], about["size"]
-    store = join_store(about["port"])
-    device = resolve_device(config.model, ParallelContext(rank, size))
+    store, parallel = join_store(about["port"]), ParallelContext.of(rank, config.parallel)
+    device = resolve_device(config.model, parallel)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
     store.set(f"rank {rank} is there", "")
-    executor = LocalExecutor(config, ParallelContext(rank, size, Collectives(store, rank, size, device)))
+    executor = LocalExecutor(config, parallel.connected(store, device))
     ring = PlanRing(RingFiles(*about["ring"]), rank, size, awake_s=AWAKE_S if on_gpu else 0.0)
-    follow(executor.runner, ring)
+    follow(executor.runner, ring, parallel.stages)
 
 
-def follow(runner: Runner, ring: PlanRing) -> None:
-    """Runs what rank 0 runs. A step is collected when the next one is launched, as rank 0 does where steps overlap."""
-    launched: tuple[int, Any] | None = None
+def follow(runner: Runner, ring: PlanRing, stages: int) -> None:
+    """Runs what rank 0 runs. A step is collected when as many more are launched as there are stages, as rank 0 does
+    where steps overlap."""
+    launched: deque[tuple[int, Any]] = deque()
     transfers_done = 0
     while True:
         number, (record, done) = ring.receive()
@@ -152,11 +154,12 @@ def follow(runner: Runner, ring: PlanRing) -> None:
             continue
         if transfers_done < done:  # rank 0's copies have ended, and the plan may write where they read
             transfers_done += len(runner.collect(runner.launch(StepPlan(record.step))).transfers_done)
-        before, launched = launched, (number, runner.launch(record))
-        if before is not None:
-            result = runner.collect(before[1])
+        launched.append((number, runner.launch(record)))
+        if len(launched) > stages:
+            number, step = launched.popleft()
+            result = runner.collect(step)
             transfers_done += len(result.transfers_done)
-            ring.report(before[0], tokens_sum(result.tokens))
+            ring.report(number, tokens_sum(result.tokens))
 
 
 def tokens_sum(tokens: Sequence[Sequence[int]]) -> int:

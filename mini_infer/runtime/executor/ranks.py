@@ -6,6 +6,9 @@
 
 Logits are whole on every rank and randomness is a hash, so all of them sample the same tokens, and nothing comes back
 but a hash of these. Whatever is wrong with one rank ends the engine: the others wait for it in the middle of a sum.
+
+In a pipeline rank 0 is of the last stage, which samples, and where everything that a step results in is. Ranks of the
+stages before compute later steps meanwhile (runtime/worker/stage.py).
 """
 
 from __future__ import annotations
@@ -16,30 +19,37 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import MiniInferError, RankError
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.modeling.loader import resolve_device
-from mini_infer.parallel.all_reduce import Collectives, open_store, wait_for
+from mini_infer.parallel.all_reduce import open_store, wait_for
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.runtime.executor.local import LocalExecutor
-from mini_infer.runtime.executor.plan_ring import PlanRing, RingFiles
+from mini_infer.runtime.executor.plan_ring import KEPT, PlanRing, RingFiles
 from mini_infer.runtime.executor.rank_process import RankProcess, tokens_sum
 from mini_infer.runtime.graphs.step_graphs import StepGraphs
 from mini_infer.runtime.worker.model_runner import LaunchedStep, Runner
 
 LOOK_S = 0.1  # between two looks at the other ranks
 SAY_S = 2.0  # that a rank which fails has to say so, once others have noticed
-_WAITING = "all_reduce.py"  # in the trace of a rank that waits for others
+_WAITING = ("all_reduce.py", "pipeline.py", "plan_ring.py")  # in the trace of a rank that waits for others
+
+
+def _waits(trace: str) -> bool:
+    return any(file in trace for file in _WAITING)
 
 
 class RanksExecutor(LocalExecutor):
     def __init__(self, config: EngineConfig) -> None:
         """Raises RankError where another rank cannot start, and else as LocalExecutor."""
-        size = config.parallel.tensor
-        device = resolve_device(config.model, ParallelContext(0, size))
+        size, parallel = config.parallel.ranks, ParallelContext.of(0, config.parallel)
+        device = resolve_device(config.model, parallel)
         store = open_store()
         files = RingFiles.create(size)
         self._ranks = ranks = Ranks(config, store.port, files)
@@ -47,10 +57,11 @@ class RanksExecutor(LocalExecutor):
         with ranks.blamed():
             for rank in range(1, size):
                 wait_for(store, f"rank {rank} is there", ranks.require_alive)
-            ranks.collectives = Collectives(store, 0, size, device)
-            super().__init__(config, ParallelContext(0, size, ranks.collectives))
+            ranks.parallel = parallel.connected(store, device)
+            super().__init__(config, ranks.parallel)
         ranks.watch()
-        runner: Any = RankedRunner(self.runner, PlanRing(files, 0, size), ranks)
+        late = parallel.stages if device.type == "cpu" and parallel.stages > 1 else 0
+        runner: Any = RankedRunner(self.runner, PlanRing(files, 0, size), ranks, late)
         self.runner = self._worker.runner = runner
 
     def close(self) -> None:
@@ -61,15 +72,16 @@ class Ranks:
     """The other ranks: started, watched, blamed and ended."""
 
     def __init__(self, config: EngineConfig, port: int, files: RingFiles) -> None:
-        self.collectives: Collectives | None = None
+        self.parallel: ParallelContext | None = None  # of rank 0, once all are connected
         self._timeout_s = config.parallel.timeout_s
         weakref.finalize(self, files.close)  # who sends plans knows this one, too
         self._busy_since: float | None = None  # of rank 0, which is in a step
         self._failure: str | None = None
         self._finding = threading.Lock()
         self._stopping = threading.Event()
-        size = config.parallel.tensor
+        size = config.parallel.ranks
         self.processes = [RankProcess(rank, size, config, port, files) for rank in range(1, size)]
+        self.of_last_stage = self.processes[: config.parallel.tensor - 1]  # they sample what rank 0 does
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
@@ -120,7 +132,7 @@ class Ranks:
             if self._failure is None and any(process.ending() for process in self.processes):
                 time.sleep(LOOK_S)
                 ended = [ending for process in self.processes if (ending := process.ending()) is not None]
-                self._failure = min(ended, key=lambda ending: _WAITING in ending and "was killed" not in ending)
+                self._failure = min(ended, key=lambda ending: _waits(ending) and "was killed" not in ending)
             return self._failure is not None
 
     # --- a thread of rank 0 ---------------------------------------------------------------------------------------
@@ -141,9 +153,9 @@ class Ranks:
         """Ends the other ranks. Who is in no sum is the one that the others wait for."""
         with self._finding:
             places = {process: process.where() for process in self.processes}
-            culprit = min(places, key=lambda process: _WAITING in places[process])
+            culprit = min(places, key=lambda process: _waits(places[process]))
             who = f"rank {culprit.rank} (process {culprit.pid}) hangs"
-            if _WAITING in places[culprit]:
+            if _waits(places[culprit]):
                 who = f"rank 0 or its device hangs; rank {culprit.rank} waits"
             where = places[culprit] or ", and does not say where"
             self._failure = f"a step took longer than parallel.timeout_s={self._timeout_s:g}: {who}{where}"
@@ -154,8 +166,8 @@ class Ranks:
         for process in self.processes:
             if process.ending() is None:
                 process.stop()
-        if self.collectives is not None:
-            self.collectives.abort()
+        if self.parallel is not None:
+            self.parallel.abort()
 
     def stop(self) -> None:
         """Returns when no rank is left."""
@@ -166,20 +178,49 @@ class Ranks:
             process.stop()
 
 
-class RankedRunner:
-    """Rank 0's Runner, as far as others use it: whatever is done there is done on all ranks."""
+@dataclass(eq=False)
+class RankedStep:
+    """A step that the other ranks know of."""
 
-    def __init__(self, runner: Runner, ring: PlanRing, ranks: Ranks) -> None:
+    plan: StepPlan
+    number: int  # of the record that told the others
+    launched: LaunchedStep | None = None  # None: not here yet
+
+    @property
+    def logits(self) -> Tensor | None:
+        """As LaunchedStep's, once it is collected."""
+        assert self.launched is not None, "it is collected"
+        return self.launched.logits
+
+
+class RankedRunner:
+    """Rank 0's Runner, as far as others use it: whatever is done there is done on all ranks.
+
+    `late` steps are told to the others, and not run here before they are collected: on a CPU running one takes this
+    thread, which has to plan the next one for the stages before. 0: each is launched at once.
+    """
+
+    def __init__(self, runner: Runner, ring: PlanRing, ranks: Ranks, late: int = 0) -> None:
         self._runner, self._ring, self._ranks = runner, ring, ranks
+        self._most_late = late
+        self._late: deque[RankedStep] = deque()  # oldest first; some of them may have been dropped
         self._transfers_done = 0
         self._sums: deque[tuple[int, int]] = deque()  # (record, hash of its tokens), until all have reported theirs
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> RankedStep:
         with self._ranks.blamed():
-            number = self._ring.send((plan, self._transfers_done))
-            return self._runner.launch(plan)._replace(number=number)
+            step = RankedStep(plan, self._ring.send((plan, self._transfers_done)))
+            self._late.append(step)
+            self._run(len(self._late) - self._most_late)
+        return step
+
+    def _run(self, count: int) -> None:
+        for _ in range(count):
+            step = self._late.popleft()
+            step.launched = self._runner.launch(step.plan)
 
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
+        self._run(len(self._late))
         self._ring.send(((req_index, position, token_id), self._transfers_done))
         self._runner.force_token(req_index, position, token_id)
 
@@ -187,21 +228,24 @@ class RankedRunner:
     def graphs(self) -> StepGraphs:
         return self._runner.graphs
 
-    def collect(self, launched: LaunchedStep) -> StepResult:
+    def collect(self, step: RankedStep) -> StepResult:
         with self._ranks.blamed():
-            result = self._runner.collect(launched)
+            if step.launched is None:
+                self._run(1 + self._late.index(step))
+            assert step.launched is not None, "it has just been run"
+            result = self._runner.collect(step.launched)
         self._transfers_done += len(result.transfers_done)
-        self._sums.append((launched.number, tokens_sum(result.tokens)))
+        self._sums.append((step.number, tokens_sum(result.tokens)))
         self._compare()
         return result
 
     def _compare(self) -> None:
         while self._sums:
             number, own = self._sums[0]
-            for process in self._ranks.processes:
+            for process in self._ranks.of_last_stage:
                 reported = self._ring.reported(process.rank, number)
                 if reported is None:
-                    if self._sums[-1][0] - number < 8:  # steps; it may still be at it
+                    if self._sums[-1][0] - number < KEPT // 2:  # steps; it may still be at it
                         return
                 elif reported != own:
                     self._ranks.fail(

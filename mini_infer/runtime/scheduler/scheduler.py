@@ -15,6 +15,9 @@ Steps may overlap: a request with a token in flight, whose place is known though
 planned behind it. What was computed for a request that has meanwhile ended is dropped. One with a grammar sits out the
 steps before the booking: what may come next depends on the token in flight.
 
+In a pipeline of several stages as many steps are computed at a time, each with its share of the running requests: one
+that is in another stage sits out.
+
 admission.py has who waits, who is computed, who is next and who gives way; planned_step.py a step's rows, and what its
 tokens do to their requests; speculative/draft_plan.py drafts. No tensors: the same scheduler drives a GPU, a dry model
 and a simulator.
@@ -40,11 +43,13 @@ class Scheduler:
         watermark: float = 0.01,  # share of the pool that admission leaves free for running requests to grow
         speculator: NoSpeculation | None = None,
         follows: bool = False,  # a step may be launched before drafts of the one before it are read
+        stages: int = 1,  # steps that are computed at a time, of different requests
     ) -> None:
         self.config = config
         self.kv = kv
         self._watermark_blocks = int(watermark * kv.num_blocks) if kv.least_blocks == 1 else 0  # where requests grow
         self._speculator, self._follows = speculator or NoSpeculation(), follows
+        self._stages = stages
         self._by_priority = config.policy is Policy.priority
         self._static = config.batching is Batching.static
         self._requests: dict[Request, None] = {}  # all unfinished ones
@@ -105,14 +110,17 @@ class Scheduler:
         left waits for tokens in flight. One without rows may start transfers, or wait for them."""
         self._step += 1
         step = PlannedStep(self._step, now, self.config.max_num_batched_tokens)
-        following = any(in_flight.num_drafts for in_flight in self._planned.values())
-        if self._planned and (self._speculator.waits or (following and not self._can_follow())):
+        planned = list(self._planned.values())
+        beside = planned[max(0, len(planned) - self._stages + 1) :]  # in other stages: they end after this one begins
+        before = planned[: len(planned) - len(beside)]
+        following = any(in_flight.num_drafts for in_flight in before)
+        if before and (self._speculator.waits or (following and not self._can_follow())):
             return step.plan()
         admits = not (self._static and len(self._batch))
         if self._by_priority and admits and not following:
             for victim in self._admission.victims():
                 self._preempt(victim, step)
-        self._schedule_running(step, most=self._most_decodes(admits))
+        self._schedule_running(step, self._most_decodes(admits), {r for other in beside for r in other.rows})
         # Whoever was just thrown out must not come straight back.
         newcomer = self._admission.newcomer() if admits and not step.short_of_blocks else None
         prompts = newcomer is not None or bool(self._batch.prefilling)
@@ -158,9 +166,13 @@ class Scheduler:
         self._decodes_sat_out = room < num_running
         return min(room, num_running)
 
-    def _schedule_running(self, step: PlannedStep, most: int) -> None:
-        """One token for each of the `most` first running requests that can have it."""
-        running = self._batch.running[:most]
+    def _schedule_running(self, step: PlannedStep, most: int, elsewhere: set[Request]) -> None:
+        """One token for each of the `most` first running requests that can have it, and are in no other stage."""
+        running = self._batch.running
+        if self._stages > 1:
+            most = min(most, -(-len(running) // self._stages))  # all stages get about as many
+            running = [request for request in running if request not in elsewhere]
+        running = running[:most]
         sit_out: set[Request] = set()
         masked = False
         for request in [r for r in running if r.num_tokens + r.num_in_flight > r.grow_after]:

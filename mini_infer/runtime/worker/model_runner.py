@@ -2,7 +2,7 @@
 
     launch    start transfers -> apply changes -> a step of rows alone, captured or not: drafts -> packed rows -> ...
                                                or a step of any rows: drafts -> build the input -> model -> sample
-              -> the tokens set out for the host
+              -> the tokens set out for the host; of a stage before the last: hidden states for the next one
     collect   wait for the step
 
 Everything in `launch` is queued on the device without waiting for it. The model (with its KV memory), the sampler and
@@ -26,6 +26,7 @@ from mini_infer.runtime.sampling.logprobs import Logprobs, prompt_logprobs
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.row_step import RowStep, real_tokens
+from mini_infer.runtime.worker.stage import Stage
 from mini_infer.runtime.worker.step_input import IntArray, Samples, small_growths
 from mini_infer.speculative.draft_model import Drafter, Stopwatch
 
@@ -49,7 +50,6 @@ class LaunchedStep(NamedTuple):
     prompt_logprobs: Mapping[int, list[Logprobs]] = NONE  # by row
     drafting: Stopwatch | None = None  # None where no model drafted
     expert_counts: Tensor | None = None  # as StepResult.expert_tokens; None where nobody counts
-    number: int = 0  # of what told the other ranks of it
 
 
 class Runner:
@@ -63,6 +63,7 @@ class Runner:
         follows: a step may be launched before the drafts of the one before it are read, whose rows must therefore go
             alone where they can.
         threads: what a step of so many tokens runs inside, on a CPU.
+        stage: where the model has some of the layers. One before the last samples nothing.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class Runner:
         rate: float | None = None,
         follows: bool = False,
         threads: Callable[[int], AbstractContextManager[Any]] = nullcontext,
+        stage: Stage | None = None,
     ) -> None:
         self._model, self._states, self._sampler = model, states, sampler
         self._transfers = transfers
         self._drafter = drafter or Drafter()
         self._follows = follows
         self._threads = threads
+        self._stage = stage or Stage()
         self._rows = RowStep(model, states, sampler, rate)
         self.graphs = StepGraphs(states, self._drafter.chain, self._rows.run)
 
@@ -91,6 +94,7 @@ class Runner:
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
+        self._stage.settle(plan)
         for transfer in plan.transfers:
             assert self._transfers is not None, f"{transfer} without host memory"
             self._transfers.start(transfer)
@@ -120,15 +124,18 @@ class Runner:
         self._states.apply(plan, params, growths=() if inside else plan.growths)
         self._states.pack_rows(plan, descriptor.num_rows, growths=inside)
         drafted = self._drafter.launch(plan, lambda: self.graphs.draft(descriptor))
-        done = self.graphs.run(descriptor, drafted.logits)
-        sampled = Samples.of(plan)
         real = real_tokens(plan.counts, descriptor.query_len) if descriptor.query_len > 1 else None
+        self._stage.receive(plan, real)
+        done = self.graphs.run(descriptor, drafted.logits)
+        if self._stage.pass_on(plan, done.logits, real):
+            return self._launched(plan, drafting=drafted.time)
+        sampled = Samples.of(plan)
         logprobs = self._rows.resample(done, sampled, real, sampled.by_place(plan.masks), drafted.logits)
         tokens, logits = done.tokens_and_drafts, None
         if tokens is None:
             tokens, logits = done.token_ids[: plan.num_rows], done.logits[: plan.num_rows]
         return self._launched(
-            plan, tokens, sampled=sampled, logits=logits, real=real, logprobs=logprobs, drafting=drafted.time
+            plan, tokens, real, sampled=sampled, logits=logits, logprobs=logprobs, drafting=drafted.time
         )
 
     def _launch_any(self, plan: StepPlan, params: Sequence[IntArray]) -> LaunchedStep:
@@ -143,7 +150,10 @@ class Runner:
         sampled = Samples.of(plan)
         sources = self._sources(sampled, first, descriptor.num_rows) if plan.num_drafts else None
         step = self._states.build(plan, sampled, sources)
+        self._stage.receive(plan)
         hidden = self._model.forward(step)
+        if self._stage.pass_on(plan, hidden):
+            return self._launched(plan, drafting=drafted.time)
         history, compute_logits = self._states.history, self._model.compute_logits
         of_prompts: Mapping[int, list[Logprobs]] = NONE
         if plan.prompt_logprobs:
@@ -185,15 +195,19 @@ class Runner:
         drawn = sampled.have_drafts() & self._sampler.draws_drafts(sampled.req_indices)
         return np.where(drawn, sampled.places() * num_rows + sampled.rows - first, NO_DRAFT)
 
-    def _launched(self, plan: StepPlan, token_ids: Tensor | None = None, **about: Any) -> LaunchedStep:
+    def _launched(
+        self, plan: StepPlan, token_ids: Tensor | None = None, real: IntArray | None = None, **about: Any
+    ) -> LaunchedStep:
         """Sets the tokens out for the host: a copy, since a graph writes to the same place each time. From a GPU it
         goes into page-locked memory, which needs no waiting. So do the counts of experts."""
+        if token_ids is not None:
+            self._stage.tell(token_ids, real)
         counts = self._model.expert_counts if plan.req_indices else None
         tokens, counts = (
             None if tensor is None else tensor.to("cpu", non_blocking=True, copy=True) for tensor in (token_ids, counts)
         )
         done = record_event(self._states.device)
-        return LaunchedStep(plan, done, tokens=tokens, expert_counts=counts, **about)
+        return LaunchedStep(plan, done, tokens=tokens, real=real, expert_counts=counts, **about)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Waits for a step, whether or not it samples: nobody runs ahead of the device. Row i of the result belongs to
@@ -222,8 +236,13 @@ class Runner:
         counts = () if launched.expert_counts is None else tuple(map(tuple, launched.expert_counts.tolist()))
         return StepResult(tokens, logprobs, of_prompts, draft_s, ended, counts)
 
+    def settle(self) -> None:
+        """Takes in whatever other stages have to tell of the steps so far."""
+        self._stage.settle()
+
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
         """Puts another token where the next step reads it."""
+        self.settle()
         self._states.history[req_index, position] = token_id
 
 

@@ -270,6 +270,11 @@ class RequestStates:
             drafts, settled = step.drafts.token_ids, self._flat.index_select(0, step.places)
             self._flat.index_copy_(0, step.places, drafts.int().where(drafts != NO_DRAFT, settled))
 
+    def write(self, sampled: Samples, token_ids: Tensor) -> None:
+        """Writes tokens [S] that another process has sampled behind their rows' tokens."""
+        (places,) = self.send(sampled.req_indices * self.width + sampled.positions)
+        self._flat.index_copy_(0, places.long(), token_ids.int())
+
     def append(self, step: StepInput, token_ids: Tensor) -> None:
         """Writes tokens [S] behind their rows' tokens."""
         self._flat.index_copy_(0, step.places, token_ids.int())

@@ -33,8 +33,8 @@ class DoneRows:
     """R rows of Q tokens, padding included."""
 
     step: StepInput
-    logits: Tensor  # [R * Q, vocab_size]
-    token_ids: Tensor  # [R * Q] int64: the token after each, if all drafts before it stand
+    logits: Tensor  # [R * Q, vocab_size]; of a stage before the last: the hidden states [R * Q, hidden_size]
+    token_ids: Tensor  # [R * Q] int64: the token after each, if all drafts before it stand; there: none
     tokens_and_drafts: Tensor | None  # [2, R * Q] int64: those, and the drafts that stand there; None where Q is 1
 
 
@@ -51,10 +51,10 @@ class RowStep:
         """Computes the packed rows. `draft_logits` are as the Drafter's `chain` gives them; where the call is captured,
         `out` [num_rows * query_len, vocab_size] is memory for the logits."""
         step = self._states.build_rows(num_rows, query_len)
-        if out is None:
-            logits = self._model.compute_logits(self._model.forward(step))
-        else:
-            logits = self._model.compute_logits(self._model.forward_eagerly(step), out=out)
+        hidden = self._model.forward(step) if out is None else self._model.forward_eagerly(step)
+        if not self._model.samples:
+            return DoneRows(step, hidden, step.token_ids[:0], None)
+        logits = self._model.compute_logits(hidden) if out is None else self._model.compute_logits(hidden, out=out)
         both = None
         if step.drafts is None:
             token_ids = self._sampler.main(logits, step.param_rows, step.sampled_positions)

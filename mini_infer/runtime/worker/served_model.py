@@ -19,6 +19,7 @@ from mini_infer.modeling.loader import as_served, load_model, load_spec, outline
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.sharding import of_each_rank
 from mini_infer.modeling.spec import ModelSpec
+from mini_infer.modeling.stages import of_stage
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
@@ -58,6 +59,7 @@ class ServedModel:
             model = dataclasses.replace(model, path=str(folder))
         spec = of_each_rank(as_served(load_spec(model), config), parallel.size)
         dtype = resolve_dtype(model, spec, device)
+        spec = of_stage(spec, dtype, parallel)
         kv_layout = spec.kv_layout(dtype)
         invariant = config.numerics is Numerics.batch_invariant
         if invariant and spec.through_transformers:

@@ -39,7 +39,8 @@ class StartupReport:
     attention_decode: str = "none"
     numerics: str = "none"
     kernels: str = "none"
-    tensor_parallel: int = 1  # ranks; bytes are each one's
+    tensor_parallel: int = 1  # ranks of a stage; bytes are this one's
+    pipeline_parallel: int = 1  # stages; bytes are those of the last one
     quantization: str = "none"  # of the target's weights
     draft_quantization: str = "none"
     kv_dtype: str = "none"

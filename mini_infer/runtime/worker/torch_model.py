@@ -43,6 +43,7 @@ class TorchModel:
         self._last_token = None if known_tokens is None else known_tokens - 1
         self.store = store
         self.expert_counts = model.expert_counts
+        self.samples = model.spec.is_last
         self._backends = backends
         self._pieces: PiecewiseGraphs | None = None
         self._attention = model.attention(store)
@@ -77,9 +78,10 @@ class TorchModel:
         return self._model.compute_logits(hidden, out)
 
     def new_logits(self, num_rows: int) -> torch.Tensor:
-        """Memory for `compute_logits`, [num_rows, vocab_size]."""
+        """Memory for `compute_logits`, [num_rows, vocab_size], where there are any."""
         model = self._model
-        return torch.empty((num_rows, model.spec.vocab_size), dtype=model.dtype, device=model.device)
+        size = num_rows if self.samples else 0, model.spec.vocab_size
+        return torch.empty(size, dtype=model.dtype, device=model.device)
 
     def warm_up(self, max_rows: int) -> None:
         """Compiles what attention will run, so that no step waits for a compiler."""

@@ -43,6 +43,7 @@ from mini_infer.runtime.worker.memory import (
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.served_model import NEEDS_GPU, ServedModel, make_drafter, plan_draft
+from mini_infer.runtime.worker.stage import PipelineStage
 from mini_infer.runtime.worker.startup import CaptureReport, Phases, StartupReport
 from mini_infer.runtime.worker.threads import StepThreads
 from mini_infer.runtime.worker.torch_model import TorchModel
@@ -74,7 +75,7 @@ class Worker:
         self._sampler = make_sampler(config.scheduler.max_num_seqs, spec.vocab_size, self.device, self._kernels)
         parameters = self.target.weight_bytes // self.target.dtype.itemsize
         counts = parameters if self.device.type == "cpu" else None
-        self._threads = StepThreads(config.model.threads, counts, parallel.size)
+        self._threads = StepThreads(config.model.threads, counts, parallel.num_ranks)
         # On a GPU, what is to be captured: rows with drafts, and numbers of tokens whose steps are captured in pieces.
         scheduler, graphs = config.scheduler, config.graphs
         self._most_rows = min(graphs.max_batch or scheduler.max_num_seqs, scheduler.max_num_seqs)
@@ -85,6 +86,8 @@ class Worker:
         overlap = scheduler.overlap
         # On a CPU the model computes in the caller's thread: a step launched early would only make its tokens late.
         self.overlap = overlap is When.always or (overlap is When.auto and self.device.type == "cuda")
+        if parallel.stages > 1 and config.speculation.most:
+            self.overlap = False  # the stages are busy with other requests until drafts are read
 
     # --- weights and memory ---------------------------------------------------------------------------------------
 
@@ -98,6 +101,15 @@ class Worker:
         for name, served in zip(("load", "load draft"), self._served, strict=False):
             with self._phase(name):
                 self._weights.append(served.load(max_len, self._kernels))
+        if not self.target.spec.is_first:
+            size = self._most_tokens(), self.target.spec.hidden_size
+            self._weights[0].inbox = torch.zeros(size, dtype=self.target.dtype, device=self.device)
+
+    def _most_tokens(self) -> int:
+        """That are computed in a step, padding included."""
+        scheduler, graphs = self._config.scheduler, [d.num_tokens for d in self._draft_grid] + self._prefill_sizes
+        rows = scheduler.max_num_seqs * (1 + self._config.speculation.most)
+        return max(scheduler.max_num_batched_tokens, rows, *graphs)
 
     def affordable_blocks(self, limits: Limits | None = None) -> int:
         """KV blocks that fit beside what is on the device already and what steps take there.
@@ -131,6 +143,7 @@ class Worker:
             with self._phase("largest step"):
                 for plan in largest:
                     runner.collect(runner.launch(plan))
+                runner.settle()  # what comes next is the other runner's
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a step of scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens} tokens does not fit "
@@ -168,8 +181,10 @@ class Worker:
         transfers = None
         if limits.num_host_blocks:  # one for both models: a block is there when it is there for both
             transfers = KVTransfer([model.store for model in models], limits.num_host_blocks)
-        rate = config.speculation.rate
-        return Runner(models[0], states, sampler, transfers, drafter, rate, follows, self._threads), models
+        stage, rate = None, config.speculation.rate
+        if self._parallel.pipe is not None:
+            stage = PipelineStage(self._parallel.pipe, self._weights[0], states, self._parallel.stages)
+        return Runner(models[0], states, sampler, transfers, drafter, rate, follows, self._threads, stage), models
 
     # --- CUDA graphs ----------------------------------------------------------------------------------------------
 
@@ -237,6 +252,7 @@ class Worker:
             numerics=self._config.numerics.value,
             kernels=f"{kernels.name} ({kernels.fallback})" if kernels.fallback else kernels.name,
             tensor_parallel=self._parallel.size,
+            pipeline_parallel=self._parallel.stages,
             quantization=target.quantization,
             draft_quantization=draft.quantization if draft else "none",
             kv_dtype=target.kv_dtype,
