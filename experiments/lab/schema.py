@@ -77,6 +77,8 @@ class Measure:
     seed: int = 0  # of prompts, lengths and the order of everything random
     threads: int | None = None  # of torch, for all variants alike; default: what torch chooses
     system: Kind | None = None  # the only one to measure; default: the experiment's variants
+    predict: bool = False  # beside each variant of the engine, what a simulated one would do
+    costs: str = "conf/costs"  # folder of what a simulated engine's steps take
     points: dict[str, Any] = field(default_factory=dict)  # axis of experiment.points -> the values to measure instead
 
     def __post_init__(self) -> None:

@@ -177,6 +177,8 @@ class EngineCore:
             draft_s=result.draft_s,
             dropped_rows=plan.num_decode_rows - decode_tokens,
             expert_tokens=result.expert_tokens,
+            decode_context=plan.decode_context,
+            prompt_pairs=plan.prompt_pairs,
         )
         self.records.append(record)
         for observer in self.observers:
