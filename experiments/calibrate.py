@@ -1,4 +1,4 @@
-"""What an engine's steps take on this machine: serves a few loads that visit all kinds of steps, and fits costs to them.
+"""What an engine's steps take on this machine: serves loads that visit all kinds of steps, and fits costs to them.
 
 It is no ablation: nothing is compared. Its result is a file of conf/costs/, which simulated engines read.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -47,7 +47,10 @@ METRICS = {
     "p90_error": Metric("error of a step's time, P90", "", Better.lower, share=True),
     "bias": Metric("error of all steps' time together", "", Better.lower),
 }
-KINDS = {"decode": Point("rows alone", {"steps": "rows alone"}), "prompts": Point("with prompts", {"steps": "with prompts"})}
+KINDS = {
+    "decode": Point("rows alone", {"steps": "rows alone"}),
+    "prompts": Point("with prompts", {"steps": "with prompts"}),
+}
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,9 @@ class Arrival:
 class Calibrate(Experiment):
     spec_class = CalibrateSpec
     spec: CalibrateSpec
-    variants = {VARIANT: "mini-infer"}
-    metrics = METRICS
-    points = list(KINDS.values())
+    variants: Mapping[str, str] = {VARIANT: "mini-infer"}
+    metrics: Mapping[str, Metric] = METRICS
+    points: Sequence[Point] = tuple(KINDS.values())
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
@@ -101,8 +104,9 @@ class Calibrate(Experiment):
         if self.settings.processes > 1:
             raise ConfigError("one process calibrates: set measure.processes=1")
         if self._engine.parallel.replicas > 1 or self._engine.speculation.most:
-            raise ConfigError("what is calibrated is one engine that drafts nothing: set engine.parallel.replicas=1 and "
-                              "engine/speculation=none")  # fmt: skip
+            raise ConfigError(
+                "one engine that drafts nothing is calibrated: set engine.parallel.replicas=1 and engine/speculation=none"
+            )
         paths = schema.build(schema.Paths, config.paths, "paths")
         self._folder = costs.FOLDER if paths.recorded else CONF.parent / paths.results / "costs"
         self._name = config.axes.model or self._engine.model.path.rstrip("/").rpartition("/")[2]

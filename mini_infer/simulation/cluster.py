@@ -66,8 +66,8 @@ class Cluster:
         return request
 
     def advance(self, until: float | None = None) -> Request | None:
-        """Goes on to the next end of a request, and returns it; None where none comes before `until`, to which the clock
-        has then gone on, or before everything has ended."""
+        """Goes on to the next end of a request, and returns it. None where none comes before `until`, to which the
+        clock has then gone on, or at all."""
         while self._acts or self._ends:
             act = self._acts[0].time if self._acts else float("inf")
             end = self._ends[0][0] if self._ends else float("inf")

@@ -105,8 +105,8 @@ class Span(NamedTuple):
 
 
 def device_seconds(spans: Sequence[Span], overlap: bool) -> list[float]:
-    """What the device took for each of an engine's steps, in their order. Where steps overlap, the device works from the
-    end of one to that of the next while there is something to do, and what the host does meanwhile costs nothing."""
+    """What the device took for each of an engine's steps, in their order. Where steps overlap, the device works from
+    the end of one to that of the next while there is something to do, and the host beside it costs nothing."""
     found = []
     end, busy = float("-inf"), False
     for span in spans:
@@ -181,7 +181,8 @@ def _fit(steps: Sequence[MeasuredStep], block_s: float) -> FittedCosts:
     tokens, with_prompts = work[:, 0] + work[:, 1], work[:, 1] > 0
     knots = [_knots(tokens[~with_prompts]), _knots(tokens[with_prompts])]
     columns = [
-        _rises(tokens, own) * of_kind[:, None] for own, of_kind in zip(knots, (~with_prompts, with_prompts), strict=True)
+        _rises(tokens, own) * of_kind[:, None]
+        for own, of_kind in zip(knots, (~with_prompts, with_prompts), strict=True)
     ]
     matrix = np.column_stack([*columns, work[:, 2], work[:, 3]])
     solution = nonnegative(matrix / seconds[:, None], np.ones(len(steps)))

@@ -70,8 +70,8 @@ class Replica:
     ) -> None:
         if config.speculation.most:
             raise ConfigError(
-                f"speculation.method={config.speculation.method.value}: a simulated engine has no text, and nobody knows "
-                "how many drafts it would accept. Set speculation.method=none"
+                f"speculation.method={config.speculation.method.value}: a simulated engine has no text, and nobody can "
+                "say how many drafts it would accept. Set speculation.method=none"
             )
         self.clock = VirtualClock()
         self.limits, self._costs = limits, costs
@@ -104,9 +104,7 @@ class Replica:
             )
         self.skip_until(now)
         self.clock.wait_until(now)
-        request = Request(
-            request_id, prompt, _PARAMS, max_total_tokens=total, priority=priority, arrival_time=now
-        )
+        request = Request(request_id, prompt, _PARAMS, max_total_tokens=total, priority=priority, arrival_time=now)
         self.core.scheduler.add(request)
         return request
 

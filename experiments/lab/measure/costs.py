@@ -28,8 +28,8 @@ from mini_infer.simulation.costs import Curve, FittedCosts, Residuals, StepCosts
 
 FOLDER = CONF / "costs"
 HEADER = """\
-# What an engine's steps take (docs/simulator.md). Written by `python run.py experiment=calibrate`; a simulated engine of
-# the same layout on this machine finds the file by what it says.
+# What an engine's steps take (docs/simulator.md). Written by `python run.py experiment=calibrate`; simulated engines of
+# this layout on this machine find the file by what it says.
 """
 DIGITS = 5  # significant
 

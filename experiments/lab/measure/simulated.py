@@ -1,4 +1,4 @@
-"""The engine simulated, as a system of the lab: the same requests at the same times, on a clock that nobody waits for."""
+"""The simulated engine as a system of the lab: the same requests at the same times, on a clock nobody waits for."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _kv_bytes(target: Target) -> int:
     left = room - weights - step - logits - GRAPHS_BYTES
     if left <= 0:
         raise ConfigError(
-            f"{target.config.model.path} on {ranks} of {target.machine}: weights of {weights / 2**30:.1f} GiB and steps of "
+            f"{config.model.path} on {ranks} of {target.machine}: weights of {weights / 2**30:.1f} GiB and steps of "
             f"{(step + logits + GRAPHS_BYTES) / 2**30:.1f} GiB leave no room for KV in {room / 2**30:.1f} GiB. Raise "
             "engine.parallel.tensor, or quantize the weights"
         )

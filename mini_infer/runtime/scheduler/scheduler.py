@@ -326,17 +326,18 @@ class Scheduler:
 
     def steps_alike(self) -> tuple[Sequence[Request], int]:
         """So many of the next steps would have a token of each of these requests, and nothing else would happen in
-        them, if nobody came: no end, no admission, no want of blocks. None and 0 where the steps in flight are others."""
+        them if nobody came: no end, no admission, no want of blocks. None and 0 where steps in flight are others."""
         running, kv = self._batch.running, self.kv
         waits = self._line.head() is not None
-        if not running or len(running) < len(self._batch) or any(step.rows != running for step in self._planned.values()):
+        others = any(step.rows != running for step in self._planned.values())
+        if not running or len(running) < len(self._batch) or others:
             return (), 0
         if self._speculator.most or (waits and (self._by_priority or self._admission.newcomer() is not None)):
             return (), 0
         if any(request.must_be_read or request.stop_ids for request in running):
             return (), 0
         most = min([r.max_total_tokens - r.num_tokens - max(r.num_in_flight, 1) for r in running])
-        spare = kv.num_free // max(len(running), 1)
+        spare = kv.num_free // len(running)
         return running.copy(), min(most, spare * kv.block_size)
 
     def skip(self, running: Sequence[Request], times: Sequence[float], token: int) -> None:
