@@ -105,7 +105,7 @@ class Calibrate(Experiment):
             raise ConfigError("one process calibrates: set measure.processes=1")
         if self._engine.parallel.replicas > 1 or self._engine.speculation.most:
             raise ConfigError(
-                "one engine that drafts nothing is calibrated: set engine.parallel.replicas=1 and engine/speculation=none"
+                "one engine without drafts is calibrated: set engine.parallel.replicas=1 and engine/speculation=none"
             )
         paths = schema.build(schema.Paths, config.paths, "paths")
         self._folder = costs.FOLDER if paths.recorded else CONF.parent / paths.results / "costs"

@@ -11,10 +11,10 @@ wanted. What comes out is what would have come out; only StepRecords are not mad
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+
+import numpy as np
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import EngineConfig
@@ -30,6 +30,7 @@ from mini_infer.simulation.costs import StepCosts, Work
 from mini_infer.simulation.executor import TOKEN, SimulatedExecutor, VirtualClock
 
 FEWEST_SKIPPED = 3  # steps, for which it is worth looking
+_NO_STEPS, _AHEAD = np.empty(0), np.arange(4096.0)
 _PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
@@ -78,11 +79,11 @@ class Replica:
         self._executor = SimulatedExecutor(costs, limits, self.clock, overlap)
         self._ended = Ended()
         make = partial(_scheduler, config, limits, overlap)
-        self.core = EngineCore(make, self._executor, self.clock, self._ended, records_kept=1)  # type: ignore[arg-type]
+        self.core = EngineCore(make, self._executor, self.clock, self._ended, records_kept=0)  # type: ignore[arg-type]
         if observe is not None:
             self.core.observers.append(observe)
         self._skips = skips
-        self._ends: list[float] = []  # of steps ahead that are alike, as far as they were looked for
+        self._ends = _NO_STEPS  # of steps ahead that are alike, as far as they were looked for
         self._alike: Sequence[Request] = ()
 
     @property
@@ -92,7 +93,7 @@ class Replica:
     @property
     def next_event(self) -> float:
         """The earliest moment at which it does something that anybody could see; it is busy."""
-        return self._ends[-1] if self._ends else self.clock.now
+        return float(self._ends[-1]) if len(self._ends) else self.clock.now
 
     def add(self, request_id: str, prompt: Sequence[int], output_tokens: int, now: float, priority: int = 0) -> Request:
         """A request that arrives at `now`. RequestError where it can never be served."""
@@ -110,8 +111,8 @@ class Replica:
 
     def run(self) -> list[Request]:
         """On to `next_event`, and what comes then: who has ended by it."""
-        if self._ends:
-            self.skip_until(self._ends[-1])
+        if len(self._ends):
+            self.skip_until(self.next_event)
         else:
             self.core.step()
             if self._skips and self.busy:
@@ -121,12 +122,13 @@ class Replica:
 
     def skip_until(self, moment: float) -> None:
         """Takes the steps that begin before `moment`, of those that were looked for."""
-        ends, self._ends = self._ends, []
-        if not ends or moment <= self.clock.now:
+        ends, self._ends = self._ends, _NO_STEPS
+        if not len(ends) or moment <= self.clock.now:
             return
-        count = min(bisect_left(ends, moment) + 1, len(ends))
-        self.core.scheduler.skip(self._alike, ends[:count], TOKEN)
-        self.clock.now = ends[count - 1]
+        count = min(int(ends.searchsorted(moment)) + 1, len(ends))
+        times = ends[:count].tolist()
+        self.core.scheduler.skip(self._alike, times, TOKEN)
+        self.clock.now = times[-1]
         if self._executor.overlap:  # the last of them is under way
             self._executor.shift(self._device_s(count))
 
@@ -134,19 +136,19 @@ class Replica:
         self._alike, most = self.core.scheduler.steps_alike()
         if most < FEWEST_SKIPPED:
             return
-        rows, overlap, executor = len(self._alike), self._executor.overlap, self._executor
+        clock, executor = self.clock, self._executor
         self._context = sum([request.num_computed_tokens for request in self._alike])
-        host = self._costs.host_s(rows)
-        if not overlap:
-            first, last = self._device_s(1), self._device_s(most)
-            laps = [host + first + (last - first) * i / max(most - 1, 1) for i in range(most)]
+        host = self._costs.host_s(len(self._alike))
+        most = min(most, len(_AHEAD))
+        first = self._device_s(1)
+        laps = first + (self._device_s(1 + most) - first) / most * _AHEAD[:most]  # costs are linear in the context
+        if executor.overlap:
+            # The device is at a step already, and its end is read first; then the longer of host and device counts.
+            np.maximum(laps[:-1], host, out=laps[1:])
+            laps[0] = max(host, executor.free_at - clock.now)
         else:
-            # Before the first end is read the device is at a step already; from then on the longer of the two counts.
-            first, last = self._device_s(1), self._device_s(most)
-            laps = [max(host, executor.free_at - self.clock.now)]
-            laps += [max(host, first + (last - first) * i / max(most - 1, 1)) for i in range(most - 1)]
-        ends = list(accumulate(laps, initial=self.clock.now))[1:]
-        self._ends = ends
+            laps += host
+        self._ends = laps.cumsum() + clock.now
 
     def _device_s(self, ahead: int) -> float:
         """Of the step that is planned as the `ahead`-th from now."""
