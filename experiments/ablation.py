@@ -22,7 +22,7 @@ from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.kinds import SERVED
 from experiments.lab.measure.rate_search import Searches
 from experiments.lab.measure.session import Session
-from experiments.lab.measure.simulated import Simulator, limits
+from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import Kind, require_servable
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
@@ -110,7 +110,7 @@ class Ablation(Experiment):
     def measure(self, steps: Steps) -> Findings:
         for cell in self._cells.values():
             if cell.kind is Kind.simulated:
-                limits(self._simulator.costs(cell.engine)[0])  # before anything is measured
+                self._simulator.setup(cell.engine)  # before anything is measured
             elif cell.engine.model.load_format is not LoadFormat.dry:
                 resolve_device(cell.engine.model)  # before anything is loaded
         spec, repeats, device = self.spec, range(self.settings.repeats), hardware.resolve(self.device)

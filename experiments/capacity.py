@@ -19,7 +19,7 @@ from experiments.lab import points, schema
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
-from experiments.lab.measure.simulated import Pass, Simulator, limits, make_cluster
+from experiments.lab.measure.simulated import Pass, Simulator
 from experiments.lab.measure.traces import Served
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
@@ -185,10 +185,9 @@ class Capacity(Experiment):
 
     def _simulated(self, settings: Mapping[str, Any], replicas: int) -> Plan:
         engine = self._engine(settings, replicas)
-        target, found = self._simulator.costs(engine)
-        limits(target)
-        self._sources[f"What steps take: {found.source}."] = None
-        served = Pass(make_cluster(target, found, None, skips=True), self._items).run(self._workload.in_flight)
+        setup = self._simulator.setup(engine)
+        self._sources[f"What steps take: {setup.source}."] = None
+        served = Pass(setup.cluster(), self._items).run(self._workload.in_flight)
         if self._workload.has_ramps:
             served = served.without_ramps()
         values = dict(_values(served, self.spec.slo))

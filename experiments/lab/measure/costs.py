@@ -20,7 +20,7 @@ from experiments.lab.judge import roofline
 from experiments.lab.judge.roofline import StepWork
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.store import result as store
-from mini_infer.core.config import EngineConfig, When
+from mini_infer.core.config import DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
@@ -150,6 +150,24 @@ def _differences(known: CostFile, target: Target) -> list[str]:
     mine, theirs = asdict(target.layout), asdict(known.layout)
     found = [f"{key}={theirs[key]}" for key in mine if mine[key] != theirs[key]]
     return found + ([f"machine={known.machine}"] if known.machine != target.machine else [])
+
+
+class Dry:
+    """The time model of the dry model, which sleeps for as long."""
+
+    def __init__(self, config: DryConfig) -> None:
+        self._config = config
+
+    def device_s(self, work: Work) -> float:
+        config = self._config
+        micros = config.prefill_token_us * work.prompt_tokens + config.decode_token_us * work.decode_tokens
+        return 1e-3 * config.step_ms + 1e-6 * micros
+
+    def host_s(self, rows: int) -> float:
+        return 0.0
+
+    def copy_s(self, blocks: int) -> float:
+        return 0.0
 
 
 class Roofline:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from experiments.lab.measure.schedule import from_outside
-from experiments.lab.measure.simulated import Simulator
+from experiments.lab.measure.simulated import SimulatedSubject, Simulator
 from experiments.lab.measure.subjects import EngineSubject, Kind, Subject, open_subject
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.pool import Lease, Peers
@@ -99,7 +99,7 @@ class Lending:
 
     def _open(self, kind: Kind, config: EngineConfig) -> Subject:
         if kind is Kind.simulated:
-            return self._simulator.open(config)
+            return SimulatedSubject(self._simulator.setup(config))
         if torch.cuda.is_initialized():  # an engine sizes its KV memory by what is free
             gc.collect()
             torch.cuda.empty_cache()

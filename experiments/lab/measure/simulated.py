@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.measure import ceilings, costs, hardware
-from experiments.lab.measure.costs import Found, Target
+from experiments.lab.measure.costs import Target
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.outcomes import Outcomes
 from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
-from mini_infer.core.config import EngineConfig
+from mini_infer.core.config import Device, EngineConfig, LoadFormat, When
 from mini_infer.core.errors import ConfigError, RequestError
 from mini_infer.core.plan import StepRecord
 from mini_infer.core.request import Request
@@ -22,10 +22,38 @@ from mini_infer.modeling.sharding import of_each_rank
 from mini_infer.runtime.worker.limits import Limits, settle_limits
 from mini_infer.serving.router import Router
 from mini_infer.simulation.cluster import Cluster
+from mini_infer.simulation.costs import StepCosts
 from mini_infer.simulation.replica import Replica
 
 CPU_KV_GIB = 0.5  # as an engine on a CPU takes where nothing is said
 GRAPHS_BYTES = 512 * 2**20  # that an engine on a GPU leaves for captured steps
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that a simulated engine is made of.
+
+    Attributes:
+        source: of its costs, for the run's record.
+    """
+
+    config: EngineConfig
+    costs: StepCosts
+    source: str
+    limits: Limits
+    overlap: bool
+
+    def cluster(self, records: list[StepRecord] | None = None, skips: bool = True) -> Cluster:
+        """As many replicas as the settings say.
+
+        Args:
+            records: gets the StepRecords of all of them.
+            skips: see simulation/replica.py.
+        """
+        config, observe = self.config, None if records is None else records.append
+        number = config.parallel.replicas
+        replicas = [Replica(config, self.limits, self.costs, self.overlap, observe, skips) for _ in range(number)]
+        return Cluster(replicas, Router(config.parallel.routing, number, config.cache))
 
 
 @dataclass(frozen=True)
@@ -41,6 +69,23 @@ class Simulator:
     threads: int
     folder: Path = costs.FOLDER
 
+    def setup(self, config: EngineConfig) -> Setup:
+        """Raises ConfigError where the model, or one request, does not fit, or nothing is known of what steps take."""
+        if config.model.load_format is LoadFormat.dry:
+            dry, overlap = config.model.dry, config.scheduler.overlap is When.always
+            plenty = config.scheduler.max_num_seqs * -(-dry.max_model_len // config.cache.block_size)
+            return Setup(
+                config,
+                costs.Dry(dry),
+                "the dry model's own",
+                settle_limits(config, dry.max_model_len, plenty, 0),
+                overlap,
+            )
+        target = self.target(config)
+        settled = _limits(target)
+        found = costs.find(self.folder, target)
+        return Setup(config, found.costs, found.source, settled, target.layout.overlap)
+
     def target(self, config: EngineConfig) -> Target:
         device = costs.device_of(config, simulated=True).type
         if self.chosen.device is not None and self.chosen.device.value != device:
@@ -48,10 +93,10 @@ class Simulator:
                 f"engine.model.device={device}, and the chosen hardware is {self.chosen.machine}, a "
                 f"{self.chosen.device.value}: choose the one of the other"
             )
-        here = costs.device_of(config, simulated=False).type if not self.chosen.machine else device
+        here = device if self.chosen.machine else costs.device_of(config, simulated=False).type
         known = ceilings.find(ceilings.FOLDER, self.chosen, here, self.threads).ceilings
         memory_gib = self.chosen.memory_gib
-        if memory_gib is None and here == "cuda" and not self.chosen.machine:
+        if here == "cuda" and not self.chosen.machine:
             memory_gib = hardware.gpu_memory_gib()
         machine = self.chosen.machine or hardware.name(here)
         spec, dtype = costs.served(config, device)
@@ -59,20 +104,13 @@ class Simulator:
 
     def key(self, config: EngineConfig) -> str:
         """Of the machine, as hardware.key."""
-        target = self.target(config)
-        return "cpu" if target.device == "cpu" else hardware.short_gpu_name(target.machine)
-
-    def costs(self, config: EngineConfig) -> tuple[Target, Found]:
-        target = self.target(config)
-        return target, costs.find(self.folder, target)
-
-    def open(self, config: EngineConfig) -> SimulatedSubject:
-        return SimulatedSubject(*self.costs(config))
+        if config.model.load_format is LoadFormat.dry or not self.chosen.machine:
+            return hardware.key(hardware.resolve(config.model.device))
+        return "cpu" if self.chosen.device is Device.cpu else hardware.short_gpu_name(self.chosen.machine)
 
 
-def limits(target: Target) -> Limits:
-    """As an engine with these settings would find them. Raises ConfigError where the model, or one request, does not
-    fit."""
+def _limits(target: Target) -> Limits:
+    """As an engine with these settings would find them."""
     config, ranks = target.config, target.config.parallel.tensor
     spec = of_each_rank(target.spec, ranks)
     block = spec.kv_layout(target.dtype).bytes_per_block(config.cache.block_size)
@@ -85,8 +123,9 @@ def _kv_bytes(target: Target) -> int:
     if cache.memory_gib is not None or target.device == "cpu":
         return int((cache.memory_gib or CPU_KV_GIB) * 2**30)
     if target.memory_gib is None:
-        raise ConfigError("how much memory the simulated GPU has is not known: choose hardware=..., or set "
-                          "engine.cache.memory_gib")  # fmt: skip
+        raise ConfigError(
+            "how much memory the simulated GPU has is not known: choose hardware=..., or set engine.cache.memory_gib"
+        )
     weights = outline(target.spec, target.dtype).weight_bytes() // ranks
     scheduler, size = config.scheduler, target.dtype.itemsize
     step = scheduler.max_num_batched_tokens * target.spec.activation_width * size // ranks
@@ -102,32 +141,18 @@ def _kv_bytes(target: Target) -> int:
     return left
 
 
-def make_cluster(target: Target, found: Found, records: list[StepRecord] | None, skips: bool) -> Cluster:
-    """As many replicas as the settings say.
-
-    Args:
-        records: gets the StepRecords of all of them.
-        skips: see simulation/replica.py.
-    """
-    config, settled, overlap = target.config, limits(target), target.layout.overlap
-    observe = None if records is None else records.append
-    number = config.parallel.replicas
-    replicas = [Replica(config, settled, found.costs, overlap, observe, skips) for _ in range(number)]
-    return Cluster(replicas, Router(config.parallel.routing, number, config.cache))
-
-
 class SimulatedSubject:
     """One pass is as the next: nothing is compiled, and no machine is busy with others."""
 
-    def __init__(self, target: Target, found: Found) -> None:
-        self._target, self._found = target, found
-        self.about: Mapping[str, Any] = {"steps' times": found.source, "on": target.machine}
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self.about: Mapping[str, Any] = {"steps' times": setup.source}
         self._records: list[StepRecord] = []
         self.forget()
 
     def forget(self) -> None:
-        alone = self._target.config.parallel.replicas == 1  # else their steps are not one engine's
-        self._cluster = make_cluster(self._target, self._found, self._records if alone else None, skips=False)
+        alone = self._setup.config.parallel.replicas == 1  # else their steps are not one engine's
+        self._cluster = self._setup.cluster(self._records if alone else None, skips=False)
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
         self._records.clear()
