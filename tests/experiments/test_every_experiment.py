@@ -55,6 +55,18 @@ OWN = {
         *("~experiment.variants.w4_gptq", "~experiment.variants.w4_gptq_64", "~experiment.variants.w4_gptq_32"),
         *("~experiment.variants.w4_gptq_32z", "~experiment.variants.w4_gptq_kept"),
     ],
+    "simulator_speed": ["experiment.requests=100", "experiment.replicas=[2]", "measure.repeats=1"],
+    "capacity": [
+        *("model=dry", "engine.model.device=cpu", "engine.model.dry.step_ms=2", "engine.cache.memory_gib=null"),
+        *("engine.model.max_model_len=1024", "workload.count=10", "workload.prefix_tokens=64"),
+        "experiment.settings={engine.scheduler.max_num_seqs: [4]}",
+    ],
+    "calibrate": [
+        *("model=tiny", "engine.model.path=tiny-draft", "engine.model.device=cpu", "engine.cache.memory_gib=0.03"),
+        *("engine.model.load_format=auto", "engine.model.hf_config=null", "engine.model.dtype=float32"),
+        *("experiment.rows=[1,2]", "experiment.contexts=[16]", "experiment.prompts=[2,4,8,16,24,32]"),
+        *("experiment.beside=[2]", "experiment.beside_prompts=[4,8,16]"),
+    ],
     "ceilings": ["experiment.mib={cpu: [1]}", "experiment.matmul={cpu: [64]}", "measure.repeats=1"],
     "fused_kernels": [
         *KERNELS,
@@ -103,8 +115,10 @@ PAIRED = {
     "quantization_speed": [],
     "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
 }
+NEEDS_A_TRACE = {"simulator_trace"}  # test_lab_simulated.py makes one up
 COMPUTED = {"mla"}  # by a model with weights, for which the points' prompts are long
 NEEDS_TRITON = {"flash_decode"}  # test_lab_kernels.py runs it in Triton's interpreter
+LEFT_OUT = NEEDS_TRITON | NEEDS_A_TRACE
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +158,7 @@ def _logits_once(*config):
     return next(error for known, error in ERRORS if known == config)
 
 
-@pytest.mark.parametrize(("name", "scale"), [(name, scale) for name, scale in EVERY if name not in NEEDS_TRITON])
+@pytest.mark.parametrize(("name", "scale"), [case for case in EVERY if case[0] not in LEFT_OUT])
 def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
     places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
     chosen = [f"experiment={name}", *([f"scale={scale}"] if scale else [])]

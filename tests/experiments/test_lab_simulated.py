@@ -7,12 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from experiments.ablation import Ablation
 from experiments.capacity import Capacity
 from experiments.lab.judge import prediction
-from experiments.lab.measure import costs, hardware
+from experiments.lab.measure import costs
 from experiments.lab.measure.costs import CostFile, Layout
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.simulated import Simulator
@@ -94,7 +93,7 @@ def test_what_is_predicted_is_what_a_dry_engine_takes(compose_config, virtual_ti
     )
     config.experiment.points, config.experiment.claims = {}, []
     experiment, found = measured(config)
-    assert {row.reason for row in found.rows if not row.valid} <= {reason for reason in _forgiven(found.rows)}
+    assert {row.reason for row in found.rows if not row.valid} <= set(_forgiven(found.rows))
     misses = list(prediction.misses(found.rows, experiment._predictions))
     assert {miss.variant for miss in misses} == {"chunked predicted", "whole predicted", "uncached predicted"}
     assert all(abs(miss.share) < 0.1 for miss in misses), misses
@@ -106,7 +105,9 @@ def _forgiven(rows):
 
 
 def test_any_experiment_can_be_simulated_alone(compose_config) -> None:
-    config = compose_config("experiment=prefix_cache", "system=simulated", *DRY, "workload.count=6", "measure.repeats=1")
+    config = compose_config(
+        "experiment=prefix_cache", "system=simulated", *DRY, "workload.count=6", "measure.repeats=1"
+    )
     config.experiment.points, config.experiment.claims, config.experiment.timeline = {}, [], None
     experiment, found = measured(config)
     assert set(experiment.variants) == {"off", "on"}
@@ -180,5 +181,3 @@ def test_bad_plans_are_refused(compose_config) -> None:
         plan(compose_config, "experiment.slo={ttft_ms: null, tpot_ms: null}")
     with pytest.raises(ConfigError, match="the engine has no setting engine.scheduler.wrong"):
         plan(compose_config, "experiment.settings={engine.scheduler.wrong: [1]}")
-
-
