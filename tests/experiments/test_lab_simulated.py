@@ -1,4 +1,4 @@
-"""The simulated engine as a system of the lab: costs found and refused, predictions beside measurements, the planner."""
+"""The simulated engine as a system of the lab: costs found or refused, predictions beside measurements, a planner."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_layout_that_does_not_fit_is_refused(compose_config) -> None:
         Simulator(small, 1).setup(engine)
     shared = dataclasses.replace(engine, parallel=ParallelConfig(tensor=2))
     assert Simulator(dataclasses.replace(small, memory_gib=14.0), 1).setup(shared).limits.num_blocks > 1000
-    with pytest.raises(ConfigError, match="device=cuda, and the chosen hardware is .*, a cpu"):
+    with pytest.raises(ConfigError, match=r"device=cuda, and the chosen hardware is .*, a cpu"):
         Simulator(Hardware("a CPU", device=Device.cpu), 1).setup(engine)
 
 
@@ -130,7 +130,7 @@ def test_a_trace_is_simulated_too(compose_config, tmp_path: Path) -> None:
     found = measured(config)[1]
     assert next(row.value for row in found.rows if row.metric == "output_tokens_per_s") > 0
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines[:3], lines[9], *lines[3:]]))
-    with pytest.raises(ConfigError, match="line 6: it is 6.000 s earlier than the line before it"):
+    with pytest.raises(ConfigError, match=r"line 6: it is 6\.000 s earlier than the line before it"):
         measured(config)
 
 
@@ -179,5 +179,5 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
 def test_bad_plans_are_refused(compose_config) -> None:
     with pytest.raises(ConfigError, match=r"experiment\.slo has no bound"):
         plan(compose_config, "experiment.slo={ttft_ms: null, tpot_ms: null}")
-    with pytest.raises(ConfigError, match="the engine has no setting engine.scheduler.wrong"):
+    with pytest.raises(ConfigError, match=r"the engine has no setting engine\.scheduler\.wrong"):
         plan(compose_config, "experiment.settings={engine.scheduler.wrong: [1]}")
