@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from experiments.lab import points, schema
+from experiments.lab import axes, points, schema
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
@@ -106,7 +106,7 @@ class Capacity(Experiment):
         self._config = schema.of_points(config)
         self._workload = schema.workload(config)
         self._base = {key: _known(self._config, key) for key in self.spec.settings}
-        self._simulator = Simulator(self.chosen, self.threads, schema.CONF.parent / self.settings.costs)
+        self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         self.metrics = {"gpus": GPUS, **{name: formulas.describe(name) for name in OF_PASS}}
         formulas.require_known(OF_PASS, self.spec.slo)
         self._plans: dict[tuple[Any, ...], Plan | str] = {}  # by settings: or why they cannot be had

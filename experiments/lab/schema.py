@@ -105,6 +105,7 @@ class Paths:
         return self.results == RECORDED["paths.results"]
 
 
+OF_SCALES = {"keep_engines", "gate_logit_error"}  # what a scale says to whoever has several engines
 RECORDED = {"paths.results": "results", "paths.reports": "reports"}  # what --record stands for
 
 
@@ -182,6 +183,8 @@ def experiment_spec(cls: type[Spec], config: DictConfig) -> Spec:
     """What the YAML says under `experiment`, beside the class that runs it."""
     values = plain(config.experiment)
     del values["_target_"]
+    for name in OF_SCALES - {f.name for f in fields(cls)}:
+        values.pop(name, None)
     return build(cls, values, "experiment")
 
 

@@ -144,40 +144,42 @@ def test_remarks_name_the_worst_and_those_that_missed() -> None:
     labels = {"a": "A", "a predicted": "A, predicted"}
     (worst,) = prediction.remarks(rows, {"a predicted": "a"}, labels)
     assert worst == (
-        "Of 2 predictions 1 lie within 10% of what was measured; the worst misses the inter-token latency, median gap of "
-        "A, predicted at load by -20.0%."
+        "Of 2 predictions 1 lie within 10% of what was measured; the worst misses the inter-token latency, median gap "
+        "of A, predicted at load by -20.0%."
     )
     assert prediction.remarks(rows[:4], {"a predicted": "a"}, labels) == []
 
 
 PLAN = ["experiment=capacity", *DRY, *FEW, "workload.count=60", "workload.rate_per_s=60"]
+SLOTS = {"engine.scheduler.max_num_seqs": [2, 8]}
 
 
-def plan(compose_config, *overrides: str):
-    experiment, found = measured(compose_config(*PLAN, *overrides), Capacity)
-    return experiment, found, {point.name: point.values for point in found.points}
+def plan(compose_config, settings=SLOTS, slo=(60, 12), **changes):
+    config = compose_config(*PLAN)
+    config.experiment.settings = settings
+    config.experiment.slo = dict(zip(("ttft_ms", "tpot_ms"), slo, strict=True))
+    config.experiment.update(changes)
+    return measured(config, Capacity)[1]
 
 
 def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
-    slo = ["experiment.slo={ttft_ms: 60, tpot_ms: 12}", "experiment.settings={engine.scheduler.max_num_seqs: [2, 8]}"]
-    _, found, points = plan(compose_config, *slo)
+    found = plan(compose_config)
     best = found.points[0]
     (share,) = (row.value for row in found.rows if row.metric == "slo_share" and row.point == best.name)
     assert share >= 0.9
-    answer = found.notes[0]
     count = best.values["engine.parallel.replicas"]
-    assert re.match(rf"The fewest: {count} GPUs, max_num_seqs=8", answer)
-    assert f"mini-infer-serve --model dry --parallel.replicas {count}" in answer
-    fewer = [*slo, f"experiment.most_replicas={count - 1}"]
-    _, without, _ = plan(compose_config, *fewer)
-    assert without.notes[0].startswith("Nothing keeps TTFT 60 ms and TPOT 12 ms for 90% of the requests")
-    assert "The nearest is max_num_seqs=8" in without.notes[0]
+    assert count > 1
+    assert re.match(rf"The fewest: {count} GPUs, max_num_seqs=8", found.notes[0])
+    assert f"mini-infer-serve --model dry --parallel.replicas {count}" in found.notes[0]
     assert any(note.startswith("scheduler.max_num_seqs, all else as in the winner") for note in found.notes)
-    assert len(points) == 2
+    assert len(found.points) == 2
+    fewer = plan(compose_config, most_replicas=count - 1).notes[0]
+    assert fewer.startswith("Nothing keeps TTFT 60 ms and TPOT 12 ms for 90% of the requests")
+    assert "The nearest is max_num_seqs=8" in fewer
 
 
 def test_bad_plans_are_refused(compose_config) -> None:
     with pytest.raises(ConfigError, match=r"experiment\.slo has no bound"):
-        plan(compose_config, "experiment.slo={ttft_ms: null, tpot_ms: null}")
+        plan(compose_config, slo=(None, None))
     with pytest.raises(ConfigError, match=r"the engine has no setting engine\.scheduler\.wrong"):
-        plan(compose_config, "experiment.settings={engine.scheduler.wrong: [1]}")
+        plan(compose_config, settings={"engine.scheduler.wrong": [1]})
