@@ -150,7 +150,7 @@ def test_remarks_name_the_worst_and_those_that_missed() -> None:
     assert prediction.remarks(rows[:4], {"a predicted": "a"}, labels) == []
 
 
-PLAN = ["experiment=capacity", *DRY, *FEW, "workload.count=60", "workload.rate_per_s=60"]
+PLAN = ["experiment=capacity", *DRY, *FEW, "workload.count=60", "workload.rate_per_s=200"]
 SLOTS = {"engine.scheduler.max_num_seqs": [2, 8]}
 
 
