@@ -13,14 +13,16 @@ from omegaconf import DictConfig
 from experiments.lab import axes, points, schema
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.experiment import Experiment, Findings
-from experiments.lab.judge import formulas, logit_gate
+from experiments.lab.judge import formulas, logit_gate, prediction
 from experiments.lab.judge.exact_gate import ExactGate
 from experiments.lab.judge.gate import Gate
 from experiments.lab.measure import ceilings, cells, hardware, rounds
 from experiments.lab.measure.cells import Cell
+from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.kinds import SERVED
 from experiments.lab.measure.rate_search import Searches
 from experiments.lab.measure.session import Session
+from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import Kind, require_servable
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
@@ -53,7 +55,12 @@ class Ablation(Experiment):
         system = Kind.http if config.axes.via == axes.URL else self.settings.system
         if system is not None:
             spec = spec.served_by(system)
-        self.device = schema.engine_config(config.engine).model.device
+        if self.settings.predict:
+            spec = spec.with_predictions()
+        self._simulated = all((changes or {}).get("kind") == Kind.simulated for changes in spec.variants.values())
+        # What is only simulated asks nothing of this machine.
+        self.device = Device.cpu if self._simulated else schema.engine_config(config.engine).model.device
+        self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         again = self.settings.aa
         if again is Again.always or (again is Again.auto and hardware.resolve(self.device) == "cuda"):
             spec, self.aa = spec.with_baseline_again()
@@ -102,7 +109,9 @@ class Ablation(Experiment):
 
     def measure(self, steps: Steps) -> Findings:
         for cell in self._cells.values():
-            if cell.engine.model.load_format is not LoadFormat.dry:
+            if cell.kind is Kind.simulated:
+                self._simulator.setup(cell.engine)  # before anything is measured
+            elif cell.engine.model.load_format is not LoadFormat.dry:
                 resolve_device(cell.engine.model)  # before anything is loaded
         spec, repeats, device = self.spec, range(self.settings.repeats), hardware.resolve(self.device)
         # Of a share of idle time every repeat counts; else profiles are looked at, and one is enough.
@@ -112,7 +121,8 @@ class Ablation(Experiment):
         grid = {point.name for point in self._grid}
         passes = sum(1 for variant, point in self._cells if point in grid and variant not in self._left_out)
         steps.plan(len(repeats) * passes + (len(searched) * spec.search.steps + len(profiled)) * len(self._alone))
-        known = ceilings.find(ceilings.FOLDER, self.chosen, device, self.threads)
+        computed_on = device_of(self._cell(spec.baseline, self._grid[0]).engine, self._simulated).type
+        known = ceilings.find(ceilings.FOLDER, self.chosen, computed_on, self.threads)
         vocabulary = ModelVocabulary(self._cell(spec.baseline, self._grid[0]).engine.model)
         inputs = {point.name: self._inputs(point, vocabulary) for point in self._grid}
         terms = Terms(
@@ -126,7 +136,9 @@ class Ablation(Experiment):
             timeline=self._timeline,
         )
         with closing(
-            Session(terms, self._cells, len(repeats), steps, spec, self._peers, self.aa, self._left_out)
+            Session(
+                terms, self._cells, len(repeats), steps, spec, self._peers, self._simulator, self.aa, self._left_out
+            )
         ) as session:
             error_gates = logit_gate.gates(self._gated, spec.gate_logit_error) if spec.gate_logit_error else []
             exact_gates = self._exact_gates(device, inputs)
@@ -149,11 +161,12 @@ class Ablation(Experiment):
         ledger = session.ledger
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in spec.search.points} - searches.visited
-        notes = [*ledger.notes, *session.notes]
+        rows = [row for found in ledger.rounds for row in found.rows]
+        notes = [*ledger.notes, *session.notes, *prediction.remarks(rows, self._predictions, self.variants)]
         if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(
-            rows=[*(row for found in ledger.rounds for row in found.rows), *searches.rows, *session.profile_rows],
+            rows=[*rows, *searches.rows, *session.profile_rows],
             gates=[*exact_gates, *ledger.gates(compared)],
             samples=self._samples(inputs, session, vocabulary),
             status=outcome.status,
@@ -171,6 +184,24 @@ class Ablation(Experiment):
             points=[point for point in self.points if point.name not in not_visited],
             gpu=session.gpu,
         )
+
+    @property
+    def hardware_key(self) -> str:
+        if not self._simulated:
+            return super().hardware_key
+        return f"simulated-{self._simulator.key(self._cell(self.spec.baseline, self._grid[0]).engine)}"
+
+    @property
+    def _predictions(self) -> dict[str, str]:
+        """Simulated variant -> the measured one of the same settings."""
+        at = [self._cell(variant, self._grid[0]) for variant in self._alone]
+        measured = [cell for cell in at if cell.kind in (Kind.engine, Kind.served)]
+        return {
+            cell.variant: other.variant
+            for cell in at
+            for other in measured
+            if cell.kind is Kind.simulated and cell.engine == other.engine
+        }
 
     @property
     def _alone(self) -> list[str]:
@@ -268,7 +299,7 @@ def _variant(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple
     settings = {key: value for key, value in changes.items() if key not in VARIANT_KEYS}
     if config.axes.via == axes.HTTP:
         kind = SERVED.get(kind, kind)
-        if not (kind.can.over_http or kind.can.client_of):
+        if not (kind.can.over_http or kind.can.client_of or kind is Kind.simulated):
             raise ConfigError(f"{where}: {kind.label} is not served over HTTP by us: start its server, and ask it with "
                               "via=url peers.http.url=...")  # fmt: skip
     return kind, schema.engine_config(schema.merged(config.engine, settings, where))

@@ -86,11 +86,24 @@ class AblationSpec(ExperimentSpec):
         label = f"{changes.get('label') or self.baseline.replace('_', ' ')} again"
         return replace(self, variants={**self.variants, name: {**changes, "label": label}}), name
 
+    def with_predictions(self) -> AblationSpec:
+        """With a simulated engine behind each variant that is one of ours."""
+        variants = dict[str, Any]()
+        for name, changes in self.variants.items():
+            variants[name] = changes
+            if (changes or {}).get("kind", "engine") == Kind.engine:
+                label = f"{(changes or {}).get('label') or name.replace('_', ' ')}, predicted"
+                variants[f"{name} predicted"] = {**(changes or {}), "kind": Kind.simulated.value, "label": label}
+        return replace(self, variants=variants)
+
     def served_by(self, kind: Kind) -> AblationSpec:
         """The same workload, points and metrics with this system alone: by its own variants, or by a new one."""
-        names = [name for name, changes in self.variants.items() if (changes or {}).get("kind", "engine") == kind]
-        new = {kind.value: {"kind": kind.value, "label": kind.label}}
-        variants = {name: self.variants[name] for name in names} or new
+        kinds = {name: (changes or {}).get("kind", "engine") for name, changes in self.variants.items()}
+        variants = {name: self.variants[name] for name, own in kinds.items() if own == kind}
+        if kind is Kind.simulated:
+            ours = (name for name, own in kinds.items() if own in (Kind.engine, Kind.served))
+            variants |= {name: {**(self.variants[name] or {}), "kind": kind.value} for name in ours}
+        variants = variants or {kind.value: {"kind": kind.value, "label": kind.label}}
         baseline = self.baseline if self.baseline in variants else next(iter(variants))
         kept = tuple(name for name in self.metrics if name not in formulas.OF_PROFILES)
         claims = tuple(
@@ -98,6 +111,7 @@ class AblationSpec(ExperimentSpec):
             for claim in self.claims
             if claim.variant in variants
             and claim.metric in kept
+            and kind is not Kind.simulated  # which proves nothing
             and (baseline == self.baseline or claim.against or claim.ratio_at_least is claim.ratio_at_most is None)
         )
         plots = (replace(p, panels=tuple(x for x in p.panels if x.metric in kept)) for p in self.plots)

@@ -35,7 +35,7 @@ def groups(conf: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(conf.rglob("[!_]*.yaml")):
         group = path.parent.relative_to(conf).as_posix()
-        if group not in (".", "experiment"):
+        if group not in (".", "experiment", "costs"):  # which is read, not chosen
             found.setdefault(group, []).append(path.stem)
     return found
 

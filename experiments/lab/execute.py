@@ -55,7 +55,6 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     with Steps(name) as steps:
         findings = processes.measure(config, steps)
     experiment.finish(findings)
-    device = hardware.resolve(experiment.device)
     origin = Provenance(
         command=_command(overrides, paths),
         started=started.isoformat(timespec="seconds"),
@@ -63,9 +62,9 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
         commit=commit,
         clean=clean,
         versions=provenance.versions(),
-        device=hardware.facts(device),
+        device=hardware.facts(hardware.resolve(experiment.device)),
     )
-    result = _result(experiment, findings, name, hardware.key(device), run, origin, settled)
+    result = _result(experiment, findings, name, experiment.hardware_key, run, origin, settled)
     results, reports = root / paths.results, root / paths.reports
     written = _store(results, result)
     path = _report(results, reports, written, store.page_name(result.info))

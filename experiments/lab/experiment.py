@@ -14,6 +14,7 @@ from experiments.lab.judge import claims
 from experiments.lab.judge.claims import Claim
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
+from experiments.lab.measure import hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.steps import RequestRow, StepRow
@@ -90,6 +91,11 @@ class Experiment:
             points=made.claimable,
         )
         return made
+
+    @property
+    def hardware_key(self) -> str:
+        """The folder of its results."""
+        return hardware.key(hardware.resolve(self.device))
 
     @property
     def claimable(self) -> Sequence[Point]:

@@ -77,6 +77,8 @@ class Measure:
     seed: int = 0  # of prompts, lengths and the order of everything random
     threads: int | None = None  # of torch, for all variants alike; default: what torch chooses
     system: Kind | None = None  # the only one to measure; default: the experiment's variants
+    predict: bool = False  # beside each variant of the engine, what a simulated one would do
+    costs: str = "conf/costs"  # folder of what a simulated engine's steps take
     points: dict[str, Any] = field(default_factory=dict)  # axis of experiment.points -> the values to measure instead
 
     def __post_init__(self) -> None:
@@ -103,6 +105,7 @@ class Paths:
         return self.results == RECORDED["paths.results"]
 
 
+OF_SCALES = {"keep_engines", "gate_logit_error"}  # what a scale says to whoever has several engines
 RECORDED = {"paths.results": "results", "paths.reports": "reports"}  # what --record stands for
 
 
@@ -180,6 +183,8 @@ def experiment_spec(cls: type[Spec], config: DictConfig) -> Spec:
     """What the YAML says under `experiment`, beside the class that runs it."""
     values = plain(config.experiment)
     del values["_target_"]
+    for name in OF_SCALES - {f.name for f in fields(cls)}:
+        values.pop(name, None)
     return build(cls, values, "experiment")
 
 

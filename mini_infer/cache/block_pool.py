@@ -40,11 +40,14 @@ class BlockPool:
         """Takes `count` blocks with one reference each; None, and nothing taken, when there are not enough."""
         if count > self.num_free:
             return None
-        taken = []
-        for _ in range(count):
-            block = self._blank.pop() if self._blank else self._evict()
-            self._ref_counts[block] = 1
-            taken.append(block)
+        blank, ref_counts = self._blank, self._ref_counts
+        first = max(0, len(blank) - count)
+        taken = blank[first:]
+        taken.reverse()  # it is a stack
+        del blank[first:]
+        taken += [self._evict() for _ in range(count - len(taken))]
+        for block in taken:
+            ref_counts[block] = 1
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -58,19 +61,22 @@ class BlockPool:
     def release(self, blocks: list[int]) -> None:
         """Gives back one reference of each block of a table, the last first: so a chain is evicted from its end, and
         what remains of it can still be hit."""
+        ref_counts, hashes, blank, cached = self._ref_counts, self._hashes, self._blank, self._cached
         for block in reversed(blocks):
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                if self._hashes[block] is None:
-                    self._blank.append(block)
+            count = ref_counts[block] = ref_counts[block] - 1
+            if count == 0:
+                if hashes[block] is None:
+                    blank.append(block)
                 else:
-                    self._cached[block] = None
+                    cached[block] = None
 
-    def register(self, block: int, block_hash: bytes) -> None:
-        """Makes a referenced block findable. The first block of equal content stays the one that is found."""
-        if self._hashes[block] is None and block_hash not in self._block_of_hash:
-            self._hashes[block] = block_hash
-            self._block_of_hash[block_hash] = block
+    def register(self, blocks: Iterable[int], block_hashes: Iterable[bytes]) -> None:
+        """Makes referenced blocks findable. The first block of equal content stays the one that is found."""
+        hashes, block_of_hash = self._hashes, self._block_of_hash
+        for block, block_hash in zip(blocks, block_hashes, strict=True):
+            if hashes[block] is None and block_hash not in block_of_hash:
+                hashes[block] = block_hash
+                block_of_hash[block_hash] = block
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """Blocks of the longest leading run of `hashes` that the pool still holds."""

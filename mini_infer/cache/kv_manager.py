@@ -113,8 +113,8 @@ class KVManager:
             return
         if self.prefix_caching:
             self._extend_hashes(request, full)
-            for index in range(request.num_committed_blocks, full):
-                self._pool.register(request.block_table[index], request.block_hashes[index])
+            new = slice(request.num_committed_blocks, full)
+            self._pool.register(request.block_table[new], request.block_hashes[new])
         request.num_committed_blocks = full
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:

@@ -129,6 +129,17 @@ class StepPlan(NamedTuple):
     def num_prefill_tokens(self) -> int:
         return sum(self.counts[self.num_decode_rows :])
 
+    @property
+    def decode_context(self) -> int:
+        """KV slots that the running requests' rows attend to, their own tokens' among them."""
+        return sum(self.starts[: self.num_decode_rows]) + sum(self.counts[: self.num_decode_rows])
+
+    @property
+    def prompt_pairs(self) -> int:
+        """(query, key) pairs of the attention of prompt rows."""
+        rows = zip(self.starts[self.num_decode_rows :], self.counts[self.num_decode_rows :], strict=True)
+        return sum([count * start + count * (count + 1) // 2 for start, count in rows])
+
     def num_blocks_moved(self, to_host: bool) -> int:
         return sum(len(transfer.pairs) for transfer in self.transfers if transfer.to_host is to_host)
 
@@ -195,6 +206,8 @@ class StepRecord(NamedTuple):
     dropped_rows: int = 0  # of requests whose end was read after the step was launched: nobody got their tokens
     # By layer with experts, and by expert: the tokens that went there. Empty without model.count_experts.
     expert_tokens: tuple[tuple[int, ...], ...] = ()
+    decode_context: int = 0  # as of a StepPlan, like the next: what simulation/costs.py is fitted to
+    prompt_pairs: int = 0
 
     @property
     def decode_rows(self) -> int:

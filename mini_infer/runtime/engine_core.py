@@ -142,13 +142,15 @@ class EngineCore:
     def _observe(
         self, step: _InFlightStep, result: StepResult, updates: Sequence[TokenUpdate], num_dropped: int, end: float
     ) -> None:
+        (schedule_s, execute_s, update_s), self._seconds = self._seconds, [0.0, 0.0, 0.0]
+        ended, self._ended = self._ended, []
+        if not self.observers and not self.records.maxlen:
+            return  # nobody would read it
         plan, scheduler = step.plan, self.scheduler
         drafted, accepted = ((), ()) if step.handle is None else count_drafts(plan, result)
         decode_tokens = bisect_left(updates, plan.num_decode_rows, key=_row_of)  # updates are in the order of rows
-        (schedule_s, execute_s, update_s), self._seconds = self._seconds, [0.0, 0.0, 0.0]
         in_step = [request for request, _, _ in updates if request.finish_reason is not None]
         by_text = [r for r in in_step if r.finish_reason is FinishReason.error]
-        ended, self._ended = self._ended, []
         record = StepRecord(
             step=plan.step,
             start_time=self._start,
@@ -178,6 +180,8 @@ class EngineCore:
             draft_s=result.draft_s,
             dropped_rows=plan.num_decode_rows - decode_tokens,
             expert_tokens=result.expert_tokens,
+            decode_context=plan.decode_context,
+            prompt_pairs=plan.prompt_pairs,
         )
         self.records.append(record)
         for observer in self.observers:

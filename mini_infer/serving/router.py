@@ -166,15 +166,19 @@ class Router:
         turn = self._num_routes % len(among)
         if self._round_robin:
             return among[turn], 0
-        least = min(replicas[number].load for number in among)
+        loads = [replicas[number].load for number in among]
+        least = min(loads)
         if not chain:
             in_turn = (*among[turn:], *among[:turn])
             return next(number for number in in_turn if replicas[number].load == least), 0
         most = least * OVERLOAD_RATIO + OVERLOAD_REQUESTS
-        depths = {number: replicas[number].depth(chain) for number in among if replicas[number].load <= most}
-        deepest = max(depths.values())
-        equal = [number for number, depth in depths.items() if depth == deepest]
+        equal, deepest, first = [number for number, load in zip(among, loads, strict=True) if load <= most], 0, chain[0]
+        holding = [number for number in equal if first in replicas[number].chunks]  # of a thousand replicas but a few
+        if holding:
+            depths = [replicas[number].depth(chain) for number in holding]
+            deepest = max(depths)
+            equal = [number for number, depth in zip(holding, depths, strict=True) if depth == deepest]
         if len(equal) > 1:
             key = chain[min(deepest, len(chain) - 1)]  # the first chunk that nobody holds
-            equal = sorted(equal, key=lambda number: hash((number, key)))[: self._num_named]
-        return min(equal, key=lambda number: replicas[number].load), deepest
+            equal = [number for _, number in sorted([(hash((number, key)), number) for number in equal])]
+        return min(equal[: self._num_named], key=lambda number: replicas[number].load), deepest

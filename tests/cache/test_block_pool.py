@@ -22,8 +22,8 @@ def test_released_blocks_are_found_again_until_they_are_evicted() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(2)
     assert blocks is not None
-    pool.register(blocks[0], b"a")
-    pool.register(blocks[1], b"b")
+    pool.register([blocks[0]], [b"a"])
+    pool.register([blocks[1]], [b"b"])
     pool.release(blocks)
     assert pool.num_cached == pool.num_free == 2
     assert pool.find([b"a", b"b", b"c"]) == blocks
@@ -37,7 +37,7 @@ def test_eviction_takes_the_least_recently_used() -> None:
     pool = BlockPool(3)
     for name in (b"a", b"b", b"c"):
         (block,) = pool.allocate(1) or []
-        pool.register(block, name)
+        pool.register([block], [name])
     for block in (0, 1, 2):
         pool.release([block])
     pool.share(pool.find([b"a"]))
@@ -49,7 +49,7 @@ def test_eviction_takes_the_least_recently_used() -> None:
 def test_blank_blocks_are_taken_before_cached_ones() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(2) or []
-    pool.register(blocks[0], b"a")
+    pool.register([blocks[0]], [b"a"])
     pool.release(blocks)
     pool.allocate(2)
     assert pool.num_evictions == 0
@@ -59,7 +59,7 @@ def test_blank_blocks_are_taken_before_cached_ones() -> None:
 def test_shared_block_stays_until_its_last_holder_leaves() -> None:
     pool = BlockPool(2)
     (block,) = pool.allocate(1) or []
-    pool.register(block, b"a")
+    pool.register([block], [b"a"])
     pool.share([block])
     pool.release([block])
     assert pool.num_free == 1
@@ -71,8 +71,8 @@ def test_shared_block_stays_until_its_last_holder_leaves() -> None:
 def test_first_block_of_equal_content_is_the_one_that_is_found() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2) or []
-    pool.register(first, b"a")
-    pool.register(second, b"a")
+    pool.register([first], [b"a"])
+    pool.register([second], [b"a"])
     assert pool.find([b"a"]) == [first]
     pool.release([first, second])
     assert pool.num_cached == 1
@@ -93,7 +93,7 @@ def test_first_block_of_equal_content_is_the_one_that_is_found() -> None:
 def test_integrity_check_finds_planted_damage(damage, message: str) -> None:
     pool = BlockPool(4)
     (block,) = pool.allocate(1) or []
-    pool.register(block, b"a")
+    pool.register([block], [b"a"])
     check_pool(pool, [[block]])
     damage(pool)
     with pytest.raises(AssertionError, match=message):
@@ -135,7 +135,7 @@ class PoolMachine(RuleBasedStateMachine):
     def register(self, table: list[int], index: int) -> None:
         if any(table is other for other in self.live) and index < len(table):
             self.num_hashes += 1
-            self.pool.register(table[index], str(self.num_hashes % 11).encode())
+            self.pool.register([table[index]], [str(self.num_hashes % 11).encode()])
 
     @rule(table=consumes(tables))
     def release(self, table: list[int]) -> None:

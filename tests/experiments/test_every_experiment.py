@@ -55,6 +55,17 @@ OWN = {
         *("~experiment.variants.w4_gptq", "~experiment.variants.w4_gptq_64", "~experiment.variants.w4_gptq_32"),
         *("~experiment.variants.w4_gptq_32z", "~experiment.variants.w4_gptq_kept"),
     ],
+    "simulator_speed": ["experiment.requests=100", "experiment.replicas=[2]", "measure.repeats=1"],
+    "capacity": [
+        *("model=dry", "engine.model.device=cpu", "engine.model.dry.step_ms=2", "engine.cache.memory_gib=null"),
+        *("engine.model.max_model_len=1024", "workload.count=10", "workload.prefix_tokens=64"),
+    ],
+    "calibrate": [
+        *("model=tiny", "engine.model.path=tiny-draft", "engine.model.device=cpu", "engine.cache.memory_gib=0.03"),
+        *("engine.model.load_format=auto", "engine.model.hf_config=null", "engine.model.dtype=float32"),
+        *("experiment.rows=[1,2]", "experiment.contexts=[16]", "experiment.prompts=[2,4,8,16,24,32]"),
+        *("experiment.beside=[2]", "experiment.beside_prompts=[4,8,16]"),
+    ],
     "ceilings": ["experiment.mib={cpu: [1]}", "experiment.matmul={cpu: [64]}", "measure.repeats=1"],
     "fused_kernels": [
         *KERNELS,
@@ -103,8 +114,10 @@ PAIRED = {
     "quantization_speed": [],
     "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
 }
+NEEDS_A_TRACE = {"simulator_trace"}  # test_lab_simulated.py makes one up
 COMPUTED = {"mla"}  # by a model with weights, for which the points' prompts are long
 NEEDS_TRITON = {"flash_decode"}  # test_lab_kernels.py runs it in Triton's interpreter
+LEFT_OUT = NEEDS_TRITON | NEEDS_A_TRACE
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +157,7 @@ def _logits_once(*config):
     return next(error for known, error in ERRORS if known == config)
 
 
-@pytest.mark.parametrize(("name", "scale"), [(name, scale) for name, scale in EVERY if name not in NEEDS_TRITON])
+@pytest.mark.parametrize(("name", "scale"), [case for case in EVERY if case[0] not in LEFT_OUT])
 def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
     places = [f"paths.{place}={tmp_path / place}" for place in ("results", "reports")]
     chosen = [f"experiment={name}", *([f"scale={scale}"] if scale else [])]
@@ -158,6 +171,7 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
             "model=dry",
             "engine.model.device=cpu",
             "engine.model.dry.max_model_len=2048",
+            f"engine.model.dry.step_ms={int(name.startswith('simulator'))}",  # what takes no time has no rates
             "measure.repeats=1",
             *FEW[_kind(compose_config(*chosen))],
         ]
@@ -170,7 +184,7 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
             config.experiment.points = {}
         if "search" in config.experiment:
             config.experiment.search.update({"low_per_s": 200, "high_per_s": 800, "steps": 2})
-        if config.experiment.get("keep_engines"):
+        if config.experiment.get("keep_engines") and name not in OWN:
             config.engine.model.max_model_len = min(config.engine.model.max_model_len or 2048, 2048)
             _leave_out_the_gpu(config.experiment)
     typed = [*chosen, "engine.model.device=cpu"]  # or hardware=h200 would say where; what is few was no setting
@@ -219,5 +233,5 @@ def _leave_out_the_gpu(experiment) -> None:
 
 
 def _tables(tmp_path: Path, name: str) -> list[Path]:
-    found = (tmp_path / "results" / name).glob("*/cpu/*.csv")
+    found = (tmp_path / "results" / name).glob("*/*cpu/*.csv")  # or simulated-cpu
     return [path for path in found if not path.name.endswith((".steps.csv", ".requests.csv"))]

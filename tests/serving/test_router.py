@@ -219,7 +219,7 @@ class Replicas:
             self._end(next(i for i, running in enumerate(self._running) if running[1].replica == route.replica))
         blocks = [*blocks, *taken]
         for block, block_hash in zip(blocks, hashes, strict=False):
-            pool.register(block, block_hash)
+            pool.register([block], [block_hash])
         self._tokens += len(token_ids)
         self._hits += cached
         self.served[route.replica] += 1

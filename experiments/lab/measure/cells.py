@@ -12,6 +12,7 @@ from experiments.lab.judge import formulas, roofline, validity
 from experiments.lab.judge.metrics import SLO, Context, Missing
 from experiments.lab.judge.timing import Evidence
 from experiments.lab.measure.clocks import Drift, Watch
+from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.measure.lending import Lending
 from experiments.lab.measure.subjects import Kind
@@ -86,7 +87,8 @@ def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Co
     if ceilings is None:
         return Context(slo, None, problem)
     spec = load_spec(cell.engine.model)
-    dtype = resolve_dtype(cell.engine.model, spec, resolve_device(cell.engine.model))
+    device = device_of(cell.engine, simulated=cell.kind is Kind.simulated)
+    dtype = resolve_dtype(cell.engine.model, spec, device)
     return Context(slo, lambda records: roofline.floors(spec, dtype, records, ceilings))
 
 
@@ -100,6 +102,8 @@ def tokens_must_agree(cell: Cell) -> bool:
     """Whether greedy tokens must be the baseline's and the same in every repeat: on a CPU in fp32, unless somebody
     draws random weights of its own or accepts drafts by decree. Elsewhere rounding chooses: ExactGate is for that."""
     model = cell.engine.model
+    if cell.kind is Kind.simulated:
+        return False
     if model.load_format is LoadFormat.dry:
         return True
     if cell.engine.speculation.method is SpeculationMethod.synthetic:

@@ -15,6 +15,7 @@ class Kind(str, Enum):
     vllm_served = "vllm_served"  # vLLM behind its own
     served_bench = "served_bench"  # the load of `vllm bench serve` on `served`
     vllm_bench = "vllm_bench"  # and on `vllm_served`
+    simulated = "simulated"  # mini-infer on a virtual clock, whose steps take what they are known to take
     http = "http"  # any server that speaks the OpenAI API, at peers.http.url
 
     @property
@@ -90,6 +91,7 @@ SYSTEMS = {
         always_apart=True,
         needs_gpu=True,
     ),
+    Kind.simulated: System("mini-infer, simulated", steps=True, caches=True),
     Kind.http: System("an OpenAI server", over_http=True, own_weights=True, always_apart=True, elsewhere=True),
 }
 SERVED = {Kind.engine: Kind.served, Kind.vllm: Kind.vllm_served}  # behind its own HTTP server

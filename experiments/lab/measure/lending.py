@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from experiments.lab.measure.schedule import from_outside
+from experiments.lab.measure.simulated import SimulatedSubject, Simulator
 from experiments.lab.measure.subjects import EngineSubject, Kind, Subject, open_subject
 from experiments.lab.measure.traces import Served
 from experiments.lab.peers.pool import Lease, Peers
@@ -58,15 +59,17 @@ class Lending:
         keep: what was opened for a variant stays open, whatever else runs meanwhile, until `close`. Its settings may
             then not change.
         peers: those that have processes of their own.
+        simulator: of the others.
 
     Attributes:
         about: of each variant, its peer's version and settings (of one whose settings differ between points, several),
             or what its first engine turned out to be.
     """
 
-    def __init__(self, keep: bool, peers: Peers) -> None:
+    def __init__(self, keep: bool, peers: Peers, simulator: Simulator) -> None:
         self._keep = keep
         self._peers = peers
+        self._simulator = simulator
         self._kept: dict[str, Lent] = {}
         self.about: dict[str, list[dict[str, Any]]] = {}
 
@@ -95,6 +98,8 @@ class Lending:
             self._kept.popitem()[1].subject.close()
 
     def _open(self, kind: Kind, config: EngineConfig) -> Subject:
+        if kind is Kind.simulated:
+            return SimulatedSubject(self._simulator.setup(config))
         if torch.cuda.is_initialized():  # an engine sizes its KV memory by what is free
             gc.collect()
             torch.cuda.empty_cache()

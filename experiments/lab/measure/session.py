@@ -11,8 +11,10 @@ from experiments.lab.judge import stats
 from experiments.lab.measure import cells, hardware, profile_pass
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import Watch
+from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.lending import Lending
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile
+from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import EngineSubject
 from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.peers.pool import Lease, Peers
@@ -35,6 +37,7 @@ class Session:
         steps: Steps,
         spec: AblationSpec,
         peers: PeerSettings,
+        simulator: Simulator,
         aa: str | None = None,
         left_out: Set[str] = frozenset(),
     ) -> None:
@@ -56,10 +59,10 @@ class Session:
         self._steps = steps
         self._idle_wanted = "gpu_idle_share" in spec.metrics
         self._peers = Peers(peers)
-        self._lending = Lending(spec.keep_engines, self._peers)
+        self._lending = Lending(spec.keep_engines, self._peers, simulator)
         self._absent: dict[str, str] = {}  # variant -> why
-        device = next(iter(measured.values())).engine.model.device
-        self._watch = Watch(hardware.resolve(device))
+        devices = [cell.engine.model.device for cell in measured.values() if cell.kind is not Kind.simulated]
+        self._watch = Watch(hardware.resolve(devices[0]) if devices else "cpu")
         for cell in measured.values() if spec.keep_engines else ():  # which all have room side by side
             if cell.variant not in left_out:
                 self._peers.begin(cell.kind, cell.engine)

@@ -25,6 +25,8 @@ and a simulator.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Batching, Policy, Preemption, SchedulerConfig
 from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult
@@ -331,6 +333,38 @@ class Scheduler:
         """Forgets a step that nobody waits for: its requests have all ended. Its transfers may go on: their blocks are
         free when a later step says that they have ended."""
         del self._planned[plan.step]
+
+    # --- what a simulator may skip --------------------------------------------------------------------------------
+
+    def steps_alike(self) -> tuple[Sequence[Request], int]:
+        """So many of the next steps would have a token of each of these requests, and nothing else would happen in
+        them if nobody came: no end, no admission, no want of blocks. None and 0 where steps in flight are others."""
+        running, kv = self._batch.running, self.kv
+        waits = self._line.head() is not None
+        others = any(step.rows != running for step in self._planned.values())
+        if not running or len(running) < len(self._batch) or others:
+            return (), 0
+        if self._speculator.most or (waits and (self._by_priority or self._admission.newcomer() is not None)):
+            return (), 0
+        if any(request.must_be_read or request.stop_ids for request in running):
+            return (), 0
+        most = min([r.max_total_tokens - r.num_tokens - max(r.num_in_flight, 1) for r in running])
+        spare = kv.num_free // len(running)
+        return running.copy(), min(most, spare * kv.block_size)
+
+    def skip(self, running: Sequence[Request], times: Sequence[float], token: int) -> None:
+        """Does what steps at these `times` would have done, of those that `steps_alike` has told of: each request gets
+        `token` in each."""
+        count, tokens = len(times), [token] * len(times)
+        for request in running:
+            blocks = self.kv.grow(request, request.num_tokens + request.num_in_flight + count - 1)
+            assert blocks is not None
+            request.token_ids += tokens
+            request.token_times += times
+            request.num_tokens += count
+            request.num_computed_tokens += count
+            request.grow_after = request.quiet_until = 0
+            self.kv.commit(request, request.num_tokens - 1)
 
     # --- observation ----------------------------------------------------------------------------------------------
 

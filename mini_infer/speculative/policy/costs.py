@@ -60,14 +60,14 @@ class StepCosts:
         """A step of the target. `tokens_per_row` may be an average where steps are not padded."""
         padded_rows, width = self.shape(rows, math.ceil(tokens_per_row)) or (rows, tokens_per_row)
         if width == 1:
-            return _interpolate(self.rows, self.target_s[0], padded_rows)
-        over_widths = [_interpolate(self.rows, curve, padded_rows) for curve in self.target_s]
-        return _interpolate(self.tokens_per_row, over_widths, width)
+            return interpolate(self.rows, self.target_s[0], padded_rows)
+        over_widths = [interpolate(self.rows, curve, padded_rows) for curve in self.target_s]
+        return interpolate(self.tokens_per_row, over_widths, width)
 
     def draft_seconds(self, rows: int) -> float:
         """One draft token for each row."""
         padded_rows, _ = self.shape(rows, 2) or (rows, 2)
-        return _interpolate(self.draft_rows, self.draft_s, padded_rows) if self.draft_s else 0.0
+        return interpolate(self.draft_rows, self.draft_s, padded_rows) if self.draft_s else 0.0
 
     def proposing_seconds(self, lengths: Array) -> float:
         """So many drafts for each row, [R] int: a round of drafting for each place, for all rows that have any."""
@@ -96,7 +96,7 @@ class StepCosts:
         return f"ms of {widths} tokens a row by rows: {steps}" + (f"; ms of a draft token: {drafts}" if drafts else "")
 
 
-def _interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
+def interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
     """At least ys[0]; beyond the last point, the last piece goes on."""
     if len(xs) == 1 or x <= xs[0]:
         return ys[0]

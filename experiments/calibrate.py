@@ -1,0 +1,254 @@
+"""What an engine's steps take on this machine: serves loads that visit all kinds of steps, and fits costs to them.
+
+It is no ablation: nothing is compared. Its result is a file of conf/costs/, which simulated engines read.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from itertools import groupby
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+
+from experiments.lab import schema
+from experiments.lab.axes import CONF
+from experiments.lab.experiment import Experiment, Findings
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure import costs, hardware, rounds
+from experiments.lab.measure.costs import CostFile, Layout
+from experiments.lab.measure.simulated import Simulator
+from experiments.lab.measure.steps import StepRow, step_rows
+from experiments.lab.measure.traces import Served
+from experiments.lab.points import Point
+from experiments.lab.show.progress import Steps
+from experiments.lab.spec import ExperimentSpec
+from experiments.lab.store.result import COMPLETE
+from experiments.lab.store.rows import Row
+from mini_infer import LLMEngine, SamplingParams
+from mini_infer.core.errors import ConfigError
+from mini_infer.core.plan import StepRecord
+from mini_infer.simulation.costs import Fit, MeasuredStep, Residuals, Span, Work, device_seconds, fit, residuals
+
+VARIANT = "engine"
+PASSES = WARM_UP, FIT, CHECK = "warm-up", "fit", "check"  # each of all loads, with prompts of its own
+EVERY = 6  # steps between two prompts that come beside requests that decode
+MARGIN = 0.9  # of the KV memory: nobody is to be preempted
+METRICS = {
+    "steps": Metric("steps that were predicted", "steps", Better.higher),
+    "median_error": Metric("error of a step's time, median", "", Better.lower, share=True),
+    "p90_error": Metric("error of a step's time, P90", "", Better.lower, share=True),
+    "bias": Metric("error of all steps' time together", "", Better.lower),
+}
+KINDS = {
+    "decode": Point("rows alone", {"steps": "rows alone"}),
+    "prompts": Point("with prompts", {"steps": "with prompts"}),
+}
+
+
+@dataclass(frozen=True)
+class CalibrateSpec(ExperimentSpec):
+    """
+    Attributes:
+        rows: numbers of requests that decode together.
+        contexts: their prompts' tokens; those with which they do not fit into KV memory are left out.
+        prompts: tokens of prompts that come alone.
+        beside: rows that prompts come beside.
+        beside_prompts: tokens of these prompts.
+        output_tokens: of a request that decodes.
+    """
+
+    rows: tuple[int, ...] = (1, 2, 4, 8)
+    contexts: tuple[int, ...] = (16, 128)
+    prompts: tuple[int, ...] = (8, 32, 128)
+    beside: tuple[int, ...] = (2, 6)
+    beside_prompts: tuple[int, ...] = (16, 64)
+    output_tokens: int = 24
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "contexts", "prompts", "beside", "beside_prompts"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise ConfigError(f"experiment.{name} must be a list of numbers from 1 on, got {list(values)}")
+        if self.output_tokens < 2:
+            raise ConfigError(f"experiment.output_tokens must be at least 2, got {self.output_tokens}")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """`step`: it comes when so many steps of its load have been done; sooner, where nobody else is there."""
+
+    step: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Calibrate(Experiment):
+    spec_class = CalibrateSpec
+    spec: CalibrateSpec
+    variants: Mapping[str, str] = {VARIANT: "mini-infer"}
+    metrics: Mapping[str, Metric] = METRICS
+    points: Sequence[Point] = tuple(KINDS.values())
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self._engine = schema.engine_config(config.engine)
+        self.device = self._engine.model.device
+        if self.settings.processes > 1:
+            raise ConfigError("one process calibrates: set measure.processes=1")
+        if self._engine.parallel.replicas > 1 or self._engine.speculation.most:
+            raise ConfigError(
+                "one engine without drafts is calibrated: set engine.parallel.replicas=1 and engine/speculation=none"
+            )
+        paths = schema.build(schema.Paths, config.paths, "paths")
+        self._folder = costs.FOLDER if paths.recorded else CONF.parent / paths.results / "costs"
+        self._name = config.axes.model or self._engine.model.path.rstrip("/").rpartition("/")[2]
+
+    def measure(self, steps: Steps) -> Findings:
+        engine = LLMEngine(self._engine)
+        rows: dict[str, list[StepRow]] = {name: [] for name in PASSES}
+        with closing(engine):
+            loads = dict(self._loads(engine))
+            steps.plan(len(PASSES) * len(loads))
+            work = [(name, partial(self._pass, engine, loads, name, rows[name], steps)) for name in PASSES]
+            outcome = rounds.run(work)
+        found = self._fitted([*rows[FIT], *rows[CHECK]])
+        return Findings(
+            [row for kind, of_kind in found[1].items() for row in _rows(KINDS[kind], of_kind)],
+            status=outcome.status,
+            error=outcome.error,
+            steps=[*rows[FIT], *rows[CHECK]],
+        )
+
+    def finish(self, findings: Findings) -> None:
+        if findings.status != COMPLETE:
+            return
+        found, checked = self._fitted(findings.steps)
+        device = hardware.resolve(self.device)
+        layout = self._layout(device)
+        marks = [f"tp{layout.tensor}"] if layout.tensor > 1 else []
+        marks += [_slug(mark) for mark in (layout.quantization, layout.kv, layout.numerics) if mark not in _USUAL]
+        path = self._folder / f"{'.'.join([_slug(self._name), hardware.device_key(device), *marks])}.yaml"
+        costs.save(
+            path,
+            CostFile(
+                machine=hardware.name(device),
+                layout=layout,
+                measured=datetime.now(timezone.utc).date().isoformat(),
+                how=f"torch {torch.__version__}: {sum(row.variant == FIT for row in findings.steps)} steps of one pass "
+                f"over {len({row.point for row in findings.steps})} loads; residuals are of another pass",
+                costs=found.costs,
+                left_out=found.left_out,
+                residuals=checked,
+            ),
+        )
+        print(f"costs    {path}", file=sys.stderr)
+
+    def _loads(self, engine: LLMEngine) -> Iterator[tuple[str, list[Arrival]]]:
+        """Of those that the experiment names, the ones that fit."""
+        spec, limits = self.spec, engine.executor.limits
+        capacity = MARGIN * limits.num_blocks * self._engine.cache.block_size
+        most, block = self._engine.scheduler.max_num_seqs, self._engine.cache.block_size
+
+        def fits(load: Sequence[Arrival], at_once: int) -> bool:
+            longest = max(a.prompt_tokens + a.output_tokens for a in load)
+            taken = sorted((a.prompt_tokens + a.output_tokens + block for a in load), reverse=True)[:at_once]
+            return longest <= limits.max_model_len and at_once <= most and sum(taken) <= capacity
+
+        for length in spec.prompts:
+            alone = [Arrival(1000 * i, length, 2) for i in range(3)]
+            if fits(alone, 1):
+                yield f"{length} alone", alone
+        for context in spec.contexts:
+            for count in spec.rows:
+                load = [Arrival(0, context, spec.output_tokens)] * count
+                if fits(load, count):
+                    yield f"{count} of {context}", load
+        for count in spec.beside:
+            for length in spec.beside_prompts:
+                coming = [Arrival(EVERY * (i + 1), length, 2) for i in range(3)]
+                load = [Arrival(0, min(spec.contexts), EVERY * 5)] * count + coming
+                if fits(load, count + 1):
+                    yield f"{length} beside {count}", load
+
+    def _pass(
+        self, engine: LLMEngine, loads: dict[str, list[Arrival]], name: str, rows: list[StepRow], steps: Steps
+    ) -> None:
+        rng = np.random.default_rng([self.settings.seed, PASSES.index(name)])
+        for load, arrivals in loads.items():
+            steps.next(f"{load}, {name}")
+            engine.core.reset()
+            records = _serve(engine, arrivals, rng)
+            rows += step_rows(name, load, Served((), records[0].start_time, records[-1].end_time, tuple(records)))
+
+    def _fitted(self, rows: Sequence[StepRow]) -> tuple[Fit, dict[str, Residuals]]:
+        overlap = self._layout(hardware.resolve(self.device)).overlap
+        found = fit(measured([row for row in rows if row.variant == FIT], overlap), self._block_s())
+        return found, residuals(found.costs, measured([row for row in rows if row.variant == CHECK], overlap))
+
+    def _layout(self, device: str) -> Layout:
+        return Layout.of(self._engine, *costs.served(self._engine, device), device, self.threads)
+
+    def _block_s(self) -> float:
+        """As far as the ceilings of this machine know."""
+        target = Simulator(self.chosen, self.threads).target(self._engine)
+        return 0.0 if target.ceilings is None else costs.Roofline(target).copy_s(1)
+
+
+_USUAL = ("none", "model's", "fast")
+
+
+def measured(rows: Sequence[StepRow], overlap: bool) -> list[MeasuredStep]:
+    """Of one or several passes; rows that are older than the columns that this needs are left out."""
+    found = []
+    for _, group in groupby(rows, key=lambda row: (row.variant, row.point)):
+        own = [row for row in group if row.decode_context is not None]
+        spans = [
+            Span(
+                row.start_s,
+                row.start_s + row.duration_s,
+                row.host_s or 0.0,
+                busy=row.num_running + row.num_prefilling + row.num_waiting + row.num_swapped > 0,
+            )
+            for row in own
+        ]
+        for row, device_s in zip(own, device_seconds(spans, overlap), strict=True):
+            work = Work(row.verified_tokens or 0, row.prefill_tokens, row.decode_context or 0, row.prompt_pairs or 0)
+            prompts = row.num_prefilling + bool(row.prefill_tokens)
+            found.append(MeasuredStep(work, row.decode_tokens + prompts, device_s, row.host_s or 0.0))
+    return [step for step in found if step.work.decode_tokens + step.work.prompt_tokens]
+
+
+def _serve(engine: LLMEngine, arrivals: Sequence[Arrival], rng: np.random.Generator) -> list[StepRecord]:
+    records: list[StepRecord] = []
+    observe = records.append
+    engine.observers.append(observe)
+    waiting = sorted(arrivals, key=lambda arrival: arrival.step)
+    prompts = [rng.integers(0, engine.vocab_size, arrival.prompt_tokens).tolist() for arrival in waiting]
+    done = 0
+    try:
+        while waiting or engine.has_unfinished_requests():
+            while waiting and (waiting[0].step <= done or not engine.has_unfinished_requests()):
+                params = SamplingParams(temperature=0, max_tokens=waiting.pop(0).output_tokens, ignore_eos=True)
+                engine.add_request(prompts.pop(0), params, stream=False)
+            engine.step()
+            done += 1
+    finally:
+        engine.observers.remove(observe)
+    return records
+
+
+def _rows(point: Point, found: Residuals) -> list[Row]:
+    values = {"steps": found.steps, "median_error": found.median, "p90_error": found.p90, "bias": found.bias}
+    return [Row(VARIANT, point.name, 0, name, float(value), METRICS[name].unit) for name, value in values.items()]
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")

@@ -1,0 +1,291 @@
+"""The planner: simulates a workload on one layout after the other, for the fewest GPUs that keep a promise.
+
+From the engine's own settings on, one setting at a time takes each of its values, and the best stays (coordinate
+descent), until none helps any more. Of each layout the fewest replicas are found that keep the promise: doubled until
+they do, then bisected.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+
+from experiments.lab import axes, points, schema
+from experiments.lab.experiment import Experiment, Findings
+from experiments.lab.judge import formulas
+from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
+from experiments.lab.measure.simulated import Pass, Simulator
+from experiments.lab.measure.traces import Served
+from experiments.lab.points import Point
+from experiments.lab.show.progress import Steps
+from experiments.lab.spec import ExperimentSpec
+from experiments.lab.store.rows import Row
+from experiments.lab.workloads.vocabulary import ModelVocabulary
+from mini_infer.core.config import Device, EngineConfig
+from mini_infer.core.errors import ConfigError
+
+VARIANT = "simulated"
+OF_PASS = (
+    "slo_share",
+    "goodput_rps",
+    "ttft_p50_ms",
+    "ttft_p90_ms",
+    "tpot_p50_ms",
+    "tpot_p90_ms",
+    "output_tokens_per_s",
+)
+GPUS = Metric("GPUs", "", Better.lower)
+REPLICAS = "engine.parallel.replicas"
+
+
+@dataclass(frozen=True)
+class CapacitySpec(ExperimentSpec):
+    """
+    Attributes:
+        slo: bounds that a request must keep.
+        share: of the requests, which must.
+        settings: dotted keys of the engine -> values to try beside its own.
+        most_replicas: that are tried.
+    """
+
+    slo: SLO = field(default_factory=SLO)
+    share: float = 0.9
+    settings: dict[str, Any] = field(default_factory=dict)
+    most_replicas: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.slo.bounds:
+            raise ConfigError("experiment.slo has no bound: give experiment.slo.ttft_ms, tpot_ms, itl_ms or e2e_ms")
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"experiment.share must be above 0 and at most 1, got {self.share}")
+        if self.most_replicas < 1:
+            raise ConfigError(f"experiment.most_replicas must be at least 1, got {self.most_replicas}")
+        for key, values in self.settings.items():
+            if not key.startswith("engine.") or not isinstance(values, Sequence) or isinstance(values, str):
+                raise ConfigError(
+                    f"experiment.settings[{key}] must be a list of values of a key of engine, got {values}"
+                )
+            if key == REPLICAS:
+                raise ConfigError(f"experiment.settings must not give {REPLICAS}, which is what is searched")
+
+
+class Plan(NamedTuple):
+    """A layout with a number of replicas, and what came of the workload on it."""
+
+    settings: Mapping[str, Any]
+    replicas: int
+    gpus: int
+    values: Mapping[str, float]
+    keeps: bool
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Smaller is better: what keeps the promise with the fewest GPUs, then the quicker; else what comes nearest."""
+        quick = self.values["ttft_p50_ms"] + self.values.get("tpot_p50_ms", 0.0)
+        return (False, self.gpus, quick) if self.keeps else (True, -self.values["slo_share"], self.gpus)
+
+    @property
+    def point(self) -> Point:
+        return points.point({**self.settings, REPLICAS: self.replicas})
+
+
+class Capacity(Experiment):
+    spec_class = CapacitySpec
+    spec: CapacitySpec
+    device = Device.cpu  # whatever is simulated
+    variants: Mapping[str, str] = {VARIANT: "simulated"}
+    points: Sequence[Point] = ()
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self._config = schema.of_points(config)
+        self._workload = schema.workload(config)
+        self._base = {key: _known(self._config, key) for key in self.spec.settings}
+        self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
+        self.metrics = {"gpus": GPUS, **{name: formulas.describe(name) for name in OF_PASS}}
+        formulas.require_known(OF_PASS, self.spec.slo)
+        self._plans: dict[tuple[Any, ...], Plan | str] = {}  # by settings: or why they cannot be had
+
+    @property
+    def hardware_key(self) -> str:
+        return f"simulated-{self._simulator.key(self._engine({}, 1))}"
+
+    def measure(self, steps: Steps) -> Findings:
+        vocabulary = ModelVocabulary(self._engine({}, 1).model)
+        self._items = self._workload.make(vocabulary, self.settings.seed).measured
+        self._sources: dict[str, None] = {}
+        steps.plan(1 + sum(map(len, self.spec.settings.values())))
+        best = self._search(steps)
+        plans = sorted((plan for plan in self._plans.values() if isinstance(plan, Plan)), key=lambda plan: plan.order)
+        front = _front(plans)
+        rows = [
+            Row(VARIANT, plan.point.name, 0, name, float(value), self.metrics[name].unit)
+            for plan in plans
+            for name, value in plan.values.items()
+        ]
+        notes = [self._answer(best), *self._worth(best), _front_words(front), *self._refused(), *self._sources]
+        print("\n".join(notes), file=sys.stderr)
+        return Findings(rows, notes=notes, points=[plan.point for plan in plans], procedure="nothing is measured: all "
+                        "of it is simulated")  # fmt: skip
+
+    # --- the search -----------------------------------------------------------------------------------------------
+
+    def _search(self, steps: Steps) -> Plan:
+        settings = dict(self._base)
+        steps.next("the engine's own settings")
+        best = self._plan(settings)
+        improved, first_round = True, True
+        while improved:
+            improved = False
+            for key, values in self.spec.settings.items():
+                for value in values:
+                    if first_round:
+                        steps.next(points.point({key: value}).name)
+                    plan = self._plan({**settings, key: value})
+                    if plan is not None and (best is None or plan.order < best.order):
+                        best, improved = plan, True
+                if best is not None:
+                    settings = dict(best.settings)
+            first_round = False
+        if best is None:
+            raise ConfigError(f"no layout fits: {'; '.join(self._refused())}")
+        return best
+
+    def _plan(self, settings: Mapping[str, Any]) -> Plan | None:
+        """The fewest replicas of a layout that keep the promise, or as many as there may be where none do; None where
+        it does not fit."""
+        key = tuple(settings.items())
+        if key not in self._plans:
+            try:
+                self._plans[key] = self._fewest(settings)
+            except ConfigError as error:
+                self._plans[key] = str(error)
+        found = self._plans[key]
+        return found if isinstance(found, Plan) else None
+
+    def _fewest(self, settings: Mapping[str, Any]) -> Plan:
+        most, low, high = self.spec.most_replicas, 0, 1
+        found = self._simulated(settings, high)
+        while not found.keeps and high < most:
+            low, high = high, min(2 * high, most)
+            found = self._simulated(settings, high)
+        while found.keeps and high - low > 1:
+            middle = (low + high) // 2
+            tried = self._simulated(settings, middle)
+            if tried.keeps:
+                found, high = tried, middle
+            else:
+                low = middle
+        return found
+
+    def _simulated(self, settings: Mapping[str, Any], replicas: int) -> Plan:
+        engine = self._engine(settings, replicas)
+        setup = self._simulator.setup(engine)
+        self._sources[f"What steps take: {setup.source}."] = None
+        served = Pass(setup.cluster(), self._items).run(self._workload.in_flight)
+        if self._workload.has_ramps:
+            served = served.without_ramps()
+        values = dict(_values(served, self.spec.slo))
+        gpus = replicas * engine.parallel.tensor
+        return Plan(settings, replicas, gpus, {"gpus": gpus, **values}, values["slo_share"] >= self.spec.share)
+
+    def _engine(self, settings: Mapping[str, Any], replicas: int) -> EngineConfig:
+        changed = schema.with_values(self._config, {**settings, REPLICAS: replicas})
+        return schema.engine_config(changed.engine)
+
+    # --- what it says ---------------------------------------------------------------------------------------------
+
+    def _answer(self, best: Plan) -> str:
+        spec, bounds = self.spec, self._bounds()
+        if best.keeps:
+            return (
+                f"The fewest: {best.gpus} GPUs, {best.point.name}. {best.values['slo_share']:.1%} of the requests keep "
+                f"{bounds}. Start it with: {self._command(best)}"
+            )
+        near = ", ".join(
+            f"{name.removesuffix('_ms')} {best.values[name]:.0f} ms" for name in best.values if "p90" in name
+        )
+        return (
+            f"Nothing keeps {bounds} for {spec.share:.0%} of the requests, with up to {spec.most_replicas} replicas. "
+            f"The nearest is {best.point.name}: {best.values['slo_share']:.1%} do, and its P90 are {near}. Allow as "
+            "much, ask it of fewer requests, or raise experiment.most_replicas"
+        )
+
+    def _bounds(self) -> str:
+        return " and ".join(
+            f"{name.removesuffix('_ms').upper()} {bound:g} ms" for name, bound in self.spec.slo.bounds.items()
+        )
+
+    def _worth(self, best: Plan) -> Iterator[str]:
+        """Each setting of the winner against the other values that were tried of it, all else equal."""
+        for key in self.spec.settings:
+            others = []
+            for plan in self._plans.values():
+                alike = isinstance(plan, Plan) and all(
+                    plan.settings[k] == best.settings[k] for k in best.settings if k != key
+                )
+                if alike and isinstance(plan, Plan) and plan.settings[key] != best.settings[key]:
+                    word = f"{plan.gpus} GPUs" if plan.keeps else f"only {plan.values['slo_share']:.0%} kept"
+                    others.append(f"{plan.settings[key]}: {word}, TTFT {plan.values['ttft_p50_ms']:.0f} ms")
+            if others:
+                mine = f"{best.settings[key]}: {best.gpus} GPUs, TTFT {best.values['ttft_p50_ms']:.0f} ms"
+                yield f"{key.removeprefix('engine.')}, all else as in the winner: {mine} (chosen); {'; '.join(others)}."
+
+    def _refused(self) -> Iterator[str]:
+        for key, why in self._plans.items():
+            if isinstance(why, str):
+                yield f"Not possible: {points.point(dict(key)).name}: {why}."
+
+    def _command(self, best: Plan) -> str:
+        """Of the server: what differs from the engine's defaults, and says where the model is."""
+        engine, default = self._engine(best.settings, best.replicas).to_dict(), EngineConfig().to_dict()
+        flags = ["--model", engine["model"]["path"]]
+        for section in ("parallel", "scheduler", "cache"):
+            flags += [
+                part
+                for name, value in engine[section].items()
+                if value != default[section][name]
+                for part in (f"--{section}.{name}", str(value).lower())
+            ]
+        if engine["model"]["quantization"] != "none":
+            flags += ["--model.quantization", engine["model"]["quantization"]]
+        return shlex.join(["mini-infer-serve", *flags])
+
+
+def _values(served: Served, slo: SLO) -> Iterator[tuple[str, float]]:
+    """What the pass shows; percentiles that take more requests are left out."""
+    for name, value in formulas.measure(served, OF_PASS, Context(slo, None, "nothing is measured")).items():
+        if not isinstance(value, Missing):
+            yield name, float(value)
+
+
+def _front(plans: Sequence[Plan]) -> list[Plan]:
+    """Those that no other beats in GPUs and in the median TTFT alike (Pareto)."""
+    front: list[Plan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.gpus, plan.values["ttft_p50_ms"])):
+        if not front or plan.values["ttft_p50_ms"] < front[-1].values["ttft_p50_ms"]:
+            front.append(plan)
+    return front
+
+
+def _front_words(front: Sequence[Plan]) -> str:
+    told = [
+        f"{plan.gpus} GPUs: TTFT {plan.values['ttft_p50_ms']:.0f} ms, {plan.values['slo_share']:.0%} kept "
+        f"({plan.point.name})"
+        for plan in front
+    ]
+    return f"Cost against latency, the best of each: {'; '.join(told)}."
+
+
+def _known(config: DictConfig, key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        if part not in node:
+            raise ConfigError(f"experiment.settings: the engine has no setting {key}")
+        node = node[part]
+    return node

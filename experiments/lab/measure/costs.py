@@ -1,0 +1,236 @@
+"""Files of conf/costs/: what steps take, for one model, layout and machine each; and the roofline where there is none.
+
+A file belongs to what was measured, to the last setting that changes a step's time (`Layout`), and is found by that,
+not by its name. Written by `python run.py experiment=calibrate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from experiments.lab.axes import CONF
+from experiments.lab.judge import roofline
+from experiments.lab.judge.roofline import StepWork
+from experiments.lab.measure.hardware import Ceilings
+from experiments.lab.store import result as store
+from mini_infer.core.config import DryConfig, EngineConfig, When
+from mini_infer.core.errors import ConfigError
+from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
+from mini_infer.modeling.spec import ModelSpec
+from mini_infer.simulation.costs import Curve, FittedCosts, Residuals, StepCosts, Work
+
+FOLDER = CONF / "costs"
+HEADER = """\
+# What an engine's steps take (docs/simulator.md). Written by `python run.py experiment=calibrate`; simulated engines of
+# this layout on this machine find the file by what it says.
+"""
+DIGITS = 5  # significant
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All that a step's time depends on, beside the step and the machine."""
+
+    model: str
+    dtype: str
+    quantization: str
+    kv: str
+    tensor: int
+    numerics: str
+    overlap: bool
+    graphs: str
+    attention: str
+    threads: int | None  # of torch, on a CPU
+
+    @classmethod
+    def of(cls, config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str, threads: int) -> Layout:
+        overlap = config.scheduler.overlap
+        attention = config.attention
+        return cls(
+            model=f"{spec.architecture}, {spec.num_layers} layers of {spec.hidden_size}, {spec.vocab_size} tokens",
+            dtype=str(dtype).removeprefix("torch."),
+            quantization="none" if spec.quantization is None else spec.quantization.describe(),
+            kv="fp8" if spec.fp8_kv else "model's",
+            tensor=config.parallel.tensor,
+            numerics=config.numerics.value,
+            overlap=overlap is When.always or (overlap is When.auto and device == "cuda"),
+            graphs=config.graphs.capture.value,
+            attention="/".join(dict.fromkeys((attention.prefill.value, attention.decode.value))),
+            threads=threads if device == "cpu" else None,
+        )
+
+
+@dataclass(frozen=True)
+class CostFile:
+    """
+    Attributes:
+        left_out: steps that the fit took for hiccups.
+        residuals: by kind of step, of steps that the fit has not seen.
+    """
+
+    machine: str
+    layout: Layout
+    measured: str  # date
+    how: str
+    costs: FittedCosts
+    left_out: int = 0
+    residuals: Mapping[str, Residuals] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model as an engine would serve it, and the machine that it is simulated on.
+
+    Attributes:
+        device: cpu or cuda; a simulated one need not be there.
+        machine: its name, as hardware.name gives it.
+        memory_gib: of one device; None: not known.
+        ceilings: None: not known.
+    """
+
+    config: EngineConfig
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: str
+    machine: str
+    threads: int
+    memory_gib: float | None = None
+    ceilings: Ceilings | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.config, self.spec, self.dtype, self.device, self.threads)
+
+
+def served(config: EngineConfig, device: str) -> tuple[ModelSpec, torch.dtype]:
+    """The spec and the dtype of a model on a device that need not be there."""
+    spec = as_served(load_spec(config.model), config)
+    return spec, resolve_dtype(config.model, spec, torch.device(device))
+
+
+def device_of(config: EngineConfig, simulated: bool) -> torch.device:
+    """Where a model computes. One that is only simulated needs no device: `auto` is then what is here."""
+    asked = config.model.device.value
+    return torch.device(asked) if simulated and asked != "auto" else resolve_device(config.model)
+
+
+@dataclass(frozen=True)
+class Found:
+    costs: StepCosts
+    source: str  # for the run's record
+
+
+def find(folder: Path, target: Target) -> Found:
+    """The costs that were measured of this layout on this machine; else the roofline's, which no step can beat.
+
+    Raises ConfigError where neither is known."""
+    layout, others = target.layout, []
+    for path in sorted(folder.glob("*.yaml")):
+        known = read(path)
+        if known.machine == target.machine and known.layout == layout:
+            return Found(known.costs, f"fitted: {path.name}, of {known.measured}")
+        others.append((_differences(known, target), path.name))
+    nearest = min(others, default=None, key=lambda other: len(other[0]))
+    hint = "" if nearest is None else f"; the nearest is {nearest[1]}, but for {', '.join(nearest[0])}"
+    way_out = "measure them there with `python run.py experiment=calibrate --record` and the same settings"
+    missing = f"no costs are known of {layout.model} on {target.machine or 'this machine'}{hint}: {way_out}"
+    if target.ceilings is None:
+        raise ConfigError(f"{missing}; and there are no ceilings for a roofline: choose hardware=...")
+    return Found(Roofline(target), f"the roofline, a bound that no step can beat: {missing}")
+
+
+def _differences(known: CostFile, target: Target) -> list[str]:
+    mine, theirs = asdict(target.layout), asdict(known.layout)
+    found = [f"{key}={theirs[key]}" for key in mine if mine[key] != theirs[key]]
+    return found + ([f"machine={known.machine}"] if known.machine != target.machine else [])
+
+
+class Dry:
+    """The time model of the dry model, which sleeps for as long."""
+
+    def __init__(self, config: DryConfig) -> None:
+        self._config = config
+
+    def device_s(self, work: Work) -> float:
+        config = self._config
+        micros = config.prefill_token_us * work.prompt_tokens + config.decode_token_us * work.decode_tokens
+        return 1e-3 * config.step_ms + 1e-6 * micros
+
+    def host_s(self, rows: int) -> float:
+        return 0.0
+
+    def copy_s(self, blocks: int) -> float:
+        return 0.0
+
+
+class Roofline:
+    """The least time that the hardware allows a step. Ranks share it, and talk to each other in no time."""
+
+    def __init__(self, target: Target) -> None:
+        assert target.ceilings is not None
+        self._spec, self._dtype, self._ceilings = target.spec, target.dtype, target.ceilings
+        self._ranks = target.config.parallel.tensor
+        self._block = target.spec.kv_layout(target.dtype).bytes_per_block(target.config.cache.block_size)
+
+    def device_s(self, work: Work) -> float:
+        prompts = work.prompt_tokens
+        behind = work.prompt_pairs / prompts - (prompts + 1) / 2 if prompts else 0.0  # as if of one prompt
+        done = StepWork(
+            tokens=work.decode_tokens + prompts,
+            sampled=work.decode_tokens + bool(prompts),
+            rows=work.decode_tokens + bool(prompts),
+            context=work.decode_context + prompts + max(0, round(behind)),
+            pairs=work.decode_context + work.prompt_pairs,
+        )
+        cost = roofline.cost(self._spec, self._dtype, done)
+        shared = dataclasses.replace(cost, bytes=cost.bytes / self._ranks, flops=cost.flops / self._ranks)
+        return roofline.floor(shared, self._ceilings).seconds
+
+    def host_s(self, rows: int) -> float:
+        return 0.0
+
+    def copy_s(self, blocks: int) -> float:
+        rate = self._ceilings.link_gb_s.get("to_host")
+        return blocks * self._block / (rate * 1e9) if rate else 0.0
+
+
+def read(path: Path) -> CostFile:
+    """Raises ConfigError where it is no file of costs."""
+    try:
+        content = yaml.safe_load(path.read_text())
+        costs = dict(content["costs"])
+        curves = {name: costs.pop(name) for name in ("decode", "prompts")}
+        return CostFile(
+            machine=content["machine"],
+            layout=Layout(**content["layout"]),
+            measured=content["measured"],
+            how=content["how"],
+            costs=FittedCosts(
+                **{name: Curve(tuple(c["tokens"]), tuple(c["seconds"])) for name, c in curves.items()}, **costs
+            ),
+            left_out=content["left_out"],
+            residuals={kind: Residuals(**values) for kind, values in content["residuals"].items()},
+        )
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is no file of costs ({type(error).__name__}: {error}): calibrate again") from error
+
+
+def save(path: Path, found: CostFile) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(_plain(asdict(found)), sort_keys=False, width=110, allow_unicode=True)
+    store.write_atomic(path, HEADER + text)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

@@ -1,0 +1,211 @@
+"""The simulated engine as a system of the lab: the same requests at the same times, on a clock nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.lab.measure import ceilings, costs, hardware
+from experiments.lab.measure.costs import Target
+from experiments.lab.measure.hardware import Hardware
+from experiments.lab.measure.outcomes import Outcomes
+from experiments.lab.measure.traces import Served
+from experiments.lab.workloads import Item
+from mini_infer.core.config import Device, EngineConfig, LoadFormat, When
+from mini_infer.core.errors import ConfigError, RequestError
+from mini_infer.core.plan import StepRecord
+from mini_infer.core.request import Request
+from mini_infer.modeling.loader import outline
+from mini_infer.modeling.sharding import of_each_rank
+from mini_infer.runtime.worker.limits import Limits, settle_limits
+from mini_infer.serving.router import Router
+from mini_infer.simulation.cluster import Cluster
+from mini_infer.simulation.costs import StepCosts
+from mini_infer.simulation.replica import Replica
+
+CPU_KV_GIB = 0.5  # as an engine on a CPU takes where nothing is said
+GRAPHS_BYTES = 512 * 2**20  # that an engine on a GPU leaves for captured steps
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that a simulated engine is made of.
+
+    Attributes:
+        source: of its costs, for the run's record.
+    """
+
+    config: EngineConfig
+    costs: StepCosts
+    source: str
+    limits: Limits
+    overlap: bool
+
+    def cluster(self, records: list[StepRecord] | None = None, skips: bool = True) -> Cluster:
+        """As many replicas as the settings say.
+
+        Args:
+            records: gets the StepRecords of all of them.
+            skips: see simulation/replica.py.
+        """
+        config, observe = self.config, None if records is None else records.append
+        number = config.parallel.replicas
+        replicas = [Replica(config, self.limits, self.costs, self.overlap, observe, skips) for _ in range(number)]
+        return Cluster(replicas, Router(config.parallel.routing, number, config.cache))
+
+
+@dataclass(frozen=True)
+class Simulator:
+    """What is simulated on: the machine of `hardware=...`, or this one.
+
+    Attributes:
+        folder: with files of costs.
+        threads: of torch, on a CPU.
+    """
+
+    chosen: Hardware
+    threads: int
+    folder: Path = costs.FOLDER
+
+    def setup(self, config: EngineConfig) -> Setup:
+        """Raises ConfigError where the model, or one request, does not fit, or nothing is known of what steps take."""
+        if config.model.load_format is LoadFormat.dry:
+            dry, overlap = config.model.dry, config.scheduler.overlap is When.always
+            plenty = config.scheduler.max_num_seqs * -(-dry.max_model_len // config.cache.block_size)
+            return Setup(
+                config,
+                costs.Dry(dry),
+                "the dry model's own",
+                settle_limits(config, dry.max_model_len, plenty, 0),
+                overlap,
+            )
+        target = self.target(config)
+        settled = _limits(target)
+        found = costs.find(self.folder, target)
+        return Setup(config, found.costs, found.source, settled, target.layout.overlap)
+
+    def target(self, config: EngineConfig) -> Target:
+        device = costs.device_of(config, simulated=True).type
+        if self.chosen.device is not None and self.chosen.device.value != device:
+            raise ConfigError(
+                f"engine.model.device={device}, and the chosen hardware is {self.chosen.machine}, a "
+                f"{self.chosen.device.value}: choose the one of the other"
+            )
+        here = device if self.chosen.machine else costs.device_of(config, simulated=False).type
+        known = ceilings.find(ceilings.FOLDER, self.chosen, here, self.threads).ceilings
+        memory_gib = self.chosen.memory_gib
+        if here == "cuda" and not self.chosen.machine:
+            memory_gib = hardware.gpu_memory_gib()
+        machine = self.chosen.machine or hardware.name(here)
+        spec, dtype = costs.served(config, device)
+        return Target(config, spec, dtype, device, machine, self.threads, memory_gib, known)
+
+    def key(self, config: EngineConfig) -> str:
+        """Of the machine, as hardware.key."""
+        if config.model.load_format is LoadFormat.dry or not self.chosen.machine:
+            return hardware.key(hardware.resolve(config.model.device))
+        return "cpu" if self.chosen.device is Device.cpu else hardware.short_gpu_name(self.chosen.machine)
+
+
+def _limits(target: Target) -> Limits:
+    """As an engine with these settings would find them."""
+    config, ranks = target.config, target.config.parallel.tensor
+    spec = of_each_rank(target.spec, ranks)
+    block = spec.kv_layout(target.dtype).bytes_per_block(config.cache.block_size)
+    return settle_limits(config, spec.max_model_len, _kv_bytes(target) // block, block * ranks)
+
+
+def _kv_bytes(target: Target) -> int:
+    """Of one device."""
+    config, ranks, cache = target.config, target.config.parallel.tensor, target.config.cache
+    if cache.memory_gib is not None or target.device == "cpu":
+        return int((cache.memory_gib or CPU_KV_GIB) * 2**30)
+    if target.memory_gib is None:
+        raise ConfigError(
+            "how much memory the simulated GPU has is not known: choose hardware=..., or set engine.cache.memory_gib"
+        )
+    weights = outline(target.spec, target.dtype).weight_bytes() // ranks
+    scheduler, size = config.scheduler, target.dtype.itemsize
+    step = scheduler.max_num_batched_tokens * target.spec.activation_width * size // ranks
+    logits = scheduler.max_num_seqs * target.spec.vocab_size * 4
+    room = int(target.memory_gib * 2**30 * cache.gpu_memory_utilization)
+    left = room - weights - step - logits - GRAPHS_BYTES
+    if left <= 0:
+        raise ConfigError(
+            f"{config.model.path} on {ranks} of {target.machine}: weights of {weights / 2**30:.1f} GiB and steps of "
+            f"{(step + logits + GRAPHS_BYTES) / 2**30:.1f} GiB leave no room for KV in {room / 2**30:.1f} GiB. Raise "
+            "engine.parallel.tensor, or quantize the weights"
+        )
+    return left
+
+
+class SimulatedSubject:
+    """One pass is as the next: nothing is compiled, and no machine is busy with others."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self.about: Mapping[str, Any] = {"steps' times": setup.source}
+        self._records: list[StepRecord] = []
+        self.forget()
+
+    def forget(self) -> None:
+        alone = self._setup.config.parallel.replicas == 1  # else their steps are not one engine's
+        self._cluster = self._setup.cluster(self._records if alone else None, skips=False)
+
+    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
+        self._records.clear()
+        return replace(Pass(self._cluster, items).run(concurrency), records=tuple(self._records))
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class Pass:
+    """Items through a cluster, on its time line."""
+
+    def __init__(self, cluster: Cluster, items: Sequence[Item]) -> None:
+        names = [f"{item.name or 'request'}-{index}" for index, item in enumerate(items)]
+        self._cluster = cluster
+        self._outcomes = Outcomes(items, names, cluster.clock)
+        self._index_of: dict[Request, int] = {}
+
+    def run(self, concurrency: int) -> Served:
+        outcomes, cluster = self._outcomes, self._cluster
+        outcomes.begin(concurrency)
+        while outcomes.missing:
+            arrived = outcomes.deliver(self._send)
+            due = outcomes.schedule.next_due()
+            request = cluster.advance(due)
+            outcomes.answered()
+            if request is not None:
+                self._end(request)
+            elif due is None and not arrived:
+                raise RuntimeError("the simulated engine has nothing to do, and requests are missing")
+        served = outcomes.served()
+        # Tokens that nobody has computed are not told of, and there is no clock outside.
+        requests = tuple(replace(trace, token_ids=(), tells_tokens=False) for trace in served.requests)
+        return replace(served, requests=requests, outside_s=served.took)
+
+    def _send(self, index: int) -> None:
+        outcomes = self._outcomes
+        item = outcomes.items[index]
+        arrival, prompt = outcomes.sent[index].arrival, outcomes.prompts[index]
+        try:
+            request = self._cluster.send(outcomes.names[index], prompt, item.output_tokens, arrival, item.priority)
+        except RequestError as error:
+            outcomes.end(index, str(error))
+        else:
+            self._index_of[request] = index
+
+    def _end(self, request: Request) -> None:
+        self._outcomes.end(
+            self._index_of.pop(request),
+            "",
+            request.token_times,
+            request.output_token_ids,
+            cached_tokens=request.num_cached_tokens or 0,
+            first_scheduled=request.first_scheduled_time,
+            preemptions=request.num_preemptions,
+        )

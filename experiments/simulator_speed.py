@@ -1,0 +1,121 @@
+"""What simulating takes: the CPU time of requests to clusters of several sizes, at one rate for each replica.
+
+It is no ablation: nothing is served. Costs of steps are made up, about those of a 7B model on an H200.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from omegaconf import DictConfig
+
+from experiments.lab import points, schema
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure.rounds import Probe
+from experiments.lab.points import Point
+from experiments.lab.spec import ExperimentSpec
+from mini_infer.core.config import Device
+from mini_infer.core.errors import ConfigError
+from mini_infer.runtime.worker.limits import Limits
+from mini_infer.serving.router import Router
+from mini_infer.simulation.cluster import Cluster
+from mini_infer.simulation.costs import Curve, FittedCosts
+from mini_infer.simulation.replica import Replica
+
+VARIANT = "simulator"
+VOCABULARY = 150_000
+COSTS = FittedCosts(
+    decode=Curve((1, 8, 64, 256), (3.5e-3, 4.2e-3, 4.7e-3, 7.5e-3)),
+    prompts=Curve((1, 256, 2048), (6e-3, 7.5e-3, 42e-3)),
+    slot_s=1.4e-8,
+    pair_s=1.5e-10,
+    plan_s=1e-4,
+    row_s=5e-7,
+)
+LIMITS = Limits(max_model_len=16_384, reason="the benchmark", num_blocks=20_000, num_host_blocks=0)
+METRICS = {
+    "request_us": Metric("CPU time of a simulated request", "us", Better.lower),
+    "hour_cpu_s": Metric("CPU time of a simulated hour", "s", Better.lower),
+    "quicker": Metric("simulated time by CPU time", "", Better.higher),
+    "ttft_ms": Metric("time to first token that is simulated, mean", "ms", Better.lower),
+}
+
+
+@dataclass(frozen=True)
+class SpeedSpec(ExperimentSpec):
+    """
+    Attributes:
+        replicas: sizes of clusters.
+        rate_per_s: of requests to each replica.
+        requests: that are simulated at each size.
+        prompt_tokens, output_tokens: means of their lengths, which are exponentially distributed.
+    """
+
+    replicas: tuple[int, ...] = (1, 8, 64)
+    rate_per_s: float = 3.125
+    requests: int = 10_000
+    prompt_tokens: int = 1155
+    output_tokens: int = 211
+
+    def __post_init__(self) -> None:
+        if not self.replicas or min(self.replicas) < 1:
+            raise ConfigError(f"experiment.replicas must be a list of numbers from 1 on, got {list(self.replicas)}")
+        for name in ("rate_per_s", "requests", "prompt_tokens", "output_tokens"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"experiment.{name} must be above 0, got {getattr(self, name)}")
+
+
+class SimulatorSpeed(Probe):
+    spec_class = SpeedSpec
+    spec: SpeedSpec
+    device = Device.cpu
+    variants: Mapping[str, str] = {VARIANT: "mini-infer's simulator"}
+    metrics: Mapping[str, Metric] = METRICS
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self._engine = schema.engine_config(config.engine)
+        self.points = [points.point({"replicas": count}) for count in self.spec.replicas]
+        self.timed = [(VARIANT, point) for point in self.points]
+
+    def values(self, variant: str, point: Point) -> dict[str, float | None]:
+        spec, count = self.spec, point.values["replicas"]
+        rng = np.random.default_rng(self.settings.seed)
+        gaps = rng.exponential(1 / (spec.rate_per_s * count), spec.requests)
+        longest = LIMITS.max_model_len // 2
+        lengths = np.clip(
+            rng.exponential((spec.prompt_tokens, spec.output_tokens), (spec.requests, 2)), 1, longest
+        ).astype(int)
+        tokens = rng.integers(0, VOCABULARY, 2 * longest).tolist()
+        starts = rng.integers(0, longest, spec.requests).tolist()
+        cluster = Cluster(
+            [Replica(self._engine, LIMITS, COSTS, overlap=True) for _ in range(count)],
+            Router(self._engine.parallel.routing, count, self._engine.cache),
+        )
+        waited: list[float] = []
+        gc.collect()
+        started = time.process_time()
+        for due, (prompt, output), start in zip(np.cumsum(gaps).tolist(), lengths.tolist(), starts, strict=True):
+            _advance(cluster, due, waited)
+            cluster.send("", tokens[start : start + prompt], output, due)
+        _advance(cluster, None, waited)
+        took = time.process_time() - started
+        if len(waited) != spec.requests:
+            raise RuntimeError(f"{len(waited)} of {spec.requests} requests have ended")
+        simulated = float(gaps.sum())
+        return {
+            "request_us": 1e6 * took / spec.requests,
+            "hour_cpu_s": 3600 * took / simulated,
+            "quicker": simulated / took,
+            "ttft_ms": 1e3 * float(np.mean(waited)),
+        }
+
+
+def _advance(cluster: Cluster, until: float | None, waited: list[float]) -> None:
+    """Notes of each request that ends how long it waited for its first token, and nothing else: memory is bounded."""
+    while (request := cluster.advance(until)) is not None:
+        waited.append(request.token_times[0] - request.arrival_time)

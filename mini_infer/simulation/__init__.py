@@ -1,0 +1,10 @@
+"""The engine's own loop, scheduler, KV manager and router against a clock that nobody waits for (docs/simulator.md).
+
+costs.py     what a step takes, as a function of what is in it; and fitting one to steps that were measured
+executor.py  an executor that computes nothing, and lets a virtual clock pass instead
+replica.py   an engine without text on it, which skips steps that are all alike
+cluster.py   replicas behind the router, on one time line
+
+Without torch: a cluster is simulated where no model could run. Who reads files of costs, and where none fits asks the
+roofline, is experiments/lab/measure/simulated.py.
+"""

@@ -1,0 +1,100 @@
+"""Replicas behind the server's own router, on one time line.
+
+Each replica has a clock of its own, and the one that is furthest behind is the next to act, unless a request comes
+before. So nobody learns what has not happened yet: the router hears of an end at its moment, and a replica that has
+looked ahead takes only the steps that begin before a newcomer's arrival.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mini_infer.core.request import Request
+from mini_infer.serving.router import Route, Router
+from mini_infer.simulation.executor import VirtualClock
+from mini_infer.simulation.replica import Replica
+
+
+class _Entry(NamedTuple):
+    """When a replica acts next; one that was changed meanwhile has another stamp, and the entry counts nothing."""
+
+    time: float
+    number: int
+    stamp: int
+
+
+class Cluster:
+    """
+    Attributes:
+        clock: how far the time line is; it never goes back.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], router: Router) -> None:
+        self.clock = VirtualClock()
+        self._replicas, self._router = replicas, router
+        self._numbers = range(len(replicas))
+        self._acts: list[_Entry] = []  # a heap
+        self._stamps = [0] * len(replicas)
+        self._ends: list[tuple[float, int, Request]] = []  # a heap: of requests that have ended ahead of the clock
+        self._num_ends = 0
+        self._routes: dict[Request, Route] = {}
+        for number, replica in enumerate(replicas):
+            router.told(number, 0, replica.limits.num_blocks)
+
+    def send(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        output_tokens: int,
+        arrival: float | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """A request that comes now, where it was not due at an `arrival` before. RequestError where it can never be
+        served."""
+        now = self.clock.now if arrival is None else arrival
+        route = self._router.route(self._router.chain(prompt), 1, self._numbers)
+        replica = self._replicas[route.replica]
+        try:
+            request = replica.add(request_id, prompt, output_tokens, now, priority)
+        except Exception:
+            self._router.end(route)
+            raise
+        self._routes[request] = route
+        self._schedule(route.replica)
+        return request
+
+    def advance(self, until: float | None = None) -> Request | None:
+        """Goes on to the next end of a request, and returns it. None where none comes before `until`, to which the
+        clock has then gone on, or at all."""
+        while self._acts or self._ends:
+            act = self._acts[0].time if self._acts else float("inf")
+            end = self._ends[0][0] if self._ends else float("inf")
+            if until is not None and min(act, end) >= until:
+                break
+            if end <= act:
+                _, _, request = heapq.heappop(self._ends)
+                self.clock.wait_until(end)
+                self._router.end(self._routes.pop(request), request.num_cached_tokens)
+                return request
+            self._act(heapq.heappop(self._acts))
+        if until is not None:
+            self.clock.wait_until(until)
+        return None
+
+    def _act(self, entry: _Entry) -> None:
+        number = entry.number
+        if entry.stamp != self._stamps[number]:
+            return
+        replica = self._replicas[number]
+        for request in replica.run():
+            heapq.heappush(self._ends, (replica.clock.now, self._num_ends, request))
+            self._num_ends += 1
+        self._schedule(number)
+
+    def _schedule(self, number: int) -> None:
+        self._stamps[number] += 1
+        replica = self._replicas[number]
+        if replica.busy:
+            heapq.heappush(self._acts, _Entry(replica.next_event, number, self._stamps[number]))

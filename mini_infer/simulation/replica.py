@@ -1,0 +1,168 @@
+"""An engine without text on a virtual clock: the real loop, scheduler and KV manager, over an executor that computes
+nothing; and a way past steps that are all alike.
+
+While requests decode, and nobody comes or ends, a step differs from the one before it in nothing but counters. So a
+replica need not run them one by one: it knows when each would end, and takes as many at once as there are before it is
+wanted. What comes out is what would have come out; only StepRecords are not made of steps that were skipped.
+
+    step   step  <-- 57 steps of the same 3 requests, at once -->  step   step
+    (a request has come)                                          (one ends)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from mini_infer.cache.kv_manager import KVManager
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import ConfigError, RequestError
+from mini_infer.core.plan import StepRecord, StepResult
+from mini_infer.core.request import Request
+from mini_infer.core.sampling_params import SamplingParams
+from mini_infer.runtime.engine_core import EngineCore
+from mini_infer.runtime.scheduler.planned_step import TokenUpdate
+from mini_infer.runtime.scheduler.scheduler import Scheduler
+from mini_infer.runtime.worker.limits import Limits
+from mini_infer.simulation.costs import StepCosts, Work
+from mini_infer.simulation.executor import TOKEN, SimulatedExecutor, VirtualClock
+
+FEWEST_SKIPPED = 3  # steps, for which it is worth looking
+_NO_STEPS, _AHEAD = np.empty(0), np.arange(4096.0)
+_PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+
+class Ended:
+    """Where an engine hands on what its steps bring: nobody reads tokens here, and what counts is who has ended."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def process(self, updates: Sequence[TokenUpdate], result: StepResult) -> list[object]:
+        return []
+
+    def post(self, requests: Sequence[Request]) -> None:
+        self.requests += [request for request in requests if request.finish_reason is not None]
+
+    def unfinished(self) -> list[Request]:
+        return []
+
+
+class Replica:
+    """
+    Args:
+        observe: is called with every StepRecord.
+        skips: takes steps that are alike at once.
+
+    Attributes:
+        clock: its own: where several share a time line, each is as far as its last step.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: Limits,
+        costs: StepCosts,
+        overlap: bool,
+        observe: Callable[[StepRecord], None] | None = None,
+        skips: bool = True,
+    ) -> None:
+        if config.speculation.most:
+            raise ConfigError(
+                f"speculation.method={config.speculation.method.value}: a simulated engine has no text, and nobody can "
+                "say how many drafts it would accept. Set speculation.method=none"
+            )
+        self.clock = VirtualClock()
+        self.limits, self._costs = limits, costs
+        self._executor = SimulatedExecutor(costs, limits, self.clock, overlap)
+        self._ended = Ended()
+        make = partial(_scheduler, config, limits, overlap)
+        self.core = EngineCore(make, self._executor, self.clock, self._ended, records_kept=0)  # type: ignore[arg-type]
+        if observe is not None:
+            self.core.observers.append(observe)
+        self._skips = skips
+        self._ends = _NO_STEPS  # of steps ahead that are alike, as far as they were looked for
+        self._alike: Sequence[Request] = ()
+
+    @property
+    def busy(self) -> bool:
+        return self.core.scheduler.num_unfinished > 0
+
+    @property
+    def next_event(self) -> float:
+        """The earliest moment at which it does something that anybody could see; it is busy."""
+        return float(self._ends[-1]) if len(self._ends) else self.clock.now
+
+    def add(self, request_id: str, prompt: Sequence[int], output_tokens: int, now: float, priority: int = 0) -> Request:
+        """A request that arrives at `now`. RequestError where it can never be served."""
+        total, limits = len(prompt) + output_tokens, self.limits
+        if not prompt or output_tokens < 1 or total > limits.max_model_len:
+            raise RequestError(
+                f"{len(prompt)} prompt and {output_tokens} output tokens do not fit in {limits.max_model_len} tokens "
+                f"({limits.reason})"
+            )
+        self.skip_until(now)
+        self.clock.wait_until(now)
+        request = Request(request_id, prompt, _PARAMS, max_total_tokens=total, priority=priority, arrival_time=now)
+        self.core.scheduler.add(request)
+        return request
+
+    def run(self) -> list[Request]:
+        """On to `next_event`, and what comes then: who has ended by it."""
+        if len(self._ends):
+            self.skip_until(self.next_event)
+        else:
+            self.core.step()
+            if self._skips and self.busy:
+                self._look_ahead()
+        ended, self._ended.requests = self._ended.requests, []
+        return ended
+
+    def skip_until(self, moment: float) -> None:
+        """Takes the steps that begin before `moment`, of those that were looked for."""
+        ends, self._ends = self._ends, _NO_STEPS
+        if not len(ends) or moment <= self.clock.now:
+            return
+        count = min(int(ends.searchsorted(moment)) + 1, len(ends))
+        times = ends[:count].tolist()
+        self.core.scheduler.skip(self._alike, times, TOKEN)
+        self.clock.now = times[-1]
+        if self._executor.overlap:  # the last of them is under way
+            self._executor.shift(self._device_s(count))
+
+    def _look_ahead(self) -> None:
+        self._alike, most = self.core.scheduler.steps_alike()
+        if most < FEWEST_SKIPPED:
+            return
+        clock, executor = self.clock, self._executor
+        self._context = sum([request.num_computed_tokens for request in self._alike])
+        host = self._costs.host_s(len(self._alike))
+        most = min(most, len(_AHEAD))
+        first = self._device_s(1)
+        laps = first + (self._device_s(1 + most) - first) / most * _AHEAD[:most]  # costs are linear in the context
+        if executor.overlap:
+            # The device is at a step already, and its end is read first; then the longer of host and device counts.
+            np.maximum(laps[:-1], host, out=laps[1:])
+            laps[0] = max(host, executor.free_at - clock.now)
+        else:
+            laps += host
+        self._ends = laps.cumsum() + clock.now
+
+    def _device_s(self, ahead: int) -> float:
+        """Of the step that is planned as the `ahead`-th from now."""
+        rows = len(self._alike)
+        return self._costs.device_s(Work(rows, 0, self._context + rows * ahead, 0))
+
+
+def _scheduler(config: EngineConfig, limits: Limits, overlap: bool) -> Scheduler:
+    kv = KVManager(
+        limits.num_blocks,
+        config.cache.block_size,
+        limits.max_model_len,
+        layout=config.cache.layout,
+        prefix_caching=config.cache.prefix_caching,
+        num_host_blocks=limits.num_host_blocks,
+    )
+    return Scheduler(config.scheduler, kv, config.cache.watermark, follows=overlap)

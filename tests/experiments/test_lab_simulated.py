@@ -1,0 +1,185 @@
+"""The simulated engine as a system of the lab: costs found or refused, predictions beside measurements, a planner."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments.ablation import Ablation
+from experiments.capacity import Capacity
+from experiments.lab.judge import prediction
+from experiments.lab.measure import costs
+from experiments.lab.measure.costs import CostFile, Layout
+from experiments.lab.measure.hardware import Ceilings, Hardware
+from experiments.lab.measure.simulated import Simulator
+from experiments.lab.show.progress import Steps
+from experiments.lab.store.rows import Row
+from mini_infer.core.config import Device, EngineConfig, ModelConfig, ParallelConfig
+from mini_infer.core.errors import ConfigError
+from mini_infer.modeling.loader import load_spec
+from mini_infer.simulation.costs import Curve, FittedCosts, Residuals, Work
+
+DRY = [
+    *("model=dry", "engine.model.device=cpu", "engine.model.dry.max_model_len=2048", "engine.model.dry.step_ms=4"),
+    *("engine.model.dry.prefill_token_us=50", "engine.model.dry.decode_token_us=300"),
+]
+FEW = ["workload.count=24", "workload.prefix_tokens=64", "workload.suffix_tokens=16", "workload.output_tokens=12"]
+GPU = Hardware("NVIDIA H200", device=Device.cuda, memory_gib=139.8, ceilings=(Ceilings(4000, 4400, {"bfloat16": 800}),))
+TINY = EngineConfig(model=ModelConfig("tiny-target", device="cuda", dtype="bfloat16"))  # type: ignore[arg-type]
+
+
+def a_file(config: EngineConfig = TINY, machine: str = "NVIDIA H200") -> CostFile:
+    fitted = FittedCosts(Curve((1, 8), (1e-3, 2e-3)), Curve((1,), (3e-3,)), 1e-8, 1e-10, 1e-4, 1e-6)
+    layout = Layout.of(config, *costs.served(config, "cuda"), "cuda", 1)
+    return CostFile(machine, layout, "2026-11-22", "a test", fitted, 3, {"decode": Residuals(99, 0.01, 0.03, -0.001)})
+
+
+def test_a_file_of_costs_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    costs.save(tmp_path / "a.yaml", a_file())
+    assert costs.read(tmp_path / "a.yaml") == a_file()
+    (tmp_path / "a.yaml").write_text("costs: {decode: 1}")
+    with pytest.raises(ConfigError, match=r"a\.yaml is no file of costs"):
+        costs.read(tmp_path / "a.yaml")
+
+
+def test_costs_are_found_by_layout_and_machine(tmp_path: Path) -> None:
+    costs.save(tmp_path / "a.yaml", a_file())
+    found = Simulator(GPU, 1, tmp_path).setup(TINY)
+    assert found.source == "fitted: a.yaml, of 2026-11-22"
+    assert found.overlap
+    assert found.costs.device_s(Work(8, 0, 100, 0)) == pytest.approx(2e-3 + 1e-6)
+
+
+def test_without_costs_the_roofline_stands_in_and_says_so(tmp_path: Path) -> None:
+    costs.save(tmp_path / "a.yaml", a_file(machine="NVIDIA B200"))
+    found = Simulator(GPU, 1, tmp_path).setup(TINY)
+    assert "the roofline, a bound that no step can beat" in found.source
+    assert "the nearest is a.yaml, but for machine=NVIDIA B200" in found.source
+    spec = load_spec(TINY.model)
+    weights = 2 * sum(spec.hidden_size * w for w in (spec.vocab_size,)) / 4400e9
+    assert found.costs.device_s(Work(1, 0, 10, 0)) > weights
+    without = dataclasses.replace(GPU, ceilings=())
+    with pytest.raises(ConfigError, match=r"no costs are known of Qwen2.*there are no ceilings for a roofline"):
+        Simulator(without, 1, tmp_path).setup(TINY)
+
+
+def test_a_layout_that_does_not_fit_is_refused(compose_config) -> None:
+    from experiments.lab import schema
+
+    engine = schema.engine_config(compose_config("model=qwen2_5_7b", "engine.model.dtype=bfloat16").engine)
+    engine = dataclasses.replace(engine, model=dataclasses.replace(engine.model, device=Device.cuda))
+    small = dataclasses.replace(GPU, memory_gib=12.0)
+    with pytest.raises(ConfigError, match=r"weights of 14\.2 GiB and steps of .* leave no room for KV in 10\.8 GiB"):
+        Simulator(small, 1).setup(engine)
+    shared = dataclasses.replace(engine, parallel=ParallelConfig(tensor=2))
+    assert Simulator(dataclasses.replace(small, memory_gib=14.0), 1).setup(shared).limits.num_blocks > 1000
+    with pytest.raises(ConfigError, match=r"device=cuda, and the chosen hardware is .*, a cpu"):
+        Simulator(Hardware("a CPU", device=Device.cpu), 1).setup(engine)
+
+
+def measured(config, cls=Ablation):
+    experiment = cls.from_config(config)
+    return experiment, experiment.measure(Steps("a test"))
+
+
+@pytest.mark.parametrize("load", ["workload.concurrency=3", "workload.arrivals=burst"])
+def test_what_is_predicted_is_what_a_dry_engine_takes(compose_config, virtual_time, load: str) -> None:
+    """To the noise of the machine, and with every rule kept by which passes count."""
+    config = compose_config(
+        *("experiment=simulator", *DRY, *FEW, load, "measure.repeats=2", "measure.aa=never", "measure.gates=false")
+    )
+    config.experiment.points, config.experiment.claims = {}, []
+    experiment, found = measured(config)
+    assert {row.reason for row in found.rows if not row.valid} <= set(_forgiven(found.rows))
+    misses = list(prediction.misses(found.rows, experiment._predictions))
+    assert {miss.variant for miss in misses} == {"chunked predicted", "whole predicted", "uncached predicted"}
+    assert all(abs(miss.share) < 0.1 for miss in misses), misses
+    assert any("predictions" in note and "the worst misses" in note for note in found.notes)
+
+
+def _forgiven(rows):
+    return [row.reason for row in rows if "not shown" in row.reason]
+
+
+def test_any_experiment_can_be_simulated_alone(compose_config) -> None:
+    config = compose_config(
+        "experiment=prefix_cache", "system=simulated", *DRY, "workload.count=6", "measure.repeats=1"
+    )
+    config.experiment.points, config.experiment.claims, config.experiment.timeline = {}, [], None
+    experiment, found = measured(config)
+    assert set(experiment.variants) == {"off", "on"}
+    assert experiment.hardware_key == "simulated-cpu"
+    ttft = {row.variant: row.value for row in found.rows if row.metric == "ttft_ms"}
+    assert ttft["on"] < ttft["off"] / 2
+    again = measured(config)[1]
+    assert [row.value for row in again.rows] == [row.value for row in found.rows], "the same seed, the same result"
+
+
+def test_a_trace_is_simulated_too(compose_config, tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    lines = [f"2023-11-16 18:15:{i:02d}.0000000,{100 + i},{5 + i}" for i in range(30)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    config = compose_config(
+        *("experiment=simulator_trace", "system=simulated", *DRY, f"workload.path={path}", "workload.limit=30"),
+        *("workload.max_prompt_tokens=200", "workload.max_output_tokens=20", "measure.repeats=1"),
+    )
+    config.experiment.points, config.experiment.claims = {}, []
+    found = measured(config)[1]
+    assert next(row.value for row in found.rows if row.metric == "output_tokens_per_s") > 0
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines[:3], lines[9], *lines[3:]]))
+    with pytest.raises(ConfigError, match=r"line 6: it is 6\.000 s earlier than the line before it"):
+        measured(config)
+
+
+def test_remarks_name_the_worst_and_those_that_missed() -> None:
+    rows = [
+        Row(variant, "load", repeat, metric, value, "ms")
+        for variant, values in {"a": (100.0, 10.0), "a predicted": (103.0, 8.0)}.items()
+        for metric, value in zip(("ttft_ms", "itl_p50_ms"), values, strict=True)
+        for repeat in range(2)
+    ]
+    labels = {"a": "A", "a predicted": "A, predicted"}
+    (worst,) = prediction.remarks(rows, {"a predicted": "a"}, labels)
+    assert worst == (
+        "Of 2 predictions 1 lie within 10% of what was measured; the worst misses the inter-token latency, median gap "
+        "of A, predicted at load by -20.0%."
+    )
+    assert prediction.remarks(rows[:4], {"a predicted": "a"}, labels) == []
+
+
+PLAN = ["experiment=capacity", *DRY, *FEW, "workload.count=60", "workload.rate_per_s=200"]
+SLOTS = {"engine.scheduler.max_num_seqs": [2, 8]}
+
+
+def plan(compose_config, settings=SLOTS, slo=(60, 12), **changes):
+    config = compose_config(*PLAN)
+    config.experiment.settings = settings
+    config.experiment.slo = dict(zip(("ttft_ms", "tpot_ms"), slo, strict=True))
+    config.experiment.update(changes)
+    return measured(config, Capacity)[1]
+
+
+def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
+    found = plan(compose_config)
+    best = found.points[0]
+    (share,) = (row.value for row in found.rows if row.metric == "slo_share" and row.point == best.name)
+    assert share >= 0.9
+    count = best.values["engine.parallel.replicas"]
+    assert count > 1
+    assert re.match(rf"The fewest: {count} GPUs, max_num_seqs=8", found.notes[0])
+    assert f"mini-infer-serve --model dry --parallel.replicas {count}" in found.notes[0]
+    assert any(note.startswith("scheduler.max_num_seqs, all else as in the winner") for note in found.notes)
+    assert len(found.points) == 2
+    fewer = plan(compose_config, most_replicas=count - 1).notes[0]
+    assert fewer.startswith("Nothing keeps TTFT 60 ms and TPOT 12 ms for 90% of the requests")
+    assert "The nearest is max_num_seqs=8" in fewer
+
+
+def test_bad_plans_are_refused(compose_config) -> None:
+    with pytest.raises(ConfigError, match=r"experiment\.slo has no bound"):
+        plan(compose_config, slo=(None, None))
+    with pytest.raises(ConfigError, match=r"the engine has no setting engine\.scheduler\.wrong"):
+        plan(compose_config, settings={"engine.scheduler.wrong": [1]})

@@ -1,0 +1,77 @@
+"""Replicas behind the router on one time line."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from made_up_costs import CONFIG, replica
+
+from mini_infer.core.config import RouterPolicy
+from mini_infer.core.errors import RequestError
+from mini_infer.core.request import Request
+from mini_infer.serving.router import Router
+from mini_infer.simulation.cluster import Cluster
+
+
+def cluster(count: int, skips: bool = True, routing: RouterPolicy = RouterPolicy.prefix_aware) -> Cluster:
+    return Cluster([replica(skips=skips) for _ in range(count)], Router(routing, count, CONFIG.cache))
+
+
+def run(of: Cluster, rate: float, count: int = 150) -> dict[str, Request]:
+    rng, now = random.Random(0), 0.0
+    ended: dict[str, Request] = {}
+    shared = [[rng.randrange(200) for _ in range(128)] for _ in range(4)]
+    for index in range(count):
+        now += rng.expovariate(rate)
+        while (request := of.advance(now)) is not None:
+            ended[request.request_id] = request
+            assert of.clock.now == request.token_times[-1]
+        assert of.clock.now == now
+        of.send(str(index), rng.choice(shared) + [rng.randrange(200)] * 5, rng.randrange(1, 40), now)
+    while (request := of.advance()) is not None:
+        ended[request.request_id] = request
+    return ended
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_skipping_changes_nothing_in_a_cluster(count: int) -> None:
+    steps, skipped = (run(cluster(count, skips), rate=60 * count) for skips in (False, True))
+    assert list(steps) == list(skipped)
+    for name, request in steps.items():
+        assert skipped[name].token_times == pytest.approx(request.token_times, rel=1e-9)
+        assert skipped[name].num_cached_tokens == request.num_cached_tokens
+
+
+def test_the_same_requests_give_the_same_result() -> None:
+    first, again = (run(cluster(3), rate=150) for _ in range(2))
+    assert {name: r.token_times for name, r in first.items()} == {name: r.token_times for name, r in again.items()}
+
+
+def test_more_replicas_are_quicker_and_a_prefix_is_computed_once_on_each() -> None:
+    def mean_ttft(ended: dict[str, Request]) -> float:
+        return sum(r.token_times[0] - r.arrival_time for r in ended.values()) / len(ended)
+
+    one, three = run(cluster(1), rate=150), run(cluster(3), rate=150)
+    assert mean_ttft(three) < mean_ttft(one) / 2
+    spread = run(cluster(3, routing=RouterPolicy.round_robin), rate=150)
+    assert sum(r.num_cached_tokens == 0 for r in spread.values()) > sum(
+        r.num_cached_tokens == 0 for r in three.values()
+    )
+
+
+def test_time_goes_on_without_requests_and_never_back() -> None:
+    idle = cluster(2)
+    assert idle.advance(5.0) is None
+    assert idle.clock.now == 5.0
+    request = idle.send("late", [1, 2, 3], 2)
+    assert (request.arrival_time, idle.advance()) == (5.0, request)
+    assert idle.clock.now > 5.0
+    assert idle.advance() is None
+
+
+def test_a_request_that_is_refused_is_nobodys_load() -> None:
+    one = cluster(1)
+    with pytest.raises(RequestError, match="do not fit"):
+        one.send("long", [0] * 600, 1)
+    assert one._router._replicas[0].load == 0

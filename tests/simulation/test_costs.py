@@ -1,0 +1,108 @@
+"""A fit recovers costs that were planted, whatever the noise; and what it is fitted to."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from mini_infer.core.plan import StepPlan
+from mini_infer.simulation.costs import (
+    Curve,
+    FittedCosts,
+    MeasuredStep,
+    Span,
+    Work,
+    device_seconds,
+    fit,
+    nonnegative,
+    residuals,
+)
+
+PLANTED = FittedCosts(
+    decode=Curve((1, 2, 4, 8, 16, 32, 64), (3e-3, 3.1e-3, 3.2e-3, 3.4e-3, 3.6e-3, 4.2e-3, 5.5e-3)),
+    prompts=Curve((8, 64, 512, 2048), (4e-3, 5e-3, 12e-3, 44e-3)),
+    slot_s=1.5e-8,
+    pair_s=2e-10,
+    plan_s=1e-4,
+    row_s=2e-6,
+)
+
+
+def steps(noise: float, seed: int = 0) -> list[MeasuredStep]:
+    rng, found = random.Random(seed), []
+    for _ in range(800):
+        rows = rng.choice(PLANTED.decode.tokens)
+        found.append((Work(rows, 0, rows * rng.randrange(10, 8000), 0), rows))
+        beside, prompt = rng.choice([0, 4, 16]), rng.choice([8, 48, 496, 2032])
+        start = rng.randrange(4000)
+        pairs = prompt * start + prompt * (prompt + 1) // 2
+        found.append((Work(beside, prompt, beside * 1000, pairs), beside + 1))
+    return [
+        MeasuredStep(work, rows, PLANTED.device_s(work) * (1 + rng.gauss(0, noise)), PLANTED.host_s(rows))
+        for work, rows in found
+    ]
+
+
+@pytest.mark.parametrize(("noise", "near"), [(0.0, 1e-6), (0.03, 0.02)])
+def test_a_fit_recovers_what_was_planted(noise: float, near: float) -> None:
+    found = fit(steps(noise)).costs
+    for work in [
+        Work(4, 0, 4000, 0),
+        Work(64, 0, 64000, 0),
+        Work(0, 2032, 0, 2_000_000),
+        Work(16, 496, 16000, 130_000),
+    ]:
+        assert found.device_s(work) == pytest.approx(PLANTED.device_s(work), rel=near)
+    assert (found.plan_s, found.row_s) == pytest.approx((PLANTED.plan_s, PLANTED.row_s))
+    assert residuals(found, steps(0.0, seed=1))["decode"].median <= near
+
+
+def test_hiccups_are_left_out() -> None:
+    hit = [step._replace(device_s=step.device_s * 4) if i % 50 == 0 else step for i, step in enumerate(steps(0.01))]
+    found = fit(hit)
+    assert found.left_out == pytest.approx(32, abs=3)
+    work = Work(16, 0, 16000, 0)
+    assert found.costs.device_s(work) == pytest.approx(PLANTED.device_s(work), rel=0.01)
+
+
+def test_too_few_steps_of_a_kind_are_refused() -> None:
+    alone = [step for step in steps(0.0) if not step.work.prompt_tokens]
+    with pytest.raises(ValueError, match="0 steps of the kind 'prompts' are too few"):
+        fit(alone)
+
+
+def test_costs_go_on_behind_what_was_measured_and_never_fall() -> None:
+    curve = fit(steps(0.03)).costs.decode
+    heights = [curve(tokens) for tokens in range(1, 200)]
+    assert all(before <= after for before, after in pairwise(heights))
+    assert heights[-1] > curve(64)
+
+
+def test_no_solution_is_below_zero() -> None:
+    rng = np.random.default_rng(0)
+    matrix = rng.random((50, 4))
+    x = nonnegative(matrix, matrix @ np.array([1.0, 0.0, 2.0, 0.0]) - 0.1)
+    assert (x >= 0).all()
+    better = [np.linalg.norm(matrix @ (x + d) - (matrix @ np.array([1.0, 0, 2, 0]) - 0.1)) for d in 1e-3 * np.eye(4)]
+    assert min(better) >= np.linalg.norm(matrix @ x - (matrix @ np.array([1.0, 0, 2, 0]) - 0.1)) - 1e-9
+
+
+def test_the_device_works_from_end_to_end_where_steps_overlap() -> None:
+    """Two steps of a busy engine, a pause, and one more: the host's 1 ms counts only where the device waits for it."""
+    spans = [Span(0.0, 0.010, 0.001, True), Span(0.0102, 0.020, 0.001, False), Span(1.0, 1.008, 0.001, False)]
+    assert device_seconds(spans, overlap=True) == pytest.approx([0.009, 0.010, 0.007])
+    assert device_seconds(spans, overlap=False) == pytest.approx([0.009, 0.009, 0.007])
+
+
+def test_the_work_of_a_plan() -> None:
+    """Rows at 10 and 20, the second with two drafts; a prompt's tokens 4 to 8 see 5, 6, 7 and 8."""
+    plan = StepPlan(1, [0, 1, 2], [10, 20, 4], [1, 3, 4], [True, True, False], num_decode_rows=2)
+    assert Work.of(plan) == Work(decode_tokens=4, prompt_tokens=4, decode_context=11 + 23, prompt_pairs=26)
+
+
+def test_copies_take_time_by_blocks() -> None:
+    assert dataclasses.replace(PLANTED, block_s=1e-5).copy_s(30) == pytest.approx(3e-4)

@@ -1,0 +1,191 @@
+"""Virtual time against a hand-made example; plans against those of a dry engine; steps that are skipped."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from made_up_costs import CONFIG, COSTS, LIMITS, replica
+
+from mini_infer import LLMEngine, SamplingParams
+from mini_infer.cache.kv_manager import KVManager
+from mini_infer.core.config import (
+    CacheConfig,
+    DryConfig,
+    EngineConfig,
+    LoadFormat,
+    ModelConfig,
+    Preemption,
+    SpeculationConfig,
+    When,
+)
+from mini_infer.core.errors import ConfigError, RequestError
+from mini_infer.core.plan import StepPlan
+from mini_infer.core.request import Request
+from mini_infer.runtime.worker.limits import Limits
+from mini_infer.simulation.replica import Replica
+
+
+def finished(engine: Replica) -> list[Request]:
+    ended = []
+    while engine.busy:
+        ended += engine.run()
+    return ended
+
+
+def test_it_imports_no_torch() -> None:
+    code = "import sys, mini_infer.simulation.cluster; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_time_without_overlap_is_the_sum_of_host_and_device(skips: bool) -> None:
+    """A prompt of 10 tokens, and 5 tokens: one step with a prompt, 4 of one row. They end at 10 ms + 201 us of the host
+    + the device's time, and so on."""
+    engine = replica(overlap=False, skips=skips)
+    request = engine.add("a", range(10), 5, now=0.010)
+    assert finished(engine) == [request]
+    host = 2e-4 + 1e-6
+    prompt = 5e-3 + 9 / 1999 * 45e-3 + 55e-10  # 55 pairs
+    ends = [0.010 + host + prompt]
+    for context in (11, 12, 13, 14):
+        ends.append(ends[-1] + host + 4e-3 + context * 1e-8)
+    assert request.token_times == pytest.approx(ends, rel=1e-12)
+    assert (request.arrival_time, request.first_scheduled_time) == (0.010, 0.010)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_with_overlap_the_device_never_waits_for_the_host(skips: bool) -> None:
+    engine = replica(overlap=True, skips=skips)
+    request = engine.add("a", range(10), 5, now=0.0)
+    finished(engine)
+    prompt = 5e-3 + 9 / 1999 * 45e-3 + 55e-10
+    ends = [2e-4 + 1e-6 + prompt]
+    for context in (11, 12, 13, 14):
+        ends.append(ends[-1] + 4e-3 + context * 1e-8)
+    assert request.token_times == pytest.approx(ends, rel=1e-12)
+
+
+def random_load(count: int, seed: int) -> list[tuple[float, list[int], int]]:
+    rng, now, found = random.Random(seed), 0.0, []
+    shared = [[rng.randrange(200) for _ in range(40)] for _ in range(3)]
+    for _ in range(count):
+        now += rng.expovariate(30)
+        own = [rng.randrange(200) for _ in range(rng.randrange(1, 90))]
+        found.append((now, (rng.choice(shared) if rng.random() < 0.4 else []) + own, rng.randrange(1, 60)))
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        replace(CONFIG, cache=replace(CONFIG.cache, prefix_caching=False)),
+        replace(CONFIG, scheduler=replace(CONFIG.scheduler, chunked_prefill=False, max_num_batched_tokens=512)),
+        replace(CONFIG, scheduler=replace(CONFIG.scheduler, preemption=Preemption.swap)),
+    ],
+    ids=["chunked", "uncached", "whole", "swap"],
+)
+def test_skipping_steps_changes_nothing(overlap: bool, config: EngineConfig) -> None:
+    """Also where KV memory is short, so that requests wait and give way."""
+    limits = Limits(512, "a test", 60, 100 if config.scheduler.preemption is Preemption.swap else 0)
+    limits = replace(limits, num_blocks=130) if not config.scheduler.chunked_prefill else limits
+    limits = replace(limits, max_model_len=200)
+    told, planned = [], []
+    for skips in (False, True):
+        engine = replica(overlap, skips, config, limits)
+        plans = watch(engine.core.executor)
+        ended: list[Request] = []
+        for now, prompt, output in random_load(60, seed=1):
+            while engine.busy and engine.next_event < now:
+                ended += engine.run()
+            engine.add(str(now), prompt, output, now)
+        ended += finished(engine)
+        told.append({r.request_id: (r.num_cached_tokens, r.num_preemptions, r.token_times) for r in ended})
+        planned.append(len(plans))
+    steps, skipped = told
+    assert steps.keys() == skipped.keys()
+    for name in steps:
+        assert skipped[name][:2] == steps[name][:2]
+        assert skipped[name][2] == pytest.approx(steps[name][2], rel=1e-9)
+    assert planned[1] < planned[0]
+
+
+def watch(executor: Any) -> list[StepPlan]:
+    """The plans that an executor is to launch from here on."""
+    plans: list[StepPlan] = []
+    launch: Callable[[StepPlan], Any] = executor.launch
+
+    def watched(plan: StepPlan) -> Any:
+        plans.append(plan)
+        return launch(plan)
+
+    executor.launch = watched
+    return plans
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("blocks", [60, 400])
+def test_its_plans_are_those_of_a_dry_engine(overlap: bool, blocks: int) -> None:
+    """Step by step, with requests that come between steps, share beginnings, and give way where memory is short."""
+    dry = DryConfig(max_model_len=200)
+    config = EngineConfig(
+        model=ModelConfig(load_format=LoadFormat.dry, dry=dry),
+        cache=CacheConfig(block_size=4, num_blocks=blocks),
+        scheduler=replace(CONFIG.scheduler, overlap=When.always if overlap else When.never),
+    )
+    engine = LLMEngine(config)
+    simulated = Replica(config, engine.executor.limits, COSTS, overlap, skips=False)
+    plans, own = watch(engine.executor), watch(simulated.core.executor)
+    for _, prompt, output in random_load(40, seed=2):
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True), stream=False)
+        simulated.add("", prompt, output, simulated.clock.now)
+        for _ in range(3):
+            if engine.has_unfinished_requests():
+                engine.step()
+                simulated.run()
+    while engine.has_unfinished_requests():
+        engine.step()
+        simulated.run()
+    assert len(plans) > 100
+    assert [shape(plan) for plan in own] == [shape(plan) for plan in plans]
+    assert any(plan.preempted for plan in plans) == (blocks < 100)
+
+
+def shape(plan: StepPlan) -> Any:
+    """A plan without names and tokens."""
+    admissions = [(a.req_index, len(a.token_ids), a.prompt_len, a.block_table) for a in plan.admissions]
+    rows = plan.req_indices, plan.starts, plan.counts, plan.samples, plan.num_decode_rows
+    return *rows, admissions, plan.growths, len(plan.preempted), plan.prefix_hit_tokens
+
+
+def test_what_can_never_be_served_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"500 prompt and 20 output tokens do not fit in 512 tokens \(a test\)"):
+        replica().add("a", [0] * 500, 20, now=0.0)
+    drafts = replace(CONFIG, speculation=SpeculationConfig(method="ngram"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"speculation\.method=ngram: a simulated engine has no text"):
+        replica(config=drafts)
+
+
+def test_a_skip_leaves_memory_as_the_steps_would() -> None:
+    """What blocks are taken and which prefixes are there, in the middle of a decode."""
+    states = []
+    for skips in (False, True):
+        engine = replica(overlap=True, skips=skips)
+        engine.add("a", range(10), 100, now=0.0)
+        engine.add("b", range(30, 50), 80, now=0.0)
+        while engine.clock.now < 0.1:
+            engine.run() if not skips or engine.next_event < 0.1 else engine.skip_until(0.1)
+        kv: KVManager = engine.core.scheduler.kv
+        running = engine.core.scheduler._batch.running
+        states.append([(r.num_tokens, r.num_computed_tokens, r.block_hashes, r.block_table) for r in running])
+        assert engine.core.scheduler.usage().used_slots == sum(r.num_computed_tokens for r in running)
+        assert kv.num_free == LIMITS.num_blocks - sum(len(r.block_table) for r in running)
+    assert [s[:3] for s in states[0]] == [s[:3] for s in states[1]]
+    assert [len(s[3]) for s in states[0]] == [len(s[3]) for s in states[1]]
