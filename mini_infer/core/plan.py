@@ -225,6 +225,11 @@ class StepRecord(NamedTuple):
         """Tokens of running requests that were computed: the last ones, and drafts."""
         return self.decode_rows + sum(self.drafted)
 
+    @property
+    def host_s(self) -> float:
+        """To schedule the step, and to book it."""
+        return self.schedule_s + self.update_s
+
 
 def count_drafts(plan: StepPlan, result: StepResult) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """`drafted` and `accepted` of a StepRecord."""

@@ -206,20 +206,22 @@ def read(path: Path) -> CostFile:
     try:
         content = yaml.safe_load(path.read_text())
         costs = dict(content["costs"])
-        curves = {name: costs.pop(name) for name in ("decode", "prompts")}
+        decode, prompts = (costs.pop(name) for name in ("decode", "prompts"))
         return CostFile(
             machine=content["machine"],
             layout=Layout(**content["layout"]),
             measured=content["measured"],
             how=content["how"],
-            costs=FittedCosts(
-                **{name: Curve(tuple(c["tokens"]), tuple(c["seconds"])) for name, c in curves.items()}, **costs
-            ),
+            costs=FittedCosts(_curve(decode), _curve(prompts), **costs),
             left_out=content["left_out"],
             residuals={kind: Residuals(**values) for kind, values in content["residuals"].items()},
         )
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is no file of costs ({type(error).__name__}: {error}): calibrate again") from error
+
+
+def _curve(content: Mapping[str, Sequence[float]]) -> Curve:
+    return Curve(tuple(map(int, content["tokens"])), tuple(content["seconds"]))
 
 
 def save(path: Path, found: CostFile) -> None:

@@ -68,7 +68,7 @@ class RequestRow:
     decode_s: float | None = None
 
 
-_OF_RECORD = [f.name for f in fields(StepRow)][5:-1]  # what a row has as its record has it; `kv_...` of its kv
+_OF_RECORD = [f.name for f in fields(StepRow)][5:]  # what a row has as its record has it; `kv_...` of its kv
 
 
 def step_rows(variant: str, point: str, served: Served) -> list[StepRow]:
@@ -80,7 +80,6 @@ def step_rows(variant: str, point: str, served: Served) -> list[StepRow]:
             record.start_time - served.start,
             record.end_time - record.start_time,
             *(operator.attrgetter(name.replace("kv_", "kv.", 1))(record) for name in _OF_RECORD),
-            host_s=record.schedule_s + record.update_s,
         )
         for step, record in enumerate(served.records)
     ]
