@@ -166,9 +166,10 @@ def book_tokens(
             updates.append((request, token_ids, row))
             if reason is not None:
                 endings.append(Ending(request, reason, _stop_token(request)))
-        if has_drafts and request not in step.preempted_since:
-            # What a rejected draft wrote is written over before anybody reads it. Its blocks stay for the next one.
-            request.num_computed_tokens = request.num_tokens - 1 + request.num_in_flight
+        if has_drafts:  # what a rejected draft wrote is written over before anybody reads it
+            # Its blocks stay for the next one. One that was preempted since may have nothing computed any more.
+            computed = request.num_tokens - 1 + request.num_in_flight
+            request.num_computed_tokens = min(request.num_computed_tokens, computed)
         _commit(request, request.num_tokens - 1 if has_drafts else plan.starts[row] + plan.counts[row], step, kv)
     return updates, endings
 
