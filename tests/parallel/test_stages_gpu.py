@@ -51,6 +51,8 @@ class OwnPipe:
 
 
 class InOneProcess(Executor):
+    step_costs: Any = None  # without drafts nobody asks
+
     def __init__(self, config: EngineConfig) -> None:
         pipe: Any = OwnPipe()
         stages = [workers.Worker(config, ParallelContext(stage=stage, stages=2, pipe=pipe)) for stage in (0, 1)]
