@@ -147,8 +147,8 @@ class Decoder(Model):
         residual = None
         for layer in self.layers:
             x, residual = layer.forward(x, residual, cos, sin, context, tokens)
-        if self.norm is None:
-            return x if residual is None else residual + x
+        if self.norm is None:  # the stream's value is what comes with any norm of it
+            return self._kernels.add_rms_norm(Stream(x, residual, self.layers[-1].input_layernorm.norm))[1]
         return self._kernels.add_rms_norm(Stream(x, residual, self.norm.norm))[0]
 
     def attention(self, store: KVStore) -> ModelAttention:

@@ -212,7 +212,7 @@ def _leave_out_peers(experiment) -> None:
     for changes in experiment.variants.values():
         if (changes or {}).get("kind") == "served":
             del changes["kind"]
-            changes.pop("parallel", None)  # several engines are a server's, too
+        (changes or {}).pop("parallel", None)  # several engines are a server's, too, and a dry model has no ranks
     peers = [name for name, changes in experiment.variants.items() if (changes or {}).get("kind", "engine") != "engine"]
     for name in peers:
         del experiment.variants[name]
