@@ -39,7 +39,7 @@ def answers(parallel: dict[str, int], **sections: Any) -> list[Any]:
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS)
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     "sections",
     [
@@ -58,14 +58,14 @@ def test_two_gpus_give_the_bits_of_one(sections: dict[str, Any], parallel: dict[
     assert answers(parallel, numerics="batch_invariant", **sections) == expected
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS)
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_fast_numerics_in_fp32_give_the_tokens_of_one(parallel: dict[str, int]) -> None:
     model = {"path": "tiny-target", "dtype": "float32"}
     found, expected = answers(parallel, model=model), answers({}, model=model)
     assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in expected]
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS)
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_does_not_keep_the_gpu_waiting(number: int, parallel: dict[str, int]) -> None:
     values = {"model": {"path": "tiny-target"}, "parallel": {**parallel, "timeout_s": 3.0}}
