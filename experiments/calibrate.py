@@ -103,9 +103,11 @@ class Calibrate(Experiment):
         self.device = self._engine.model.device
         if self.settings.processes > 1:
             raise ConfigError("one process calibrates: set measure.processes=1")
-        if self._engine.parallel.replicas > 1 or self._engine.speculation.most:
+        parallel = self._engine.parallel
+        if parallel.replicas > 1 or parallel.pipeline > 1 or self._engine.speculation.most:
             raise ConfigError(
-                "one engine without drafts is calibrated: set engine.parallel.replicas=1 and engine/speculation=none"
+                "one engine without stages and drafts is calibrated: set engine.parallel.replicas=1, "
+                "engine.parallel.pipeline=1 and engine/speculation=none"
             )
         paths = schema.build(schema.Paths, config.paths, "paths")
         self._folder = costs.FOLDER if paths.recorded else CONF.parent / paths.results / "costs"

@@ -191,7 +191,7 @@ class Capacity(Experiment):
         if self._workload.has_ramps:
             served = served.without_ramps()
         values = dict(_values(served, self.spec.slo))
-        gpus = replicas * engine.parallel.tensor
+        gpus = replicas * engine.parallel.ranks
         return Plan(settings, replicas, gpus, {"gpus": gpus, **values}, values["slo_share"] >= self.spec.share)
 
     def _engine(self, settings: Mapping[str, Any], replicas: int) -> EngineConfig:

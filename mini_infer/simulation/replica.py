@@ -74,6 +74,10 @@ class Replica:
                 f"speculation.method={config.speculation.method.value}: a simulated engine has no text, and nobody can "
                 "say how many drafts it would accept. Set speculation.method=none"
             )
+        if config.parallel.pipeline > 1:
+            raise ConfigError(
+                f"parallel.pipeline={config.parallel.pipeline}: stages are not simulated. Set parallel.pipeline=1"
+            )
         self.clock = VirtualClock()
         self.limits, self._costs = limits, costs
         self._executor = SimulatedExecutor(costs, limits, self.clock, overlap)

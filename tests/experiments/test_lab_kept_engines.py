@@ -8,6 +8,8 @@ from omegaconf import OmegaConf
 from experiments import ablation
 from experiments.lab import points
 from experiments.lab.measure import cells, lending
+from experiments.lab.measure.hardware import Hardware
+from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import EngineSubject, Kind
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
@@ -152,7 +154,7 @@ def test_a_peers_process_that_was_stopped_is_opened_again():
             opened.append(lending.Lease(SimpleNamespace(alive=True, about={}), lambda: None))
             return opened[-1]
 
-    lender = lending.Lending(True, Pool())
+    lender = lending.Lending(True, Pool(), Simulator(Hardware(), 1))
     used = []
     for stopped in (False, False, True, False):
         if stopped:
