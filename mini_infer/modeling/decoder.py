@@ -121,8 +121,10 @@ class Decoder(Model):
         assert attention.rope is not None, "the architectures of the registry have one"
         self.rotary = RotaryTable(attention.rope, attention.rotary_dim, max_len, build.dtype, build.device)
         names = [f"model.layers.{spec.first_layer + i}" for i in range(spec.num_layers)]
-        self.layers = nn.ModuleList([DecoderLayer(name, i, spec, build) for i, name in enumerate(names)])
+        layers = [DecoderLayer(name, i, spec, build) for i, name in enumerate(names)]
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps, build) if spec.is_last else None
+        self._end = (self.norm or layers[-1].input_layernorm).norm  # the stream's value comes with any norm of it
         self.lm_head = self.embed_tokens if spec.is_last and spec.tie_word_embeddings else None
         if spec.is_last and self.lm_head is None:
             table = "model.embed_tokens" if spec.tie_word_embeddings else "lm_head"
@@ -147,9 +149,8 @@ class Decoder(Model):
         residual = None
         for layer in self.layers:
             x, residual = layer.forward(x, residual, cos, sin, context, tokens)
-        if self.norm is None:  # the stream's value is what comes with any norm of it
-            return self._kernels.add_rms_norm(Stream(x, residual, self.layers[-1].input_layernorm.norm))[1]
-        return self._kernels.add_rms_norm(Stream(x, residual, self.norm.norm))[0]
+        normed, value = self._kernels.add_rms_norm(Stream(x, residual, self._end))
+        return value if self.norm is None else normed
 
     def attention(self, store: KVStore) -> ModelAttention:
         attention, spec = super().attention(store), self.spec.attention
