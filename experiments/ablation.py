@@ -274,7 +274,8 @@ class Ablation(Experiment):
 
 def _one_replica(engine: EngineConfig) -> EngineConfig:
     """Replicas compute what each of them does."""
-    return replace(engine, parallel=replace(engine.parallel, replicas=1, routing=ParallelConfig.routing))
+    ours = {"routing": ParallelConfig.routing, "launcher": ParallelConfig.launcher}
+    return replace(engine, parallel=replace(engine.parallel, replicas=1, **ours))
 
 
 def _label(name: str, changes: Mapping[str, Any], synthetic: bool) -> str:

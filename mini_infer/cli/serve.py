@@ -15,6 +15,7 @@ from typing import Any
 from mini_infer.cli.arguments import command_parser, refuse
 from mini_infer.cli.server_process import address_line
 from mini_infer.cli.vllm_flags import translated
+from mini_infer.core.config import Launcher
 from mini_infer.core.errors import ConfigError, MiniInferError
 from mini_infer.serving.settings import PREFIX, ServerSettings, Setting, from_environment, table
 
@@ -61,7 +62,8 @@ async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Python would end with an error if it could not flush
 
     # What takes a second to import, and no help text needs.
-    if settings.api_processes > 1 or settings.engine.parallel.replicas > 1:
+    parallel = settings.engine.parallel
+    if settings.api_processes > 1 or parallel.replicas > 1 or parallel.launcher is Launcher.ray:
         from mini_infer.serving.processes.supervisor import Supervisor
 
         return await Supervisor(settings, sock, on_ready).run()

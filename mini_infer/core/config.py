@@ -172,6 +172,11 @@ class RouterPolicy(str, Enum):
     round_robin = "round_robin"  # to each in turn
 
 
+class Launcher(str, Enum):
+    processes = "processes"  # of this machine
+    ray = "ray"  # actors of a Ray cluster, wherever it has room for all ranks of an engine
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """Processes that compute one model together, each on a device of its own (docs/parallel.md), and engines beside
@@ -182,6 +187,7 @@ class ParallelConfig:
     timeout_s: float = 60.0  # a step that takes longer ends the engine: some rank hangs
     replicas: int = 1  # engines behind one mini-infer-serve, each with a model and a cache of its own
     routing: RouterPolicy = RouterPolicy.prefix_aware  # which replica gets a request
+    launcher: Launcher = Launcher.processes  # what the engines behind mini-infer-serve are
 
     def __post_init__(self) -> None:
         coerce(self)

@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.core.config import EngineConfig
+from mini_infer.core.config import EngineConfig, Launcher
 from mini_infer.core.errors import ConfigError, RequestError
 from mini_infer.core.request import Request, RequestOutput, SamplingParams
 from mini_infer.runtime.engine_core import EngineCore
@@ -62,10 +62,16 @@ class LLMEngine:
         records_kept: int = RECORDS_KEPT,
     ) -> None:
         self.config = EngineConfig(model=config) if isinstance(config, str) else config
-        if self.config.parallel.replicas > 1:
+        parallel = self.config.parallel
+        if parallel.replicas > 1:
             raise ConfigError(
-                f"parallel.replicas={self.config.parallel.replicas}: replicas are engines behind mini-infer-serve, and "
-                "this is one engine. Set parallel.replicas=1"
+                f"parallel.replicas={parallel.replicas}: replicas are engines behind mini-infer-serve, and this is one "
+                "engine. Set parallel.replicas=1"
+            )
+        if parallel.launcher is not Launcher.processes:
+            raise ConfigError(
+                f"parallel.launcher={parallel.launcher.value} places engines behind mini-infer-serve, and this one is "
+                "here. Set parallel.launcher=processes"
             )
         self.executor = executor = make_executor(self.config)
         self.tokenizer = executor.tokenizer

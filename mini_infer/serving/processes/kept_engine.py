@@ -7,13 +7,16 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import MiniInferError
 from mini_infer.serving.processes.launch import EngineProcess
 from mini_infer.serving.processes.link import Link
 from mini_infer.serving.processes.wire import Drain, Outputs, Refused, Stats
+
+if TYPE_CHECKING:  # few have Ray
+    from mini_infer.serving.processes.ray_engine import RayEngine
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +29,7 @@ BACKSTOP_S = 5.0  # beyond the time that a drained engine has, until it is kille
 class KeptEngine:
     """
     Args:
-        environment: of the process.
+        make: a process that listens at a path.
         startup_timeout: seconds.
         hang_timeout: seconds without a sign of life after which it is ended.
         on_end: called with the reason when a process that has served ends unasked, or could not be started again.
@@ -39,10 +42,8 @@ class KeptEngine:
     def __init__(
         self,
         number: int,
-        config: EngineConfig,
-        max_queued: int,
+        make: Callable[[str], EngineProcess | RayEngine],
         folder: str,
-        environment: Mapping[str, str],
         startup_timeout: float,
         hang_timeout: float,
         on_end: Callable[[KeptEngine, str], None],
@@ -51,8 +52,8 @@ class KeptEngine:
         self.socket_path = os.path.join(folder, f"engine-{number}")
         self.serves = asyncio.Event()
         self.failed_starts = 0
-        self._make = lambda: EngineProcess(config, max_queued, self.socket_path, environment)
-        self._process = self._make()
+        self._make = make
+        self._process = make(self.socket_path)
         self._startup_timeout = startup_timeout
         self._hang_timeout = hang_timeout
         self._on_end = on_end
@@ -113,7 +114,7 @@ class KeptEngine:
         await asyncio.sleep(self._wait_s)
         self._wait_s = min(max(2 * self._wait_s, FIRST_WAIT_S), LONGEST_WAIT_S)
         try:
-            self._process = self._make()
+            self._process = self._make(self.socket_path)
             await self.open()
         except (MiniInferError, OSError) as error:
             self.failed_starts += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from mini_infer.core.errors import ConfigError, MiniInferError, ModelError
 from mini_infer.serving.processes.launch import EngineProcess
@@ -20,6 +20,9 @@ from mini_infer.serving.processes.wire import (
     Stats,
     event_decoder,
 )
+
+if TYPE_CHECKING:  # few have Ray
+    from mini_infer.serving.processes.ray_engine import RayEngine
 
 ENDING_POLLS = 50  # from the end of the connection to the exit code; 20 ms each
 ERRORS_TO_ACT_ON = {"ConfigError": ConfigError, "ModelError": ModelError}
@@ -45,7 +48,7 @@ class Listener(Protocol):
 class Link(asyncio.Protocol):
     """Made by `open`; tells a Listener what the engine says, once there is one."""
 
-    def __init__(self, socket_path: str, process: EngineProcess | None) -> None:
+    def __init__(self, socket_path: str, process: EngineProcess | RayEngine | None) -> None:
         self.socket_path = socket_path
         self._process = process
         self._reader = FrameReader()
@@ -61,7 +64,9 @@ class Link(asyncio.Protocol):
         self._closing = False
 
     @classmethod
-    async def open(cls, socket_path: str, process: EngineProcess | None, timeout: float) -> tuple[Link, Ready]:
+    async def open(
+        cls, socket_path: str, process: EngineProcess | RayEngine | None, timeout: float
+    ) -> tuple[Link, Ready]:
         """Connects, and waits until the engine serves.
 
         Raises:

@@ -16,14 +16,15 @@ import signal
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-from mini_infer.core.config import replace
+from mini_infer.core.config import Launcher, replace
 from mini_infer.serving.processes.acceptor import Acceptor
 from mini_infer.serving.processes.api_process import ApiProcess
 from mini_infer.serving.processes.devices import count_gpus, environments
 from mini_infer.serving.processes.kept_engine import KeptEngine
-from mini_infer.serving.processes.launch import PREFIX
+from mini_infer.serving.processes.launch import PREFIX, EngineProcess
 from mini_infer.serving.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -172,15 +173,12 @@ class Supervisor:
         """What waits until each serves."""
         settings, opening = self._settings, []
         number = settings.engine.parallel.replicas
-        surroundings = await asyncio.to_thread(environments, settings.engine, os.environ, count_gpus)
-        for replica, environment in enumerate(surroundings):
+        for replica, make in enumerate(await asyncio.to_thread(_ways_to_make, settings)):
             self._engines.append(
                 KeptEngine(
                     replica,
-                    replace(settings.engine, parallel={"replicas": 1}),
-                    -(-settings.max_queued // number),
+                    make,
                     folder,
-                    environment,
                     settings.startup_timeout,
                     settings.hang_timeout if number > 1 else math.inf,
                     self._take_end,
@@ -213,3 +211,17 @@ class Supervisor:
             await engine.restart(self._settings.shutdown_timeout)
             await asyncio.sleep(SETTLE_S)
         logger.warning("all replicas have been restarted")
+
+
+def _ways_to_make(settings: ServerSettings) -> list[Callable[[str], Any]]:
+    """Of each replica, an engine process that listens at a path. Raises ConfigError where there cannot be as many."""
+    number = settings.engine.parallel.replicas
+    config = replace(settings.engine, parallel={"replicas": 1, "launcher": Launcher.processes})
+    max_queued = -(-settings.max_queued // number)
+    if settings.engine.parallel.launcher is Launcher.ray:
+        from mini_infer.serving.processes.ray_engine import RayEngine, require_cluster
+
+        require_cluster(settings.engine)
+        return [partial(RayEngine, config, max_queued)] * number
+    surroundings = environments(settings.engine, os.environ, count_gpus)
+    return [partial(EngineProcess, config, max_queued, environment=environment) for environment in surroundings]

@@ -1,0 +1,163 @@
+"""Engine processes on the machines of a Ray cluster (Moritz et al. 2018, arXiv:1712.05889).
+
+    supervisor and    Unix              TCP                   Unix
+    API processes   -------- a relay  -------  an actor's  --------  engine process, the actor's child
+                             here              relay
+
+An actor has the CPUs and GPUs of all ranks of its engine, so that these are on one machine: on which, Ray decides. To
+everybody else it is an EngineProcess that listens at a path here. One that dies, with its machine or without, is made
+again as any other is, and Ray finds it a place. Each machine has this package, and the model at the same path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mini_infer.core.config import Device, EngineConfig, LoadFormat
+from mini_infer.core.errors import ConfigError
+from mini_infer.serving.processes.launch import BACKLOG, EngineProcess
+
+try:
+    import ray
+    from ray.exceptions import RayError
+except ImportError as error:
+    raise ConfigError("parallel.launcher=ray needs Ray: pip install 'mini-infer[ray]'") from error
+
+_PIECE = 2**16  # bytes
+_LOOK_S = 0.2  # of an actor at its engine
+
+
+class RayEngine:
+    """As EngineProcess, somewhere in the cluster that `require_cluster` has found."""
+
+    def __init__(self, config: EngineConfig, max_queued: int, socket_path: str) -> None:
+        self.socket_path = socket_path
+        needs = _needs(config)
+        host = ray.remote(_Host).options(num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_concurrency=4)
+        self._actor = host.remote(config.to_dict(), max_queued)
+        self._address = self._actor.address.remote()
+        self._end = self._actor.end.remote()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(socket_path)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(socket_path)
+        self._listener.listen(BACKLOG)
+        _in_thread(_relay, self._listener, lambda: socket.create_connection(ray.get(self._address)))
+
+    def ending(self) -> str | None:
+        """As EngineProcess.ending."""
+        if not ray.wait([self._end], timeout=0)[0]:
+            return None
+        try:
+            return str(ray.get(self._end))
+        except RayError as error:
+            return f"is lost, or its machine is ({type(error).__name__})"
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """As EngineProcess.stop."""
+        if ray.wait([self._address], timeout=0)[0]:
+            with contextlib.suppress(RayError):
+                ray.get(self._actor.stop.remote(), timeout=timeout)
+        ray.kill(self._actor)
+        _close(self._listener)
+
+
+class _Host:
+    """The actor."""
+
+    def __init__(self, config: dict[str, Any], max_queued: int) -> None:
+        self._engine = EngineProcess(EngineConfig.from_dict(config), max_queued)
+        self._listener = socket.create_server((ray.util.get_node_ip_address(), 0), backlog=BACKLOG)
+        _in_thread(_relay, self._listener, self._connect)
+
+    def address(self) -> tuple[str, int]:
+        return self._listener.getsockname()
+
+    def end(self) -> str:
+        """Waits for the engine's, and says how it ended."""
+        while (ending := self._engine.ending()) is None:
+            time.sleep(_LOOK_S)
+        return ending
+
+    def stop(self) -> None:
+        self._engine.stop()
+
+    def _connect(self) -> socket.socket:
+        near = socket.socket(socket.AF_UNIX)
+        near.connect(self._engine.socket_path)
+        return near
+
+
+def require_cluster(config: EngineConfig) -> None:
+    """Connects this process. Raises ConfigError where there is no cluster, or not one with room for all replicas."""
+    asked = "parallel.launcher=ray"
+    try:
+        ray.init(address="auto", log_to_driver=False, ignore_reinit_error=True)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"{asked}: no Ray cluster is known here. `ray start --head` starts one, and RAY_ADDRESS names another"
+        ) from error
+    needs = {name: number for name, number in _needs(config).items() if number}
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = sum(min(int(has.get(name, 0) // number) for name, number in needs.items()) for has in alive)
+    if room < config.parallel.replicas:
+        each = " and ".join(f"{number} {name}s" for name, number in needs.items())
+        raise ConfigError(
+            f"{asked}: each of parallel.replicas={config.parallel.replicas} engines takes {each} of one machine, and "
+            f"the cluster has room for {room}: lower parallel.replicas, or add machines"
+        )
+
+
+def _needs(config: EngineConfig) -> dict[str, int]:
+    """Of one engine."""
+    ranks, model = config.parallel.ranks, config.model
+    on_cpu = model.device is Device.cpu or model.load_format is LoadFormat.dry
+    if model.device is Device.auto and not ray.cluster_resources().get("GPU"):
+        on_cpu = True
+    return {"CPU": ranks, "GPU": 0 if on_cpu else ranks}
+
+
+# --- what is said between two machines --------------------------------------------------------------------------------
+
+
+def _relay(listener: socket.socket, connect: Callable[[], socket.socket]) -> None:
+    """Joins whoever connects to a connection that `connect` makes, until the listener is closed."""
+    with contextlib.suppress(OSError):
+        while True:
+            _in_thread(_join, listener.accept()[0], connect)
+
+
+def _join(near: socket.socket, connect: Callable[[], socket.socket]) -> None:
+    try:
+        far = connect()
+    except (OSError, RayError):
+        _close(near)
+        return
+    _in_thread(_pump, far, near)
+    _pump(near, far)
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    """Until either end is closed; then the other is, too."""
+    with contextlib.suppress(OSError):
+        while piece := source.recv(_PIECE):
+            sink.sendall(piece)
+    _close(source)
+    _close(sink)
+
+
+def _close(sock: socket.socket) -> None:
+    """Also wakes who waits at it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
+
+
+def _in_thread(target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, daemon=True).start()

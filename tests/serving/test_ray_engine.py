@@ -1,0 +1,86 @@
+"""Replicas on the machines of a Ray cluster: three of them made up on this one."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from http_server import Server, http_client, running, wait_for
+
+from mini_infer import EngineConfig, LLMEngine
+from mini_infer.core.errors import ConfigError
+
+ray = pytest.importorskip("ray")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+ray_engine = pytest.importorskip("mini_infer.serving.processes.ray_engine")
+pytestmark = pytest.mark.slow  # a cluster takes seconds to start
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head, where nobody computes, and three machines of two cores each."""
+    made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    made.machines = [made.add_node(num_cpus=2) for _ in range(3)]  # type: ignore[attr-defined]
+    made.wait_for_nodes()
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def replicas(server: Server) -> list[dict[str, Any]]:
+    with http_client(server.url) as client:
+        return client.get("/healthz").json()["replicas"]
+
+
+def places() -> list[str]:
+    """Of the actors that live: the machine of each."""
+    actors = ray._private.state.actors().values()
+    return [actor["Address"]["NodeID"] for actor in actors if actor["State"] == "ALIVE"]
+
+
+def test_replicas_live_on_any_machine_and_come_back_elsewhere(cluster: Any) -> None:
+    flags = ("--parallel.launcher", "ray", "--parallel.replicas", "2", "--parallel.tensor", "1")
+    with running(*flags, environ={"RAY_ADDRESS": cluster.address}, forked=False) as server:
+        ray.init(address=cluster.address, ignore_reinit_error=True, log_to_driver=False)
+        server.complete(max_tokens=3)
+        assert len(places()) == 2
+        lost = next(node for node in cluster.machines if node.node_id in places())
+        cluster.remove_node(lost, allow_graceful=False)
+
+        def is_whole() -> bool:
+            return len(places()) == 2 and lost.node_id not in places()
+
+        wait_for(is_whole, timeout=60)
+        wait_for(lambda: all(replica["status"] == "ok" for replica in replicas(server)), timeout=60)
+        server.check_unharmed()
+        assert server.stop() == 0
+    wait_for(lambda: not places(), timeout=30)
+
+
+def test_what_the_cluster_has_no_room_for_is_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    wide = {"model": {"device": "cpu"}, "parallel": {"tensor": 3, "replicas": 2, "launcher": "ray"}}
+    with pytest.raises(ConfigError, match=r"replicas=2 engines takes 3 CPUs of one machine, .* has room for 0"):
+        ray_engine.require_cluster(EngineConfig.from_dict(wide))
+    with pytest.raises(ConfigError, match=r"parallel\.launcher=ray places engines behind mini-infer-serve"):
+        LLMEngine(EngineConfig.from_dict({"parallel": {"launcher": "ray"}}))
+
+
+def test_a_relay_ends_with_either_end() -> None:
+    far = socket.create_server(("127.0.0.1", 0))
+    near = socket.create_server(("127.0.0.1", 0))
+    connect = lambda: socket.create_connection(far.getsockname())  # noqa: E731
+    threading.Thread(target=ray_engine._relay, args=(near, connect), daemon=True).start()
+    for first_to_end in (0, 1):
+        ends = socket.create_connection(near.getsockname()), far.accept()[0]
+        for one, other in (ends, ends[::-1]):
+            one.sendall(b"x" * 10**5)
+            assert len(other.recv(10**5, socket.MSG_WAITALL)) == 10**5
+        ends[first_to_end].close()
+        assert ends[1 - first_to_end].recv(1) == b""
+    far.close()
+    assert socket.create_connection(near.getsockname()).recv(1) == b""  # nobody is at the other end
+    ray_engine._close(near)
