@@ -76,7 +76,7 @@ INSTEAD = {
     "revision": "give --model a folder",
     "download-dir": "give --model a folder",
     "disable-custom-all-reduce": "leave it out",
-    "distributed-executor-backend": "leave it out: ranks are processes of one machine; --parallel.launcher ray chooses it",
+    "distributed-executor-backend": "ranks are processes of one machine, which --parallel.launcher ray chooses",
     "compilation-config": "leave it out; --graphs.capture and --graphs.max_batch are what there is",
     "attention-backend": "use --attention.prefill and --attention.decode",
     "max-logprobs": "leave it out: a request may ask for 20, and /v1/completions for 64",

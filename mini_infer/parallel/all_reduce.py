@@ -18,7 +18,6 @@ from torch import Tensor
 
 LOOK_S = 0.02  # between two looks at the store
 START_TIMEOUT = timedelta(minutes=30)  # for the slowest rank's weights; steps are watched by the executor
-NEVER = timedelta(days=1000)  # what a stage is sent may lie there as long as there is nothing to do
 
 
 class Collectives:
@@ -64,10 +63,11 @@ def host_group(store: dist.Store, rank: int, size: int) -> Any:
     return gloo(dist.PrefixStore("host", store), rank, size, options)
 
 
-def nccl_group(name: str, store: dist.Store, rank: int, size: int) -> Any:
+def nccl_group(name: str, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None) -> Any:
     """Of `size` ranks over NCCL, with a stream of its own."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = NEVER
+    if timeout is not None:
+        options._timeout = timeout
     return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from mini_infer.parallel.all_reduce import gather, host_group, nccl_group
 if TYPE_CHECKING:
     from mini_infer.parallel.context import ParallelContext
 
+NEVER = timedelta(days=1000)  # what a stage is told may lie there as long as there is nothing to do
 _HIDDEN, _TOKENS = 0, 1  # tags of gloo
 
 
@@ -42,7 +44,7 @@ class Pipe:
         own = dist.PrefixStore(f"rank {parallel.rank} of all stages", store)
         if device.type == "cuda":  # a group orders what is sent in it, and these two must not wait for each other
             names = ("hidden", "tokens")
-            self._groups = [nccl_group(name, own, parallel.stage, parallel.stages) for name in names]
+            self._groups = [nccl_group(name, own, parallel.stage, parallel.stages, NEVER) for name in names]
         else:
             self._groups = [host_group(own, parallel.stage, parallel.stages)] * 2
         self._sent: deque[tuple[Any, Tensor]] = deque()  # which must stay where it is until it has arrived
