@@ -224,6 +224,8 @@ def test_what_is_wrong_with_the_settings_is_said_once(make_engine: MakeEngine) -
         ConfigError, match=r"parallel.tensor=3 does not divide .* These numbers of ranks work: 1, 2, 4$"
     ):
         make_engine(tensor=3)
+    with pytest.raises(ConfigError, match=r"pipeline=7: each stage needs a layer, and .* has 6"):
+        make_engine(tensor=1, parallel={"pipeline": 7})
     with pytest.raises(ConfigError, match="a dry model has nothing that ranks could share"):
         EngineConfig.from_dict({"model": {"load_format": "dry"}, "parallel": {"tensor": 2}})
     with pytest.raises(ConfigError, match=r"parallel\.tensor must be at least 1, got 0"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mini_infer import ConfigError, EngineConfig, LLMEngine
+from mini_infer import ConfigError, EngineConfig
 from mini_infer.core.config import ModelConfig
 from mini_infer.modeling import checkpoint
 from mini_infer.modeling.loader import load_model, load_spec
@@ -111,7 +111,7 @@ def test_layers_are_split_by_bytes() -> None:
 
 def test_what_cannot_be_in_stages_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"pipeline=7: each stage needs a layer, and .* has 6 .* to 6 or less$"):
-        LLMEngine(EngineConfig.from_dict({"model": "tiny-target", "parallel": {"pipeline": 7}}))
+        part_of(model_config(path="tiny-target"), 0, 7)
     through = model_config(hf_config=SHAPE, implementation="transformers")
     with pytest.raises(ConfigError, match="transformers' code, which computes all layers in one go"):
         of_stage(load_spec(through), torch.float32, ParallelContext(stages=2))
