@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer.core.config import KernelChoice
 from mini_infer.core.errors import RankError
+from mini_infer.kernels.interface import Norm, Part, Stream
+from mini_infer.kernels.ops import TorchKernels, select_kernels
+from mini_infer.parallel.all_reduce import Collectives, join_store, open_store
+from mini_infer.parallel.context import ParallelContext
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,6 +31,79 @@ PARAMS = [
     SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=48, ignore_eos=True, logprobs=3),
     SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, prompt_logprobs=1, logprobs=3),
 ]
+
+
+WIDTH, DTYPE = 3584, torch.bfloat16
+
+
+def sums(rank: int, port: int, store: Any = None) -> None:
+    """Sums of any number of rows, now and then late, called and captured by turns: an odd number of them a graph."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    context = ParallelContext(rank, 2, Collectives(store or join_store(port), rank, 2, device))
+    kernels = select_kernels(KernelChoice.triton, device)
+    context.collectives.open(kernels, WIDTH, [DTYPE])
+    assert context.about.startswith("our kernel up to"), context.about
+    draw, late = random.Random(0), random.Random(rank)
+    norm = Norm(torch.rand(WIDTH, device=device, generator=torch.Generator(device).manual_seed(0)).to(DTYPE), 1e-6)
+    inputs = torch.empty(3, 1024, WIDTH, device=device, dtype=DTYPE)
+
+    def once(rows: int) -> list[torch.Tensor]:
+        found = []
+        for _ in range(3):
+            residual = inputs[2, :rows].clone()
+            normed, total = kernels.add_rms_norm(
+                Stream(Part(inputs[rank, :rows].clone(), context, DTYPE), residual, norm)
+            )
+            found += [normed, total]
+        return found
+
+    graphs = {}
+    for step in range(300):
+        rows = draw.choice([1, 2, 7, 8, 64, 100, 256, 1024])
+        inputs.normal_(generator=torch.Generator(device).manual_seed(step))
+        if late.random() < 0.1:
+            time.sleep(late.random() * 0.02)
+        if step % 2:
+            found = once(rows)
+        else:
+            if rows not in graphs:
+                once(rows)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    graphs[rows] = graph, once(rows)
+            graph, found = graphs[rows]
+            graph.replay()
+        whole = (inputs[0, :rows].float() + inputs[1, :rows].float()).to(DTYPE)
+        expected = TorchKernels().add_rms_norm(Stream(whole, inputs[2, :rows], norm))
+        for got, want in zip(found, expected * 3, strict=True):
+            torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+    columns = torch.full((5, 1003), rank + 1.0, device=device, dtype=DTYPE)
+    gathered = context.gather_columns(columns, torch.empty(5, 2001, device=device, dtype=DTYPE))
+    assert gathered.float().sum(1).tolist() == [1003.0 + 2 * 998] * 5
+    table = torch.full((10, WIDTH), rank + 1.0, device=device, dtype=DTYPE)
+    found = context.look_up(torch.tensor([0, 9, 10, 18], device=device), table, 10 * rank, 10 - rank)
+    assert found is not None
+    assert found[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0]
+    torch.cuda.synchronize()
+    context.exchange([])
+
+
+def test_sums_of_any_size_called_and_replayed() -> None:
+    processes, store = torch.multiprocessing.get_context("spawn"), open_store()
+    other = processes.Process(target=sums, args=(1, store.port), daemon=True)
+    other.start()
+    sums(0, store.port, store)
+    other.join(60)
+    assert other.exitcode == 0
+
+
+def test_sums_are_our_own() -> None:
+    engine = LLMEngine(EngineConfig.from_dict({"model": {"path": "tiny-target"}, "parallel": {"tensor": 2}}))
+    assert engine.startup.all_reduce.startswith("our kernel up to"), engine.startup.all_reduce
+    assert engine.startup.graphs.batch_sizes
+    engine.close()
 
 
 LAYOUTS: list[dict[str, int]] = [{"tensor": 2}, {"pipeline": 2}]
