@@ -9,14 +9,14 @@ memory that all ranks can write to:
                                               >----<
     rank 1   x --> into every rank's inbox --'      '--> the same, to the bit: parts are added up in one order
 
-A number says by itself that it is there: in an empty inbox all bits are one, and who reads waits until no such number is
-left. So a part travels the link once, and no flag or fence has to follow it (the LL protocol of NCCL; the Lamport kernels
-of TensorRT-LLM). All bits one is a NaN that no product makes; a part that has one all the same sends another NaN.
+A number says by itself that it is there: in an empty inbox all bits are one, and who reads waits until no such number
+is left. So a part travels the link once, and no flag or fence has to follow it (the LL protocol of NCCL; the Lamport
+kernels of TensorRT-LLM). All bits one is a NaN that no product makes; a part that has one all the same sends another.
 
 Every program has places of its own in each inbox, the same on all ranks. There are three, which it takes in turns: it
-reads one, and empties the one that it read before. A peer may write there again two calls later, when it has this rank's
-part of the call in between, which this rank sends when it has ended this one. Which turn it is a program counts in
-memory that lasts, so a captured graph can be replayed, and a rank that is ahead waits at its next call.
+reads one, and empties the one that it read before. A peer may write there again two calls later, when it has this
+rank's part of the call in between, which this rank sends when it has ended this one. Which turn it is a program counts
+in memory that lasts, so a captured graph can be replayed, and a rank that is ahead waits at its next call.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class NoPeerAccess(Exception):
 
 
 class PeerMemory:
-    """`num_bytes` of every rank, at first all bits one, which are there as long as this is. Every rank makes it at once.
+    """`num_bytes` of every rank, at first all bits one, there as long as this is. Every rank makes it at once.
 
     Attributes:
         addresses: by rank, as this process sees them.
