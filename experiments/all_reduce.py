@@ -34,6 +34,7 @@ from mini_infer.parallel.context import ParallelContext
 from mini_infer.parallel.mailboxes import time_us
 
 LIBRARY, OURS = "library", "ours"
+START = "spawn"  # of a process
 EPS = 1e-6
 REFERENCE = "the sum of the parts of all ranks in fp32"
 
@@ -145,7 +146,7 @@ class _Rank:
 @contextmanager
 def _ranks(model: ModelConfig, spec: AllReduceSpec) -> Iterator[tuple[_Rank, list[Connection]]]:
     """Rank 0, and what the others are told through; they end with it."""
-    context, store = mp.get_context("spawn"), open_store()
+    context, store = mp.get_context(START), open_store()
     pipes = [context.Pipe() for _ in range(1, spec.ranks)]
     others = [
         context.Process(target=_follow, args=(rank, store.port, model, spec, pipe[1]), daemon=True)

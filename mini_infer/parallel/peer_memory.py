@@ -37,7 +37,7 @@ class PeerMemory:
         def reach() -> list[int]:
             return [self._own.address if peer == rank else self._own.open(h) for peer, h in enumerate(handles)]
 
-        self.addresses = _agreed(exchange, reach)[rank]
+        self.addresses = _agreed(exchange, reach)[rank][: len(handles)]
 
 
 def _agreed(exchange: Exchange, work: Callable[[], list[int]]) -> list[list[int]]:
