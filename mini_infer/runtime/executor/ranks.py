@@ -38,7 +38,12 @@ from mini_infer.runtime.worker.model_runner import LaunchedStep, Runner
 
 LOOK_S = 0.1  # between two looks at the other ranks
 SAY_S = 2.0  # that a rank which fails has to say so, once others have noticed
-_WAITING = ("all_reduce.py", "pipeline.py", "plan_ring.py")  # in the trace of a rank that waits for others
+_WAITING = (
+    "all_reduce.py",
+    "pipeline.py",
+    "plan_ring.py",
+    "streams.py",
+)  # in the trace of a rank that waits for others
 
 
 def _waits(trace: str) -> bool:
