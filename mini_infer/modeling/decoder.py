@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +150,8 @@ class Decoder(Model):
         for layer in self.layers:
             x, residual = layer.forward(x, residual, cos, sin, context, tokens)
         if self.norm is None:  # the stream's value is what comes with any norm of it
-            return self._kernels.add_rms_norm(Stream(x, residual, self.layers[-1].input_layernorm.norm))[1]
+            last: Any = self.layers[-1]
+            return self._kernels.add_rms_norm(Stream(x, residual, last.input_layernorm.norm))[1]
         return self._kernels.add_rms_norm(Stream(x, residual, self.norm.norm))[0]
 
     def attention(self, store: KVStore) -> ModelAttention:

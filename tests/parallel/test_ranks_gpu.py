@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -100,7 +101,8 @@ def test_sums_of_any_size_called_and_replayed() -> None:
 
 
 def test_sums_are_our_own() -> None:
-    engine = LLMEngine(EngineConfig.from_dict({"model": {"path": "tiny-target"}, "parallel": {"tensor": 2}}))
+    values = {"model": {"path": "tiny-target"}, "parallel": {"tensor": 2}, "cache": {"num_blocks": 256}}
+    engine = LLMEngine(EngineConfig.from_dict(values))
     assert engine.startup.all_reduce.startswith("our kernel up to"), engine.startup.all_reduce
     assert engine.startup.graphs.batch_sizes
     engine.close()
@@ -119,6 +121,11 @@ def answers(parallel: dict[str, int], **sections: Any) -> list[Any]:
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
 
 
+@functools.cache
+def of_one_gpu() -> list[Any]:
+    return answers({}, numerics="batch_invariant", model={"path": "tiny-target", "max_model_len": 128})
+
+
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     "sections",
@@ -134,8 +141,7 @@ def answers(parallel: dict[str, int], **sections: Any) -> list[Any]:
 def test_two_gpus_give_the_bits_of_one(sections: dict[str, Any], parallel: dict[str, int]) -> None:
     if sections.get("scheduler", {}).get("preemption"):
         sections = {**sections, "model": {"path": "tiny-target", "max_model_len": 128}}
-    expected = answers({}, numerics="batch_invariant", model={"path": "tiny-target", "max_model_len": 128})
-    assert answers(parallel, numerics="batch_invariant", **sections) == expected
+    assert answers(parallel, numerics="batch_invariant", **sections) == of_one_gpu()
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
@@ -148,7 +154,11 @@ def test_fast_numerics_in_fp32_give_the_tokens_of_one(parallel: dict[str, int]) 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_does_not_keep_the_gpu_waiting(number: int, parallel: dict[str, int]) -> None:
-    values = {"model": {"path": "tiny-target"}, "parallel": {**parallel, "timeout_s": 3.0}}
+    values = {
+        "model": {"path": "tiny-target"},
+        "parallel": {**parallel, "timeout_s": 3.0},
+        "cache": {"num_blocks": 4096},
+    }
     engine = LLMEngine(EngineConfig.from_dict(values))
     (process,) = engine.executor._ranks.processes
     threading.Timer(0.3, os.kill, (process.pid, number)).start()
