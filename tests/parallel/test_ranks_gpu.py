@@ -43,6 +43,9 @@ def sums(rank: int, port: int, store: Any = None) -> None:
     torch.cuda.set_device(device)
     context = ParallelContext(rank, 2, Collectives(store or join_store(port), rank, 2, device))
     kernels = select_kernels(KernelChoice.triton, device)
+    late_end = threading.Timer(90, context.abort)  # whoever fails leaves the other waiting
+    late_end.daemon = True
+    late_end.start()
     context.collectives.open(kernels, WIDTH, [DTYPE])
     assert context.about.startswith("our kernel up to"), context.about
     draw, late = random.Random(0), random.Random(rank)
