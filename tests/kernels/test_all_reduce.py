@@ -71,9 +71,7 @@ def sums(rank: int, group: Group, dtype: torch.dtype, out: Tensor) -> None:
         out[call, rank, 2, :rows] = all_reduce(mailbox, x)
 
 
-@pytest.mark.parametrize(
-    ("world", "dtype"), [(2, torch.float32), (2, torch.float16), (3, torch.float32), (4, torch.float32)]
-)
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float16), (3, torch.float32), (4, torch.float32)])
 def test_all_ranks_get_the_sum_of_all_parts(world: int, dtype: torch.dtype) -> None:
     group = Group(world, max(ROWS), SIZE, dtype)
     out = torch.zeros(len(ROWS), world, 3, max(ROWS), SIZE, dtype=dtype).share_memory_()
