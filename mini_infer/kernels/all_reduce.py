@@ -15,8 +15,8 @@ kernels of TensorRT-LLM). All bits one is a NaN that no product makes; a part th
 
 Every program has places of its own in each inbox, the same on all ranks. There are three, which it takes in turns: it
 reads one, and empties the one that it read before. A peer may write there again two calls later, when it has this
-rank's part of the call in between, which this rank sends when it has ended this one. Which turn it is a program counts
-in memory that lasts, so a captured graph can be replayed, and a rank that is ahead waits at its next call.
+rank's part of the call in between, which this rank sends when it has ended this one. Which turn it is a program keeps
+in memory, so a captured graph can be replayed, and a rank that is ahead waits at its next call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 def _of_all_ranks(
     bits,  # [BLOCK] of this rank
     inboxes_ptr,
-    counts_ptr,
+    turns_ptr,
     stop_ptr,
     PLACES: tl.constexpr,
     SIZE: tl.constexpr,
@@ -59,8 +59,8 @@ def _of_all_ranks(
     place = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    count = tl.load(counts_ptr + place)
-    now = ((count % _TURNS * PLACES) + place) * (WORLD * SIZE)
+    turn = tl.load(turns_ptr + place)
+    now = (turn * PLACES + place) * (WORLD * SIZE)
     bits = tl.where(bits == -1, NAN, bits).to(BITS)
     for step in tl.static_range(1, WORLD + 1):  # this rank's own inbox is the last
         inbox = tl.load(inboxes_ptr + (RANK + step) % WORLD).to(tl.pointer_type(BITS))
@@ -69,7 +69,7 @@ def _of_all_ranks(
     ranks = tl.arange(0, RANKS)[:, None]
     parts = ranks * SIZE + columns[None, :]
     there = (ranks < WORLD) & inside[None, :]
-    before = (((count + _TURNS - 1) % _TURNS * PLACES) + place) * (WORLD * SIZE)
+    before = ((turn + _TURNS - 1) % _TURNS * PLACES + place) * (WORLD * SIZE)
     tl.store(own + before + parts, tl.full([RANKS, BLOCK], -1, BITS), mask=there)
     found = tl.load(own + now + parts, mask=there, other=0, volatile=True)
     missing = tl.max(tl.max((found == -1).to(tl.int32), axis=1), axis=0)
@@ -80,8 +80,8 @@ def _of_all_ranks(
         looks += 1
         if looks % _LOOKS == 0:  # what is computed then nobody reads
             missing = tl.where(tl.load(stop_ptr, volatile=True) == 0, missing, 0)
-    tl.debug_barrier()  # all threads have read the count
-    tl.store(counts_ptr + place, count + 1)
+    tl.debug_barrier()  # all threads have read which turn it is
+    tl.store(turns_ptr + place, (turn + 1) % _TURNS)
     return found
 
 
@@ -94,7 +94,7 @@ def _sum_kernel(
     total_ptr,
     normed_ptr,
     inboxes_ptr,
-    counts_ptr,
+    turns_ptr,
     stop_ptr,
     eps,
     first,
@@ -130,7 +130,7 @@ def _sum_kernel(
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     parts = _of_all_ranks(
-        bits, inboxes_ptr, counts_ptr, stop_ptr, PLACES, SIZE, BLOCK, RANK, WORLD, RANKS, BITS, NAN
+        bits, inboxes_ptr, turns_ptr, stop_ptr, PLACES, SIZE, BLOCK, RANK, WORLD, RANKS, BITS, NAN
     ).to(DTYPE, bitcast=True)
     sums = parts.to(tl.float32)
     for level in tl.static_range(LEVELS):  # a balanced tree: neighbours, then neighbours of these
@@ -151,7 +151,7 @@ def _gather_kernel(
     x_ptr,  # integers of x's width
     out_ptr,  # likewise
     inboxes_ptr,
-    counts_ptr,
+    turns_ptr,
     stop_ptr,
     PLACES: tl.constexpr,
     SIZE: tl.constexpr,  # columns a program takes
@@ -170,7 +170,7 @@ def _gather_kernel(
     TILES: tl.constexpr = (OWN + SIZE - 1) // SIZE
     row, column = tl.program_id(0) // TILES, tl.program_id(0) % TILES * SIZE + tl.arange(0, SIZE)
     bits = tl.load(x_ptr + row.to(tl.int64) * OWN + column, mask=column < OWN, other=0)
-    found = _of_all_ranks(bits, inboxes_ptr, counts_ptr, stop_ptr, PLACES, SIZE, SIZE, RANK, WORLD, RANKS, BITS, NAN)
+    found = _of_all_ranks(bits, inboxes_ptr, turns_ptr, stop_ptr, PLACES, SIZE, SIZE, RANK, WORLD, RANKS, BITS, NAN)
     ranks = tl.arange(0, RANKS)[:, None]
     to = ranks * OWN + column[None, :]
     real = (ranks < WORLD) & (column < OWN)[None, :] & (to < OUT)
@@ -186,7 +186,7 @@ class Mailbox(NamedTuple):
     rank: int
     size: int  # numbers at a place, together a multiple of 16 bytes
     inboxes: Tensor  # int64 [ranks]: their addresses as this rank sees them, multiples of 16
-    counts: Tensor  # int32 [places], zeros before the first call
+    turns: Tensor  # int32 [places], zeros before the first call
     stop: Tensor  # int32 [1], in memory that the host can write to while a kernel waits: above 0, nobody is waited for
 
     @classmethod
@@ -238,7 +238,7 @@ def gather_columns(mailbox: Mailbox, x: Tensor, out: Tensor) -> Tensor:
     assert size == mailbox.size
     if places:
         _gather_kernel[(places,)](
-            _as_ints(x), _as_ints(out), mailbox.inboxes, mailbox.counts, mailbox.stop, OWN=x.shape[1],
+            _as_ints(x), _as_ints(out), mailbox.inboxes, mailbox.turns, mailbox.stop, OWN=x.shape[1],
             OUT=out.shape[1], **_constants(mailbox, x), num_warps=8,
         )  # fmt: skip
     return out
@@ -258,11 +258,11 @@ def _launch_sum(
 ) -> None:
     rows, size = total.shape
     assert size == mailbox.size
-    assert rows <= len(mailbox.counts)
+    assert rows <= len(mailbox.turns)
     if rows:
         block, constants = triton.next_power_of_2(size), _constants(mailbox, x)
         _sum_kernel[(rows,)](
-            _as_ints(x), token_ids, residual, weight, total, normed, mailbox.inboxes, mailbox.counts, mailbox.stop,
+            _as_ints(x), token_ids, residual, weight, total, normed, mailbox.inboxes, mailbox.turns, mailbox.stop,
             eps, first, known, BLOCK=block, LEVELS=constants["RANKS"].bit_length() - 1, DTYPE=_FLOATS[x.dtype],
             num_warps=num_warps(block), **constants,
         )  # fmt: skip
@@ -275,7 +275,7 @@ def _as_ints(x: Tensor) -> Tensor:
 def _constants(mailbox: Mailbox, x: Tensor) -> dict[str, Any]:
     world = len(mailbox.inboxes)
     return {
-        "PLACES": len(mailbox.counts),
+        "PLACES": len(mailbox.turns),
         "SIZE": mailbox.size,
         "RANK": mailbox.rank,
         "WORLD": world,

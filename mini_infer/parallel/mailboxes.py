@@ -62,8 +62,8 @@ class Mailboxes:
         memory = PeerMemory(num_bytes, self._rank, self._device, self._exchange)
         self._memory.append(memory)
         inboxes = torch.tensor(memory.addresses, dtype=torch.int64, device=self._device)
-        counts = torch.zeros(places, dtype=torch.int32, device=self._device)
-        return self.kernel.Mailbox(self._rank, size, inboxes, counts, self._stop)
+        turns = torch.zeros(places, dtype=torch.int32, device=self._device)
+        return self.kernel.Mailbox(self._rank, size, inboxes, turns, self._stop)
 
     def for_sum(self, rows: int, like: Tensor) -> Any:
         """The mailbox for a sum of so many rows like those of a tensor [..., width]; None: it is not ours to make."""
@@ -73,7 +73,7 @@ class Mailboxes:
     def for_columns(self, x: Tensor) -> Any:
         """Likewise for `gather_columns` of x [T, columns]."""
         places, _ = self.kernel.gather_places(*x.shape)
-        return self._for_columns if places <= len(self._for_columns.counts) and x.dtype is self._gathered else None
+        return self._for_columns if places <= len(self._for_columns.turns) and x.dtype is self._gathered else None
 
     def stop(self) -> None:
         """Ends the waiting of kernels that run, whose results are then wrong. May be called in any thread."""
@@ -102,7 +102,7 @@ class Mailboxes:
         a norm, and says so."""
         weight = self._rows(1, self._gathered)[0]
         most, about, mailbox = 0, [], self._for_sums[self._gathered]
-        for rows in (size for size in SIZES["cuda"] if size <= len(mailbox.counts)):
+        for rows in (size for size in SIZES["cuda"] if size <= len(mailbox.turns)):
             x, residual = self._rows(rows, self._gathered), self._rows(rows, self._gathered)
             ours, theirs = (
                 time_us(partial(call, x, residual, weight), self._device, self._exchange)

@@ -40,8 +40,8 @@ class Group:
 
     def mailbox(self, rank: int) -> Mailbox:
         addresses = torch.tensor([own.data_ptr() for own in self.inboxes])
-        counts, stop = torch.zeros(self._places, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-        return Mailbox(rank, self._size, addresses, counts, stop)
+        turns, stop = torch.zeros(self._places, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        return Mailbox(rank, self._size, addresses, turns, stop)
 
 
 def drawn(seed: int, rows: int, size: int, dtype: torch.dtype) -> Tensor:
