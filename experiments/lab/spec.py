@@ -14,14 +14,16 @@ RATE = "workload.rate_per_s"  # what a search varies
 
 @dataclass(frozen=True)
 class ClaimSpec:
-    """One bound, or at_least and at_most together. A ratio is to the baseline at the same point, or to the same variant
-    at `against`. With `everywhere` it is a claim for each point. `aim` is a stricter bound: shown, not judged."""
+    """One bound, or at_least and at_most together. A ratio is to the variant `to` at the same point (default: the
+    baseline), or to the same variant at `against`. With `everywhere` it is a claim for each point. `aim` is a stricter
+    bound: shown, not judged."""
 
     metric: str
     variant: str
     at: dict[str, Any] = field(default_factory=dict)
     everywhere: bool = False
     against: dict[str, Any] = field(default_factory=dict)
+    to: str | None = None
     at_least: float | None = None
     at_most: float | None = None
     ratio_at_least: float | None = None

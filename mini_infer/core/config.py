@@ -177,6 +177,11 @@ class Launcher(str, Enum):
     ray = "ray"  # actors of a Ray cluster, wherever it has room for all ranks of an engine
 
 
+class AllReduce(str, Enum):
+    auto = "auto"  # by our own kernel up to the size at which the library is faster, measured at start
+    library = "library"  # NCCL on GPUs, gloo on CPUs
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """Processes that compute one model together, each on a device of its own (docs/parallel.md), and engines beside
@@ -184,6 +189,7 @@ class ParallelConfig:
 
     tensor: int = 1  # ranks that share every layer's heads and columns
     pipeline: int = 1  # stages of layers, each of `tensor` ranks; as many steps are computed at a time
+    all_reduce: AllReduce = AllReduce.auto  # how their sums are made
     timeout_s: float = 60.0  # a step that takes longer ends the engine: some rank hangs
     replicas: int = 1  # engines behind one mini-infer-serve, each with a model and a cache of its own
     routing: RouterPolicy = RouterPolicy.prefix_aware  # which replica gets a request

@@ -10,7 +10,7 @@ T tokens, hidden size H, Hq query heads and Hkv KV heads of size D.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
@@ -31,8 +31,61 @@ class Norm(NamedTuple):
     eps: float
 
 
+class Ranks(Protocol):
+    """Who share a sum. ParallelContext (parallel/context.py) is one."""
+
+    def in_halves(self, rows: int) -> Sequence[slice]:
+        """How so many rows are cut, so that a sum of some is under way while others are computed; none: not at all."""
+
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], object]:
+        """Begins to make x, contiguous, the sum of all ranks' x. What is returned waits for it."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, contiguous, which may be written to."""
+
+    def tree_sum(self, x: Tensor) -> Tensor:
+        """As all_reduce, added up as a balanced tree over the ranks in their order."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor] | None:
+        """(norm(total), total), where total is residual plus the sum of all ranks' x; None where that is better done
+        one after the other."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """This rank's part of an x that all ranks' parts add up to: whoever reads it adds them up, in one kernel with what
+    it does first where it can."""
+
+    own: Tensor  # [T, H], of `dtype`; float32 where it is `ordered`
+    ranks: Ranks
+    dtype: torch.dtype  # of x
+    ordered: bool = False  # to be added up as a tree
+    bias: Tensor | None = None  # [H], added behind the sum
+    # Rows that are being summed up in their place, and what waits for it: whoever reads them one by one goes on while
+    # the others travel.
+    halves: Sequence[tuple[slice, Callable[[], object]]] = ()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.own.shape
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def sum(self) -> Tensor:
+        """x, which may be written to."""
+        if self.halves:
+            for _, wait in self.halves:
+                wait()
+            return self.own
+        if not self.ordered:
+            return self.ranks.all_reduce(self.own)
+        total = self.ranks.tree_sum(self.own)
+        return (total if self.bias is None else total + self.bias.float()).to(self.dtype)
+
+
 class Stream(NamedTuple):
-    x: Tensor  # [T, H]
+    x: Tensor | Part  # [T, H]
     residual: Tensor | None  # [T, H]
     norm: Norm
 
@@ -136,6 +189,7 @@ class Kernels(Protocol):
     name: str
     fallback: str | None  # what `auto` would have preferred, and why it could not be had
     gemv: ModuleType | None  # kernels/gemv.py, where products of few rows with unquantized weights may use it
+    all_reduce: ModuleType | None  # kernels/all_reduce.py, for sums over ranks
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, *, chunks: int = 1
@@ -175,8 +229,9 @@ class Kernels(Protocol):
     def quantized_norm(self, stream: Stream, form: ActivationFormat) -> tuple[QuantizedTokens, Tensor]:
         """The stream -> (its norm, quantized; its value)."""
 
-    def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """The stream -> (its norm, its value). Leaves its argument as it is."""
+    def add_rms_norm(self, stream: Stream, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The stream -> (its norm, its value, in `value` where it is given and there is a residual). Leaves its
+        argument as it is."""
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
         """Stores a step's K and V and returns its queries [T, Hq, D], whose tokens may lie apart.

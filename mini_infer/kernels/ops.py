@@ -19,6 +19,7 @@ from mini_infer.kernels.interface import (
     Kernels,
     LatentPlaces,
     Norm,
+    Part,
     Places,
     QKNorm,
     RouterSpec,
@@ -36,6 +37,7 @@ class TorchKernels:
 
     name = "torch"
     gemv: ModuleType | None = None
+    all_reduce: ModuleType | None = None
 
     def __init__(self, fallback: str | None = None) -> None:
         self.fallback = fallback
@@ -85,9 +87,10 @@ class TorchKernels:
         normed, total = self.add_rms_norm(stream)
         return self.quantize_tokens(normed, form), total
 
-    def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, stream: Stream, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x, residual, (weight, eps) = stream
-        total = x if residual is None else residual + x
+        x = x.sum() if isinstance(x, Part) else x
+        total = x if residual is None else torch.add(residual, x, out=value)
         return F.rms_norm(total, weight.shape, weight, eps), total
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
@@ -143,13 +146,14 @@ class TritonKernels(TorchKernels):
 
     def __init__(self) -> None:
         super().__init__()
-        from mini_infer.kernels import gemv, rms_norm, rope_and_store, rope_and_store_latent, silu_mul
+        from mini_infer.kernels import all_reduce, gemv, rms_norm, rope_and_store, rope_and_store_latent, silu_mul
         from mini_infer.kernels.moe import experts, route
         from mini_infer.kernels.quantized import gemv as quantized_gemv
         from mini_infer.kernels.quantized import linear as quantized_linear
         from mini_infer.kernels.quantized.tokens import quantize_tokens
 
-        self.gemv, self._quantized, self._quantized_gemv = gemv, quantized_linear, quantized_gemv
+        self.gemv, self.all_reduce = gemv, all_reduce
+        self._quantized, self._quantized_gemv = quantized_linear, quantized_gemv
         self._quantize_tokens = quantize_tokens
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
         self._rope_and_store_latent = rope_and_store_latent.rope_and_store_latent
@@ -199,13 +203,20 @@ class TritonKernels(TorchKernels):
 
     def quantized_norm(self, stream: Stream, form: ActivationFormat) -> tuple[QuantizedTokens, Tensor]:
         x, residual, norm = stream
+        if isinstance(x, Part):
+            return super().quantized_norm(stream, form)
         return self._quantized_norm(x, residual, *norm, form)
 
-    def add_rms_norm(self, stream: Stream) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, stream: Stream, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x, residual, norm = stream
+        if isinstance(x, Part):
+            summed = None
+            if residual is not None and not (x.ordered or x.halves):
+                summed = x.ranks.add_rms_norm(x.own, residual, norm)
+            return self.add_rms_norm(Stream(x.sum(), residual, norm)) if summed is None else summed
         if residual is None:
             return self._rms_norm(x, *norm), x
-        return self._add_rms_norm(x, residual, *norm)
+        return self._add_rms_norm(x, residual, *norm, value)
 
     def rope_and_store(self, qkv: Tensor, qk_norm: QKNorm | None, places: Places) -> Tensor:
         return self._rope_and_store(qkv, qk_norm, places)

@@ -84,13 +84,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(residual + x), residual + x), both new; the sum is rounded to x's dtype before it is normalised.
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(residual + x), residual + x), both new, or the sum in `total`; it is rounded to x's dtype before it is
+    normalised.
 
     x and residual [T, H] of one dtype and weight [H], contiguous; the weight as in `rms_norm`.
     """
     normed = torch.empty_like(x)
-    return normed, _launch(x, residual, weight, eps, normed)
+    return normed, _launch(x, residual, weight, eps, normed, total=total)
 
 
 def quantized_rms_norm(
@@ -99,7 +102,7 @@ def quantized_rms_norm(
     """As `quantize_tokens` of the norm of `add_rms_norm`, or of `rms_norm` without a residual, to the bit; and the
     sum, or x."""
     tokens, constants = empty_tokens(x, x.shape[1], form)
-    return tokens, _launch(x, residual, weight, eps, tokens.codes, tokens.scales, **constants)
+    return tokens, _launch(x, residual, weight, eps, tokens.codes, tokens.scales, None, **constants)
 
 
 def _launch(
@@ -109,20 +112,22 @@ def _launch(
     eps: float,
     normed: Tensor,
     scales: Tensor | None = None,
+    total: Tensor | None = None,
     **constants: Any,
 ) -> Tensor:
     rows, size = x.shape
-    total = x if residual is None else torch.empty_like(x)
+    if total is None:
+        total = x if residual is None else torch.empty_like(x)
     if rows:
         block = triton.next_power_of_2(size)
         constants = constants or {"GROUP": block, "SCALE_MAX": 1.0, "FP8": False}
         _rms_norm_kernel[(rows,)](
             x, residual, weight, normed, scales, total, eps, SIZE=size, BLOCK=block, ADD=residual is not None,
-            num_warps=_num_warps(block), **constants, **launch_options(x.device),
+            num_warps=num_warps(block), **constants, **launch_options(x.device),
         )  # fmt: skip
     return total
 
 
-def _num_warps(block: int) -> int:
+def num_warps(block: int) -> int:
     """On an H200 4 are best, or within 1 % of it, for rows of 1024 to 4096, be there 1 of them or 8192."""
     return min(max(block // 1024, 4), 16)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from mini_infer.attention.context import AttentionContext, ModelAttention, UpProjections
 from mini_infer.cache.kv_store import KVStore
-from mini_infer.kernels.interface import Places, QKNorm, Stream, TokenPlaces
+from mini_infer.kernels.interface import Part, Places, QKNorm, Stream, TokenPlaces
 from mini_infer.modeling.kv_scales import KVScales
 from mini_infer.modeling.layers import Layer, Linear, RMSNorm, VocabularyTable
 from mini_infer.modeling.linear_methods.base import Build, Parallel
@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
     def forward(
         self, stream: Stream, cos: Tensor, sin: Tensor, context: AttentionContext
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | Part, Tensor | None]:
         key_slots, value_slots = context.key_slots(self._layer), context.value_slots(self._layer)
         scales = context.kv_scales(self._layer)
         places = Places(cos, sin, context.batch.slot_mapping, key_slots, value_slots, scales)
@@ -98,13 +98,13 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Part,
         residual: Tensor | None,
         cos: Tensor,
         sin: Tensor,
         context: AttentionContext,
         tokens: TokenPlaces,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | Part, Tensor | None]:
         before_attention, before_mlp = self._norms
         x, residual = self.self_attn.forward(Stream(x, residual, before_attention), cos, sin, context)
         return self.mlp.forward(Stream(x, residual, before_mlp), tokens)
@@ -141,12 +141,13 @@ class Decoder(Model):
         cos, sin = self.rotary.forward(positions)
         real = None if self.expert_counts is None else context.real_tokens().int()
         tokens = TokenPlaces(token_ids, positions, real)
+        x: Tensor | Part
         if self.embed_tokens is not None:
             x = self.embed_tokens.look_up(token_ids)
         else:
             assert self.inbox is not None, "somebody has sent hidden states"
             x = self.inbox[: len(token_ids)]
-        residual = None
+        residual: Tensor | None = None
         for layer in self.layers:
             x, residual = layer.forward(x, residual, cos, sin, context, tokens)
         normed, value = self._kernels.add_rms_norm(Stream(x, residual, self._end))

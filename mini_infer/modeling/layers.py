@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_infer.kernels.interface import Gated, Norm, Places, QKNorm, Stream
+from mini_infer.kernels.interface import Gated, Norm, Part, Places, QKNorm, Stream
 from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape, Parallel, empty_parameter
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.model import CheckpointTensor
@@ -59,8 +59,8 @@ class Shards:
         self._name, self._shape, self._build, self._parallel = name, shape, build, build.parallel
         self._whole = shape.of_all(build.parallel.size, copies)
 
-    def apply(self, method: LinearMethod, x: Tensor | Gated) -> Tensor:
-        """What the ranks' products of their own inputs add up to."""
+    def apply(self, method: LinearMethod, x: Tensor | Gated) -> Part:
+        """This rank's part of what the ranks' products of their own inputs add up to."""
         return method.apply_shared(x, self._parallel)
 
     def filled(self, method: LinearMethod) -> None:
@@ -125,8 +125,22 @@ class Linear(Layer):
         fused = self.method.norm_apply(stream, silu_mul)
         if fused is not None:
             return fused
+        if isinstance(stream.x, Part) and stream.x.halves and isinstance(self.method, Unquantized):
+            return self._of_halves(stream.x, stream, silu_mul)
         normed, total = self._kernels.add_rms_norm(stream)
         return self.of(normed, silu_mul), total
+
+    def _of_halves(self, x: Part, stream: Stream, silu_mul: bool) -> tuple[Tensor, Tensor]:
+        """As of_stream: a half is computed while the next is summed up."""
+        assert isinstance(self.method, Unquantized)
+        assert stream.residual is not None
+        total = torch.empty_like(stream.residual)
+        y = total.new_empty((len(total), len(self.method.weight)))
+        for rows, wait in x.halves:
+            wait()
+            half = Stream(x.own[rows], stream.residual[rows], stream.norm)
+            self.method.apply(self._kernels.add_rms_norm(half, total[rows])[0], y[rows])
+        return (self._kernels.silu_mul(y) if silu_mul else y), total
 
     def of(self, x: Tensor, silu_mul: bool = False) -> Tensor:
         """The product of x, with `silu_mul` through SiLU(gate) * up."""
@@ -142,7 +156,7 @@ class Linear(Layer):
         qkv, total = self.of_stream(stream)
         return self._kernels.rope_and_store(qkv, qk_norm, places), total
 
-    def add_to_stream(self, x: Tensor | Gated, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+    def add_to_stream(self, x: Tensor | Gated, residual: Tensor) -> tuple[Tensor | Part, Tensor | None]:
         """The stream of value `residual` after the product of x is added to it."""
         if isinstance(x, Gated) and not self.method.takes_gated:
             x = self._kernels.silu_mul(x.gate_up)
@@ -187,6 +201,9 @@ class VocabularyTable(Layer):
         """token_ids [T] -> [T, hidden_size]."""
         if self._parallel.size == 1:
             return F.embedding(token_ids, self.weight)
+        found = self._parallel.look_up(token_ids, self.weight, self._first, self._known)
+        if found is not None:
+            return found
         own = token_ids - self._first
         others = (own < 0) | (own >= self._known)
         return self._parallel.all_reduce(
@@ -197,8 +214,9 @@ class VocabularyTable(Layer):
         """hidden [S, hidden_size] -> logits [S, vocab_size], in `out` where it is given."""
         if self._parallel.size == 1:
             return self._scores.apply(hidden, out)
-        logits = self._parallel.gather_columns(self._scores.apply(hidden))[:, : self._vocab_size]
-        return logits.contiguous() if out is None else out.copy_(logits)
+        if out is None:
+            out = hidden.new_empty(len(hidden), self._vocab_size)
+        return self._parallel.gather_columns(self._scores.apply(hidden), out)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         known = self.weight[: self._known]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mini_infer.attention.context import AttentionContext
 from mini_infer.attention.mla import LATENT, expand
-from mini_infer.kernels.interface import LatentPlaces, Stream
+from mini_infer.kernels.interface import LatentPlaces, Part, Stream
 from mini_infer.modeling.layers import Linear, RMSNorm
 from mini_infer.modeling.linear_methods.base import Build, Parallel
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
@@ -55,7 +55,7 @@ class LatentAttention(nn.Module):
 
     def forward(
         self, stream: Stream, cos: Tensor, sin: Tensor, context: AttentionContext
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | Part, Tensor | None]:
         spec, kernels = self._spec, self._kernels
         down, residual = self.down_proj.of_stream(stream)
         q, kv = down.split(self._sizes, dim=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from mini_infer.kernels.interface import Stream, TokenPlaces
+from mini_infer.kernels.interface import Part, Stream, TokenPlaces
 from mini_infer.modeling.layers import Linear
 from mini_infer.modeling.linear_methods.base import Build, Parallel
 from mini_infer.modeling.spec import MLPSpec, ModelSpec
@@ -20,7 +20,7 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(name, model.hidden_size, gate_up, spec.bias, Parallel.column, build)
         self.down_proj = Linear(name, size, down, spec.bias, Parallel.row, build)
 
-    def forward(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor, Tensor | None]:
+    def forward(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor | Part, Tensor | None]:
         activated, residual = self.gate_up_proj.of_stream(stream, silu_mul=True)
         return self.down_proj.add_to_stream(activated, residual)
 

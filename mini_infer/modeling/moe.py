@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_infer.core.errors import ModelError
-from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, Stream, TokenPlaces
+from mini_infer.kernels.interface import ExpertWeights, Part, RouterSpec, Routes, Stream, TokenPlaces
 from mini_infer.modeling.layers import Layer, Linear
 from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape, Parallel, empty_parameter
 from mini_infer.modeling.linear_methods.quantized import QuantizedLinear
@@ -51,7 +51,7 @@ class MoE(nn.Module):
         self.num_experts = spec.router.num_experts
         self._kernels = build.kernels
 
-    def forward(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor, Tensor | None]:
+    def forward(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor | Part, Tensor | None]:
         x, total = self._kernels.add_rms_norm(stream)
         routes = self.gate.forward(x, tokens)
         if self.counts is not None and tokens.real is not None:

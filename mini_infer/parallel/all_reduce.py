@@ -1,7 +1,7 @@
-"""What ranks say to each other in a step: gloo between CPUs, NCCL between GPUs.
+"""What ranks say to each other in a step: by our own kernel where that is the faster, else by NCCL between GPUs and
+gloo between CPUs.
 
 Process groups are made here as objects, not as torch.distributed's global one: two engines may live in a process.
-Kernels over symmetric memory, for the sizes at which they beat NCCL, belong into `Collectives.all_reduce`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,18 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from mini_infer.kernels.interface import Kernels, Norm, Stream
+from mini_infer.parallel.context import tree_sum
+from mini_infer.parallel.mailboxes import Mailboxes
+from mini_infer.parallel.peer_memory import NoPeerAccess
 
 LOOK_S = 0.02  # between two looks at the store
 START_TIMEOUT = timedelta(minutes=30)  # for the slowest rank's weights; steps are watched by the executor
@@ -25,20 +32,94 @@ class Collectives:
     Args:
         store: through which the ranks find each other.
         device: this rank's.
+
+    Attributes:
+        about: how sums are made, for a run's record.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-        self._size = size
+        self._rank, self._size, self._where = rank, size, device
         self._host = host_group(store, rank, size)
         self._device: Any = self._host
+        self._mailboxes: Mailboxes | None = None
+        self.about = "gloo"
         if device.type == "cuda":
             self._device = nccl_group("device", store, rank, size)
+            self.about = "NCCL"
+
+    def open(self, kernels: Kernels, width: int, dtypes: list[torch.dtype], most_rows: int | None = None) -> None:
+        """Finds out which sums of rows of so many numbers our own kernel makes, or has it make those of `most_rows`. Of
+        `dtypes` the last is the model's. Every rank calls it at once, before the first sum."""
+        if kernels.all_reduce is None:
+            return
+        try:
+            boxes = Mailboxes(
+                kernels.all_reduce, self._rank, self._size, self._where, self.exchange, width, dtypes, most_rows
+            )
+        except NoPeerAccess as why:
+            self.about = f"{self.about} ({why})"
+            return
+
+        def library(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+            kernels.add_rms_norm(Stream(self.all_reduce(x), residual, Norm(weight, 1e-6)))
+
+        above = f"our kernel up to {boxes.most_rows} rows of {width}, {self.about} above"
+        self.about = boxes.settle(library) if self._where.type == "cuda" else above
+        boxes.most_rows = most_rows or boxes.most_rows
+        self._mailboxes = boxes
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum, in x's place where that is contiguous."""
+        """The sum, in x's place or elsewhere."""
         x = x.contiguous()
-        self._device.allreduce([x], dist.AllreduceOptions()).wait()
+        if (own := self._own_sum(len(x), x)) is not None:
+            kernel, mailbox = own
+            summed: Tensor = kernel.all_reduce(mailbox, x)
+            return summed
+        options = dist.AllreduceOptions()
+        options.asyncOp = False  # on this stream
+        _wait(self._device.allreduce([x], options))
         return x
+
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], object]:
+        """As Ranks (kernels/interface.py): beside what this stream, or this thread, does meanwhile."""
+        wait: Callable[[], object] = self._device.allreduce([x], dist.AllreduceOptions()).wait
+        return wait
+
+    def tree_sum(self, x: Tensor) -> Tensor:
+        """The sum as a balanced tree over the ranks in their order. Their number is a power of two."""
+        if self._own_sum(len(x), x) is not None:
+            return self.all_reduce(x)
+        return tree_sum(self.all_gather(x))
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor] | None:
+        """As Ranks."""
+        if (own := self._own_sum(len(x), x)) is None:
+            return None
+        kernel, mailbox = own
+        found: tuple[Tensor, Tensor] = kernel.all_reduce_add_norm(mailbox, x, residual, *norm)
+        return found
+
+    def look_up(self, token_ids: Tensor, table: Tensor, first: int, known: int) -> Tensor | None:
+        """As ParallelContext.look_up."""
+        if (own := self._own_sum(len(token_ids), table)) is None:
+            return None
+        kernel, mailbox = own
+        found: Tensor = kernel.look_up(mailbox, token_ids, table, first, known)
+        return found
+
+    def gather_columns(self, x: Tensor, out: Tensor) -> Tensor:
+        """As ParallelContext.gather_columns."""
+        if self._mailboxes is not None and (mailbox := self._mailboxes.for_columns(x)) is not None:
+            gathered: Tensor = self._mailboxes.kernel.gather_columns(mailbox, x, out)
+            return gathered
+        parts, columns = self.all_gather(x), x.shape[1]
+        real = [part[:, : max(0, out.shape[1] - rank * columns)] for rank, part in enumerate(parts)]
+        return torch.cat(real, dim=1, out=out)
+
+    def _own_sum(self, rows: int, like: Tensor) -> tuple[ModuleType, Any] | None:
+        """What makes a sum of so many rows, where our own kernel is to make it."""
+        mailbox = None if self._mailboxes is None else self._mailboxes.for_sum(rows, like)
+        return None if self._mailboxes is None or mailbox is None else (self._mailboxes.kernel, mailbox)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x, [size, *x.shape]."""
@@ -46,10 +127,12 @@ class Collectives:
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """As ParallelContext."""
-        return gather(self._host, torch.tensor(values, dtype=torch.int64), self._size).tolist()
+        return gather(self._host, torch.tensor([0, *values], dtype=torch.int64), self._size)[:, 1:].tolist()
 
     def abort(self) -> None:
         """Ends what a GPU waits for. May be called in any thread."""
+        if self._mailboxes is not None:
+            self._mailboxes.stop()  # first: NCCL waits for graphs
         if self._device is not self._host:
             self._device.abort()
 
@@ -74,8 +157,15 @@ def nccl_group(name: str, store: dist.Store, rank: int, size: int, timeout: time
 def gather(group: Any, x: Tensor, size: int) -> Tensor:
     """Every rank's x, [size, *x.shape]."""
     gathered = x.new_empty((size, *x.shape))
-    group._allgather_base(gathered.view(-1), x.view(-1)).wait()
+    options = AllgatherOptions()
+    options.asyncOp = False
+    _wait(group._allgather_base(gathered.view(-1), x.view(-1), options))
     return gathered
+
+
+def _wait(work: Any) -> None:
+    if work is not None:  # NCCL's, on the stream that waits already
+        work.wait()
 
 
 def open_store() -> dist.TCPStore:

@@ -9,7 +9,7 @@ It is passed to whoever builds or computes a part of a model. With one rank it d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,12 @@ if TYPE_CHECKING:  # one rank says nothing
     import torch.distributed as dist
 
     from mini_infer.core.config import ParallelConfig
+    from mini_infer.kernels.interface import Norm
     from mini_infer.parallel.all_reduce import Collectives
     from mini_infer.parallel.pipeline import Pipe
+
+
+IN_HALVES = 1025  # rows, from which on a product hides the sum of the one before
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,25 +70,53 @@ class ParallelContext:
         """Of all stages."""
         return self.size * self.stages
 
+    @property
+    def about(self) -> str:
+        """How sums are made, for a run's record."""
+        return "none" if self.collectives is None else self.collectives.about
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, contiguous, which may be written to."""
         return x if self.collectives is None else self.collectives.all_reduce(x)
 
+    def in_halves(self, rows: int) -> Sequence[slice]:
+        """As Ranks (kernels/interface.py)."""
+        if self.collectives is None or rows < IN_HALVES:
+            return ()
+        return slice(0, rows // 2), slice(rows // 2, rows)
+
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], object]:
+        """As Ranks."""
+        assert self.collectives is not None
+        return self.collectives.begin_all_reduce(x)
+
     def tree_sum(self, x: Tensor) -> Tensor:
         """As all_reduce, added up as a balanced tree over the ranks in their order. The number of ranks is a power of
         two."""
-        return x if self.collectives is None else tree_sum(self.collectives.all_gather(x))
+        return x if self.collectives is None else self.collectives.tree_sum(x)
 
-    def gather_columns(self, x: Tensor) -> Tensor:
-        """Every rank's x [N, columns], side by side in the order of ranks: [N, columns * size]."""
-        if self.collectives is None:
-            return x
-        return self.collectives.all_gather(x).transpose(0, 1).flatten(1)
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor] | None:
+        """As Ranks."""
+        return None if self.collectives is None else self.collectives.add_rms_norm(x, residual, norm)
+
+    def look_up(self, token_ids: Tensor, table: Tensor, first: int, known: int) -> Tensor | None:
+        """Rows [T, H] of a table of which this rank has `known` rows from `first` on, [at least known, H], and others
+        the others; None where that is better done one after the other."""
+        return None if self.collectives is None else self.collectives.look_up(token_ids, table, first, known)
+
+    def gather_columns(self, x: Tensor, out: Tensor) -> Tensor:
+        """Every rank's x [N, columns] side by side, in the order of ranks, as far as `out` goes: [N, at most columns *
+        size], contiguous."""
+        return out.copy_(x[:, : out.shape[1]]) if self.collectives is None else self.collectives.gather_columns(x, out)
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """The values of every rank of every stage, 64 bits each, on the host. Waits for all of them."""
         everybody = self.pipe or self.collectives
         return [list(values)] if everybody is None else everybody.exchange(values)
+
+    def on_all_ranks(self, here: bool) -> bool:
+        """Whether it is so on all ranks of this stage. Waits for them."""
+        return here if self.collectives is None else all(there for (there,) in self.collectives.exchange([here]))
 
     def abort(self) -> None:
         """Ends what a GPU waits for. May be called in any thread."""

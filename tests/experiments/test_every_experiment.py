@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf, open_dict
 
+from experiments import all_reduce
 from experiments.lab import axes, catalog
 from experiments.lab.execute import execute
 from experiments.lab.judge import exact_gate, logit_gate
@@ -75,6 +76,10 @@ OWN = {
         "{case: silu_mul, shapes: {tokens: [3], inner: [64]}},"
         "{case: gemv, shapes: {rows: [1], matrix: {small: {out: 24, in: 32}}}}]",
     ],
+    "all_reduce": [
+        *("engine.model.device=cpu", "measure.repeats=1", "experiment.dtype=float32", "experiment.hidden=32"),
+        "experiment.rows=[1,3]",
+    ],
     "moe_layer": [
         *(option for option in KERNELS if option != "~experiment.variants.triton"),
         *("~experiment.variants.few", "~experiment.variants.grouped"),
@@ -124,6 +129,7 @@ LEFT_OUT = NEEDS_TRITON | NEEDS_A_TRACE
 def quick_kernels(monkeypatch) -> None:
     monkeypatch.setattr(kernel_timer, "PASS_US", 10.0)
     monkeypatch.setattr(kernel_timer, "MAX_COPIES", 2)
+    monkeypatch.setattr(all_reduce, "START", "fork")
 
 
 @pytest.fixture(autouse=True)

@@ -108,12 +108,19 @@ def test_a_claim_may_have_two_sides_and_be_made_everywhere():
     ]
     ratios = resolved(everywhere=True, ratio_at_least=0.98)
     assert [(c.point, c.reference_point) for c in ratios] == [("size=1", "size=1"), ("size=8", "size=8")]
+    assert {c.reference_variant for c in ratios} == {"base"}
+
+
+def test_a_ratio_may_be_to_another_variant():
+    (found,) = resolved(variant="base", to="new", at={"size": 1}, ratio_at_most=1.0)
+    assert (found.reference_variant, found.reference_point) == ("new", "size=1")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"everywhere": True, "at": {"size": 1}, "at_most": 1}, "leave out `at` and `against`"),
+        ({"at": {"size": 1}, "to": "newer", "ratio_at_most": 1}, "another variant in `to`"),
         ({"at": {"size": 1}, "at_least": 2, "at_most": 1}, "nothing is at least 2.0 and at most 1.0"),
         ({"at": {"size": 1}, "at_least": 1, "ratio_at_most": 1}, "or at_least and at_most together; it has 2"),
         ({"at": {"size": 1}, "at_least": 2, "aim": 2}, "the aim, 2, must be stricter than at_least, 2.0"),

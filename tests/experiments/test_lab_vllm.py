@@ -34,6 +34,7 @@ def arguments(tmp_path):
 def test_our_settings_have_their_names_there(arguments):
     found = arguments(
         model={"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 4096},
+        parallel={"tensor": 2},
         cache={"block_size": 32, "prefix_caching": False, "gpu_memory_utilization": 0.4},
         scheduler={"max_num_seqs": 64, "max_num_batched_tokens": 2048, "policy": "priority"},
     )
@@ -42,6 +43,7 @@ def test_our_settings_have_their_names_there(arguments):
         "dtype": "bfloat16",
         "load_format": "dummy",
         "max_model_len": 4096,
+        "tensor_parallel_size": 2,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 2048,
         "enable_chunked_prefill": True,

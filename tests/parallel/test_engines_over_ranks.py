@@ -12,6 +12,8 @@ from integrity import check_scheduler
 
 from experiments.lab.judge.probe import probe_logits
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer.parallel import context
+from mini_infer.parallel.all_reduce import Collectives
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -113,6 +115,17 @@ def test_ranks_give_the_tokens_of_one_process(make_engine: MakeEngine, name: str
         assert any(record.accepted for record in engine.records) == ("speculation" in settings)
     startup = engine.startup
     assert (startup.tensor_parallel, startup.pipeline_parallel) == (parallel["tensor"], parallel.get("pipeline", 1))
+
+
+def test_sums_that_are_under_way_while_the_next_half_is_computed(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "IN_HALVES", 2)
+    begun = []
+    begin = Collectives.begin_all_reduce
+    monkeypatch.setattr(Collectives, "begin_all_reduce", lambda own, x: begun.append(len(x)) or begin(own, x))
+    assert tokens(make_engine(), PARAMS) == of_one_process(False, "auto")
+    assert max(begun) > 8
 
 
 def test_four_ranks_share_two_kv_heads(make_engine: MakeEngine) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import random
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer.core.config import KernelChoice
 from mini_infer.core.errors import RankError
+from mini_infer.kernels.interface import Norm, Part, Stream
+from mini_infer.kernels.ops import TorchKernels, select_kernels
+from mini_infer.parallel.all_reduce import Collectives, join_store, open_store
+from mini_infer.parallel.context import ParallelContext
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,6 +34,83 @@ PARAMS = [
 ]
 
 
+WIDTH, DTYPE = 3584, torch.bfloat16
+
+
+def sums(rank: int, port: int, store: Any = None) -> None:
+    """Sums of any number of rows, now and then late, called and captured by turns: an odd number of them a graph."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    context = ParallelContext(rank, 2, Collectives(store or join_store(port), rank, 2, device))
+    kernels = select_kernels(KernelChoice.triton, device)
+    late_end = threading.Timer(90, context.abort)  # whoever fails leaves the other waiting
+    late_end.daemon = True
+    late_end.start()
+    context.collectives.open(kernels, WIDTH, [DTYPE])
+    assert context.about.startswith("our kernel up to"), context.about
+    draw, late = random.Random(0), random.Random(rank)
+    norm = Norm(torch.rand(WIDTH, device=device, generator=torch.Generator(device).manual_seed(0)).to(DTYPE), 1e-6)
+    inputs = torch.empty(3, 1024, WIDTH, device=device, dtype=DTYPE)
+
+    def once(rows: int) -> list[torch.Tensor]:
+        found = []
+        for _ in range(3):
+            residual = inputs[2, :rows].clone()
+            normed, total = kernels.add_rms_norm(
+                Stream(Part(inputs[rank, :rows].clone(), context, DTYPE), residual, norm)
+            )
+            found += [normed, total]
+        return found
+
+    graphs = {}
+    for step in range(300):
+        rows = draw.choice([1, 2, 7, 8, 64, 100, 256, 1024])
+        inputs.normal_(generator=torch.Generator(device).manual_seed(step))
+        if late.random() < 0.1:
+            time.sleep(late.random() * 0.02)
+        if step % 2:
+            found = once(rows)
+        else:
+            if rows not in graphs:
+                once(rows)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    graphs[rows] = graph, once(rows)
+            graph, found = graphs[rows]
+            graph.replay()
+        whole = (inputs[0, :rows].float() + inputs[1, :rows].float()).to(DTYPE)
+        expected = TorchKernels().add_rms_norm(Stream(whole, inputs[2, :rows], norm))
+        for got, want in zip(found, expected * 3, strict=True):
+            torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+    columns = torch.full((5, 1003), rank + 1.0, device=device, dtype=DTYPE)
+    gathered = context.gather_columns(columns, torch.empty(5, 2001, device=device, dtype=DTYPE))
+    assert gathered.float().sum(1).tolist() == [1003.0 + 2 * 998] * 5
+    table = torch.full((10, WIDTH), rank + 1.0, device=device, dtype=DTYPE)
+    found = context.look_up(torch.tensor([0, 9, 10, 18], device=device), table, 10 * rank, 10 - rank)
+    assert found is not None
+    assert found[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0]
+    torch.cuda.synchronize()
+    context.exchange([])
+
+
+def test_sums_of_any_size_called_and_replayed() -> None:
+    processes, store = torch.multiprocessing.get_context("spawn"), open_store()
+    other = processes.Process(target=sums, args=(1, store.port), daemon=True)
+    other.start()
+    sums(0, store.port, store)
+    other.join(60)
+    assert other.exitcode == 0
+
+
+def test_sums_are_our_own() -> None:
+    values = {"model": {"path": "tiny-target"}, "parallel": {"tensor": 2}, "cache": {"num_blocks": 256}}
+    engine = LLMEngine(EngineConfig.from_dict(values))
+    assert engine.startup.all_reduce.startswith("our kernel up to"), engine.startup.all_reduce
+    assert engine.startup.graphs.batch_sizes
+    engine.close()
+
+
 LAYOUTS: list[dict[str, int]] = [{"tensor": 2}, {"pipeline": 2}]
 
 
@@ -37,6 +122,11 @@ def answers(parallel: dict[str, int], **sections: Any) -> list[Any]:
     finally:
         engine.close()
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
+
+
+@functools.cache
+def of_one_gpu() -> list[Any]:
+    return answers({}, numerics="batch_invariant", model={"path": "tiny-target", "max_model_len": 128})
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
@@ -54,8 +144,7 @@ def answers(parallel: dict[str, int], **sections: Any) -> list[Any]:
 def test_two_gpus_give_the_bits_of_one(sections: dict[str, Any], parallel: dict[str, int]) -> None:
     if sections.get("scheduler", {}).get("preemption"):
         sections = {**sections, "model": {"path": "tiny-target", "max_model_len": 128}}
-    expected = answers({}, numerics="batch_invariant", model={"path": "tiny-target", "max_model_len": 128})
-    assert answers(parallel, numerics="batch_invariant", **sections) == expected
+    assert answers(parallel, numerics="batch_invariant", **sections) == of_one_gpu()
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
@@ -68,7 +157,11 @@ def test_fast_numerics_in_fp32_give_the_tokens_of_one(parallel: dict[str, int]) 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_does_not_keep_the_gpu_waiting(number: int, parallel: dict[str, int]) -> None:
-    values = {"model": {"path": "tiny-target"}, "parallel": {**parallel, "timeout_s": 3.0}}
+    values = {
+        "model": {"path": "tiny-target"},
+        "parallel": {**parallel, "timeout_s": 3.0},
+        "cache": {"num_blocks": 4096},
+    }
     engine = LLMEngine(EngineConfig.from_dict(values))
     (process,) = engine.executor._ranks.processes
     threading.Timer(0.3, os.kill, (process.pid, number)).start()

@@ -116,11 +116,13 @@ def resolve_all(
             if bound.is_ratio and spec.against:
                 reference = spec.variant, find_point(points, spec.against, f"{where}.against").name
             elif bound.is_ratio:
-                if baseline in (None, spec.variant):
+                to = spec.to or baseline
+                if to == spec.variant or to not in variants:
                     raise ConfigError(
-                        f"{where}: a ratio needs a baseline variant, or `against: {{key: value}}` for another point"
+                        f"{where}: a ratio needs a baseline, another variant in `to`, or `against: {{key: value}}` for "
+                        "another point"
                     )
-                reference = str(baseline), point.name
+                reference = to, point.name
             found.append(
                 Claim(spec.metric, spec.variant, point.name, bound, value, *reference, spec.source, upper, spec.aim)
             )

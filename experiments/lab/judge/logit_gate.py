@@ -37,6 +37,7 @@ from mini_infer.core.config import (
     KernelChoice,
     LoadFormat,
     Numerics,
+    ParallelConfig,
     When,
 )
 from mini_infer.modeling.checkpoint import read_json, resolve_folder
@@ -89,6 +90,7 @@ def reference(config: EngineConfig) -> EngineConfig:
         attention=AttentionConfig(prefill=AttentionChoice.sdpa, decode=AttentionChoice.sdpa),
         scheduler=replace(config.scheduler, overlap=When.never),
         graphs=GraphsConfig(capture=When.never),
+        parallel=ParallelConfig(),
         numerics=Numerics.fast,
     )
 

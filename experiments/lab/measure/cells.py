@@ -89,7 +89,8 @@ def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Co
     spec = load_spec(cell.engine.model)
     device = device_of(cell.engine, simulated=cell.kind is Kind.simulated)
     dtype = resolve_dtype(cell.engine.model, spec, device)
-    return Context(slo, lambda records: roofline.floors(spec, dtype, records, ceilings))
+    together = ceilings.of(cell.engine.parallel.tensor)
+    return Context(slo, lambda records: roofline.floors(spec, dtype, records, together))
 
 
 def drafts_on_made_up_prompts(cell: Cell) -> bool:

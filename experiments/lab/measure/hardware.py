@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,12 @@ class Ceilings:
         rates = [self.copy_gb_s, self.read_gb_s, *(rate for table in tables for rate in table.values())]
         if not self.matmul_tflop_s or not all(rate > 0 for rate in rates):
             raise ConfigError("hardware.ceilings: every rate must be above 0, and matmul_tflop_s needs one at least")
+
+    def of(self, devices: int) -> Ceilings:
+        """Of so many, each with a part of the work."""
+        rates = {dtype: devices * rate for dtype, rate in self.matmul_tflop_s.items()}
+        copy, read = devices * self.copy_gb_s, devices * self.read_gb_s
+        return self if devices == 1 else replace(self, copy_gb_s=copy, read_gb_s=read, matmul_tflop_s=rates)
 
     def tflop_s_of(self, dtype: str) -> float:
         """One of 16 or 32 bits that was not measured counts at the fastest rate of those."""

@@ -123,6 +123,7 @@ def _facts(startup: StartupReport) -> dict[str, Any]:
         "kernels": startup.kernels,
         "sampler": startup.sampler,
         "overlap": "on" if startup.overlap else "off",
+        **({"ranks": f"{startup.tensor_parallel}; sums: {startup.all_reduce}"} if startup.tensor_parallel > 1 else {}),
         "CUDA graphs": _captured(startup.graphs, "batch sizes"),
         "CUDA graphs of steps with prompts": _captured(startup.prefill_graphs, "numbers of tokens"),
         **_speculation(startup),

@@ -44,6 +44,7 @@ FORGET_S = 10.0  # a step that was launched ahead may still hold blocks of reque
 SETTINGS = {  # as recorded -> where it stands in VllmConfig
     "dtype": "model_config.dtype",
     "max_model_len": "model_config.max_model_len",
+    "tensor_parallel": "parallel_config.tensor_parallel_size",
     "max_num_seqs": "scheduler_config.max_num_seqs",
     "max_num_batched_tokens": "scheduler_config.max_num_batched_tokens",
     "chunked_prefill": "scheduler_config.enable_chunked_prefill",
@@ -249,6 +250,7 @@ def engine_arguments(config: EngineConfig, folder: Path) -> dict[str, Any]:
         "dtype": model.dtype.value,
         "load_format": model.load_format.value,
         "max_model_len": model.max_model_len,
+        "tensor_parallel_size": config.parallel.tensor,
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "enable_chunked_prefill": scheduler.chunked_prefill,

@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from mini_infer.kernels.interface import Gated, Kernels, Places, QKNorm, Stream
+from mini_infer.kernels.interface import Gated, Kernels, Part, Places, QKNorm, Stream
 from mini_infer.modeling.model import CheckpointTensor
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
 
@@ -92,9 +92,10 @@ class LinearMethod(ABC):
     def apply(self, x: Tensor | Gated) -> Tensor:
         """x [T, in_size] -> [T, out_size] of x's dtype, contiguous."""
 
-    def apply_shared(self, x: Tensor | Gated, parallel: ParallelContext) -> Tensor:
-        """The sum over all ranks, each of which has some inputs. One of them has the bias."""
-        return parallel.all_reduce(self.apply(x))
+    def apply_shared(self, x: Tensor | Gated, parallel: ParallelContext) -> Part:
+        """Of ranks which have some inputs each. One of them has the bias."""
+        y = self.apply(x)
+        return Part(y, parallel, y.dtype)
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
         """Random weights. `draw` fills a floating tensor in place, the same from run to run if called in one order."""

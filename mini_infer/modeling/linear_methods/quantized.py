@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_infer.core.errors import ConfigError, ModelError
-from mini_infer.kernels.interface import Gated, Kernels, Places, QKNorm, Stream
+from mini_infer.kernels.interface import Gated, Kernels, Part, Places, QKNorm, Stream
 from mini_infer.kernels.ops import TorchKernels
 from mini_infer.modeling.linear_methods.base import (
     Build,
@@ -208,7 +208,7 @@ class QuantizedLinear(LinearMethod):
         """Whether x is not what the product takes, but for its format."""
         return self.order is not None or self.outlier_columns is not None
 
-    def _gemv_for(self, x: Tensor) -> Callable[..., Tensor] | None:
+    def _gemv_for(self, x: Tensor | Part) -> Callable[..., Tensor] | None:
         return self._kernels.quantized_gemv(self.weight, self.activations, len(x), x.dtype)
 
     def _heads_fit(self, dtype: torch.dtype, places: Places) -> bool:

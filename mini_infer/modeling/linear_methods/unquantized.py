@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
 from mini_infer.core.errors import ConfigError
-from mini_infer.kernels.interface import Kernels, Norm, Places, QKNorm, Stream
+from mini_infer.kernels.interface import Kernels, Norm, Part, Places, QKNorm, Stream
 from mini_infer.modeling.linear_methods.base import Build, LinearMethod, LinearShape, Parallel, empty_parameter
 from mini_infer.modeling.model import CheckpointTensor
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
@@ -65,13 +66,19 @@ class Unquantized(LinearMethod):
             return gemv.gemv(x, self.weight, self.bias, out)
         return self._kernels.linear(x, self.weight, self.bias, out, chunks=self._chunks)
 
-    def apply_shared(self, x: Tensor, parallel: ParallelContext) -> Tensor:  # type: ignore[override]
+    def apply_shared(self, x: Tensor, parallel: ParallelContext) -> Part:  # type: ignore[override]
         if not self._ordered:
-            return super().apply_shared(x, parallel)
+            halves = parallel.in_halves(len(x))
+            return self._apply_halves(x, parallel, halves) if halves else super().apply_shared(x, parallel)
         branch = x.new_empty((len(x), len(self.weight)), dtype=torch.float32)
         self._kernels.linear(x, self.weight, None, branch, chunks=self._chunks)
-        total = parallel.tree_sum(branch)
-        return (total if self.bias is None else total + self.bias.float()).to(x.dtype)
+        return Part(branch, parallel, x.dtype, ordered=True, bias=self.bias)
+
+    def _apply_halves(self, x: Tensor, parallel: ParallelContext, halves: Sequence[slice]) -> Part:
+        """One is summed up while the next is computed."""
+        y = x.new_empty((len(x), len(self.weight)))
+        begun = [(rows, parallel.begin_all_reduce(self.apply(x[rows], y[rows]))) for rows in halves]
+        return Part(y, parallel, y.dtype, halves=begun)
 
     def norm_apply(self, stream: Stream, silu_mul: bool) -> tuple[Tensor, Tensor] | None:
         if (gemv := self._gemv_for(stream.x)) is None:
@@ -91,7 +98,7 @@ class Unquantized(LinearMethod):
         gemv = self._gemv_for(x)
         return None if gemv is None else gemv.gemv(x, self.weight, self.bias, residual=residual)
 
-    def _gemv_for(self, x: Tensor) -> ModuleType | None:
+    def _gemv_for(self, x: Tensor | Part) -> ModuleType | None:
         """kernels/gemv.py, where it is the faster for x."""
         if self._gemv is None:
             return None
@@ -102,7 +109,7 @@ class Unquantized(LinearMethod):
     def _normed(self, gemv: ModuleType, stream: Stream) -> tuple[Tensor, Norm | None, Tensor]:
         """(what gemv reads; the norm, if that is left to it; the stream's value)."""
         x, residual, norm = stream
-        if residual is None and gemv.takes_norm(*x.shape):
+        if residual is None and isinstance(x, Tensor) and gemv.takes_norm(*x.shape):
             return x, norm, x
         normed, total = self._kernels.add_rms_norm(stream)
         return normed, None, total

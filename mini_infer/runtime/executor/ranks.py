@@ -38,7 +38,12 @@ from mini_infer.runtime.worker.model_runner import LaunchedStep, Runner
 
 LOOK_S = 0.1  # between two looks at the other ranks
 SAY_S = 2.0  # that a rank which fails has to say so, once others have noticed
-_WAITING = ("all_reduce.py", "pipeline.py", "plan_ring.py")  # in the trace of a rank that waits for others
+_WAITING = (
+    "all_reduce.py",
+    "pipeline.py",
+    "plan_ring.py",
+    "streams.py",
+)  # in the trace of a rank that waits for others
 
 
 def _waits(trace: str) -> bool:
@@ -58,8 +63,9 @@ class RanksExecutor(LocalExecutor):
             for rank in range(1, size):
                 wait_for(store, f"rank {rank} is there", ranks.require_alive)
             ranks.parallel = parallel.connected(store, device)
+            ranks.watch()
             super().__init__(config, ranks.parallel)
-        ranks.watch()
+        ranks.started = True
         late = parallel.stages if device.type == "cpu" and parallel.stages > 1 else 0
         runner: Any = RankedRunner(self.runner, PlanRing(files, 0, size), ranks, late)
         self.runner = self._worker.runner = runner
@@ -73,6 +79,7 @@ class Ranks:
 
     def __init__(self, config: EngineConfig, port: int, files: RingFiles) -> None:
         self.parallel: ParallelContext | None = None  # of rank 0, once all are connected
+        self.started = False  # a start may take as long as it takes
         self._timeout_s = config.parallel.timeout_s
         weakref.finalize(self, files.close)  # who sends plans knows this one, too
         self._busy_since: float | None = None  # of rank 0, which is in a step
@@ -142,6 +149,12 @@ class Ranks:
 
     def _watch(self) -> None:
         while not self._stopping.wait(LOOK_S):
+            if not self.started:
+                # A device may wait for a rank that has ended. The host finds out by itself, once it does not.
+                if any(process.ending() for process in self.processes) and not self._stopping.wait(SAY_S):
+                    self._abort()
+                    return
+                continue
             since = self._busy_since
             if since is None:
                 continue
@@ -166,6 +179,9 @@ class Ranks:
         for process in self.processes:
             if process.ending() is None:
                 process.stop()
+        self._abort()
+
+    def _abort(self) -> None:
         if self.parallel is not None:
             self.parallel.abort()
 

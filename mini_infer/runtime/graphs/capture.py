@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.runtime.worker.startup import CaptureReport
 
 
@@ -31,8 +32,9 @@ class GraphMemory:
     """What an engine's graphs share, since only one of them runs at a time: a pool of memory and the stream that they
     are captured on. A second stream would need memory and cuBLAS's workspace (32 MiB on Hopper) of its own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, parallel: ParallelContext = ONE_RANK) -> None:
         self.device = device
+        self.parallel = parallel
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -41,6 +43,13 @@ class GraphMemory:
         run()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # what it took is not the pool's
+
+
+class ThreadsGraph(torch.cuda.CUDAGraph):
+    """Captured whatever other threads do meanwhile: NCCL has one that asks how far the device is."""
+
+    def capture_begin(self, pool: Any = None) -> None:  # type: ignore[override]
+        super().capture_begin(pool, capture_error_mode="thread_local")
 
 
 class Cutter:
@@ -107,7 +116,7 @@ def capture_sizes(
     memory.stream.wait_stream(current)
     with torch.cuda.stream(memory.stream):
         for size in _progress_bar(sorted(sizes, key=units, reverse=True), f"capturing CUDA graphs ({unit})"):
-            graphs = _try(capture, size, device)
+            graphs = _try(capture, size, memory)
             if graphs is not None:
                 captured[size] = graphs
                 continue
@@ -136,15 +145,27 @@ def _progress_bar(items: Sequence[Size], title: str) -> Iterable[Size]:
     return track(items, title, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _try(capture: Callable[[Size], Captured], size: Size, device: torch.device) -> Captured | None:
+def _try(capture: Callable[[Size], Captured], size: Size, memory: GraphMemory) -> Captured | None:
+    """None where it finds no memory, on any rank: they replay alike."""
+    captured = _unless_short(lambda: capture(size))
+    if not memory.parallel.on_all_ranks(captured is not None):
+        return None
+
+    def replay(graphs: Any) -> Captured:
+        graphs.replay()  # of padding: the first launch of a graph takes memory
+        torch.cuda.synchronize(memory.device)
+        return graphs
+
+    captured = _unless_short(lambda: replay(captured))
+    return captured if memory.parallel.on_all_ranks(captured is not None) else None
+
+
+def _unless_short(work: Callable[[], Captured]) -> Captured | None:
     """None where it finds no memory."""
     try:
-        captured: Any = capture(size)
-        captured.replay()  # of padding: the first launch of a graph takes memory
-        torch.cuda.synchronize(device)
+        return work()
     except RuntimeError as error:
         # The driver takes memory for a graph by itself, and has no error of its own.
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             return None
         raise
-    return captured

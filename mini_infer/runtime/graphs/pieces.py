@@ -28,7 +28,7 @@ from mini_infer.attention.context import AttentionBatch, AttentionContext
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.runtime.graphs.capture import Cutter, Graph, GraphMemory, capture_sizes
+from mini_infer.runtime.graphs.capture import Cutter, Graph, GraphMemory, ThreadsGraph, capture_sizes
 from mini_infer.runtime.worker.startup import CaptureReport
 
 _SIZE_STEP = 64  # tokens
@@ -109,7 +109,7 @@ class PiecewiseGraphs:
         model: Model,
         store: KVStore,
         sizes: Sequence[int],
-        new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
+        new_graph: Callable[[], Graph] = ThreadsGraph,
     ) -> None:
         self._model = model
         self._store = store

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mini_infer.core.plan import StepPlan
-from mini_infer.runtime.graphs.capture import Cutter, Graph, GraphMemory, capture_sizes
+from mini_infer.runtime.graphs.capture import Cutter, Graph, GraphMemory, ThreadsGraph, capture_sizes
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.row_step import DoneRows
 from mini_infer.runtime.worker.startup import CaptureReport
@@ -66,7 +66,7 @@ class StepGraphs:
         states: RequestStates,
         chain: Callable[..., Tensor | None],
         run: Callable[..., DoneRows],
-        new_graph: Callable[[], Graph] = torch.cuda.CUDAGraph,
+        new_graph: Callable[[], Graph] = ThreadsGraph,
     ) -> None:
         self._states, self._chain, self._run, self._new_graph = states, chain, run, new_graph
         self._captured: dict[BatchDescriptor, _Captured] = {}

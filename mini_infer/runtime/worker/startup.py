@@ -41,6 +41,7 @@ class StartupReport:
     kernels: str = "none"
     tensor_parallel: int = 1  # ranks of a stage; bytes are this one's
     pipeline_parallel: int = 1  # stages; bytes are those of the last one
+    all_reduce: str = "none"  # how ranks' sums are made
     quantization: str = "none"  # of the target's weights
     draft_quantization: str = "none"
     kv_dtype: str = "none"

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from mini_infer.cache.transfer import KVTransfer
-from mini_infer.core.config import EngineConfig, When
+from mini_infer.core.config import AllReduce, EngineConfig, Numerics, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.compile_ahead import compiled_in_parallel
 from mini_infer.kernels.ops import select_kernels
@@ -97,6 +97,12 @@ class Worker:
         if self.draft is not None and self.draft.spec.max_model_len < max_model_len:
             own = self.draft.spec.max_model_len
             logger.warning("the draft's own limit is %d tokens: beyond, drafts for longer requests get worse", own)
+        if self._parallel.collectives is not None and self._config.parallel.all_reduce is AllReduce.auto:
+            dtype = self.target.dtype
+            ordered = self._config.numerics is Numerics.batch_invariant
+            with self._phase("all-reduce"):
+                dtypes = [torch.float32, dtype] if ordered else [dtype]
+                self._parallel.collectives.open(self._kernels, self.target.spec.hidden_size, dtypes)
         self._weights: list[Model] = []
         for name, served in zip(("load", "load draft"), self._served, strict=False):
             with self._phase(name):
@@ -200,7 +206,7 @@ class Worker:
             "prefill_graphs": CaptureReport(limits=(no_pieces,)),
         }
         if self.device.type == "cuda":
-            self._capture(GraphMemory(self.device), self._prefill_sizes)
+            self._capture(GraphMemory(self.device, self._parallel), self._prefill_sizes)
         with self._phase("reserve memory"):
             self.reserve_memory()
 
@@ -253,6 +259,7 @@ class Worker:
             kernels=f"{kernels.name} ({kernels.fallback})" if kernels.fallback else kernels.name,
             tensor_parallel=self._parallel.size,
             pipeline_parallel=self._parallel.stages,
+            all_reduce=self._parallel.about,
             quantization=target.quantization,
             draft_quantization=draft.quantization if draft else "none",
             kv_dtype=target.kv_dtype,

@@ -1,0 +1,294 @@
+"""What ranks say to each other in a decode step, one kernel each: a sum over the ranks, with the residual addition and
+the norm behind it, and the columns that they gather.
+
+Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053) needs two sums a layer. A decode step's are some kilobytes, of which
+the links take a microsecond and a collective ten. Here every rank stores its part where the others look for it, in
+memory that all ranks can write to:
+
+    rank 0   x --> into every rank's inbox --.      .--> the parts of all ranks, from its own inbox: sum, residual, norm
+                                              >----<
+    rank 1   x --> into every rank's inbox --'      '--> the same, to the bit: parts are added up in one order
+
+A number says by itself that it is there: in an empty inbox all bits are one, and who reads waits until no such number
+is left. So a part travels the link once, and no flag or fence has to follow it (the LL protocol of NCCL; the Lamport
+kernels of TensorRT-LLM). All bits one is a NaN that no product makes; a part that has one all the same sends another.
+
+Every program has places of its own in each inbox, the same on all ranks. There are three, which it takes in turns: it
+reads one, and empties the one that it read before. A peer may write there again two calls later, when it has this
+rank's part of the call in between, which this rank sends when it has ended this one. Which turn it is a program keeps
+in memory, so a captured graph can be replayed, and a rank that is ahead waits at its next call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.rms_norm import add_rms_norm_reference, num_warps
+
+TURNS = 3
+_TURNS = tl.constexpr(TURNS)
+# Between two looks at `stop`, which lies in the host's memory.
+_LOOKS = tl.constexpr(16 if triton.knobs.runtime.interpret else 1024)
+_GATHERED = 4096  # columns a program gathers
+_INTS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32)}
+_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _of_all_ranks(
+    bits,  # [BLOCK] of this rank
+    inboxes_ptr,
+    turns_ptr,
+    stop_ptr,
+    PLACES: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    RANKS: tl.constexpr,  # WORLD, or the next power of two
+    BITS: tl.constexpr,  # a dtype of integers
+    NAN: tl.constexpr,
+):
+    """Every rank's bits [RANKS, BLOCK], zeros beyond WORLD and SIZE."""
+    place = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    turn = tl.load(turns_ptr + place)
+    now = (turn * PLACES + place) * (WORLD * SIZE)
+    bits = tl.where(bits == -1, NAN, bits).to(BITS)
+    for step in tl.static_range(1, WORLD + 1):  # this rank's own inbox is the last
+        inbox = tl.load(inboxes_ptr + (RANK + step) % WORLD).to(tl.pointer_type(BITS))
+        tl.store(tl.multiple_of(inbox, 16) + now + RANK * SIZE + columns, bits, mask=inside)
+    own = tl.multiple_of(tl.load(inboxes_ptr + RANK).to(tl.pointer_type(BITS)), 16)
+    ranks = tl.arange(0, RANKS)[:, None]
+    parts = ranks * SIZE + columns[None, :]
+    there = (ranks < WORLD) & inside[None, :]
+    before = ((turn + _TURNS - 1) % _TURNS * PLACES + place) * (WORLD * SIZE)
+    tl.store(own + before + parts, tl.full([RANKS, BLOCK], -1, BITS), mask=there)
+    found = tl.load(own + now + parts, mask=there, other=0, volatile=True)
+    missing = tl.max(tl.max((found == -1).to(tl.int32), axis=1), axis=0)
+    looks = missing * 0
+    while missing > 0:
+        found = tl.load(own + now + parts, mask=there, other=0, volatile=True)
+        missing = tl.max(tl.max((found == -1).to(tl.int32), axis=1), axis=0)
+        looks += 1
+        if looks % _LOOKS == 0:  # what is computed then nobody reads
+            missing = tl.where(tl.load(stop_ptr, volatile=True) == 0, missing, 0)
+    tl.debug_barrier()  # all threads have read which turn it is
+    tl.store(turns_ptr + place, (turn + 1) % _TURNS)
+    return found
+
+
+@triton.jit
+def _sum_kernel(
+    x_ptr,  # integers of x's width
+    ids_ptr,  # None; or which row of x each row is, of which this rank has `known` from `first` on, and zeros else
+    residual_ptr,  # None: nothing is added
+    weight_ptr,  # None: no norm
+    total_ptr,
+    normed_ptr,
+    inboxes_ptr,
+    turns_ptr,
+    stop_ptr,
+    eps,
+    first,
+    known,
+    PLACES: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    RANKS: tl.constexpr,
+    LEVELS: tl.constexpr,  # RANKS = 2 ** LEVELS
+    BITS: tl.constexpr,
+    NAN: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    weight = tl.zeros([BLOCK], tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0).to(tl.int64) * SIZE + columns
+    if ids_ptr is None:
+        bits = tl.load(x_ptr + at, mask=inside, other=0)
+    else:
+        row = tl.load(ids_ptr + tl.program_id(0)) - first
+        bits = tl.load(x_ptr + row * SIZE + columns, mask=inside & (row >= 0) & (row < known), other=0)
+    residual = tl.zeros([BLOCK], tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    parts = _of_all_ranks(
+        bits, inboxes_ptr, turns_ptr, stop_ptr, PLACES, SIZE, BLOCK, RANK, WORLD, RANKS, BITS, NAN
+    ).to(DTYPE, bitcast=True)
+    sums = parts.to(tl.float32)
+    for level in tl.static_range(LEVELS):  # a balanced tree: neighbours, then neighbours of these
+        sums = tl.sum(tl.reshape(sums, [RANKS >> (level + 1), 2, BLOCK]), axis=1)
+    # Rounded as a product of one rank is before it is added.
+    total = tl.reshape(sums, [BLOCK]).to(total_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        total = (total.to(tl.float32) + residual).to(total_ptr.dtype.element_ty)
+    tl.store(total_ptr + at, total, mask=inside)
+    if weight_ptr is not None:
+        wide = total.to(tl.float32)
+        normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps) * weight
+        tl.store(normed_ptr + at, normed.to(normed_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gather_kernel(
+    x_ptr,  # integers of x's width
+    out_ptr,  # likewise
+    inboxes_ptr,
+    turns_ptr,
+    stop_ptr,
+    PLACES: tl.constexpr,
+    SIZE: tl.constexpr,  # columns a program takes
+    OWN: tl.constexpr,  # columns a rank has
+    OUT: tl.constexpr,  # columns of the result
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    RANKS: tl.constexpr,
+    BITS: tl.constexpr,
+    NAN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    TILES: tl.constexpr = (OWN + SIZE - 1) // SIZE
+    row, column = tl.program_id(0) // TILES, tl.program_id(0) % TILES * SIZE + tl.arange(0, SIZE)
+    bits = tl.load(x_ptr + row.to(tl.int64) * OWN + column, mask=column < OWN, other=0)
+    found = _of_all_ranks(bits, inboxes_ptr, turns_ptr, stop_ptr, PLACES, SIZE, SIZE, RANK, WORLD, RANKS, BITS, NAN)
+    ranks = tl.arange(0, RANKS)[:, None]
+    to = ranks * OWN + column[None, :]
+    real = (ranks < WORLD) & (column < OWN)[None, :] & (to < OUT)
+    tl.store(out_ptr + row.to(tl.int64) * OUT + to, found, mask=real)
+
+
+class Mailbox(NamedTuple):
+    """Of one rank: where it and its peers find what they send each other.
+
+    An inbox is [TURNS, places, ranks, size] of numbers of one width, at first all bits one.
+    """
+
+    rank: int
+    size: int  # numbers at a place, together a multiple of 16 bytes
+    inboxes: Tensor  # int64 [ranks]: their addresses as this rank sees them, multiples of 16
+    turns: Tensor  # int32 [places], zeros before the first call
+    stop: Tensor  # int32 [1], in memory that the host can write to while a kernel waits: above 0, nobody is waited for
+
+    @classmethod
+    def num_bytes(cls, places: int, ranks: int, size: int, itemsize: int) -> int:
+        """Of an inbox."""
+        return TURNS * places * ranks * size * itemsize
+
+
+def gather_places(rows: int, columns: int) -> tuple[int, int]:
+    """(places that `gather_columns` takes for x [rows, columns], their size)."""
+    return rows * triton.cdiv(columns, _GATHERED), _GATHERED
+
+
+def all_reduce(mailbox: Mailbox, x: Tensor) -> Tensor:
+    """The sum of all ranks' x [T, size], contiguous, added up in float32 as a balanced tree over the ranks in their
+    order and rounded once: new, of x's dtype.
+
+    Every rank of the group makes the same calls with a mailbox in the same order. T is at most its places.
+    """
+    total = torch.empty_like(x)
+    _launch_sum(mailbox, x, total)
+    return total
+
+
+def look_up(mailbox: Mailbox, token_ids: Tensor, table: Tensor, first: int, known: int) -> Tensor:
+    """Rows token_ids [T] int64 of a table of which this rank has `known` rows from `first` on, [at least known, size],
+    and other ranks the others -> [T, size]. Otherwise as `all_reduce`."""
+    total = table.new_empty((len(token_ids), table.shape[1]))
+    _launch_sum(mailbox, table, total, token_ids, first=first, known=known)
+    return total
+
+
+def all_reduce_add_norm(
+    mailbox: Mailbox, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(total), total), both new, where total is residual plus what `all_reduce` gives.
+
+    x as there, residual of its shape and dtype, contiguous; weight [size], which is read early, as in `rms_norm`.
+    """
+    normed, total = torch.empty_like(residual), torch.empty_like(residual)
+    _launch_sum(mailbox, x, total, None, residual, weight, normed, eps)
+    return normed, total
+
+
+def gather_columns(mailbox: Mailbox, x: Tensor, out: Tensor) -> Tensor:
+    """Every rank's x [T, columns] side by side, as far as out [T, at most ranks * columns] goes; both contiguous.
+    A mailbox of `gather_places`."""
+    places, size = gather_places(*x.shape)
+    assert size == mailbox.size
+    if places:
+        _gather_kernel[(places,)](
+            _as_ints(x), _as_ints(out), mailbox.inboxes, mailbox.turns, mailbox.stop, OWN=x.shape[1],
+            OUT=out.shape[1], **_constants(mailbox, x), num_warps=8,
+        )  # fmt: skip
+    return out
+
+
+def _launch_sum(
+    mailbox: Mailbox,
+    x: Tensor,
+    total: Tensor,
+    token_ids: Tensor | None = None,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    normed: Tensor | None = None,
+    eps: float = 0.0,
+    first: int = 0,
+    known: int = 0,
+) -> None:
+    rows, size = total.shape
+    assert size == mailbox.size
+    assert rows <= len(mailbox.turns)
+    if rows:
+        block, constants = triton.next_power_of_2(size), _constants(mailbox, x)
+        _sum_kernel[(rows,)](
+            _as_ints(x), token_ids, residual, weight, total, normed, mailbox.inboxes, mailbox.turns, mailbox.stop,
+            eps, first, known, BLOCK=block, LEVELS=constants["RANKS"].bit_length() - 1, DTYPE=_FLOATS[x.dtype],
+            num_warps=num_warps(block), **constants,
+        )  # fmt: skip
+
+
+def _as_ints(x: Tensor) -> Tensor:
+    return x.view(_INTS[x.element_size()][0])
+
+
+def _constants(mailbox: Mailbox, x: Tensor) -> dict[str, Any]:
+    world = len(mailbox.inboxes)
+    return {
+        "PLACES": len(mailbox.turns),
+        "SIZE": mailbox.size,
+        "RANK": mailbox.rank,
+        "WORLD": world,
+        "RANKS": triton.next_power_of_2(world),
+        "BITS": _INTS[x.element_size()][1],
+        "NAN": 2 ** (8 * x.element_size() - 1) - 1,
+        **launch_options(x.device),
+    }
+
+
+def all_reduce_add_norm_reference(
+    parts: list[Tensor], residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The definition. Arguments as `all_reduce_add_norm`, the parts [T, H] by rank."""
+    total = torch.stack(parts).float().sum(0).to(residual.dtype)
+    return add_rms_norm_reference(total, residual, weight, eps)

@@ -1,0 +1,72 @@
+"""Engines whose ranks add up by our own kernel, over memory that their processes share; and when they do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_exactness import SHAPE
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("ranks of a CPU, in Triton's interpreter", allow_module_level=True)
+
+from mini_infer import LLMEngine, SamplingParams
+from mini_infer.core.errors import RankError
+from mini_infer.parallel import peer_memory
+from mini_infer.parallel.peer_memory import NoPeerAccess, PeerMemory
+
+MakeEngine = Callable[..., LLMEngine]
+
+MODEL = {"path": "made up", "load_format": "dummy", "hf_config": SHAPE, "kernels": "triton"}
+SMALL = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+PROMPTS = [[5, 9, 2, 77, 31], [8] * 12]  # together more rows than the kernel takes
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=3, ignore_eos=True),
+]
+
+
+def tokens(engine: LLMEngine) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
+
+
+def test_sums_of_few_rows_are_our_own(make_engine: MakeEngine) -> None:
+    expected = tokens(make_engine(1, model=MODEL, scheduler=SMALL))
+    own = make_engine(model=MODEL, scheduler=SMALL)
+    assert own.startup.all_reduce == "our kernel up to 8 rows of 32, gloo above"
+    assert tokens(own) == expected
+    library = make_engine(model=MODEL, scheduler=SMALL, parallel={"all_reduce": "library"})
+    assert library.startup.all_reduce == "gloo"
+    assert tokens(library) == expected
+
+
+def test_a_killed_rank_is_not_waited_for(make_engine: MakeEngine) -> None:
+    engine = make_engine(model=MODEL, scheduler=SMALL)
+    (process,) = engine.executor._ranks.processes
+    threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL)).start()
+    with pytest.raises(RankError, match=r"^rank 1 .* was killed by SIGKILL"):
+        engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+
+
+def test_without_peer_access_it_is_the_library(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(own: Any, handle: list[int]) -> int:
+        raise OSError("there is no way from here to there")
+
+    monkeypatch.setattr(peer_memory._OnCpu, "open", refuse)
+    engine = make_engine(model=MODEL, scheduler=SMALL)
+    assert engine.startup.all_reduce == "gloo (there is no way from here to there)"
+    assert len(tokens(engine)) == 2
+
+
+def test_a_rank_that_has_access_is_told_that_another_has_none() -> None:
+    def others_fail(values: list[int]) -> list[list[int]]:
+        return [list(values), [0] * len(values)]
+
+    with pytest.raises(NoPeerAccess, match="another rank cannot"):
+        PeerMemory(64, 0, torch.device("cpu"), others_fail)
