@@ -135,6 +135,11 @@ class StepPlan(NamedTuple):
         return sum(self.starts[: self.num_decode_rows]) + sum(self.counts[: self.num_decode_rows])
 
     @property
+    def prompt_context(self) -> int:
+        """KV slots that prompt rows attend to, their own tokens' among them."""
+        return sum(self.starts[self.num_decode_rows :]) + self.num_prefill_tokens
+
+    @property
     def prompt_pairs(self) -> int:
         """(query, key) pairs of the attention of prompt rows."""
         rows = zip(self.starts[self.num_decode_rows :], self.counts[self.num_decode_rows :], strict=True)
@@ -206,7 +211,8 @@ class StepRecord(NamedTuple):
     dropped_rows: int = 0  # of requests whose end was read after the step was launched: nobody got their tokens
     # By layer with experts, and by expert: the tokens that went there. Empty without model.count_experts.
     expert_tokens: tuple[tuple[int, ...], ...] = ()
-    decode_context: int = 0  # as of a StepPlan, like the next: what simulation/costs.py is fitted to
+    decode_context: int = 0  # as of a StepPlan, like the next two: what simulation/costs.py is fitted to
+    prompt_context: int = 0
     prompt_pairs: int = 0
 
     @property

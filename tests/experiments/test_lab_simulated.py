@@ -32,7 +32,7 @@ TINY = EngineConfig(model=ModelConfig("tiny-target", device="cuda", dtype="bfloa
 
 
 def a_file(config: EngineConfig = TINY, machine: str = "NVIDIA H200") -> CostFile:
-    fitted = FittedCosts(Curve((1, 8), (1e-3, 2e-3)), Curve((1,), (3e-3,)), 1e-8, 1e-10, 1e-4, 1e-6)
+    fitted = FittedCosts(Curve((1, 8), (1e-3, 2e-3)), Curve((1,), (3e-3,)), 1e-8, 2e-8, 1e-10, 1e-4, 1e-6)
     layout = Layout.of(config, *costs.served(config, "cuda"), "cuda", 1)
     return CostFile(machine, layout, "2026-11-22", "a test", fitted, 3, {"decode": Residuals(99, 0.01, 0.03, -0.001)})
 
@@ -50,7 +50,7 @@ def test_costs_are_found_by_layout_and_machine(tmp_path: Path) -> None:
     found = Simulator(GPU, 1, tmp_path).setup(TINY)
     assert found.source == "fitted: a.yaml, of 2026-11-22"
     assert found.overlap
-    assert found.costs.device_s(Work(8, 0, 100, 0)) == pytest.approx(2e-3 + 1e-6)
+    assert found.costs.device_s(Work.decode(8, 100)) == pytest.approx(2e-3 + 1e-6)
 
 
 def test_without_costs_the_roofline_stands_in_and_says_so(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_without_costs_the_roofline_stands_in_and_says_so(tmp_path: Path) -> Non
     assert "the nearest is a.yaml, but for machine=NVIDIA B200" in found.source
     spec = load_spec(TINY.model)
     weights = 2 * sum(spec.hidden_size * w for w in (spec.vocab_size,)) / 4400e9
-    assert found.costs.device_s(Work(1, 0, 10, 0)) > weights
+    assert found.costs.device_s(Work.decode(1, 10)) > weights
     without = dataclasses.replace(GPU, ceilings=())
     with pytest.raises(ConfigError, match=r"no costs are known of Qwen2.*there are no ceilings for a roofline"):
         Simulator(without, 1, tmp_path).setup(TINY)

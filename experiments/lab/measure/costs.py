@@ -181,12 +181,11 @@ class Roofline:
 
     def device_s(self, work: Work) -> float:
         prompts = work.prompt_tokens
-        behind = work.prompt_pairs / prompts - (prompts + 1) / 2 if prompts else 0.0  # as if of one prompt
         done = StepWork(
             tokens=work.decode_tokens + prompts,
             sampled=work.decode_tokens + bool(prompts),
             rows=work.decode_tokens + bool(prompts),
-            context=work.decode_context + prompts + max(0, round(behind)),
+            context=work.decode_context + work.prompt_context,
             pairs=work.decode_context + work.prompt_pairs,
         )
         cost = roofline.cost(self._spec, self._dtype, done)
