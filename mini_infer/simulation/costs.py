@@ -3,8 +3,9 @@
 The runner has two kinds of step, and each has a curve of its own over the tokens computed, in straight pieces that
 never fall: steps of rows alone (one launch of a CUDA graph, and mostly the weights' way through memory) and steps with
 prompts in them. Attention is added to either: so much for each KV slot that a decode row reads; and of prompts so much
-for each (query, key) pair, and for each slot, since a short chunk that looks far back keeps few processors busy. What experts, quantized products and collectives take grows with the tokens, too, and
-lies in the curves, which therefore belong to one model, layout and machine.
+for each (query, key) pair, and for each slot, since a short chunk that looks far back keeps few processors busy. What
+experts, quantized products and collectives take grows with the tokens, too, and lies in the curves, which therefore
+belong to one model, layout and machine.
 
     device_s = curve(tokens) + slot_s * decode context + prompt_slot_s * prompt context + pair_s * prompts' pairs
     host_s   = plan_s + row_s * rows          to plan and to book a step, beside the device where steps overlap
