@@ -98,6 +98,7 @@ def test_what_is_predicted_is_what_a_dry_engine_takes(compose_config, virtual_ti
     assert {miss.variant for miss in misses} == {"chunked predicted", "whole predicted", "uncached predicted"}
     assert all(abs(miss.share) < 0.1 for miss in misses), misses
     assert any("predictions" in note and "the worst misses" in note for note in found.notes)
+    assert found.notes[0] == "What simulated steps take: the dry model's own."
 
 
 def _forgiven(rows):
