@@ -135,9 +135,10 @@ class StepPlan(NamedTuple):
         return sum(self.starts[: self.num_decode_rows]) + sum(self.counts[: self.num_decode_rows])
 
     @property
-    def prompt_context(self) -> int:
-        """KV slots that prompt rows attend to, their own tokens' among them."""
-        return sum(self.starts[self.num_decode_rows :]) + self.num_prefill_tokens
+    def prompt_reach(self) -> int:
+        """KV slots that the prompt row which looks furthest attends to, its own tokens' among them."""
+        rows = zip(self.starts[self.num_decode_rows :], self.counts[self.num_decode_rows :], strict=True)
+        return max([start + count for start, count in rows], default=0)
 
     @property
     def prompt_pairs(self) -> int:
@@ -212,7 +213,7 @@ class StepRecord(NamedTuple):
     # By layer with experts, and by expert: the tokens that went there. Empty without model.count_experts.
     expert_tokens: tuple[tuple[int, ...], ...] = ()
     decode_context: int = 0  # as of a StepPlan, like the next two: what simulation/costs.py is fitted to
-    prompt_context: int = 0
+    prompt_reach: int = 0
     prompt_pairs: int = 0
 
     @property

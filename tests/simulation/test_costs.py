@@ -26,7 +26,7 @@ PLANTED = FittedCosts(
     decode=Curve((1, 2, 4, 8, 16, 32, 64), (3e-3, 3.1e-3, 3.2e-3, 3.4e-3, 3.6e-3, 4.2e-3, 5.5e-3)),
     prompts=Curve((8, 64, 512, 2048), (4e-3, 5e-3, 12e-3, 44e-3)),
     slot_s=1.5e-8,
-    prompt_slot_s=3e-7,
+    reach_s=3e-7,
     pair_s=2e-10,
     plan_s=1e-4,
     row_s=2e-6,
@@ -103,7 +103,7 @@ def test_the_work_of_a_plan() -> None:
     """Rows at 10 and 20, the second with two drafts; a prompt's tokens 4 to 8 see 5, 6, 7 and 8."""
     plan = StepPlan(1, [0, 1, 2], [10, 20, 4], [1, 3, 4], [True, True, False], num_decode_rows=2)
     assert Work.of(plan) == Work(
-        decode_tokens=4, prompt_tokens=4, decode_context=11 + 23, prompt_context=8, prompt_pairs=26
+        decode_tokens=4, prompt_tokens=4, decode_context=11 + 23, prompt_reach=8, prompt_pairs=26
     )
 
 

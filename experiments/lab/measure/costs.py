@@ -185,7 +185,7 @@ class Roofline:
             tokens=work.decode_tokens + prompts,
             sampled=work.decode_tokens + bool(prompts),
             rows=work.decode_tokens + bool(prompts),
-            context=work.decode_context + work.prompt_context,
+            context=work.decode_context + work.prompt_reach,
             pairs=work.decode_context + work.prompt_pairs,
         )
         cost = roofline.cost(self._spec, self._dtype, done)
