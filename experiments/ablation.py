@@ -111,7 +111,7 @@ class Ablation(Experiment):
         sources = dict[str, None]()  # of what simulated steps take
         for cell in self._cells.values():
             if cell.kind is Kind.simulated:
-                source = self._simulator.setup(cell.engine).source  # before anything is measured
+                source = self._simulator.setup(cell.engine).found.source  # before anything is measured
                 sources[f"What simulated steps take: {source}."] = None
             elif cell.engine.model.load_format is not LoadFormat.dry:
                 resolve_device(cell.engine.model)  # before anything is loaded

@@ -48,19 +48,19 @@ def test_a_file_of_costs_comes_back_as_it_was_written(tmp_path: Path) -> None:
 def test_costs_are_found_by_layout_and_machine(tmp_path: Path) -> None:
     costs.save(tmp_path / "a.yaml", a_file())
     found = Simulator(GPU, 1, tmp_path).setup(TINY)
-    assert found.source == "fitted: a.yaml, of 2026-11-22"
+    assert found.found.source == "fitted: a.yaml, of 2026-11-22"
     assert found.overlap
-    assert found.costs.device_s(Work.decode(8, 100)) == pytest.approx(2e-3 + 1e-6)
+    assert found.found.costs.device_s(Work.decode(8, 100)) == pytest.approx(2e-3 + 1e-6)
 
 
 def test_without_costs_the_roofline_stands_in_and_says_so(tmp_path: Path) -> None:
     costs.save(tmp_path / "a.yaml", a_file(machine="NVIDIA B200"))
     found = Simulator(GPU, 1, tmp_path).setup(TINY)
-    assert "the roofline, a bound that no step can beat" in found.source
-    assert "the nearest is a.yaml, but for machine=NVIDIA B200" in found.source
+    assert "the roofline, a bound that no step can beat" in found.found.source
+    assert "the nearest is a.yaml, but for machine=NVIDIA B200" in found.found.source
     spec = load_spec(TINY.model)
     weights = 2 * sum(spec.hidden_size * w for w in (spec.vocab_size,)) / 4400e9
-    assert found.costs.device_s(Work.decode(1, 10)) > weights
+    assert found.found.costs.device_s(Work.decode(1, 10)) > weights
     without = dataclasses.replace(GPU, ceilings=())
     with pytest.raises(ConfigError, match=r"no costs are known of Qwen2.*there are no ceilings for a roofline"):
         Simulator(without, 1, tmp_path).setup(TINY)

@@ -125,6 +125,7 @@ def device_of(config: EngineConfig, simulated: bool) -> torch.device:
 class Found:
     costs: StepCosts
     source: str  # for the run's record
+    bound: bool = False  # no step can be as quick
 
 
 def find(folder: Path, target: Target) -> Found:
@@ -143,7 +144,7 @@ def find(folder: Path, target: Target) -> Found:
     missing = f"no costs are known of {layout.model} on {target.machine or 'this machine'}{hint}: {way_out}"
     if target.ceilings is None:
         raise ConfigError(f"{missing}; and there are no ceilings for a roofline: choose hardware=...")
-    return Found(Roofline(target), f"the roofline, a bound that no step can beat: {missing}")
+    return Found(Roofline(target), f"the roofline, a bound that no step can beat: {missing}", bound=True)
 
 
 def _differences(known: CostFile, target: Target) -> list[str]:
