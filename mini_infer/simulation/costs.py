@@ -198,14 +198,14 @@ def _fit(steps: Sequence[MeasuredStep], block_s: float) -> FittedCosts:
     matrix = np.column_stack([*columns, work[:, 2:]])
     solution = nonnegative(matrix / seconds[:, None], np.ones(len(steps)))
     split = len(knots[0])
-    rises, attention = (solution[:split], solution[split:-3]), solution[-3:].tolist()
-    curves = [
+    rises, (slot_s, reach_s, pair_s) = (solution[:split], solution[split:-3]), solution[-3:].tolist()
+    decode, prompts = (
         Curve(tuple(int(t) for t in own), tuple(np.cumsum(rise).tolist()))
         for own, rise in zip(knots, rises, strict=True)
-    ]
+    )
     rows = np.column_stack([np.ones(len(steps)), [step.rows for step in steps]])
     plan_s, row_s = nonnegative(rows, np.array([step.host_s for step in steps])).tolist()
-    return FittedCosts(*curves, *attention, plan_s, row_s, block_s)
+    return FittedCosts(decode, prompts, slot_s, reach_s, pair_s, plan_s, row_s, block_s)
 
 
 def _knots(tokens: Array) -> Array:
