@@ -108,9 +108,11 @@ class Ablation(Experiment):
                 yield Cell(variant, point, kind, engine, load, self.spec.baseline if variant == self.aa else variant)
 
     def measure(self, steps: Steps) -> Findings:
+        sources = dict[str, None]()  # of what simulated steps take
         for cell in self._cells.values():
             if cell.kind is Kind.simulated:
-                self._simulator.setup(cell.engine)  # before anything is measured
+                source = self._simulator.setup(cell.engine).found.source  # before anything is measured
+                sources[f"What simulated steps take: {source}."] = None
             elif cell.engine.model.load_format is not LoadFormat.dry:
                 resolve_device(cell.engine.model)  # before anything is loaded
         spec, repeats, device = self.spec, range(self.settings.repeats), hardware.resolve(self.device)
@@ -162,7 +164,7 @@ class Ablation(Experiment):
         compared = [(v, p.name) for p in self._grid for v in self._alone if v != spec.baseline]
         not_visited = {point.name for point in spec.search.points} - searches.visited
         rows = [row for found in ledger.rounds for row in found.rows]
-        notes = [*ledger.notes, *session.notes, *prediction.remarks(rows, self._predictions, self.variants)]
+        notes = [*sources, *ledger.notes, *session.notes, *prediction.remarks(rows, self._predictions, self.variants)]
         if self._profiled and not _can_profile(device):
             notes.append("No decode step was profiled: that takes a GPU.")
         return Findings(

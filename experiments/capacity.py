@@ -82,6 +82,7 @@ class Plan(NamedTuple):
     gpus: int
     values: Mapping[str, float]
     keeps: bool
+    bound: bool  # of costs that no step can have: nobody has measured this layout
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -128,7 +129,9 @@ class Capacity(Experiment):
             for plan in plans
             for name, value in plan.values.items()
         ]
-        notes = [self._answer(best), *self._worth(best), _front_words(front), *self._refused(), *self._sources]
+        sure = next((plan for plan in plans if plan.keeps and not plan.bound), None)
+        beside = [f"Its steps are bounds. Of what was measured: {self._answer(sure)}"] if best.bound and sure else []
+        notes = [self._answer(best), *beside, *self._worth(best), _front_words(front), *self._refused(), *self._sources]
         print("\n".join(notes), file=sys.stderr)
         return Findings(rows, notes=notes, points=[plan.point for plan in plans], procedure="nothing is measured: all "
                         "of it is simulated")  # fmt: skip
@@ -186,13 +189,14 @@ class Capacity(Experiment):
     def _simulated(self, settings: Mapping[str, Any], replicas: int) -> Plan:
         engine = self._engine(settings, replicas)
         setup = self._simulator.setup(engine)
-        self._sources[f"What steps take: {setup.source}."] = None
+        self._sources[f"What steps take: {setup.found.source}."] = None
         served = Pass(setup.cluster(), self._items).run(self._workload.in_flight)
         if self._workload.has_ramps:
             served = served.without_ramps()
         values = dict(_values(served, self.spec.slo))
         gpus = replicas * engine.parallel.ranks
-        return Plan(settings, replicas, gpus, {"gpus": gpus, **values}, values["slo_share"] >= self.spec.share)
+        keeps = values["slo_share"] >= self.spec.share
+        return Plan(settings, replicas, gpus, {"gpus": gpus, **values}, keeps, setup.found.bound)
 
     def _engine(self, settings: Mapping[str, Any], replicas: int) -> EngineConfig:
         changed = schema.with_values(self._config, {**settings, REPLICAS: replicas})

@@ -32,6 +32,7 @@ COSTS = FittedCosts(
     decode=Curve((1, 8, 64, 256), (3.5e-3, 4.2e-3, 4.7e-3, 7.5e-3)),
     prompts=Curve((1, 256, 2048), (6e-3, 7.5e-3, 42e-3)),
     slot_s=1.4e-8,
+    reach_s=5e-7,
     pair_s=1.5e-10,
     plan_s=1e-4,
     row_s=5e-7,

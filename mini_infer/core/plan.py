@@ -135,6 +135,12 @@ class StepPlan(NamedTuple):
         return sum(self.starts[: self.num_decode_rows]) + sum(self.counts[: self.num_decode_rows])
 
     @property
+    def prompt_reach(self) -> int:
+        """KV slots that the prompt row which looks furthest attends to, its own tokens' among them."""
+        rows = zip(self.starts[self.num_decode_rows :], self.counts[self.num_decode_rows :], strict=True)
+        return max([start + count for start, count in rows], default=0)
+
+    @property
     def prompt_pairs(self) -> int:
         """(query, key) pairs of the attention of prompt rows."""
         rows = zip(self.starts[self.num_decode_rows :], self.counts[self.num_decode_rows :], strict=True)
@@ -206,7 +212,8 @@ class StepRecord(NamedTuple):
     dropped_rows: int = 0  # of requests whose end was read after the step was launched: nobody got their tokens
     # By layer with experts, and by expert: the tokens that went there. Empty without model.count_experts.
     expert_tokens: tuple[tuple[int, ...], ...] = ()
-    decode_context: int = 0  # as of a StepPlan, like the next: what simulation/costs.py is fitted to
+    decode_context: int = 0  # as of a StepPlan, like the next two: what simulation/costs.py is fitted to
+    prompt_reach: int = 0
     prompt_pairs: int = 0
 
     @property

@@ -181,6 +181,7 @@ class EngineCore:
             dropped_rows=plan.num_decode_rows - decode_tokens,
             expert_tokens=result.expert_tokens,
             decode_context=plan.decode_context,
+            prompt_reach=plan.prompt_reach,
             prompt_pairs=plan.prompt_pairs,
         )
         self.records.append(record)

@@ -2,11 +2,12 @@
 
 The runner has two kinds of step, and each has a curve of its own over the tokens computed, in straight pieces that
 never fall: steps of rows alone (one launch of a CUDA graph, and mostly the weights' way through memory) and steps with
-prompts in them. Attention is added to either: so much for each KV slot that a decode row reads, so much for each
-(query, key) pair of a prompt. What experts, quantized products and collectives take grows with the tokens, too, and
-lies in the curves, which therefore belong to one model, layout and machine.
+prompts in them. Attention is added to either: so much for each KV slot that a decode row reads; and of prompts so much
+for each (query, key) pair, and for each slot of the row that looks furthest, since whoever computes that one goes from
+slot to slot, however many processors have nothing to do. What experts, quantized products and collectives take grows
+with the tokens, too, and lies in the curves, which therefore belong to one model, layout and machine.
 
-    device_s = curve(tokens) + slot_s * decode context + pair_s * pairs of the prompts
+    device_s = curve(tokens) + slot_s * decode context + reach_s * furthest + pair_s * prompts' pairs
     host_s   = plan_s + row_s * rows          to plan and to book a step, beside the device where steps overlap
 """
 
@@ -34,13 +35,20 @@ class Work(NamedTuple):
 
     decode_tokens: int  # of running requests: last ones, and drafts
     prompt_tokens: int
-    decode_context: int  # as of a StepPlan, like the next
+    decode_context: int  # as of a StepPlan, like the next two
+    prompt_reach: int
     prompt_pairs: int
 
     @classmethod
     def of(cls, plan: StepPlan) -> Work:
-        prompt_tokens = plan.num_prefill_tokens
-        return cls(plan.num_tokens - prompt_tokens, prompt_tokens, plan.decode_context, plan.prompt_pairs)
+        tokens = plan.num_prefill_tokens
+        attention = plan.decode_context, plan.prompt_reach, plan.prompt_pairs
+        return cls(plan.num_tokens - tokens, tokens, *attention)
+
+    @classmethod
+    def decode(cls, rows: int, context: int) -> Work:
+        """A step of rows alone, which attend to so many slots."""
+        return cls(rows, 0, context, 0, 0)
 
 
 class StepCosts(Protocol):
@@ -71,6 +79,7 @@ class FittedCosts:
     decode: Curve  # steps of rows alone
     prompts: Curve  # steps with prompts
     slot_s: float
+    reach_s: float
     pair_s: float
     plan_s: float
     row_s: float
@@ -78,7 +87,9 @@ class FittedCosts:
 
     def device_s(self, work: Work) -> float:
         curve = self.prompts if work.prompt_tokens else self.decode
-        attention = self.slot_s * work.decode_context + self.pair_s * work.prompt_pairs
+        attention = self.slot_s * work.decode_context
+        if work.prompt_tokens:
+            attention += self.reach_s * work.prompt_reach + self.pair_s * work.prompt_pairs
         return curve(work.decode_tokens + work.prompt_tokens) + attention
 
     def host_s(self, rows: int) -> float:
@@ -184,26 +195,29 @@ def _fit(steps: Sequence[MeasuredStep], block_s: float) -> FittedCosts:
         _rises(tokens, own) * of_kind[:, None]
         for own, of_kind in zip(knots, (~with_prompts, with_prompts), strict=True)
     ]
-    matrix = np.column_stack([*columns, work[:, 2], work[:, 3]])
+    matrix = np.column_stack([*columns, work[:, 2:]])
     solution = nonnegative(matrix / seconds[:, None], np.ones(len(steps)))
     split = len(knots[0])
-    rises, (slot_s, pair_s) = (solution[:split], solution[split:-2]), solution[-2:].tolist()
-    curves = [
+    rises, (slot_s, reach_s, pair_s) = (solution[:split], solution[split:-3]), solution[-3:].tolist()
+    decode, prompts = (
         Curve(tuple(int(t) for t in own), tuple(np.cumsum(rise).tolist()))
         for own, rise in zip(knots, rises, strict=True)
-    ]
+    )
     rows = np.column_stack([np.ones(len(steps)), [step.rows for step in steps]])
     plan_s, row_s = nonnegative(rows, np.array([step.host_s for step in steps])).tolist()
-    return FittedCosts(curves[0], curves[1], slot_s, pair_s, plan_s, row_s, block_s)
+    return FittedCosts(decode, prompts, slot_s, reach_s, pair_s, plan_s, row_s, block_s)
 
 
 def _knots(tokens: Array) -> Array:
-    """Numbers of tokens that were measured, as evenly spread over their logarithms as they allow."""
-    known = np.unique(tokens)
+    """Numbers of tokens that were measured; where they are many, of equal stretches of their logarithms those that were
+    measured most often, and the first and the last."""
+    known, counts = np.unique(tokens, return_counts=True)
     if len(known) <= MOST_KNOTS:
         return known
-    wanted = np.geomspace(known[0], known[-1], MOST_KNOTS)
-    return np.unique(known[np.abs(np.log(known)[:, None] - np.log(wanted)).argmin(axis=0)])
+    ends = np.geomspace(known[0], known[-1], MOST_KNOTS)
+    stretch = np.searchsorted(ends, known)
+    often = [known[stretch == s][counts[stretch == s].argmax()] for s in np.unique(stretch)]
+    return np.unique([known[0], *often, known[-1]])
 
 
 def _rises(tokens: Array, knots: Array) -> Array:

@@ -157,7 +157,7 @@ class Replica:
     def _device_s(self, ahead: int) -> float:
         """Of the step that is planned as the `ahead`-th from now."""
         rows = len(self._alike)
-        return self._costs.device_s(Work(rows, 0, self._context + rows * ahead, 0))
+        return self._costs.device_s(Work.decode(rows, self._context + rows * ahead))
 
 
 def _scheduler(config: EngineConfig, limits: Limits, overlap: bool) -> Scheduler:

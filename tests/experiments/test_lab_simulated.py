@@ -32,7 +32,7 @@ TINY = EngineConfig(model=ModelConfig("tiny-target", device="cuda", dtype="bfloa
 
 
 def a_file(config: EngineConfig = TINY, machine: str = "NVIDIA H200") -> CostFile:
-    fitted = FittedCosts(Curve((1, 8), (1e-3, 2e-3)), Curve((1,), (3e-3,)), 1e-8, 1e-10, 1e-4, 1e-6)
+    fitted = FittedCosts(Curve((1, 8), (1e-3, 2e-3)), Curve((1,), (3e-3,)), 1e-8, 2e-8, 1e-10, 1e-4, 1e-6)
     layout = Layout.of(config, *costs.served(config, "cuda"), "cuda", 1)
     return CostFile(machine, layout, "2026-11-22", "a test", fitted, 3, {"decode": Residuals(99, 0.01, 0.03, -0.001)})
 
@@ -48,19 +48,19 @@ def test_a_file_of_costs_comes_back_as_it_was_written(tmp_path: Path) -> None:
 def test_costs_are_found_by_layout_and_machine(tmp_path: Path) -> None:
     costs.save(tmp_path / "a.yaml", a_file())
     found = Simulator(GPU, 1, tmp_path).setup(TINY)
-    assert found.source == "fitted: a.yaml, of 2026-11-22"
+    assert found.found.source == "fitted: a.yaml, of 2026-11-22"
     assert found.overlap
-    assert found.costs.device_s(Work(8, 0, 100, 0)) == pytest.approx(2e-3 + 1e-6)
+    assert found.found.costs.device_s(Work.decode(8, 100)) == pytest.approx(2e-3 + 1e-6)
 
 
 def test_without_costs_the_roofline_stands_in_and_says_so(tmp_path: Path) -> None:
     costs.save(tmp_path / "a.yaml", a_file(machine="NVIDIA B200"))
     found = Simulator(GPU, 1, tmp_path).setup(TINY)
-    assert "the roofline, a bound that no step can beat" in found.source
-    assert "the nearest is a.yaml, but for machine=NVIDIA B200" in found.source
+    assert "the roofline, a bound that no step can beat" in found.found.source
+    assert "the nearest is a.yaml, but for machine=NVIDIA B200" in found.found.source
     spec = load_spec(TINY.model)
     weights = 2 * sum(spec.hidden_size * w for w in (spec.vocab_size,)) / 4400e9
-    assert found.costs.device_s(Work(1, 0, 10, 0)) > weights
+    assert found.found.costs.device_s(Work.decode(1, 10)) > weights
     without = dataclasses.replace(GPU, ceilings=())
     with pytest.raises(ConfigError, match=r"no costs are known of Qwen2.*there are no ceilings for a roofline"):
         Simulator(without, 1, tmp_path).setup(TINY)
@@ -98,6 +98,7 @@ def test_what_is_predicted_is_what_a_dry_engine_takes(compose_config, virtual_ti
     assert {miss.variant for miss in misses} == {"chunked predicted", "whole predicted", "uncached predicted"}
     assert all(abs(miss.share) < 0.1 for miss in misses), misses
     assert any("predictions" in note and "the worst misses" in note for note in found.notes)
+    assert found.notes[0] == "What simulated steps take: the dry model's own."
 
 
 def _forgiven(rows):

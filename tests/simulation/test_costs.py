@@ -26,6 +26,7 @@ PLANTED = FittedCosts(
     decode=Curve((1, 2, 4, 8, 16, 32, 64), (3e-3, 3.1e-3, 3.2e-3, 3.4e-3, 3.6e-3, 4.2e-3, 5.5e-3)),
     prompts=Curve((8, 64, 512, 2048), (4e-3, 5e-3, 12e-3, 44e-3)),
     slot_s=1.5e-8,
+    reach_s=3e-7,
     pair_s=2e-10,
     plan_s=1e-4,
     row_s=2e-6,
@@ -36,11 +37,11 @@ def steps(noise: float, seed: int = 0) -> list[MeasuredStep]:
     rng, found = random.Random(seed), []
     for _ in range(800):
         rows = rng.choice(PLANTED.decode.tokens)
-        found.append((Work(rows, 0, rows * rng.randrange(10, 8000), 0), rows))
+        found.append((Work.decode(rows, rows * rng.randrange(10, 8000)), rows))
         beside, prompt = rng.choice([0, 4, 16]), rng.choice([8, 48, 496, 2032])
         start = rng.randrange(4000)
         pairs = prompt * start + prompt * (prompt + 1) // 2
-        found.append((Work(beside, prompt, beside * 1000, pairs), beside + 1))
+        found.append((Work(beside, prompt, beside * 1000, start + prompt, pairs), beside + 1))
     return [
         MeasuredStep(work, rows, PLANTED.device_s(work) * (1 + rng.gauss(0, noise)), PLANTED.host_s(rows))
         for work, rows in found
@@ -51,10 +52,10 @@ def steps(noise: float, seed: int = 0) -> list[MeasuredStep]:
 def test_a_fit_recovers_what_was_planted(noise: float, near: float) -> None:
     found = fit(steps(noise)).costs
     for work in [
-        Work(4, 0, 4000, 0),
-        Work(64, 0, 64000, 0),
-        Work(0, 2032, 0, 2_000_000),
-        Work(16, 496, 16000, 130_000),
+        Work.decode(4, 4000),
+        Work.decode(64, 64000),
+        Work(0, 2032, 0, 2032, 2_000_000),
+        Work(16, 496, 16000, 600, 130_000),
     ]:
         assert found.device_s(work) == pytest.approx(PLANTED.device_s(work), rel=near)
     assert (found.plan_s, found.row_s) == pytest.approx((PLANTED.plan_s, PLANTED.row_s))
@@ -65,7 +66,7 @@ def test_hiccups_are_left_out() -> None:
     hit = [step._replace(device_s=step.device_s * 4) if i % 50 == 0 else step for i, step in enumerate(steps(0.01))]
     found = fit(hit)
     assert found.left_out == pytest.approx(32, abs=3)
-    work = Work(16, 0, 16000, 0)
+    work = Work.decode(16, 16000)
     assert found.costs.device_s(work) == pytest.approx(PLANTED.device_s(work), rel=0.01)
 
 
@@ -101,7 +102,9 @@ def test_the_device_works_from_end_to_end_where_steps_overlap() -> None:
 def test_the_work_of_a_plan() -> None:
     """Rows at 10 and 20, the second with two drafts; a prompt's tokens 4 to 8 see 5, 6, 7 and 8."""
     plan = StepPlan(1, [0, 1, 2], [10, 20, 4], [1, 3, 4], [True, True, False], num_decode_rows=2)
-    assert Work.of(plan) == Work(decode_tokens=4, prompt_tokens=4, decode_context=11 + 23, prompt_pairs=26)
+    assert Work.of(plan) == Work(
+        decode_tokens=4, prompt_tokens=4, decode_context=11 + 23, prompt_reach=8, prompt_pairs=26
+    )
 
 
 def test_copies_take_time_by_blocks() -> None:

@@ -125,6 +125,7 @@ def device_of(config: EngineConfig, simulated: bool) -> torch.device:
 class Found:
     costs: StepCosts
     source: str  # for the run's record
+    bound: bool = False  # no step can be as quick
 
 
 def find(folder: Path, target: Target) -> Found:
@@ -143,7 +144,7 @@ def find(folder: Path, target: Target) -> Found:
     missing = f"no costs are known of {layout.model} on {target.machine or 'this machine'}{hint}: {way_out}"
     if target.ceilings is None:
         raise ConfigError(f"{missing}; and there are no ceilings for a roofline: choose hardware=...")
-    return Found(Roofline(target), f"the roofline, a bound that no step can beat: {missing}")
+    return Found(Roofline(target), f"the roofline, a bound that no step can beat: {missing}", bound=True)
 
 
 def _differences(known: CostFile, target: Target) -> list[str]:
@@ -181,12 +182,11 @@ class Roofline:
 
     def device_s(self, work: Work) -> float:
         prompts = work.prompt_tokens
-        behind = work.prompt_pairs / prompts - (prompts + 1) / 2 if prompts else 0.0  # as if of one prompt
         done = StepWork(
             tokens=work.decode_tokens + prompts,
             sampled=work.decode_tokens + bool(prompts),
             rows=work.decode_tokens + bool(prompts),
-            context=work.decode_context + prompts + max(0, round(behind)),
+            context=work.decode_context + work.prompt_reach,
             pairs=work.decode_context + work.prompt_pairs,
         )
         cost = roofline.cost(self._spec, self._dtype, done)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.measure import ceilings, costs, hardware
-from experiments.lab.measure.costs import Target
+from experiments.lab.measure.costs import Found, Target
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.outcomes import Outcomes
 from experiments.lab.measure.traces import Served
@@ -22,7 +22,6 @@ from mini_infer.modeling.sharding import of_each_rank
 from mini_infer.runtime.worker.limits import Limits, settle_limits
 from mini_infer.serving.router import Router
 from mini_infer.simulation.cluster import Cluster
-from mini_infer.simulation.costs import StepCosts
 from mini_infer.simulation.replica import Replica
 
 CPU_KV_GIB = 0.5  # as an engine on a CPU takes where nothing is said
@@ -34,12 +33,11 @@ class Setup:
     """All that a simulated engine is made of.
 
     Attributes:
-        source: of its costs, for the run's record.
+        found: what steps take.
     """
 
     config: EngineConfig
-    costs: StepCosts
-    source: str
+    found: Found
     limits: Limits
     overlap: bool
 
@@ -52,7 +50,7 @@ class Setup:
         """
         config, observe = self.config, None if records is None else records.append
         number = config.parallel.replicas
-        replicas = [Replica(config, self.limits, self.costs, self.overlap, observe, skips) for _ in range(number)]
+        replicas = [Replica(config, self.limits, self.found.costs, self.overlap, observe, skips) for _ in range(number)]
         return Cluster(replicas, Router(config.parallel.routing, number, config.cache))
 
 
@@ -74,17 +72,11 @@ class Simulator:
         if config.model.load_format is LoadFormat.dry:
             dry, overlap = config.model.dry, config.scheduler.overlap is When.always
             plenty = config.scheduler.max_num_seqs * -(-dry.max_model_len // config.cache.block_size)
-            return Setup(
-                config,
-                costs.Dry(dry),
-                "the dry model's own",
-                settle_limits(config, dry.max_model_len, plenty, 0),
-                overlap,
-            )
+            settled = settle_limits(config, dry.max_model_len, plenty, 0)
+            return Setup(config, Found(costs.Dry(dry), "the dry model's own"), settled, overlap)
         target = self.target(config)
         settled = _limits(target)
-        found = costs.find(self.folder, target)
-        return Setup(config, found.costs, found.source, settled, target.layout.overlap)
+        return Setup(config, costs.find(self.folder, target), settled, target.layout.overlap)
 
     def target(self, config: EngineConfig) -> Target:
         device = costs.device_of(config, simulated=True).type
@@ -146,7 +138,7 @@ class SimulatedSubject:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self.about: Mapping[str, Any] = {"steps' times": setup.source}
+        self.about: Mapping[str, Any] = {"steps' times": setup.found.source}
         self._records: list[StepRecord] = []
         self.forget()
 

@@ -35,6 +35,7 @@ class StepRow:
     # None in results that are older than these columns.
     verified_tokens: int | None = None
     decode_context: int | None = None
+    prompt_reach: int | None = None
     prompt_pairs: int | None = None
     host_s: float | None = None  # to schedule it and to book it
 
