@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from experiments.lab.axes import NO_SCALE, nodes
 from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import suggest
-from experiments.lab.schema import RECORDED
+from experiments.lab.schema import SHORT
 from mini_infer.core.errors import ConfigError
 
 POINTS = "experiment.points."
@@ -93,6 +93,7 @@ def help_text(conf: Path) -> str:
             "--cfg job shows all of them with their values.",
             "",
             "A run is a trial, and writes to trial/; with --record to results/ and reports/, which are committed.",
+            "With --resume it goes on where the same run, of the same commit, was cut off between two processes.",
             "",
             "Commands",
             _table([(f"python run.py {name} {command.usage}", command.help) for name, command in COMMANDS.items()]),
@@ -160,7 +161,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
 
 def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
     """What is shorter to type than what Hydra reads: `model=<folder or hub name>` for a model that is no file in
-    conf/model, `experiment.points.<axis>=[...]`, and `--record`."""
+    conf/model, `experiment.points.<axis>=[...]`, `--record` and `--resume`."""
     changed = []
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -169,7 +170,7 @@ def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
             argument = f"engine.model.path={value}"
         if key.lstrip("+").startswith(POINTS):
             argument = f"+measure.points={{{key.lstrip('+').removeprefix(POINTS)}: {value}}}"
-        changed += [f"{key}={value}" for key, value in RECORDED.items()] if argument == "--record" else [argument]
+        changed += [f"{key}={value}" for key, value in SHORT[argument].items()] if argument in SHORT else [argument]
     return changed
 
 

@@ -22,8 +22,9 @@ from experiments.lab.show import report
 from experiments.lab.show.progress import Steps
 from experiments.lab.store import provenance, tables, trackers
 from experiments.lab.store import result as store
+from experiments.lab.store.kept import Kept
 from experiments.lab.store.lock import exclusive
-from experiments.lab.store.result import Provenance, Result, RunInfo, StoreError
+from experiments.lab.store.result import COMPLETE, Provenance, Result, RunInfo, StoreError
 from experiments.lab.store.rows import Row
 from experiments.lab.typed import Settled
 from mini_infer.core.errors import ConfigError, MiniInferError
@@ -52,21 +53,25 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     tracker = schema.build(schema.TrackerSettings, config.tracker, "tracker")
     commit, clean = provenance.commit(root), provenance.is_clean(root)  # of the code that is about to run
     started, clock = datetime.now(timezone.utc), time.monotonic()
+    results, reports = root / paths.results, root / paths.reports
+    own = store.place(name, settled.axes.scale, settled.axes.via, experiment.hardware_key, run)
+    kept = Kept(results / own, commit if clean else None, paths.resume)
     with Steps(name) as steps:
-        findings = processes.measure(config, steps)
+        findings = processes.measure(config, steps, kept)
     experiment.finish(findings)
     origin = Provenance(
         command=_command(overrides, paths),
         started=started.isoformat(timespec="seconds"),
-        seconds=time.monotonic() - clock,
+        seconds=max(time.monotonic() - clock, sum(process.seconds for process in findings.processes)),
         commit=commit,
         clean=clean,
         versions=provenance.versions(),
         device=hardware.facts(hardware.resolve(experiment.device)),
     )
     result = _result(experiment, findings, name, experiment.hardware_key, run, origin, settled)
-    results, reports = root / paths.results, root / paths.reports
     written = _store(results, result)
+    if findings.status == COMPLETE:
+        kept.drop()
     path = _report(results, reports, written, store.page_name(result.info))
     stored = store.read(written)
     print(report.summary(stored))
@@ -129,10 +134,9 @@ def _result(
 
 def _command(overrides: Sequence[str], paths: schema.Paths) -> str:
     """What to type to get the same again."""
-    if not paths.recorded:
-        return shlex.join(["python", "run.py", *overrides])
-    given = [o for o in overrides if o.partition("=")[0] not in schema.RECORDED]
-    return shlex.join(["python", "run.py", *given, "--record"])
+    left_out = ("paths.resume", *(schema.RECORDED if paths.recorded else ()))
+    given = [o for o in overrides if o.partition("=")[0] not in left_out]
+    return shlex.join(["python", "run.py", *given, *(["--record"] if paths.recorded else [])])
 
 
 def _store(results: Path, result: Result) -> Path:

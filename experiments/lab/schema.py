@@ -99,6 +99,7 @@ class Paths:
     results: str = "trial/results"
     reports: str = "trial/reports"
     run: str | None = None  # the run's name; default: what was changed
+    resume: bool = False  # a run that was cut off between its processes goes on; --resume says so
 
     @property
     def recorded(self) -> bool:
@@ -107,6 +108,7 @@ class Paths:
 
 OF_SCALES = {"keep_engines", "gate_logit_error"}  # what a scale says to whoever has several engines
 RECORDED = {"paths.results": "results", "paths.reports": "reports"}  # what --record stands for
+SHORT = {"--record": RECORDED, "--resume": {"paths.resume": "true"}}
 
 
 class TrackerKind(str, Enum):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -18,12 +20,19 @@ import numpy as np
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal import defaults_list
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.lab import schema
 from experiments.lab.measure import clocks, lending, subjects
+from experiments.lab.peers import process
+from experiments.lab.show.figures import frame
 from mini_infer import LLMEngine
 from mini_infer.runtime.executor import dry
+from mini_infer.speculative import step_costs
 
 ROOT = Path(__file__).resolve().parents[2]
 TEST_CONF = Path(__file__).resolve().parent / "conf"  # experiment=probe
@@ -31,8 +40,14 @@ TEST_CONF = Path(__file__).resolve().parent / "conf"  # experiment=probe
 
 @pytest.fixture(scope="session", autouse=True)
 def configs_are_parsed_once() -> Iterator[None]:
-    """Hydra parses some forty files for a composition, and the same ones for the next."""
+    """Hydra parses some forty files for a composition, and the same ones for the next. And for each of them it makes a
+    config of all choices, which only a defaults list with an interpolation reads."""
     parse, known = yaml.load, {}
+    make_map = defaults_list._create_interpolation_map
+
+    def map_if_read(overrides: Any, defaults: Any, self_added: bool) -> DictConfig:
+        read = any(not default.is_self() and default.is_interpolation() for default in defaults)
+        return make_map(overrides, defaults, self_added) if read else OmegaConf.create()
 
     def parse_once(stream: Any, Loader: Any) -> Any:
         if Loader.__name__ != "OmegaConfLoader":  # which copies what it is given
@@ -44,7 +59,17 @@ def configs_are_parsed_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(yaml, "load", parse_once)
+        patch.setattr(defaults_list, "_create_interpolation_map", map_if_read)
         patch.setattr(schema, "register", cache(schema.register))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def costs_of_steps_are_taken_quickly() -> Iterator[None]:
+    """An engine with drafts times steps of all sizes, for seconds; tests/runtime/test_step_costs.py is about that."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"REPEATS": 2, "PLAN_S": 0.001, "BUDGET_S": 0.01}.items():
+            patch.setattr(step_costs, name, value)
         yield
 
 
@@ -54,12 +79,51 @@ def compose_config(configs_are_parsed_once: None) -> Callable[..., DictConfig]:
     OmegaConf.register_new_resolver("lab.help", lambda: "", replace=True)
 
     @cache
-    def composed(*overrides: str) -> DictConfig:
+    def composed(*files: str) -> DictConfig:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             here = [f"hydra.searchpath=[file://{TEST_CONF}]", "measure.processes=1"]  # tests plant faults in this one
-            return compose("config", overrides=[*here, *overrides])
+            return compose("config", overrides=[*here, *files])
 
-    return lambda *overrides: copy.deepcopy(composed(*overrides))
+    def made(*overrides: str) -> DictConfig:
+        """Of each choice of files once. Values of single keys come after them all, as where Hydra composes anew."""
+        parsed = dict(zip(overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True))
+        values = [one for one in parsed.values() if "." in one.key_or_group and not one.is_hydra_override()]
+        config = copy.deepcopy(composed(*(text for text, one in parsed.items() if one not in values)))
+        ConfigLoaderImpl._apply_overrides_to_config(values, config)
+        return config
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def quick_figures() -> Iterator[None]:
+    """Drawn without looking for room, for tests of all but what they look like."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frame, "new", lambda width, height: Figure(figsize=(width, height), dpi=20))
+        yield
+
+
+@pytest.fixture
+def peers_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children of this process, which has imported what they need; test_lab_peer_process.py is about how they are
+    started."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "serving"))
+    import forking
+
+    def popen(
+        command: list[str], *, stdin: int, stdout: int, stderr: Any, env: dict[str, str], start_new_session: bool
+    ) -> forking.Child:
+        (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "path", [*env["PYTHONPATH"].split(os.pathsep), *sys.path])
+            child = forking.fork(command[2:], env, {0: theirs_in, 1: theirs_out, 2: stderr.fileno()})
+        os.setpgid(child.pid, child.pid)
+        for theirs in (theirs_in, theirs_out):
+            os.close(theirs)
+        child.stdin, child.stdout = open(ours_in, "wb", 0), open(ours_out, "rb")  # noqa: SIM115
+        return child
+
+    monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from experiments.lab.judge import exact_gate, logit_gate
 from experiments.lab.kernels import timer as kernel_timer
 from experiments.lab.store import result as store
 
-pytestmark = pytest.mark.slow  # together they take half a minute
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_figures")]  # together they take a minute
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = [  # over HTTP they are composed by test_lab_configs.py, and a server runs in test_lab_serving.py
@@ -30,7 +30,9 @@ EVERY = [  # over HTTP they are composed by test_lab_configs.py, and a server ru
 FORGIVEN = ("not shown: ", "fell behind its schedule", "the machine's speed changed")
 FEW = {
     "fixed": ["workload.count=4", "workload.prompt_tokens=40", "workload.output_tokens=12"],
-    "uniform": ["workload.count=4", "workload.warmup=2"],
+    "uniform": [
+        *("workload.count=4", "workload.warmup=2", "workload.min_output_tokens=8", "workload.max_output_tokens=24"),
+    ],
     "text": ["workload.count=4"],
     "shared_prefix": ["workload.count=4", "workload.prefix_tokens=160", "workload.suffix_tokens=40"],
     "mixed": [
@@ -64,7 +66,12 @@ OWN = {
     "calibrate": [
         *("model=tiny", "engine.model.path=tiny-draft", "engine.model.device=cpu", "engine.cache.memory_gib=0.03"),
         *("engine.model.load_format=auto", "engine.model.hf_config=null", "engine.model.dtype=float32"),
-        *("experiment.rows=[1,2]", "experiment.contexts=[16]", "experiment.prompts=[2,4,8,16,24,32]"),
+        *(
+            "engine.model.routing=learned",
+            "experiment.rows=[1,2]",
+            "experiment.contexts=[16]",
+            "experiment.prompts=[2,4,8,16,24,32]",
+        ),
         *("experiment.beside=[2]", "experiment.beside_prompts=[4,8,16]"),
     ],
     "ceilings": ["experiment.mib={cpu: [1]}", "experiment.matmul={cpu: [64]}", "measure.repeats=1"],
@@ -139,6 +146,8 @@ def quick_gates(monkeypatch) -> None:
     monkeypatch.setattr(exact_gate, "probes", lambda whole=False: _few(PROBES(whole)))
     monkeypatch.setattr(exact_gate.ExactGate, "_gate", _gate_once)
     monkeypatch.setattr(logit_gate, "measure", _logits_once)
+    monkeypatch.setattr(logit_gate, "PROMPTS", (7, 40))
+    monkeypatch.setattr(logit_gate, "STEPS", 3)
 
 
 PROBES, GATE, LOGITS = exact_gate.probes, exact_gate.ExactGate._gate, logit_gate.measure
@@ -148,7 +157,7 @@ ERRORS: list = []
 
 def _few(probes):
     chosen = [*probes[2:5], *(probe for probe in probes if len(probe[0]) == exact_gate.CHUNK + 1)]
-    return [(prompt, replace(params, max_tokens=10)) for prompt, params in chosen]
+    return [(prompt, replace(params, max_tokens=6)) for prompt, params in chosen]
 
 
 def _gate_once(self, variant, point, *asked):
@@ -171,7 +180,7 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
     if name in OWN:
         overrides += OWN[name]
     elif name in PAIRED:
-        overrides += [*_PAIR, *FEW[_kind(compose_config(*chosen))], *PAIRED[name]]
+        overrides += [*_PAIR, *FEW[_kind(compose_config(*chosen, "model=tiny"))], *PAIRED[name]]
     else:
         overrides += [
             "model=dry",
@@ -179,7 +188,7 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
             "engine.model.dry.max_model_len=2048",
             f"engine.model.dry.step_ms={int(name.startswith('simulator'))}",  # what takes no time has no rates
             "measure.repeats=1",
-            *FEW[_kind(compose_config(*chosen))],
+            *FEW[_kind(compose_config(*chosen, "model=dry"))],
         ]
     config = compose_config(*overrides)
     with open_dict(config):

@@ -21,6 +21,8 @@ from experiments.lab.store import result as store
 from experiments.lab.store.result import StoreError, page_name, run_path
 from mini_infer.core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("quick_figures")
+
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 
@@ -171,6 +173,7 @@ def test_nodes_are_the_files_scales_and_ways():
 def test_a_run_is_a_trial_unless_it_is_recorded(compose_config):
     assert compose_config().paths.results == "trial/results"
     assert catalog.shorthand(["--record"], CONF) == ["paths.results=results", "paths.reports=reports"]
+    assert catalog.shorthand(["--resume"], CONF) == ["paths.resume=true"]
     ignored = subprocess.run(["git", "check-ignore", "trial/results/x"], cwd=ROOT, capture_output=True, check=False)
     assert ignored.returncode == 0
 

@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 EVERY = [
     (name, scale, via)
-    for name in sorted(catalog.experiments(CONF))
-    for scale, via, _ in axes.nodes(OmegaConf.load(CONF / "experiment" / f"{name}.yaml"))
+    for name, node in sorted(catalog.experiments(CONF).items())
+    for scale, via, _ in axes.nodes(node)
+    if via != axes.URL or scale == next(iter(node.scales))  # at a server's address it is what it is here or over HTTP
 ]
 GROUPS = [(group, option) for group, options in catalog.groups(CONF).items() for option in options]
 

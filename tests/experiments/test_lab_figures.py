@@ -163,6 +163,38 @@ def test_requests_and_tokens_of_one_point_have_their_distributions():
     assert itl.get_xlabel() == "inter-token latency of a token (ms)"
 
 
+def test_a_picture_of_waiting_says_who_waited_and_where():
+    waiting = requests(point="concurrency=1")
+    title = {}
+    for name, own in {"all": waiting, "alike": [replace(r, first_token_s=r.arrival_s + 0.1) for r in waiting]}.items():
+        found = [p.title for p in gallery.of(result(requests=own)).every if p.name == "waits"]
+        title[name] = found
+    assert title == {"all": ["How long requests waited, concurrency 1"], "alike": []}
+
+
+def test_the_baselines_second_arm_is_in_no_picture():
+    given = served()
+    again = [replace(row, variant="base again") for row in given.rows if row.variant == "base"]
+    variants = {**given.info.variants, "base again": "whole prompts again"}
+    info = replace(given.info, variants=variants, aa="base again")
+    pictures = gallery.of(replace(given, rows=(*given.rows, *again), info=info)).every
+    (goodput,) = (picture for picture in pictures if picture.name == "goodput")
+    labels = goodput.draw().axes[0].get_legend_handles_labels()[1]
+    assert labels == ["all that is offered", *given.info.variants.values()]
+
+
+def test_the_interval_of_a_share_stays_within_it():
+    metric = Metric("share of the drafts that were accepted", "", Better.higher, share=True)
+    found = [row for v in ("base", "new") for n, x in enumerate((0.7, 0.8, 0.99)) for row in
+             rows({v: x}, "acceptance", repeats=1) for row in [replace(row, repeat=n)]]  # fmt: skip
+    given = result(rows=found, metrics={"acceptance": metric}, claims=(), sizes=(8,))
+    lines = PanelSpec("acceptance", PanelKind.lines, x="workload.concurrency")
+    (ax,) = panels.draw(PlotSpec("plot", "A title", (lines,)), given).axes
+    ends = [y for bar in ax.collections for segment in bar.get_segments() for y in segment[:, 1]]
+    assert max(ends) == 1
+    assert 1 < ax.get_ylim()[1] < 1.2, "what is highest has room for its marker"
+
+
 def test_memory_is_what_the_engine_said_when_it_started():
     given = result(peers={"base": (STARTED,), "new": ({"vllm": "0.23"},)})
     assert memory.of(given) == {"base": {"weights": 14.0, "KV": 30.0, "CUDA graphs": 1.0}}

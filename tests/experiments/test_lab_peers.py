@@ -111,6 +111,7 @@ def test_random_weights_are_the_engines(tied):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("peers_are_forked")
 @pytest.mark.parametrize("kind", [Kind.hf, Kind.hf_continuous])
 def test_in_a_process_of_its_own_it_gives_the_engines_tokens(config, kind):
     ours = EngineSubject(config).serve(PROMPTS, concurrency=4)

@@ -1,6 +1,6 @@
 """A result is made of processes: their seeds, what they find together, and what is kept where one fails."""
 
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 
 import pytest
 from omegaconf import OmegaConf
@@ -11,6 +11,7 @@ from experiments.lab.experiment import Findings
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.measure import processes
 from experiments.lab.show.progress import Steps
+from experiments.lab.store.kept import Kept
 from experiments.lab.store.rows import Row
 from mini_infer.core.errors import ConfigError, MiniInferError
 
@@ -85,7 +86,9 @@ def test_a_config_reaches_another_process_whole(config):
 
 
 @pytest.mark.slow
-def test_two_processes_measure_and_hand_back_what_they_found(config):
+def test_two_processes_measure_and_hand_back_what_they_found(config, monkeypatch):
+    """Here they are forked, which have all imported; test_lab_stopped.py has one that is started clean."""
+    monkeypatch.setattr(processes, "get_context", lambda method: get_context("fork"))
     found = measure(config("measure.processes=2", "measure.aa=always"))
     assert found.status == "complete"
     assert {(row.process, row.repeat) for row in found.rows} == {(p, r) for p in (0, 1) for r in (0, 1)}
@@ -173,6 +176,27 @@ def test_with_nothing_finished_the_first_error_is_raised(config, monkeypatch):
     found_by(monkeypatch, MiniInferError("planted"))
     with pytest.raises(MiniInferError, match="planted"):
         measure(config())
+
+
+def test_a_run_that_was_cut_off_goes_on_with_the_process_that_is_missing(config, monkeypatch, tmp_path):
+    def run(*outcomes, commit="c0ffee", resume=True, **changed):
+        asked = found_by(monkeypatch, *outcomes)
+        made = config(*(f"{key}={value}" for key, value in changed.items()))
+        with Steps("test") as steps:
+            found = processes.measure(made, steps, kept := Kept(tmp_path / "probe" / "default", commit, resume))
+        return [row.value for row in found.rows], len(asked), kept
+
+    first = findings(1.0), findings(2.0)
+    assert run(*first, KeyboardInterrupt())[:2] == ([1.0, 2.0], 3)
+    values, asked, kept = run(findings(3.0))
+    assert (values, asked) == ([1.0, 2.0, 3.0], 1)
+    assert run()[:2] == ([1.0, 2.0, 3.0], 0)  # nobody has stored it
+    kept.drop()
+    assert not list(tmp_path.rglob("*.pickle"))
+    again = [findings(4.0)] * 3
+    for others in ({"commit": None}, {"commit": "other"}, {"workload.count": 4}, {"resume": False}):
+        run(*first, KeyboardInterrupt())
+        assert run(*again, **others)[:2] == ([4.0] * 3, 3), others
 
 
 class Stubborn(Exception):

@@ -23,6 +23,8 @@ from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("peers_are_forked")
+
 DRY = EngineConfig.from_dict(
     {
         "model": {"path": "dry", "load_format": "dry", "device": "cpu", "dry": {"max_model_len": 256}},

@@ -18,6 +18,8 @@ from experiments.lab.store import result as store
 from experiments.lab.store.result import StoreError
 from mini_infer.core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("quick_figures")
+
 PASSES = 2 * 2  # variants and points
 
 

@@ -19,6 +19,8 @@ from experiments.lab.store.lock import exclusive
 from experiments.lab.sweep import DONE, FAILED, LOST, Outcome
 from mini_infer.core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("quick_figures")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 needs_joblib = pytest.mark.skipif(

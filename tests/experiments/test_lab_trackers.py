@@ -18,7 +18,7 @@ from experiments.lab.store import result as store
 from experiments.lab.store import trackers
 from mini_infer.core.errors import ConfigError
 
-pytestmark = pytest.mark.slow  # together they take half a minute
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_figures")]
 
 RUN = [
     "experiment=probe",
@@ -33,7 +33,7 @@ RUN = [
 
 
 @pytest.fixture(scope="module")
-def run(compose_config, tmp_path_factory):
+def run(compose_config, quick_figures, tmp_path_factory):
     """Runs an experiment on the dry model with a tracker, and returns what was stored and its folder."""
 
     def make(*overrides):

@@ -23,6 +23,8 @@ from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("peers_are_forked")
+
 STAND_IN = str(Path(__file__).parent / "stand_in")
 SETTINGS = PeerSettings(vllm=VLLMSettings(pythonpath=STAND_IN, api_processes=2, timeout_s=90))
 DRY = EngineConfig.from_dict(

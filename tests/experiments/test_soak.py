@@ -14,7 +14,7 @@ from mini_infer.runtime.llm_engine import RECORDS_KEPT
 @pytest.mark.slow
 def test_some_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "soak" / "memory.csv"
-    assert main(["--minutes", "0.09", "--out", str(out)]) == 0
+    assert main(["--minutes", "0.04", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     for outcome in ("left", "refused", "streamed", "whole"):
         assert f"{outcome} " in said

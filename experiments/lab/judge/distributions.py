@@ -11,6 +11,8 @@ import numpy as np
 from experiments.lab.measure.steps import RequestRow
 from experiments.lab.store.result import Result
 
+ALIKE = 1.05  # times the least of a variant's times
+
 
 @dataclass(frozen=True)
 class Distribution:
@@ -19,6 +21,11 @@ class Distribution:
     what: str  # is counted
     label: str
     values: dict[str, tuple[list[float], list[float]]]
+
+    @property
+    def differ(self) -> bool:
+        """Whether some variant's times do, by more than a little: else a median says it all."""
+        return any(max(times) > ALIKE * min(times) for times, _ in self.values.values())
 
 
 def of(metric: str, result: Result) -> Distribution:

@@ -27,6 +27,7 @@ from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps, keep_interrupts
+from experiments.lab.store.kept import Kept
 from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import COMPLETE
 from mini_infer.core.errors import MiniInferError
@@ -35,11 +36,12 @@ SEEDS = ("engine.seed", "engine.model.seed", "engine.speculation.draft.seed")  #
 T = TypeVar("T")
 
 
-def measure(config: DictConfig, steps: Steps) -> Findings:
+def measure(config: DictConfig, steps: Steps, kept: Kept | None = None) -> Findings:
     """What all processes of `measure.processes` have found, put together; a single one is this process.
 
-    An error in a process costs what that process had not finished, and the others are measured all the same; Ctrl-C or
-    SIGTERM keeps what was finished. Raises what stopped the first process where it has finished nothing.
+    Of several, what `kept` has of one is taken, and what another finds is left there. An error in a process costs what
+    that process had not finished, and the others are measured all the same; Ctrl-C or SIGTERM keeps what was finished.
+    Raises what stopped the first process where it has finished nothing.
     """
     settings = schema.build(schema.Measure, config.measure, "measure")
     notes = []
@@ -57,12 +59,17 @@ def measure(config: DictConfig, steps: Steps) -> Findings:
             "(peers.processes), because each takes long to start."
         )
     found: list[Findings] = []
+    several = settings.processes > 1
     for index in range(settings.processes):
-        in_process = _in_child if settings.processes > 1 else _here
+        own = seeded(config, index)
+        earlier = kept.find(index, own) if kept is not None and several else None
+        if earlier is not None:
+            found.append(earlier)
+            continue
         steps.begin_process(index, settings.processes)
         started, clock = datetime.now(timezone.utc), time.monotonic()
         try:
-            findings = in_process(seeded(config, index), steps)
+            findings = (_in_child if several else _here)(own, steps)
         except (Exception, KeyboardInterrupt) as error:
             if not found:
                 raise
@@ -75,6 +82,8 @@ def measure(config: DictConfig, steps: Steps) -> Findings:
             **findings.gpu,
         )
         found.append(replace(findings, processes=[about]))
+        if kept is not None and several:
+            kept.keep(index, own, found[-1])
         if isinstance(findings.error, KeyboardInterrupt):
             break
     return merged(found, settings.processes, notes)

@@ -73,6 +73,17 @@ def is_share(name: str, info: RunInfo) -> bool:
     return info.metrics[name].unit == "" and name not in RATIOS
 
 
+def setting(key: str) -> str:
+    """`workload.output_spread` as `output spread`, where an experiment has no words of its own for it."""
+    name = key.rpartition(".")[2]
+    return "requests" if name == "count" else name.replace("_", " ")
+
+
+def titled(text: str, name: str) -> str:
+    """`text`, and at which point: nothing more where there is one alone."""
+    return f"{text}, {point(name)}" if name else text
+
+
 def point(name: str) -> str:
     """`hit_rate=0.5` as `hit rate 0.5`, and `count=64` as `64 requests`."""
     name = re.sub(r"\bcount=1\b", "1 request", name)

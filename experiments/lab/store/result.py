@@ -169,7 +169,11 @@ def page_name(info: RunInfo) -> str:
 
 def run_path(info: RunInfo) -> Path:
     """Where the files of the run are, below the folder of results and without their endings."""
-    return Path(info.experiment, f"{info.scale}.{info.via}", info.hardware, info.run)
+    return place(info.experiment, info.scale, info.via, info.hardware, info.run)
+
+
+def place(experiment: str, scale: str, via: str, hardware: str, run: str) -> Path:
+    return Path(experiment, f"{scale}.{via}", hardware, run)
 
 
 def run_name(changed: Mapping[str, str]) -> str:
@@ -188,12 +192,12 @@ def write_run(root: Path, result: Result) -> Path:
     until the run is complete again."""
     info = result.info
     beside = replace(result, info=replace(info, run=f"{info.run}{INCOMPLETE}"))
-    place = root / run_path(info).parent
-    if info.status != COMPLETE and _is_complete(place / f"{info.run}.json"):
+    folder = root / run_path(info).parent
+    if info.status != COMPLETE and _is_complete(folder / f"{info.run}.json"):
         return write(root, beside)
     path = write(root, result)
     for ending in (".json", REMARKS, *TABLES):
-        (place / f"{beside.info.run}{ending}").unlink(missing_ok=True)
+        (folder / f"{beside.info.run}{ending}").unlink(missing_ok=True)
     return path
 
 

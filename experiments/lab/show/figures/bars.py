@@ -14,7 +14,17 @@ from matplotlib.axes import Axes
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.show.figures.frame import COLOURS, HATCHES, INK, line_style
-from experiments.lab.show.figures.intervals import ARROW, Intervals, intervals, mark_cut, medians, reach, tip
+from experiments.lab.show.figures.intervals import (
+    ARROW,
+    Estimator,
+    Intervals,
+    intervals,
+    mark_cut,
+    medians,
+    of_metric,
+    reach,
+    tip,
+)
 from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
@@ -34,6 +44,7 @@ class Rows:
     Attributes:
         log: dots on a log axis; else bars where there is one series, and dots where there are more.
         by_point: the series are points, and the rows variants; else the other way round.
+        estimate: of a row's repeats.
     """
 
     names: list[str]
@@ -41,6 +52,7 @@ class Rows:
     tried: list[bool]
     log: bool
     by_point: bool
+    estimate: Estimator
 
 
 def rows_of(panel: PanelSpec, result: Result) -> Rows | None:
@@ -53,12 +65,13 @@ def rows_of(panel: PanelSpec, result: Result) -> Rows | None:
     log = bool(every) and min(every) > 0 and max(every) > DWARFED * min(every)
     if len(variants) == 1 or not (log or len(at) == 1 or (len(at) > 1 and len(variants) > MANY)):
         return None
+    estimate = of_metric(result.info.metrics.get(panel.metric))
     if len(at) > 1 and len(variants) <= MANY:
         by_variant = {label: [found[v, p] for p in at] for v, label in variants.items()}
-        return Rows([wording.point(p) for p in at], by_variant, [True] * len(at), log, False)
+        return Rows([wording.point(p) for p in at], by_variant, [True] * len(at), log, False, estimate)
     tried = {row.variant for row in result.rows if row.metric == panel.metric}
     by_point = {wording.point(p): [found[v, p] for v in variants] for p in at}
-    return Rows(list(variants.values()), by_point, [v in tried for v in variants], log, len(at) > 1)
+    return Rows(list(variants.values()), by_point, [v in tried for v in variants], log, len(at) > 1, estimate)
 
 
 def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
@@ -70,9 +83,9 @@ def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
         if not kept:
             continue
         repeats = [values for _, values in kept]
-        drawn = intervals(repeats, within)
+        drawn = intervals(repeats, within, rows.estimate)
         places = [row + (index - (count - 1) / 2) * 0.5 / count for row, _ in kept]
-        tips = [tip(rows.names[row], label if count > 1 else "", values) for row, values in kept]
+        tips = [tip(rows.names[row], label if count > 1 else "", values, rows.estimate) for row, values in kept]
         if plain_bars:
             for one, (place, (row, _)) in enumerate(zip(places, kept, strict=True)):
                 errors = [[side[one]] for side in drawn.errors]
@@ -98,8 +111,7 @@ def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
     if rows.log:
         frame.log(ax.xaxis, ax, True)
     else:
-        ax.set_xlim(left=0)
-        frame.linear(ax.xaxis, 5)
+        frame.from_zero(ax.xaxis, ax, True, 5)
     return any(values for measured in rows.series.values() for values in measured)
 
 
@@ -112,6 +124,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result, width: float) -> dict[str, 
     longest = max((len(wording.number(m)) for m in medians(each for each in found.values() if each)), default=0)
     dense = 0.8 * width * step / max(1, len(at)) < LETTER * longest
     within = reach(value for values in found.values() for value in values.values())
+    estimate = of_metric(result.info.metrics[panel.metric])
     for column, (variant, label) in enumerate(variants.items()):
         place_of = {p: group + (column - (len(variants) - 1) / 2) * step for group, p in enumerate(at)}
         for point, place in place_of.items():
@@ -120,10 +133,10 @@ def draw(ax: Axes, panel: PanelSpec, result: Result, width: float) -> dict[str, 
                             fontsize=7.5, rotation=90)  # fmt: skip
         kept = [point for point in at if found[variant, point]]
         places, repeats = [place_of[point] for point in kept], [found[variant, point] for point in kept]
-        drawn = intervals(repeats, within)
+        drawn = intervals(repeats, within, estimate)
         bars = ax.bar(places, drawn.medians, step * 0.92, yerr=drawn.errors, label=label, **_bar_style(column))
         for bar, point in zip(bars, kept, strict=True):
-            frame.says(bar, [tip(label, wording.point(point), found[variant, point])])
+            frame.says(bar, [tip(label, wording.point(point), found[variant, point], estimate)])
         mark_cut(ax, places, drawn)
         _repeats(ax, places, repeats, drawn, across=False, number=True, rotation=90 if dense else 0)
     ax.margins(y=0.24 if dense else 0.1)

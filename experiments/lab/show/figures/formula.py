@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 
 from experiments.lab.judge import stats
 from experiments.lab.judge.draft_formulas import leviathan_speedup
+from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import BOUND, INK, line_style, plain, spread
 from experiments.lab.show.figures.intervals import intervals, mark_cut, medians, reach
@@ -53,9 +54,9 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     if panel.log_x:
         ax.set_xscale("log", base=10)
         frame.ticks(ax.xaxis, spread(sorted({x for one in found for x in one.x}), np.log))
-    ax.set_ylim(bottom=0)
+    frame.from_zero(ax.yaxis, ax, False, 8)
     metric = info.metrics.get(panel.x)
-    ax.set_xlabel(panel.x_label or (metric.label if metric else panel.x.rpartition(".")[2]), fontsize=9)
+    ax.set_xlabel(panel.x_label or (metric.label if metric else wording.setting(panel.x)), fontsize=9)
     ax.set_ylabel(f"speed-up over {info.variants[str(info.baseline)]}", fontsize=9)
     return bool(found)
 

@@ -44,6 +44,7 @@ DPI = 144
 WIDTH = 10.2  # inches: about what a code-hosting page shows without shrinking
 MADE_FOR = "mini-infer report: "
 LEGEND_CHARACTERS = 110  # a row
+ROOM = 1.05  # times the highest value an axis from 0 reaches
 NARROW = 0.045  # of the axis: a smaller piece of a bar has no room for its number
 _TIP, NEXT = "tip:", "\u2016"  # begin and separate what the points of an artist say to the pointer
 
@@ -173,6 +174,14 @@ def log(axis: Axis, ax: Axes, is_x: bool) -> None:
     (ax.set_xscale if is_x else ax.set_yscale)("log")
     low, high = axis.get_view_interval()
     log_ticks(axis, high / low)
+
+
+def from_zero(axis: Axis, ax: Axes, is_x: bool, ticks: int) -> None:
+    """A linear axis that starts at 0, on which what is highest has room for its marker."""
+    most = ax.dataLim.xmax if is_x else ax.dataLim.ymax
+    end = max(axis.get_view_interval()[1], ROOM * most)
+    (ax.set_xlim if is_x else ax.set_ylim)(0, end or 1)
+    linear(axis, ticks)
 
 
 def log_ticks(axis: Axis, span: float) -> None:

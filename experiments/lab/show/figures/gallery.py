@@ -8,6 +8,7 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
+from experiments.lab.judge import distributions
 from experiments.lab.show import effects, wording
 from experiments.lab.show.figures import forest, frame, load, memory, panels, profile, timeline
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
@@ -39,6 +40,9 @@ class Gallery:
 
 
 def of(result: Result) -> Gallery:
+    """The baseline's second arm stands in the tables alone."""
+    info = result.info
+    result = replace(result, info=replace(info, variants={v: n for v, n in info.variants.items() if v != info.aa}))
     plots = [Picture(plot.name, plot.title, partial(panels.draw, plot, result)) for plot in result.info.plots]
     courses, profiles = list(_courses(result)), list(_profiles(result))
     compared = {profile.variant for profile in result.info.profiles}
@@ -54,14 +58,14 @@ def _courses(result: Result) -> Iterator[Picture]:
     for point in timeline.points(result):
         for index, variants in enumerate(timeline.pairs(result, point)):
             labels = " and ".join(result.info.variants[v] for v in variants)
-            title = f"Step by step: {', '.join(part for part in (labels, wording.point(point)) if part)}"
+            title = wording.titled(f"Step by step: {labels}", point)
             name = _named("steps", point) + (f"-{index + 1}" if index else "")
             yield Picture(name, title, partial(timeline.draw, result, point, variants))
 
 
 def _profiles(result: Result) -> Iterator[Picture]:
     for point in profile.points(result):
-        title = f"Where a decode step's time goes {wording.point(point)}".strip()
+        title = wording.titled(profile.TITLE, point)
         yield Picture(_named("profile", point), title, partial(profile.draw, result, point))
 
 
@@ -81,10 +85,12 @@ def _under_load(result: Result) -> Iterator[Picture]:
             requests=tuple(r for r in result.requests if r.point == point),
             steps=tuple(s for s in result.steps if s.point == point),
         )
-        metrics = [*(["ttft_ms"] if own.requests else []), *(["itl_ms"] if own.steps else [])]
-        title = f"How long requests and tokens waited {wording.point(point)}".strip()
-        plot = PlotSpec("waits", title, tuple(PanelSpec(metric, PanelKind.distribution) for metric in metrics))
-        yield Picture("waits", title, partial(panels.draw, plot, own))
+        waited = {"requests": "ttft_ms", "tokens": "itl_ms"}
+        told = {who: metric for who, metric in waited.items() if distributions.of(metric, own).differ}
+        if told:
+            title = wording.titled(f"How long {' and '.join(told)} waited", point)
+            plot = PlotSpec("waits", title, tuple(PanelSpec(m, PanelKind.distribution) for m in told.values()))
+            yield Picture("waits", title, partial(panels.draw, plot, own))
     if memory.of(result):
         yield Picture("memory-map", "Where the memory goes", partial(memory.draw, result))
 

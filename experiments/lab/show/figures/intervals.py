@@ -6,18 +6,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.markers import CARETDOWNBASE, CARETLEFTBASE, CARETRIGHTBASE, CARETUPBASE
 
 from experiments.lab.judge import stats
+from experiments.lab.judge.metrics import Metric
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import wording
 from experiments.lab.show.figures.frame import INK
 from experiments.lab.store.rows import Turn
 
 Repeats = Mapping[Turn, float]
+Estimator = Callable[[Repeats], Estimate]
 SPARE = 1.0  # of what the medians take of an axis: on either side of them an interval may take as much
 NOTE = "arrow: the interval goes on beyond the axis"
 ARROW = 6.0  # points
@@ -64,9 +67,12 @@ def medians(values: Iterable[Repeats]) -> list[float]:
     return [stats.absolute(repeats).median for repeats in values]
 
 
-def intervals(
-    values: Iterable[Repeats], within: Reach, of: Callable[[Repeats], Estimate] = stats.absolute
-) -> Intervals:
+def of_metric(metric: Metric | None) -> Estimator:
+    """Its repeats' estimate, which of a share stays between 0 and 1."""
+    return partial(stats.absolute, share=metric is not None and metric.share)
+
+
+def intervals(values: Iterable[Repeats], within: Reach, of: Estimator = stats.absolute) -> Intervals:
     """Of each place's repeats, as far as they are drawn. What is a ratio already is estimated by `stats.factors`."""
     found = Intervals([], ([], []), ([], []))
     for estimate in map(of, values):
@@ -100,7 +106,7 @@ def mark_cut(
         ax.set_title(f"{ax.get_title()}\n{NOTE}".lstrip(), fontsize=8, color=INK)
 
 
-def tip(name: str, where: str, repeats: Repeats) -> str:
+def tip(name: str, where: str, repeats: Repeats, of: Estimator) -> str:
     """What a point says to the pointer."""
-    estimate = wording.interval(stats.absolute(repeats))
+    estimate = wording.interval(of(repeats))
     return f"{', '.join(part for part in (name, where) if part)}: {estimate}, {len(repeats)} repeats"

@@ -15,7 +15,7 @@ from experiments.lab.judge import distributions
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import BOUND, INK, ON_TOP, line_style, plain, spread
-from experiments.lab.show.figures.intervals import intervals, mark_cut, medians, reach, tip
+from experiments.lab.show.figures.intervals import intervals, mark_cut, medians, of_metric, reach, tip
 from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.result import Result
 
@@ -36,7 +36,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
     alone = len(place_of) == len(at_x)  # whatever else changes does so with x
     rests = {name: "" if alone else _rest(info.points[name], key) for name in at_x}
     every = [values for v in variants for name in at_x if (values := table.values(v, name, panel.metric))]
-    within = reach(medians(every), has_log_y(panel, result))
+    within, estimate = reach(medians(every), has_log_y(panel, result)), of_metric(info.metrics[panel.metric])
     for row, (variant, label) in enumerate(variants.items()):
         for kind, rest in enumerate(dict.fromkeys(rests.values())):
             found = [(place_of[at_x[name]], values) for name in at_x
@@ -45,11 +45,11 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
                 continue
             found.sort(key=lambda item: item[0])
             x, repeats = [place for place, _ in found], [values for _, values in found]
-            y = intervals(repeats, within)
+            y = intervals(repeats, within, estimate)
             text = ", ".join(part for part in (label if len(variants) > 1 else "", rest) if part)
             style = line_style(row, kind)
             line, *_ = ax.errorbar(x, y.medians, yerr=y.errors, label=text or label, **style)
-            frame.says(line, [tip(text, plain(place), values) for place, values in found])
+            frame.says(line, [tip(text, plain(place), values, estimate) for place, values in found])
             mark_cut(ax, x, y, colour=style["color"])
     if numeric:
         log = panel.log_x and min(place_of.values(), default=1) > 0
@@ -58,7 +58,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
         frame.ticks(ax.xaxis, spread(list(place_of.values()), math.log if log else float))
     else:
         frame.ticks(ax.xaxis, list(place_of.values()), list(map(str, place_of)))
-    ax.set_xlabel(panel.x_label or key.rpartition(".")[2], fontsize=9)
+    ax.set_xlabel(panel.x_label or wording.setting(key), fontsize=9)
     return {name: place_of[x] for name, x in at_x.items()}
 
 
@@ -78,30 +78,30 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     every = [place for places in measured.values() for place in places]
     within_x = reach(medians(xs for _, xs, _ in every), panel.log_x)
     within_y = reach(medians(ys for _, _, ys in every), has_log_y(panel, result))
+    of_x, of_y = of_metric(info.metrics[panel.x]), of_metric(info.metrics[panel.metric])
     named = False
     for row, (variant, label) in enumerate(info.variants.items()):
         if not measured[variant]:
             continue
         names, all_x, all_y = zip(*measured[variant], strict=True)
-        x, y = intervals(all_x, within_x), intervals(all_y, within_y)
+        x, y = intervals(all_x, within_x, of_x), intervals(all_y, within_y, of_y)
         style = line_style(row, 0)
         line, *_ = ax.errorbar(x.medians, y.medians, xerr=x.errors, yerr=y.errors, label=label, **style)
-        frame.says(line, [tip(label, wording.point(point), ys) for point, ys in zip(names, all_y, strict=True)])
+        frame.says(line, [tip(label, wording.point(point), ys, of_y) for point, ys in zip(names, all_y, strict=True)])
         if not named:
             key = _only_key(result, names)
             for point, at_x, at_y in zip(names, x.medians, y.medians, strict=True):
                 name = point if key is None else _setting(result, point)
                 ax.annotate(name, (at_x, at_y), (-6, 3), textcoords="offset points", fontsize=7.5, ha="right", **ON_TOP)
             if key is not None:
-                ax.set_title(f"{ax.get_title()} (small numbers: {key})", fontsize=8, color=INK)
+                ax.set_title(f"{ax.get_title()} (small numbers: {wording.setting(key)})", fontsize=8, color=INK)
             named = True
         mark_cut(ax, y.medians, x, "x", style["color"])
         mark_cut(ax, x.medians, y, "y", style["color"])
     if panel.log_x and every:
         frame.log(ax.xaxis, ax, True)
     elif every:
-        ax.set_xlim(left=0)
-        frame.linear(ax.xaxis, 5)
+        frame.from_zero(ax.xaxis, ax, True, 5)
     ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[panel.x], 44), fontsize=9)
     return bool(every)
 
@@ -168,7 +168,7 @@ def name_points(ax: Axes, panel: PanelSpec, result: Result, points: Sequence[str
     ax.set_xticks(range(len(points)), names)
     if longest * len(names) * 0.085 > width * 0.8:  # about 0.085 inches a letter
         ax.tick_params(axis="x", labelrotation=90, labelsize=8)
-    ax.set_xlabel(panel.x_label or key or "", fontsize=9)
+    ax.set_xlabel(panel.x_label or wording.setting(key or ""), fontsize=9)
 
 
 def has_log_y(panel: PanelSpec, result: Result) -> bool:

@@ -60,7 +60,7 @@ def goodput(result: Result) -> Figure:
     lines.draw(ax, PanelSpec(GOODPUT, PanelKind.lines, x=RATE, x_label="requests a second offered"), result)
     ax.set_title(_knee(result), fontsize=8, color=INK)
     ax.set_xlim(left=0)
-    ax.set_ylim(bottom=0)
+    frame.from_zero(ax.yaxis, ax, False, 8)
     ax.set_ylabel(frame.axis_label(result.info.metrics[GOODPUT], 40), fontsize=9)
     frame.legend(figure, [ax])
     return figure

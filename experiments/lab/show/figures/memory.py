@@ -21,7 +21,8 @@ def of(result: Result) -> dict[str, dict[str, float]]:
     """Variant -> GiB by part, of every variant that tells its weights and its KV; and what the device has beyond them,
     where its size is known."""
     found = {}
-    for variant, starts in result.info.peers.items():
+    for variant in result.info.variants:
+        starts = result.info.peers.get(variant)
         sizes = {part: _gib(starts[-1], keys) for part, keys in PARTS.items()} if starts else {}
         if sizes.get("weights") and sizes.get("KV"):
             found[variant] = {part: size for part, size in sizes.items() if size}

@@ -22,9 +22,6 @@ ROW_HEIGHT = 0.5  # of a row of bars
 
 
 def draw(plot: PlotSpec, result: Result) -> Figure:
-    """The baseline's second arm stands in the tables alone."""
-    info = result.info
-    result = replace(result, info=replace(info, variants={v: n for v, n in info.variants.items() if v != info.aa}))
     own = [_shown(panel, result) for panel in plot.panels]
     columns = 2 if len(own) == 4 else min(len(own), PANELS_A_ROW)
     rows = -(-len(own) // columns)
@@ -56,7 +53,8 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, rows: bars.
     metric = result.info.metrics.get(panel.metric)
     if metric is None or (panel.kind is PanelKind.curve and panel.x not in result.info.metrics):
         return f"{panel.metric}: not measured in this run"  # which may have chosen other metrics
-    words = [f"{key.rpartition('.')[2]}={lines.plain_setting(value)}" for key, value in panel.where.items()]
+    told = {key.rpartition(".")[2]: lines.plain_setting(value) for key, value in panel.where.items()}
+    words = [value if key == "case" else f"{key}={value}" for key, value in told.items()]
     words.append(f"{'higher' if metric.better is Better.higher else 'lower'} is better")
     ax.set_title(", ".join(words), fontsize=8, color=INK)
     if panel.kind is PanelKind.matrix:
@@ -78,8 +76,7 @@ def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, rows: bars.
     if lines.has_log_y(panel, result):
         frame.log(ax.yaxis, ax, False)
     else:
-        ax.set_ylim(bottom=0)
-        frame.linear(ax.yaxis, 8)
+        frame.from_zero(ax.yaxis, ax, False, 8)
     ax.set_ylabel(frame.axis_label(metric, 36), fontsize=9)
     lines.bounds(ax, panel, result, places)
     return ""

@@ -21,6 +21,7 @@ LOOKS: dict[str, dict[str, str]] = {
     WITHIN: {"color": "#e4e4e4", "edgecolor": "#666666"},
     BETWEEN: {"color": "#ffffff", "hatch": "////", "edgecolor": "#666666"},
 }  # fmt: skip
+TITLE = "Where a decode step's time goes"
 OVERLAP = 1.05  # times the time in which any kernel ran, there is more of them than can be
 
 
@@ -102,7 +103,7 @@ def draw(result: Result, point: str) -> Figure:
     pieces = {result.info.variants[profile.variant]: _pieces(profile, result.kernels) for profile in own}
     figure = frame.stacks(pieces, LOOKS, "µs")
     figure.axes[0].set_xlabel("µs of a decode step on the GPU, under the profiler", fontsize=9)
-    figure.suptitle("Where a decode step's time goes" + (f", {point}" if point else ""), fontsize=12)
+    figure.suptitle(wording.titled(TITLE, point), fontsize=12)
     return figure
 
 

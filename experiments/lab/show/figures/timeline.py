@@ -51,7 +51,7 @@ def pairs(result: Result, point: str) -> list[tuple[str, ...]]:
     claimed = effects.of_claims(result)
     cells = [claimed[0].reference, claimed[0].cell] if claimed else []
     first = [cell[0] for cell in cells if cell is not None and cell[0] in stored]
-    ordered = [v for v in dict.fromkeys([*first, *stored]) if v != result.info.aa]
+    ordered = list(dict.fromkeys([*first, *stored]))
     return [tuple(ordered[i : i + 2]) for i in range(0, len(ordered), 2)]
 
 
