@@ -229,9 +229,11 @@ def tile_for(rows: int, number: Number, out_size: int, in_size: int, activations
     tile goes a long way, tiles are small and many bytes of each are in flight. Tiles differ in speed, and sums do not.
     """
     size = min(max(triton.next_power_of_2(rows), 16), 128)
-    if number is Number.int4:
-        return Tile(size, 64, CHUNK.value, 4, 5 if size <= 32 else 4)
     few = out_size <= 8192
+    if number is Number.int4:
+        if rows <= 64:
+            return Tile(size, 64, CHUNK.value, 4, 6) if few or size < 64 else Tile(size, 128, CHUNK.value, 8, 3)
+        return Tile(size, 64, CHUNK.value, 4, 3) if few else Tile(size, 128, CHUNK.value, 8, 3)
     if not activations:
         return Tile(size, 64, 256 if few and size <= 64 else 128, 4, 3)
     if number is Number.fp8:  # 128 columns are what its sums are made of
