@@ -139,6 +139,20 @@ def test_a_row_is_the_same_to_the_bit_in_any_batch(pair, device):
         assert torch.equal(quantized_linear(x[-rows:], weight, None, activations, one_order=True), every[-rows:]), rows
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_tiles_that_share_an_sm_leave_each_others_registers_alone(pair, device):
+    form, activations = pair
+    torch.manual_seed(0)
+    x = torch.randn(256, 3584, device=device, dtype=torch.bfloat16)
+    weight = made(form, 18944, 3584, device)
+    expected = quantized_linear_reference(x.float(), weight, None, activations)
+    for tile in (None, Tile(128, 128, 128, 8, 3)):
+        found = [quantized_linear(x, weight, None, activations, tile=tile) for _ in range(10)]
+        assert all(torch.equal(y, found[0]) for y in found)
+        assert (found[0] - expected).abs().max() < 0.01 * expected.abs().max()
+
+
 @pytest.mark.parametrize(
     ("form", "activations", "in_size", "message"),
     [

@@ -116,7 +116,7 @@ def _quant_linear_kernel(
             if tl.int8 == DOT:
                 sums = tl.dot(codes, x.T, sums, out_dtype=tl.int32)
             elif GROUP is None and X_GROUP is None and tl.float8e4nv != DOT:
-                sums += tl.dot(codes.to(DOT), x.to(DOT).T, input_precision="ieee")
+                sums = scaled_sum(tl.dot(codes.to(DOT), x.to(DOT).T, input_precision="ieee"), (), 0, sums, None)
             else:
                 part = tl.dot(codes, x.T)
                 scale = tl.full([BLOCK_OUT, BLOCK_ROWS], 1.0, tl.float32)

@@ -92,17 +92,18 @@ def _number(words, bit: tl.constexpr, LESS: tl.constexpr):
 
 @triton.jit
 def scaled_sum(part, scales, column: tl.constexpr, sums, GROUP: tl.constexpr):
-    """sums plus the part of K that begins `column` columns behind the first of `scales` (`group_scales`).
+    """sums plus the part of K that begins `column` columns behind the first of `scales` (`group_scales`), times its
+    scale; where GROUP is None times 1.
 
-    Tensor cores do not add to `sums` themselves. Then every step would begin to overwrite the registers with the
-    weights of the one before, which Triton 3.6 does not wait for on Hopper (wgmma reads them as it runs).
+    Tensor cores do not add to `sums` themselves, and Triton would have them do a mere addition. Every step would then
+    begin to overwrite the registers with the weights of the one before, for which Triton 3.6 does not wait on Hopper
+    (wgmma reads them as it runs).
     """
     if GROUP is None:
-        sums += part
+        scale = tl.full([part.shape[0], 1], 1.0, tl.float32)
     else:
         scale = scales[column // GROUP].to(tl.float32)[:, None]
-        sums = tl.fma(part, tl.broadcast_to(scale, part.shape), sums)
-    return sums
+    return tl.fma(part, tl.broadcast_to(scale, part.shape), sums)
 
 
 @triton.jit
