@@ -143,6 +143,7 @@ class TritonKernels(TorchKernels):
     """One Triton kernel each. Raises ImportError where Triton is not installed."""
 
     name = "triton"
+    _one_order = False  # of the sums of quantized products, whatever the number of rows
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +173,9 @@ class TritonKernels(TorchKernels):
         rows = len(x) if isinstance(x, Tensor) else len(x.codes)
         for_library = activations is None or x.dtype == torch.bfloat16
         if self.adds_residual(weight, activations, rows) or not for_library:
-            return self._quantized.quantized_linear(x, weight, bias, activations, residual=residual)
+            return self._quantized.quantized_linear(
+                x, weight, bias, activations, residual=residual, one_order=self._one_order
+            )
         if activations is None:
             assert isinstance(x, Tensor)
             y = self.linear(x, self._quantized.dequantize_weight(weight, x.dtype), bias)
@@ -242,6 +245,8 @@ class TritonKernels(TorchKernels):
 
 class InvariantKernels(TritonKernels):
     """Those of TritonKernels that compute a token alike in any company, and products that do."""
+
+    _one_order = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -133,10 +133,24 @@ def test_a_row_is_the_same_to_the_bit_in_any_batch(pair, device):
     torch.manual_seed(0)
     x = torch.randn(600, 3584, device=device, dtype=torch.bfloat16)
     weight = made(form, 1000, 3584, device)
-    every = quantized_linear(x, weight, None, activations)
+    every = quantized_linear(x, weight, None, activations, one_order=True)
     for rows in (1, 2, 17, 64, 65, 256, 300):
-        assert torch.equal(quantized_linear(x[:rows], weight, None, activations), every[:rows]), rows
-        assert torch.equal(quantized_linear(x[-rows:], weight, None, activations), every[-rows:]), rows
+        assert torch.equal(quantized_linear(x[:rows], weight, None, activations, one_order=True), every[:rows]), rows
+        assert torch.equal(quantized_linear(x[-rows:], weight, None, activations, one_order=True), every[-rows:]), rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_tiles_that_share_an_sm_leave_each_others_registers_alone(pair, device):
+    form, activations = pair
+    torch.manual_seed(0)
+    x = torch.randn(256, 3584, device=device, dtype=torch.bfloat16)
+    weight = made(form, 18944, 3584, device)
+    expected = quantized_linear_reference(x.float(), weight, None, activations)
+    for tile in (None, Tile(128, 128, 128, 8, 3)):
+        found = [quantized_linear(x, weight, None, activations, tile=tile) for _ in range(10)]
+        assert all(torch.equal(y, found[0]) for y in found)
+        assert (found[0] - expected).abs().max() < 0.01 * expected.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -154,8 +168,9 @@ def test_what_does_not_go_together_is_named(form, activations, in_size, message)
         check(form, activations, in_size)
 
 
-def test_a_tile_of_ones_own(device):
-    x, weight = torch.randn(3, 128, device=device), made(WeightFormat(Number.int8), 24, 128, device)
-    tile = Tile(16, 64, 64, 4, 2)
-    assert tile != tile_for(3, Number.int8, 24, 128)
+@pytest.mark.parametrize("form", [WeightFormat(Number.int8), WeightFormat(Number.int4, 64)], ids=str)
+@pytest.mark.parametrize("tile", [Tile(16, 64, 128, 4, 2), Tile(16, 64, 128, 4, 2, splits=3)])
+def test_a_tile_of_ones_own(tile, form, device):
+    x, weight = torch.randn(3, 896, device=device), made(form, 24, 896, device)
+    assert tile != tile_for(3, form.number, 24, 896)
     torch.testing.assert_close(quantized_linear(x, weight, tile=tile), quantized_linear(x, weight))

@@ -17,7 +17,6 @@ to L2, which depend on nobody.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -30,12 +29,13 @@ from mini_infer.kernels.gemv_kernels import _add_products, _load_places, _owned_
 from mini_infer.kernels.interface import Places
 from mini_infer.kernels.paged_prefill import DOT_DTYPES
 from mini_infer.kernels.pdl import bring_to_l2, launch_options
-from mini_infer.kernels.quantized.unpack import CHUNK, PLANE, as_numbers, group_scales, unpacked
+from mini_infer.kernels.quantized.split import added_up, scratch
+from mini_infer.kernels.quantized.unpack import CHUNK, PLANE, as_numbers, group_scales, scaled_sum, unpacked_planes
 from mini_infer.quantization.formats import ActivationFormat, Number
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_MAX_TILES = 4096  # of a product whose K is split
+_PREFETCH = 512  # bytes of a row of W, or of a part of it, that are asked for before x is there
 
 
 @triton.jit
@@ -245,8 +245,8 @@ def _dot_kernel(
     residual_ptr,
     out_ptr,
     places,
-    parts_ptr,  # [tiles, SPLITS, BLOCK_N, BLOCK_T], where K is split
-    tickets_ptr,  # [tiles] int32, zeros before and after
+    parts_ptr,  # of `added_up`, as tickets_ptr
+    tickets_ptr,
     stride_x,
     rotary_stride,
     T,
@@ -287,36 +287,25 @@ def _dot_kernel(
     loaded = _early(
         residual_ptr, out_ptr, places, rotary_stride, outs, tokens, some, N, BLOCK_N, Q_HEADS, KV_HEADS, HALF
     )
-    TILE: tl.constexpr = PLANE if PACKED else BLOCK_K
+    TILE: tl.constexpr = BLOCK_K if not PACKED else CHUNK if GROUP is None else GROUP
     columns = tl.arange(0, TILE)
-    w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * WIDTH + tl.arange(0, PLANE if PACKED else BLOCK_K)[None, :]
     x_ptrs = x_ptr + tokens[None, :] * stride_x + columns[:, None]
     SUM: tl.constexpr = tl.int32 if tl.int8 == DOT else tl.float32
     y = tl.zeros([BLOCK_N, BLOCK_T], SUM)
     if PACKED:
-        # Few sums are multiplied by the scales, which are loaded a step ahead; for many rows the weights are, as in
-        # linear.py.
-        FEW: tl.constexpr = GROUP is not None and BLOCK_T <= 16
-        ahead = group_scales(scales_ptr, w_rows, k_begin, K, GROUP if FEW else None, BLOCK_K)
+        next_scales = group_scales(scales_ptr, w_rows, k_begin, K, GROUP, BLOCK_K)  # a step ahead
         for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
-            now = ahead
-            ahead = group_scales(scales_ptr, w_rows, k + BLOCK_K, K, GROUP if FEW else None, BLOCK_K)
-            for column in tl.static_range(0, BLOCK_K, PLANE):
+            now = next_scales
+            next_scales = group_scales(scales_ptr, w_rows, k + BLOCK_K, K, GROUP, BLOCK_K)
+            for column in tl.static_range(0, BLOCK_K, TILE):
                 if column // PLANE % 4 == 0:  # planes a chunk
                     words = tl.load(w_ptrs + (k + column) // 4, eviction_policy="evict_first")
                 x = tl.load(x_ptrs + (k + column), mask=some[None, :], other=0.0).to(DOT)
-                w = unpacked(words, column // PLANE % 4, zeros_ptr, w_rows, k + column, K, GROUP, DOT)
-                if FEW:
-                    if column % GROUP == 0:
-                        part = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-                    part = tl.dot(w, x, part)
-                    if (column + PLANE) % GROUP == 0:
-                        scale = now[column // GROUP].to(tl.float32)
-                        y = tl.fma(part, tl.broadcast_to(scale[:, None], part.shape), y)
-                else:
-                    if GROUP is not None:
-                        w *= tl.load(scales_ptr + w_rows * (K // GROUP) + (k + column) // GROUP).to(DOT)[:, None]
-                    y = tl.dot(w, x, y)
+                w = unpacked_planes(
+                    words, column // PLANE % 4, TILE // PLANE, zeros_ptr, w_rows, k + column, K, GROUP, DOT
+                )
+                y = scaled_sum(tl.dot(w, x), now, column, y, GROUP)
     else:
         for k in tl.range(k_begin, k_end, BLOCK_K, num_stages=STAGES):
             if K % BLOCK_K == 0:
@@ -333,17 +322,9 @@ def _dot_kernel(
             else:
                 y = tl.dot(w, x, y, out_dtype=SUM)
     if SPLITS > 1:
-        tile = tl.program_id(0)
-        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tokens[None, :]
-        mine = parts_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_T) + place
-        tl.store(mine + tl.program_id(1) * (BLOCK_N * BLOCK_T), y)
-        tl.debug_barrier()  # the ticket speaks for all threads
-        if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
+        y, last = added_up(y, parts_ptr, tickets_ptr, tl.program_id(0), SPLITS)
+        if not last:
             return
-        tl.store(tickets_ptr + tile, 0)  # for the next launch
-        y = tl.load(mine)
-        for split in tl.static_range(1, SPLITS):
-            y += tl.load(mine + split * (BLOCK_N * BLOCK_T))
     _finish(y, x_scales_ptr, scales, bias, loaded, out_ptr, outs, tokens, some, N, BLOCK_N, SILU_MUL, ADD,
             Q_HEADS, KV_HEADS, HALF)  # fmt: skip
 
@@ -364,15 +345,31 @@ class DotTile(NamedTuple):
 
 
 def tile_for(rows: int, number: Number, out_size: int, in_size: int) -> FmaTile | DotTile | None:
-    """None: linear.py is the faster. To be replaced by what an H200 says."""
+    """The best on an H200 by the products of Qwen2.5-7B; None: linear.py is the faster."""
     most = max(8, triton.next_power_of_2(rows))
+    few, long = out_size <= 8192, in_size > 8192  # rows of W, too few for all SMs; rows that go a long way
+    if number is Number.int4:
+        return _int4_tile_for(rows, most, few, long)
     if rows <= (4 if number is Number.int8 else 1):
-        return FmaTile(4, 1, 4)
+        return FmaTile(4, 1, 8 if long else 4 if few else 1)
     if rows <= 16:
-        splits = 2 if out_size <= 8192 and number is Number.int4 else 1
-        return DotTile(32 if number is Number.int4 else 16, 256, most, 1, 6, splits)
-    if number is Number.int4 and rows <= 64:
-        return DotTile(64, 128, most, 4, 4, 4 if out_size <= 8192 else 1)
+        if not few:
+            return DotTile(16, 512, most, 1, 4, 1)
+        return DotTile(16, 256, most, 1, 6, 4 if number is Number.fp8 else 2 if long else 1)
+    if rows <= 64 and few and long:
+        return DotTile(64, 256, most, 4, 3, 4) if number is Number.int8 else DotTile(64, 128, most, 4, 6, 4)
+    return None
+
+
+def _int4_tile_for(rows: int, most: int, few: bool, long: bool) -> FmaTile | DotTile | None:
+    if rows == 1 and few:
+        return FmaTile(8, 1, 4)
+    if rows <= 16:
+        if not few:
+            return DotTile(32, 256, most, 2, 4, 1)
+        return DotTile(32, 256, most, 2, 4, 12) if long else DotTile(64, 512, most, 4, 3, 7)
+    if rows <= 64:
+        return DotTile(64, 128, most, 4, 4 if long else 3, 4 if few else 1)
     return None
 
 
@@ -396,7 +393,6 @@ def quant_gemv(
     silu_mul: bool = False,
     places: Places | None = None,
     tile: FmaTile | DotTile | None = None,
-    prefetch: int = 512,
 ) -> Tensor:
     """x W^T + bias -> [T, N] of x's dtype, rounded as each operation of its own would be.
 
@@ -408,7 +404,6 @@ def quant_gemv(
         silu_mul: weight and bias are gate over up: silu(gate) * up, [T, N / 2].
         places: weight's rows are q | k | v heads: of them `rope_and_store` -> q [T, Hq, D], as `gemv.qkv_gemv`.
         tile: instead of the one for these sizes, for tests and measurements.
-        prefetch: bytes of a row of W (or of a part of it) that are asked for before x is there.
 
     The first call on a device must not be under capture (RuntimeError). Calls on one device share their tickets, so
     they must not overlap: one stream, or streams that wait for each other.
@@ -435,7 +430,7 @@ def quant_gemv(
         "N": n // 2 if silu_mul else n, "K": k, "GROUP": form.columns, "BLOCK_N": tile.rows, "SILU_MUL": silu_mul,
         "ADD": residual is not None, **heads, "num_warps": tile.num_warps, **launch_options(values.device),
     }  # fmt: skip
-    prefetch = prefetch if constants["PDL"] else 0
+    prefetch = _PREFETCH if constants["PDL"] else 0
     rotary_stride = 0 if places is None else places.cos.stride(0)
     grid = triton.cdiv(n, tile.rows)
     if isinstance(tile, FmaTile):
@@ -459,13 +454,8 @@ def quant_gemv(
     each = triton.cdiv(steps, tile.splits)
     splits = triton.cdiv(steps, each)  # none of them empty
     shortest = k - (splits - 1) * each * block_k
-    parts, tickets = None, None
-    if splits > 1:
-        if grid > _MAX_TILES:
-            raise ValueError(f"of a product of {grid} tiles K is not split")
-        dtype = torch.int32 if form.number is Number.int8 else torch.float32
-        parts = torch.empty(grid * splits * tile.rows * tile.tokens, dtype=dtype, device=values.device)
-        tickets = _tickets(values.device)
+    sums = torch.int32 if form.number is Number.int8 else torch.float32
+    parts, tickets = scratch(grid, splits, (tile.rows, tile.tokens), sums, values.device)
     _dot_kernel[(grid, splits)](
         values, x_scales, weight.codes.view(torch.int16) if packed else weight.codes, weight.scales, weight.zeros, bias,
         residual, out, places, parts, tickets, stride, rotary_stride, rows, PACKED=packed, DOT=dot, BLOCK_K=block_k,
@@ -473,11 +463,3 @@ def quant_gemv(
         PREFETCH=min(prefetch, shortest * width // k) // 16 * 16, **constants,
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def _tickets(device: torch.device) -> Tensor:
-    """Zeros, and every launch leaves them so."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("quant_gemv must be called once on a device before it is captured in a CUDA graph")
-    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)

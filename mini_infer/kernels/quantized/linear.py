@@ -1,20 +1,20 @@
 """Matrix products with quantized weights, and activations quantized or not.
 
 One kernel for all formats and any number of rows. Weights are the tall operand of the tensor core, as in
-invariant_linear.py, and K is never split, so a row's result is the same to the bit in any batch.
+invariant_linear.py. Where K is not split, a row's result is the same to the bit in any batch.
 
     weights    activations    a step of the loop                                        at the end
     int8       int8           sums of products, exact in int32                          * scale_x * scale_w
     fp8        fp8            128 columns in the tensor core's sum, then in float32     * scale_x * scale_w
     fp8 block  fp8 groups     128 columns * scale_x * scale_w, then in float32
     int8       as they are    codes made bf16, which is exact                           * scale_w
-    int4       as they are    unpacked, * scale_w, rounded to bf16
+    int4       as they are    a group's sum of whole numbers * scale_w, then in float32
 
 The tensor core of Hopper keeps some 14 bits of a sum of fp8 products, hence the 128 (DeepSeek-V3, arXiv:2412.19437,
 section 3.3.2).
 
-Packed int4 is made numbers by its bits, a plane of 32 columns at a time, each with its own tile of x
-(kernels/quantized/unpack.py).
+Packed int4 is made numbers by its bits (kernels/quantized/unpack.py). Of up to 256 rows of x with few outputs, K is in
+two parts unless one order of sums is asked for.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
 from mini_infer.kernels.pdl import bring_to_l2, launch_options
+from mini_infer.kernels.quantized.split import added_up, scratch
 from mini_infer.kernels.quantized.tokens import quantize_tokens
-from mini_infer.kernels.quantized.unpack import CHUNK, PLANE, unpacked
+from mini_infer.kernels.quantized.unpack import CHUNK, PLANE, group_scales, scaled_sum, unpacked, unpacked_planes
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
@@ -55,17 +56,20 @@ def _quant_linear_kernel(
     bias_ptr,
     residual_ptr,
     out_ptr,
+    parts_ptr,  # of `added_up`, as tickets_ptr
+    tickets_ptr,
     num_rows,
     OUT_SIZE: tl.constexpr,
     IN_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # columns of a tile; where PACKED those of a chunk
+    BLOCK_K: tl.constexpr,  # columns of a tile; where PACKED those of a group, or of a chunk
     TALL: tl.constexpr,  # as in invariant_linear.py
     PACKED: tl.constexpr,
     GROUP: tl.constexpr,  # columns that share a scale of the weights; None: all
     GROUP_ROWS: tl.constexpr,
     X_GROUP: tl.constexpr,  # ... of the activations
+    SPLITS: tl.constexpr,  # of K, axis 1 of the grid
     DOT: tl.constexpr,  # dtype of the factors
     PDL: tl.constexpr,
 ):
@@ -81,33 +85,38 @@ def _quant_linear_kernel(
     w_rows = tl.minimum(outs, OUT_SIZE - 1)
     if PDL:
         ROW_BYTES: tl.constexpr = IN_SIZE // 2 if PACKED else IN_SIZE
-        if row == 0 and ROW_BYTES >= 512:
+        if ROW_BYTES >= 512 and (row + tl.program_id(1)) == 0:
             bring_to_l2(codes_ptr, w_rows, ROW_BYTES, 512)
         tl.extra.cuda.gdc_wait()
     GROUPS: tl.constexpr = 1 if GROUP is None else (IN_SIZE + GROUP - 1) // GROUP
     X_GROUPS: tl.constexpr = 1 if X_GROUP is None else (IN_SIZE + X_GROUP - 1) // X_GROUP
     SUM: tl.constexpr = tl.int32 if tl.int8 == DOT else tl.float32
     sums = tl.zeros([BLOCK_OUT, BLOCK_ROWS], SUM)
+    STEP: tl.constexpr = CHUNK if PACKED else BLOCK_K
+    LENGTH: tl.constexpr = ((IN_SIZE + STEP - 1) // STEP + SPLITS - 1) // SPLITS * STEP
+    k_begin = tl.program_id(1) * LENGTH
+    k_end = tl.minimum(k_begin + LENGTH, IN_SIZE)
     if PACKED:
-        for k in range(0, IN_SIZE, CHUNK):
+        next_scales = group_scales(scales_ptr, w_rows, k_begin, IN_SIZE, GROUP, CHUNK)  # a step ahead
+        for k in range(k_begin, k_end, CHUNK):
+            now = next_scales
+            next_scales = group_scales(scales_ptr, w_rows, k + CHUNK, IN_SIZE, GROUP, CHUNK)
             words = codes_desc.load([out, k // 4])
-            for column in tl.static_range(0, CHUNK, PLANE):
+            for column in tl.static_range(0, CHUNK, BLOCK_K):
                 x = x_desc.load([row, k + column]).to(DOT)
-                w = unpacked(words, column // PLANE, zeros_ptr, w_rows, k + column, IN_SIZE, GROUP, DOT)
-                if GROUP is not None:
-                    if column % GROUP == 0:
-                        scale = tl.load(scales_ptr + w_rows * GROUPS + (k + column) // GROUP).to(DOT)
-                    w *= scale[:, None]
-                sums = tl.dot(w, x.T, sums, input_precision="ieee")
+                w = unpacked_planes(
+                    words, column // PLANE, BLOCK_K // PLANE, zeros_ptr, w_rows, k + column, IN_SIZE, GROUP, DOT
+                )
+                sums = scaled_sum(tl.dot(w, x.T, input_precision="ieee"), now, column, sums, GROUP)
     else:
-        for k in range(0, IN_SIZE, BLOCK_K):  # descriptors give zeros beyond the ends
+        for k in range(k_begin, k_end, BLOCK_K):  # descriptors give zeros beyond the ends
             codes, x = codes_desc.load([out, k]), x_desc.load([row, k])
             if _INTERPRETED and tl.float8e4nv == DOT:  # numpy has no such
                 codes, x = codes.to(tl.float32), x.to(tl.float32)
             if tl.int8 == DOT:
                 sums = tl.dot(codes, x.T, sums, out_dtype=tl.int32)
             elif GROUP is None and X_GROUP is None and tl.float8e4nv != DOT:
-                sums = tl.dot(codes.to(DOT), x.to(DOT).T, sums, input_precision="ieee")
+                sums = scaled_sum(tl.dot(codes.to(DOT), x.to(DOT).T, input_precision="ieee"), (), 0, sums, None)
             else:
                 part = tl.dot(codes, x.T)
                 scale = tl.full([BLOCK_OUT, BLOCK_ROWS], 1.0, tl.float32)
@@ -116,6 +125,10 @@ def _quant_linear_kernel(
                 if GROUP is not None:
                     scale *= _scales_of(scales_ptr, outs, real, k // GROUP, GROUPS, GROUP_ROWS)[:, None]
                 sums = tl.fma(part, scale, sums)
+    if SPLITS > 1:
+        sums, last = added_up(sums, parts_ptr, tickets_ptr, tl.program_id(0), SPLITS)
+        if not last:
+            return
     result = sums.to(tl.float32)
     scale = tl.full([BLOCK_OUT, BLOCK_ROWS], 1.0, tl.float32)
     if x_scales_ptr is not None and X_GROUP is None:
@@ -222,6 +235,7 @@ class Tile(NamedTuple):
     k: int  # columns; of packed codes those of a chunk
     num_warps: int
     num_stages: int
+    splits: int = 1  # of K
 
 
 def tile_for(rows: int, number: Number, out_size: int, in_size: int, activations: bool = True) -> Tile:
@@ -229,9 +243,11 @@ def tile_for(rows: int, number: Number, out_size: int, in_size: int, activations
     tile goes a long way, tiles are small and many bytes of each are in flight. Tiles differ in speed, and sums do not.
     """
     size = min(max(triton.next_power_of_2(rows), 16), 128)
-    if number is Number.int4:
-        return Tile(size, 64, CHUNK.value, 4, 5 if size <= 32 else 4)
     few = out_size <= 8192
+    if number is Number.int4:
+        if rows <= 64:
+            return Tile(size, 64, CHUNK.value, 4, 6) if few or size < 64 else Tile(size, 128, CHUNK.value, 4, 3)
+        return Tile(128, 128, CHUNK.value, 8, 4, splits=2 if few and in_size > 8192 else 1)
     if not activations:
         return Tile(size, 64, 256 if few and size <= 64 else 128, 4, 3)
     if number is Number.fp8:  # 128 columns are what its sums are made of
@@ -259,6 +275,7 @@ def quantized_linear(
     out: Tensor | None = None,
     *,
     residual: Tensor | None = None,
+    one_order: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
     """x W^T + b as the table above says.
@@ -270,10 +287,11 @@ def quantized_linear(
         activations: what x becomes first; None: it stays.
         out: takes the result where it is given, [T, N] contiguous.
         residual: [T, N] contiguous, of x's dtype, added to the rounded product.
+        one_order: a row's result depends on that row of x, the weights and the bias alone, to the bit.
         tile: instead of the one for this number of rows, for tests and measurements.
 
     Returns:
-        [T, N] of x's dtype. A row depends on that row of x, the weights and the bias alone, to the bit.
+        [T, N] of x's dtype.
 
     Raises:
         ValueError: for formats that do not go together, and rows that do not begin at multiples of 16 bytes.
@@ -292,20 +310,24 @@ def quantized_linear(
     if activations is not None:
         dot = tl.int8 if form.number is Number.int8 else tl.float8e4nv
     tile = tile or tile_for(rows, form.number, out_size, in_size, activations is not None)
-    codes, x_columns = weight.codes, tile.k
+    if one_order:
+        tile = tile._replace(splits=1)
+    codes, block_k, code_columns = weight.codes, tile.k, tile.k
     if packed:
-        codes, x_columns = codes.view(torch.int16), PLANE.value
+        codes, block_k, code_columns = codes.view(torch.int16), form.columns or CHUNK.value, PLANE.value
     if (shared := shared_memory(values.device)) is not None:
         stage = tile.rows * tile.k * values.element_size() + tile.outs * tile.k // (2 if packed else 1)
         tile = tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outs),)
-    _quant_linear_kernel[grid](
-        TensorDescriptor.from_tensor(values, [tile.rows, x_columns]), x_scales,
-        TensorDescriptor.from_tensor(codes, [tile.outs, x_columns]), codes, weight.scales, weight.zeros, bias, residual,
-        out, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outs, BLOCK_K=tile.k,
-        TALL=8, PACKED=packed, GROUP=form.columns, GROUP_ROWS=form.rows,
-        X_GROUP=None if activations is None else activations.columns, DOT=dot, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, **launch_options(values.device),
+    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(out_size, tile.outs)
+    sums = torch.int32 if dot is tl.int8 else torch.float32
+    parts, tickets = scratch(tiles, tile.splits, (tile.outs, tile.rows), sums, values.device)
+    _quant_linear_kernel[(tiles, tile.splits)](
+        TensorDescriptor.from_tensor(values, [tile.rows, block_k]), x_scales,
+        TensorDescriptor.from_tensor(codes, [tile.outs, code_columns]), codes, weight.scales, weight.zeros, bias,
+        residual, out, parts, tickets, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows,
+        BLOCK_OUT=tile.outs, BLOCK_K=block_k, TALL=8, PACKED=packed, GROUP=form.columns, GROUP_ROWS=form.rows,
+        X_GROUP=None if activations is None else activations.columns, SPLITS=tile.splits, DOT=dot,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(values.device),
     )  # fmt: skip
     return out
 

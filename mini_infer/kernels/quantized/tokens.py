@@ -19,7 +19,7 @@ from mini_infer.quantization.weight import QuantizedTokens
 
 _TIES_TO_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it keeps no digits behind the point
 _BLOCK = 4096  # columns at a time: 16 bytes a thread
-_PROGRAMS = 256  # with fewer rows, a row is shared
+_PROGRAMS = 64  # with fewer rows, a row is shared
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -105,7 +105,7 @@ def _quantize_kernel(
     SILU_MUL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has a share of a row. Where that is not all of it, it reads the row once more: for the largest."""
+    """A program has a share of a row, and reads the others for the largest value alone."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -123,14 +123,20 @@ def _quantize_kernel(
             store_encoded(x, codes_ptr, scales_ptr, row, begin + start, SIZE, GROUP, SCALE_MAX, FP8)
     else:
         largest = tl.zeros([BLOCK], tl.float32)
+        own = ()
+        PADDED: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK * BLOCK
         for start in tl.static_range(0, SIZE, BLOCK):
-            largest = tl.maximum(largest, tl.abs(_values(x_ptr, start + columns, SIZE, SILU_MUL)))
+            # The share comes first, and from the last column it goes on with the first.
+            here = tl.multiple_of((begin + start) % PADDED, BLOCK) + columns
+            x = _values(x_ptr, here, SIZE, SILU_MUL)
+            largest = tl.maximum(largest, tl.abs(x))
+            if start < SHARE:
+                own += (x,)  # type: ignore[assignment]
         scale, divisor = _scales(tl.max(largest, axis=0), SCALE_MAX)
         tl.store(scales_ptr + row, scale)  # every share the same
         for start in tl.static_range(0, SHARE, BLOCK):
             here = begin + start + columns
-            x = _values(x_ptr, here, SIZE, SILU_MUL)[None, :]
-            codes = _codes(x, tl.zeros([1, 1], tl.float32) + divisor, SCALE_MAX, FP8)
+            codes = _codes(own[start // BLOCK][None, :], tl.full([1, 1], 0.0, tl.float32) + divisor, SCALE_MAX, FP8)
             tl.store(codes_ptr + row * SIZE + here, tl.reshape(codes, [BLOCK]), mask=here < SIZE)
 
 
@@ -160,10 +166,11 @@ def quantize_tokens(x: Tensor, form: ActivationFormat, silu_mul: bool = False) -
     tokens, constants = empty_tokens(x, size, form)
     block = min(max(triton.next_power_of_2(size), 16), _BLOCK)
     if rows:
+        warps = 32 if size > block and rows <= _PROGRAMS else num_warps(block)
         shares = min(triton.cdiv(size, block), max(_PROGRAMS // rows, 1))
         share = triton.cdiv(triton.cdiv(size, block), shares) * block
         _quantize_kernel[(rows * triton.cdiv(size, share),)](
             x, tokens.codes, tokens.scales, x.stride(0), SIZE=size, BLOCK=block, SHARE=share, SILU_MUL=silu_mul,
-            num_warps=num_warps(block), **constants, **launch_options(x.device),
+            num_warps=warps, **constants, **launch_options(x.device),
         )  # fmt: skip
     return tokens

@@ -47,6 +47,28 @@ def unpacked(words, plane: tl.constexpr, zeros_ptr, rows, k, K: tl.constexpr, GR
 
 
 @triton.jit
+def unpacked_planes(
+    words, first: tl.constexpr, COUNT: tl.constexpr, zeros_ptr, rows, k, K: tl.constexpr, GROUP: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """As `unpacked`, 1, 2 or 4 planes beside each other, [N, COUNT * PLANE]."""
+    w = unpacked(words, first, zeros_ptr, rows, k, K, GROUP, DOT)
+    if COUNT > 1:
+        w = _beside(w, unpacked(words, first + 1, zeros_ptr, rows, k + PLANE, K, GROUP, DOT))
+    if COUNT > 2:
+        third = unpacked(words, first + 2, zeros_ptr, rows, k + 2 * PLANE, K, GROUP, DOT)
+        w = _beside(w, _beside(third, unpacked(words, first + 3, zeros_ptr, rows, k + 3 * PLANE, K, GROUP, DOT)))
+    return w
+
+
+@triton.jit
+def _beside(left, right):
+    """Two [N, C] -> [N, 2 C]; on a GPU every number stays where it is."""
+    both = tl.permute(tl.join(left, right), (0, 2, 1))
+    return tl.reshape(both, [left.shape[0], 2 * left.shape[1]])
+
+
+@triton.jit
 def as_numbers(words, plane: tl.constexpr, LESS: tl.constexpr):
     """Of int32 words a plane of their low and of their high halves, less LESS, float32."""
     return _number(words, 4 * plane, LESS), _number(words, 16 + 4 * plane, LESS)
@@ -69,12 +91,28 @@ def _number(words, bit: tl.constexpr, LESS: tl.constexpr):
 
 
 @triton.jit
+def scaled_sum(part, scales, column: tl.constexpr, sums, GROUP: tl.constexpr):
+    """sums plus the part of K that begins `column` columns behind the first of `scales` (`group_scales`), times its
+    scale; where GROUP is None times 1.
+
+    Tensor cores do not add to `sums` themselves, and Triton would have them do a mere addition. Every step would then
+    begin to overwrite the registers with the weights of the one before, for which Triton 3.6 does not wait on Hopper
+    (wgmma reads them as it runs).
+    """
+    if GROUP is None:
+        scale = tl.full([part.shape[0], 1], 1.0, tl.float32)
+    else:
+        scale = scales[column // GROUP].to(tl.float32)[:, None]
+    return tl.fma(part, tl.broadcast_to(scale, part.shape), sums)
+
+
+@triton.jit
 def group_scales(ptr, w_rows, k, K: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """Scales of the groups of COLUMNS from k on, a tuple; where GROUP is None, an empty one."""
+    """Scales of the groups of COLUMNS from k on, beyond the end those of the last, a tuple; where GROUP is None, an
+    empty one."""
     found = ()
     if GROUP is not None:
-        for group in tl.static_range(COLUMNS // GROUP):
-            at = k // GROUP + group
-            real = w_rows * 0 + at < K // GROUP
-            found += (tl.load(ptr + w_rows * (K // GROUP) + at, mask=real, other=0.0),)  # type: ignore[assignment]
+        for start in tl.static_range(0, COLUMNS, GROUP):
+            group = tl.minimum((k + start) // GROUP, K // GROUP - 1)
+            found += (tl.load(ptr + w_rows * (K // GROUP) + group),)  # type: ignore[assignment]
     return found
