@@ -17,8 +17,6 @@ from experiments.lab.workloads import Item
 from mini_infer.core.config import DryConfig, EngineConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("quick_figures")
-
 SMALL = ["workload=fixed", "workload.count=3", "workload.prompt_tokens=12", "workload.output_tokens=5"]
 DRY = ["model=dry", "experiment.samples=1", "measure.repeats=2", "engine.cache.num_blocks=64", *SMALL]
 PROMPTS = [Item(tuple(range(3, 3 + n)), output) for n, output in ((20, 9), (5, 12), (11, 4))]
