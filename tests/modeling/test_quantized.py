@@ -326,6 +326,18 @@ def test_a_format_that_kernels_do_not_have_is_computed_by_torch(
     assert ("by torch operations, which is slow: products of int4" in caplog.text) == slow
 
 
+def test_gpus_without_fp8_compute_it_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which says so, as of formats that kernels do not have."""
+    pytest.importorskip("triton")
+    kernels, fp8 = TritonKernels(), SCHEMES["fp8"]
+    assert kernels.quantized_refusal(fp8.weights, fp8.activations, 128) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    found = kernels.quantized_refusal(fp8.weights, fp8.activations, 128)
+    assert found == "fp8 takes GPUs of compute capability 8.9 and above"
+    assert kernels.quantized_refusal(INT8, None, 128) is None
+
+
 # --- keys and values in fp8 ---------------------------------------------------------------------------------------
 
 
