@@ -192,8 +192,7 @@ class Quantization(Probe):
             return {"kv_tokens": whole.bytes_per_token / half.bytes_per_token}
         if recipe is None or recipe.kept:
             return {}
-        shape = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{self.spec.memory}.yaml"))
-        plain = schema.build(ModelConfig, shape, "engine.model")
+        plain = ModelConfig(**schema.plain(OmegaConf.load(CONF / "model" / f"{self.spec.memory}.yaml")))
         held = replace(
             plain,
             quantization=Rounding(recipe.scheme),

@@ -44,7 +44,9 @@ def test_texts_that_are_read_one_by_one_are_those_of_the_split(library: Path) ->
     corpus = load_corpus(library)
     texts = TrainingTexts(library, corpus.heldout)
     found = [texts[index] for index in range(len(texts))]
-    assert {text for text in found if text} == {source.text for source in corpus.train}
+    train = {source.text for source in corpus.train}
+    assert train < {*found}
+    assert len({*found} - train - {""}) <= corpus.dropped["duplicate"]
     assert "" in found, "what is left out of the split"
 
 

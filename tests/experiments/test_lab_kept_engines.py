@@ -121,6 +121,8 @@ def test_the_gate_may_be_left_to_some_points(build, monkeypatch):
 
     monkeypatch.setattr(ablation.ExactGate, "of_own", lambda self, variant, point, *_: gate(variant, point))
     monkeypatch.setattr(ablation.ExactGate, "of_probes", lambda self, variant, _: gate(variant, ""))
+    own = property(lambda self: {v: self._cell(v, self._grid[0]).engine for v in self._alone})
+    monkeypatch.setattr(ablation.Ablation, "_gated", own)  # of a dry model there is none
     experiment = build(gate_at=[{"load": "one long"}])
     empty = dict.fromkeys(("short", "one long"), Inputs((), ()))
     assert len(experiment._exact_gates("cuda", empty)) == 4

@@ -27,7 +27,7 @@ from mini_infer.modeling.linear_methods.quantized import QuantizedLinear, SideBy
 from mini_infer.modeling.loader import as_served, load_model, load_spec, outline
 from mini_infer.modeling.model import Model
 from mini_infer.quantization.checkpoint_config import rounding
-from mini_infer.quantization.formats import SCHEMES, Number, WeightFormat, dequantize, quantize, quantize_tokens
+from mini_infer.quantization.formats import INT8, SCHEMES, Number, WeightFormat, dequantize, quantize, quantize_tokens
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(12) * 7 % 90
