@@ -54,6 +54,7 @@ from mini_infer.modeling.loader import load_spec, outline
 CPU = torch.device("cpu")
 METRICS = {
     "agreement": Metric("equal greedy tokens, teacher-forced", "", Better.higher, share=True),
+    "different_pct": Metric("other greedy tokens, teacher-forced", "%", Better.lower),
     "perplexity_increase_pct": Metric("perplexity of held-out text over the reference's", "%", Better.lower),
     "divergence_mnats": Metric("KL from the reference, mean of a token", "mnats", Better.lower),
     "share_of_rtn": Metric("KL, as a share of that of RTN in the same format", "", Better.lower, share=True),
@@ -80,7 +81,7 @@ class QuantizationSpec(ExperimentSpec):
             with nothing quantized.
         single: variants that are also measured with one layer quantized at a time, with one kind of linear layer, and
             with those left alone that mind most.
-        parts: those kinds: what the names of linear layers end in.
+        parts: those kinds: "down" is the layers called down_proj.
         left: shares of the weights that are left alone.
         samples, length: calibration sequences, and tokens of each.
         windows, window_tokens: of held-out text, read teacher-forced; others in each process and repeat.
@@ -161,6 +162,7 @@ class Quantization(Probe):
                 "perplexity_increase_pct": 100 * found.increase,
                 "divergence_mnats": 1000 * found.divergence,
                 "agreement": found.agreement,
+                "different_pct": 100 * (1 - found.agreement),
             }
             if whole or "left" in point.values:
                 values["bits_per_weight"] = bits
@@ -264,7 +266,7 @@ class _Study:
             own = self._layers(variant, recipe)[int(value)].weights
             return lambda name: name in own
         if key == "part":
-            return lambda name: name.endswith(str(value))
+            return lambda name: name.rpartition(".")[2].removesuffix("_proj") == value
         if key == "left":
             left = self._worth_leaving(variant, recipe, float(value))
             return lambda name: name not in left

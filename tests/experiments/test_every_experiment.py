@@ -53,7 +53,7 @@ OWN = {
     "quantization": [
         *("experiment.windows=1", "experiment.window_tokens=32", "experiment.few_windows=1", "experiment.prompts=1"),
         *("experiment.new_tokens=3", "experiment.samples=1", "experiment.length=16", "experiment.single=[w4_rtn]"),
-        *("experiment.parts=[down_proj]", "experiment.left=[0.2]"),
+        *("experiment.parts=[down]", "experiment.left=[0.2]"),
         # What is calibrated takes longer; tests/calibration has it on a smaller model.
         *("~experiment.variants.w8a8_smoothquant", "~experiment.variants.mixed", "~experiment.variants.w4_awq"),
         *("~experiment.variants.w4_gptq", "~experiment.variants.w4_gptq_32", "~experiment.variants.w4_gptq_32z"),

@@ -17,7 +17,7 @@ from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.figures import frame
 from experiments.lab.show.grids import SCREEN, Sheet
 from experiments.lab.show.pages import screen
-from experiments.lab.spec import PanelSpec, PlotSpec
+from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Sample, StoreError
 
@@ -306,8 +306,10 @@ def test_what_another_experiment_has_measured_stands_beside_it():
         "at": {"workload.concurrency": 8},
         "variants": {"new": "base"},
     }
-    own = result(config={"experiment": {"beside": [wanted]}})
-    assert beside.joined([own]) == [own]
+    of_speed = PlotSpec("speed", "Speed", (PanelSpec("ttft_p50_ms", PanelKind.curve, x="step_ms"),))
+    own = result(config={"experiment": {"beside": [wanted]}}, plots=(of_speed,))
+    (alone,) = beside.joined([own])
+    assert (alone.rows, alone.info.plots) == (own.rows, ())
     speed = result("speed", "h200", seed=1)
     found, other = beside.joined([own, speed])
     assert other is speed
@@ -317,7 +319,7 @@ def test_what_another_experiment_has_measured_stands_beside_it():
     assert found.table.values("new", first, "step_ms") == expected
     assert not found.table.values("base", first, "step_ms")
     unfinished = replace(speed, info=replace(speed.info, status="incomplete: interrupted"))
-    assert beside.joined([own, unfinished])[0] is own
+    assert beside.joined([own, unfinished])[0] == alone
 
 
 def test_gates_that_pass_at_all_points_are_one_line(tmp_path):

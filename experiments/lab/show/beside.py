@@ -42,9 +42,17 @@ def _with(result: Result, results: Sequence[Result]) -> Result:
         wanted = Beside(**asked)
         others = (r for r in results if r.info.experiment == wanted.experiment and r.info.status == COMPLETE)
         other = next((r for r in others if wanted.metric in r.info.metrics), None)
-        if other is not None:
-            result = _taken(result, other, wanted)
+        result = _without(result, wanted.name) if other is None else _taken(result, other, wanted)
     return result
+
+
+def _without(result: Result, metric: str) -> Result:
+    """Panels of what is not there are not drawn."""
+    kept = (
+        replace(plot, panels=tuple(panel for panel in plot.panels if metric not in (panel.metric, panel.x)))
+        for plot in result.info.plots
+    )
+    return replace(result, info=replace(result.info, plots=tuple(plot for plot in kept if plot.panels)))
 
 
 def _taken(result: Result, other: Result, wanted: Beside) -> Result:

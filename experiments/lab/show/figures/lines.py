@@ -88,7 +88,7 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         style = line_style(row, 0)
         line, *_ = ax.errorbar(x.medians, y.medians, xerr=x.errors, yerr=y.errors, label=label, **style)
         frame.says(line, [tip(label, wording.point(point), ys, of_y) for point, ys in zip(names, all_y, strict=True)])
-        if not named:
+        if not named and len(names) > 1:
             key = _only_key(result, names)
             for point, at_x, at_y in zip(names, x.medians, y.medians, strict=True):
                 name = point if key is None else _setting(result, point)
