@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mini_infer.attention.context import AttentionBatch, AttentionContext, ModelAttention
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.cache.kv_store import KVStore
+from mini_infer.calibration import scales
 from mini_infer.core.config import CacheConfig, EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.ops import TorchKernels, TritonKernels
@@ -258,7 +259,9 @@ def test_unquantized_weights_are_rounded_while_they_are_loaded(
 ) -> None:
     scheme = SCHEMES[name]
     projections = {key: tensor for key, tensor in model().state_dict().items() if key.endswith("proj.weight")}
-    weights = {key: dequantize(quantize(tensor, scheme.weights), scheme.weights) for key, tensor in projections.items()}
+    of_16 = torch.bfloat16 if scheme.weights.number is Number.int4 else torch.float32  # scales of int4, in any model
+    held = {key: scales.rounded(tensor, scheme.weights, of_16) for key, tensor in projections.items()}
+    weights = {key: dequantize(found, scheme.weights) for key, found in held.items()}
     own = load(plain, quantization=name)
     check_products(own, weights)
     found, expected = logits(own, step_rows), transformers_logits(with_weights(weights, scheme.activations))
