@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             def done(count: int, total: int) -> None:
                 progress.update(task, description="layers", completed=count, total=total)
 
-            def texts() -> list[str]:
+            def texts() -> Sequence[str]:
                 progress.update(task, description="reading calibration text")
                 return files_text(args.text) if args.text else shipped_text()
 

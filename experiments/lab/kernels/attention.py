@@ -43,7 +43,7 @@ class _Attention(Case):
     }
     kind: Kind = "decode"
 
-    apart = (FA3,)
+    apart: ClassVar[tuple[str, ...]] = (FA3,)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -183,7 +183,7 @@ class FlashDecode(_Attention):
     """By the kernel: one pass over the keys, Flash Decoding, FlashAttention-4."""
 
     name = "flash_decode"
-    variants = (SINGLE_PASS, SPLIT_K, FA4, FA3)
+    variants: ClassVar[tuple[str, ...]] = (SINGLE_PASS, SPLIT_K, FA4, FA3)
 
     def implementation(self, variant: str) -> Implementation:
         if variant == FA4:
