@@ -114,7 +114,7 @@ def test_keys_and_values_in_fp8_are_the_same_numbers_in_half_the_bytes():
     pytest.importorskip("triton")
     found = made("kv_fp8", torch.bfloat16)
     outputs = {variant: found.implementation(variant).run(0) for variant in found.variants}
-    assert torch.equal(outputs["split_k"], outputs["fp8"])
+    assert row_error(outputs["fp8"], outputs["split_k"]) < 0.01
     assert found.error(outputs["fp8"]) < 0.01
     keys_and_values = 2 * 3 * 50 * 2 * 16
     assert found.work_of("split_k").bytes - found.work_of("fp8").bytes == keys_and_values
