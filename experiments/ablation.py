@@ -67,10 +67,8 @@ class Ablation(Experiment):
         self.spec, self.baseline = spec, spec.baseline
         self._peers = schema.build(PeerSettings, config.peers, "peers")
         self._grid = points.grid(spec.points)
-        again_at = [
-            points.find_point(self._grid, at, f"experiment.again_at[{index}]") for index, at in enumerate(spec.again_at)
-        ]
-        self._again_at = {point.name for point in again_at or self._grid}
+        self._again_at = {point.name for point in self._named("again_at") or self._grid}
+        self._gate_at = self._named("gate_at") or self._grid
         self._cells = {cell.key: cell for cell in self._made(config)}
         if spec.keep_engines:
             _require_keepable(list(self._cells.values()))
@@ -88,8 +86,13 @@ class Ablation(Experiment):
         self._timeline: str | None = None
         if spec.timeline is not None:
             self._timeline = points.find_point(self._grid, spec.timeline, "experiment.timeline").name
-        self._profiled = [
-            points.find_point(self._grid, at, f"experiment.profile[{index}]") for index, at in enumerate(spec.profile)
+        self._profiled = self._named("profile")
+
+    def _named(self, name: str) -> list[Point]:
+        """The points that a list of the spec names."""
+        return [
+            points.find_point(self._grid, at, f"experiment.{name}[{index}]")
+            for index, at in enumerate(getattr(self.spec, name))
         ]
 
     @property
@@ -223,11 +226,11 @@ class Ablation(Experiment):
         exact, found = ExactGate(device), []
         known: list[tuple[list[EngineConfig], list[Gate]]] = []
         for variant, engine in self._gated.items():
-            engines = [_one_replica(self._cell(variant, point).engine) for point in self._grid]
+            engines = [_one_replica(self._cell(variant, point).engine) for point in self._gate_at]
             gates = next((gates for others, gates in known if others == engines), None)
             if gates is None:
                 gates = [exact.of_probes(variant, engine)]
-                for point, config in zip(self._grid, engines, strict=True) if device == "cuda" else ():
+                for point, config in zip(self._gate_at, engines, strict=True) if device == "cuda" else ():
                     asked = inputs[point.name]
                     gates.append(exact.of_own(variant, point.name, config, asked.prime, asked.measured))
                 known.append((engines, gates))

@@ -19,7 +19,7 @@ from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.apart import Apart, ApartTimer
-from experiments.lab.kernels.attention import DecodeAttention, FlashDecode, PrefillAttention
+from experiments.lab.kernels.attention import DecodeAttention, DecodeOfFp8, FlashDecode, PrefillAttention
 from experiments.lab.kernels.case import Case, VariantAbsent, Work
 from experiments.lab.kernels.fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
 from experiments.lab.kernels.moe import MoELayer
@@ -37,7 +37,17 @@ from mini_infer.modeling.loader import resolve_device
 
 CASES: dict[str, type[Case]] = {
     cls.name: cls
-    for cls in (FlashDecode, AddRmsNorm, RopeAndStore, SiluMul, Gemv, DecodeAttention, PrefillAttention, MoELayer)
+    for cls in (
+        FlashDecode,
+        DecodeOfFp8,
+        AddRmsNorm,
+        RopeAndStore,
+        SiluMul,
+        Gemv,
+        DecodeAttention,
+        PrefillAttention,
+        MoELayer,
+    )
 }
 METRICS = {
     "time_us": Metric("time of a call", "µs", Better.lower),
@@ -167,7 +177,8 @@ class KernelSweep(Experiment):
         torch.manual_seed(self.settings.seed)
         case, at = self._case(point, device), _At(point, device)
         variants = [variant for variant in self.variants if variant in case.variants]
-        copies = copies_needed(case.work.bytes, device)
+        fewest = min((case.work_of(variant).bytes for variant in variants), default=case.work.bytes)
+        copies = copies_needed(fewest, device)
         timers: dict[str, Timer | ApartTimer] = {}
         with at.costing_only(*variants):
             case.allocate(copies)
@@ -186,7 +197,7 @@ class KernelSweep(Experiment):
         for repeat in range(self.settings.repeats):
             for variant in (v for v in stats.abba(list(timers), repeat) if v not in at.failed):
                 with at.costing_only(variant):
-                    values = _values(timers[variant].sample_us(), case.work, self.spec.dtype, limits)
+                    values = _values(timers[variant].sample_us(), case.work_of(variant), self.spec.dtype, limits)
                     at.rows += [
                         Row(variant, point.name, repeat, name, values[name], metric.unit)
                         for name, metric in self.metrics.items()

@@ -14,71 +14,111 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from experiments.lab import points, schema
+from experiments.lab.axes import CONF
+from experiments.lab.experiment import Findings
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
+from experiments.lab.show.beside import Beside
+from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.store.rows import Row
-from mini_infer.assets.evaluate import greedy, load
+from mini_infer.assets.evaluate import load
 from mini_infer.assets.prompts import draw_prompts, heldout_sources
 from mini_infer.assets.tokens import document_stream
-from mini_infer.calibration.accuracy import generated, teacher_forced
+from mini_infer.cache.layout import KVLayout
+from mini_infer.calibration.accuracy import (
+    Generated,
+    Reading,
+    generated,
+    greedy_together,
+    spread_windows,
+    teacher_forced,
+)
 from mini_infer.calibration.fp8_kv import with_fp8_kv
-from mini_infer.calibration.layerwise import RoundedLayer, put_in, quantized_layers
+from mini_infer.calibration.layerwise import RoundedLayer, Wanted, every, put_in, quantized_layers
 from mini_infer.calibration.recipe import Method, Recipe
+from mini_infer.calibration.sensitivity import sensitivities, worth_leaving
 from mini_infer.calibration.streamed import StreamedDecoder
 from mini_infer.calibration.text import calibration_ids, shipped_text
-from mini_infer.core.config import Device
+from mini_infer.core.config import Device, ModelConfig
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.model_config import Quantization as Rounding
 from mini_infer.modeling.checkpoint import read_json, resolve_folder
+from mini_infer.modeling.loader import load_spec, outline
 
 CPU = torch.device("cpu")
 METRICS = {
-    "bits_per_weight": Metric("bits a weight of the layers, scales included", "bits", Better.lower),
+    "agreement": Metric("equal greedy tokens, teacher-forced", "", Better.higher, share=True),
+    "different_pct": Metric("other greedy tokens, teacher-forced", "%", Better.lower),
     "perplexity_increase_pct": Metric("perplexity of held-out text over the reference's", "%", Better.lower),
     "divergence_mnats": Metric("KL from the reference, mean of a token", "mnats", Better.lower),
     "share_of_rtn": Metric("KL, as a share of that of RTN in the same format", "", Better.lower, share=True),
-    "agreement": Metric("equal greedy tokens, teacher-forced", "", Better.higher, share=True),
     "free_agreement": Metric("generated tokens before the first difference", "", Better.higher, share=True),
-    "compiles": Metric("continuations that are Python so far", "", Better.higher, share=True),
+    "compiles": Metric("functions that are Python with what was generated", "", Better.higher, share=True),
+    "bits_per_weight": Metric("bits a weight of the layers, scales included", "bits", Better.lower),
+    "memory_saved": Metric("bytes of weights saved", "", Better.higher, share=True),
+    "kv_tokens": Metric("tokens in the memory of one in bf16", "", Better.higher),
 }
 WHOLE = points.point({"layers": "all"})
-FP8_KV = "fp8"
+FP8_KV, BF16 = (
+    "fp8",
+    "bfloat16",
+)  # what is no Recipe: keys and values alone, and the reference in the checkpoint's dtype
+NAMED = 8  # of the linear layers that mind most
+PREVIEW = 2  # windows of calibration text by which the sweep of sensitivity chooses
 
 
 @dataclass(frozen=True)
 class QuantizationSpec(ExperimentSpec):
     """
     Attributes:
-        variants: name -> label, and settings of a Recipe; or kv: fp8, with weights as they are.
-        single: variants that are also measured with one layer quantized at a time, and with one kind of linear layer.
-        parts: those kinds: what the names of linear layers end in.
+        variants: name -> label, and settings of a Recipe; or kv: fp8, with weights as they are; or dtype: bfloat16,
+            with nothing quantized.
+        single: variants that are also measured with one layer quantized at a time, with one kind of linear layer, and
+            with those left alone that mind most.
+        parts: those kinds: "down" is the layers called down_proj.
+        left: shares of the weights that are left alone.
         samples, length: calibration sequences, and tokens of each.
-        windows, window_tokens: of held-out text, read teacher-forced; others in each repeat.
-        prompts, new_tokens: continued greedily.
+        windows, window_tokens: of held-out text, read teacher-forced; others in each process and repeat.
+        few_windows: so many of them are enough where a layer or a kind is quantized alone.
+        prompts, prompt_tokens, new_tokens: continued greedily, from the last prompt_tokens on.
+        memory: the model in conf/model/ of which it is told how many bytes of weights are saved.
+        beside: what another experiment has measured of the same schemes, for the page.
     """
 
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     single: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    left: tuple[float, ...] = ()
     samples: int = 64
     length: int = 512
     windows: int = 24
     window_tokens: int = 512
+    few_windows: int = 4
     prompts: int = 16
+    prompt_tokens: int = 96
     new_tokens: int = 64
+    memory: str = "qwen2_5_1_5b"
+    beside: tuple[Beside, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("samples", "length", "windows", "window_tokens", "prompts", "new_tokens"):
+        sizes = ("samples", "length", "windows", "window_tokens", "few_windows", "prompts", "prompt_tokens")
+        for name in (*sizes, "new_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"experiment.{name} must be at least 1, got {getattr(self, name)}")
+        for share in self.left:
+            if not 0 < share < 1:
+                raise ConfigError(f"experiment.left must be shares between 0 and 1, got {share}")
         unknown = sorted(set(self.single) - set(self.variants))
         if unknown:
             raise ConfigError(f"experiment.single names {unknown[0]}; variants are {', '.join(self.variants)}")
+        if not (CONF / "model" / f"{self.memory}.yaml").is_file():
+            raise ConfigError(f"experiment.memory={self.memory} is no model in conf/model")
 
 
 class Quantization(Probe):
@@ -97,28 +137,44 @@ class Quantization(Probe):
         layers = range(read_json(self._folder / "config.json")["num_hidden_layers"])
         single = [points.point({"layer": index}) for index in layers]
         single += [points.point({"part": part}) for part in spec.parts]
+        single += [points.point({"left": share}) for share in spec.left]
         self.points = [WHOLE, *(single if spec.single else [])]
         self.timed = [(name, WHOLE) for name in self.variants]
         self.timed += [(name, point) for name in spec.single for point in single]
         self._turns: dict[tuple[str, str], int] = {}
-        self._made: dict[str, list[RoundedLayer]] = {}
         self._study: _Study | None = None
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
         turn = self._turns[variant, point.name] = self._turns.get((variant, point.name), -1) + 1
         with _threads(self.threads), torch.no_grad():
             study = self._study = self._study or _Study(self._folder, self.spec, self.settings.seed)
-            model, bits = self._model(variant, point, study)
-            found = teacher_forced(study.reference_logits, {"": _logits(model)}, study.windows(turn))[""]
+            recipe, dtype = self._recipes[variant], self.spec.variants[variant].get("dtype")
+            whole, reading, bits = point is WHOLE, study.reading(turn), 16.0
+            if recipe is None:
+                model = study.copied()
+                model = model.bfloat16() if dtype else with_fp8_kv(model, study.calibration(self.settings.seed))
+            else:
+                wanted = study.wanted(point, variant, recipe)
+                model, bits = study.quantized(variant, recipe, wanted)
+            chosen = reading.first(self.spec.few_windows) if {"layer", "part"} & set(point.values) else reading
+            found = teacher_forced(chosen, study.logits_of(model))
             values: dict[str, float | None] = {
                 "perplexity_increase_pct": 100 * found.increase,
                 "divergence_mnats": 1000 * found.divergence,
                 "agreement": found.agreement,
+                "different_pct": 100 * (1 - found.agreement),
             }
-            if point is WHOLE:
+            if whole or "left" in point.values:
+                values["bits_per_weight"] = bits
+            if whole:
                 free = study.generated(model)
-                values |= {"bits_per_weight": bits, "free_agreement": free.equal, "compiles": free.compiles}
+                values |= {"free_agreement": free.equal, "compiles": free.compiles}
+                values |= self._memory(recipe, kv=recipe is None and not dtype)
         return values
+
+    def measure(self, steps: Steps) -> Findings:
+        found = super().measure(steps)
+        return replace(found, notes=[*found.notes, *(self._study.notes if self._study else ())])
 
     def derived(self, found: Sequence[Row]) -> list[tuple[str, Point, dict[str, float | None]]]:
         divergence = {r.variant: r.value for r in found if r.metric == "divergence_mnats" and r.point == WHOLE.name}
@@ -131,79 +187,133 @@ class Quantization(Probe):
             and (nearest := replace(recipe, method=Method.rtn)) in rounded
         ]
 
-    def _model(self, variant: str, point: Point, study: _Study) -> tuple[nn.Module, float]:
-        """The variant, quantized as far as the point says, and the bits of a weight in its layers."""
-        model = copy.deepcopy(study.reference)
-        recipe = self._recipes[variant]
-        if recipe is None:
-            return with_fp8_kv(model), 16.0
-        if variant not in self._made:
-            decoder = StreamedDecoder(self._folder, CPU)
-            ids = study.calibration(recipe) if recipe.needs_text else None
-            self._made[variant] = [layer for layer, _ in quantized_layers(decoder, recipe, ids)]
-        layers = self._made[variant]
-        for index, layer in enumerate(layers):
-            if point.values.get("layer", index) == index:
-                put_in(model, layer, recipe, point.values.get("part", ""))
-        weights = sum(layer.num_weights for layer in layers)
-        return model, sum(layer.bits(recipe) for layer in layers) / weights
+    def _memory(self, recipe: Recipe | None, kv: bool) -> dict[str, float | None]:
+        """By the shape of `spec.memory`, in bf16: the same in every repeat."""
+        if kv:
+            whole, half = (KVLayout.of_heads(1, 2, 128, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn))
+            return {"kv_tokens": whole.bytes_per_token / half.bytes_per_token}
+        if recipe is None or recipe.kept:
+            return {}
+        plain = ModelConfig(**schema.plain(OmegaConf.load(CONF / "model" / f"{self.spec.memory}.yaml")))
+        held = replace(
+            plain,
+            quantization=Rounding(recipe.scheme),
+            quantization_group=recipe.group,
+            quantization_symmetric=recipe.symmetric,
+        )
+        before, after = (outline(load_spec(each), torch.bfloat16).weight_bytes() for each in (plain, held))
+        return {"memory_saved": 1 - after / before}
 
 
 class _Study:
-    """The reference, and the text that all variants read."""
+    """The reference, the text that all variants read, and what has been quantized.
+
+    Attributes:
+        notes: what the sweep of sensitivity found, a line for each variant.
+    """
 
     def __init__(self, folder: Path, spec: QuantizationSpec, seed: int) -> None:
-        self.reference, self._tokenizer = load(folder)
-        self._spec, self._seed = spec, seed
-        stream = document_stream(heldout_sources(), self._tokenizer)
-        self._stream = torch.from_numpy(stream.astype("int64"))
-        self._prompts = draw_prompts(spec.prompts, seed=seed)
-        self._ids = [self._tokenizer.encode(prompt.text) for prompt in self._prompts]
-        self._continuations = [greedy(self.reference, ids, spec.new_tokens) for ids in self._ids]
-        self._known: dict[bytes, Tensor] = {}
-        self._text: list[str] | None = None
+        self._folder, self._spec, self._seed = folder, spec, seed
+        self.notes: list[str] = []
+        self._reference, self._tokenizer = load(folder)
+        self._stream = torch.from_numpy(document_stream(heldout_sources(), self._tokenizer).astype("int64"))
+        self._prompts = draw_prompts(spec.prompts, min_tokens=spec.prompt_tokens, seed=seed)
+        ids = [self._tokenizer.encode(prompt.text)[-spec.prompt_tokens :] for prompt in self._prompts]
+        self._ids = torch.tensor(ids)
+        self._expected = self._continued(self._reference)
+        self._readings: dict[int, Reading] = {}
+        self._texts: Sequence[str] | None = None
+        self._calibration: dict[int, Tensor] = {}
+        self._made: dict[str, list[RoundedLayer]] = {}
+        self._sensitivity: dict[str, dict[str, float]] = {}
 
-    def windows(self, turn: int) -> Tensor:
-        """[windows, window_tokens + 1], drawn anew in each turn."""
-        generator = torch.Generator().manual_seed(1000 * self._seed + turn)
-        last = len(self._stream) - self._spec.window_tokens - 1
-        starts = torch.randint(last, (self._spec.windows,), generator=generator).tolist()
-        return torch.stack([self._stream[start : start + self._spec.window_tokens + 1] for start in starts])
+    def copied(self) -> Any:
+        return copy.deepcopy(self._reference)
 
-    def reference_logits(self, ids: Tensor) -> Tensor:
-        """Computed once for all variants."""
-        key = ids.numpy().tobytes()
-        if key not in self._known:
-            self._known[key] = _logits(self.reference)(ids)
-        return self._known[key]
+    def reading(self, turn: int) -> Reading:
+        """Of the reference; windows are spread evenly over the held-out text, in each turn from another place on."""
+        if turn not in self._readings:
+            start = float(torch.rand((), generator=torch.Generator().manual_seed(1000 * self._seed + turn)))
+            windows = spread_windows(self._stream, self._spec.windows, self._spec.window_tokens, start)
+            # In an order drawn once, so that the first few come from all over the text.
+            order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
+            self._readings[turn] = Reading.of(self.logits_of(self._reference), windows[order])
+        return self._readings[turn]
 
-    def calibration(self, recipe: Recipe) -> Tensor:
-        self._text = self._text or shipped_text()
-        return calibration_ids(self._text, self._tokenizer, recipe.samples, recipe.length, recipe.seed)
+    def logits_of(self, model: Any) -> Any:
+        return lambda ids: model(ids).logits
 
-    def generated(self, model: nn.Module) -> Any:
-        def generate(ids: Any) -> list[int]:
-            return greedy(model, ids, self._spec.new_tokens)
+    def calibration(self, seed: int) -> Tensor:
+        if seed not in self._calibration:
+            self._texts = self._texts if self._texts is not None else shipped_text()
+            spec = self._spec
+            ids = calibration_ids(self._texts, self._tokenizer, spec.samples, spec.length, seed)
+            self._calibration[seed] = ids
+        return self._calibration[seed]
 
-        return generated(self._prompts, self._ids, self._continuations, generate, self._tokenizer.decode)
+    def quantized(self, variant: str, recipe: Recipe, wanted: Wanted) -> tuple[nn.Module, float]:
+        """The reference with these linear layers quantized, and the bits of a weight in its layers."""
+        layers, model = self._layers(variant, recipe), self.copied()
+        for layer in layers:
+            put_in(model, layer, recipe, wanted)
+        bits = sum(layer.bits(recipe, wanted) for layer in layers) / sum(layer.num_weights for layer in layers)
+        return model, bits
+
+    def wanted(self, point: Point, variant: str, recipe: Recipe) -> Wanted:
+        """Which linear layers the point asks to be quantized."""
+        (key, value), *_ = point.values.items()
+        if key == "layer":
+            own = self._layers(variant, recipe)[int(value)].weights
+            return lambda name: name in own
+        if key == "part":
+            return lambda name: name.rpartition(".")[2].removesuffix("_proj") == value
+        if key == "left":
+            left = self._worth_leaving(variant, recipe, float(value))
+            return lambda name: name not in left
+        return every
+
+    def generated(self, model: Any) -> Generated:
+        return generated(self._prompts, self._expected, self._continued(model), self._tokenizer.decode)
+
+    def _continued(self, model: Any) -> list[list[int]]:
+        return greedy_together(model, self._ids, self._spec.new_tokens, self._tokenizer.eos_token_id)
+
+    def _layers(self, variant: str, recipe: Recipe) -> list[RoundedLayer]:
+        if variant not in self._made:
+            ids = self.calibration(recipe.seed) if recipe.needs_text else None
+            decoder = StreamedDecoder(self._folder, CPU)
+            self._made[variant] = [layer for layer, _ in quantized_layers(decoder, recipe, ids)]
+        return self._made[variant]
+
+    def _worth_leaving(self, variant: str, recipe: Recipe, share: float) -> list[str]:
+        """Chosen by text that the model was trained on: the held-out text is kept for the measurement."""
+        layers = self._layers(variant, recipe)
+        weights = {name: count for layer in layers for name, count in layer.weights.items()}
+        if variant not in self._sensitivity:
+            reading = Reading.of(self.logits_of(self._reference), self.calibration(recipe.seed)[:PREVIEW])
+
+            def divergence(model: nn.Module) -> float:
+                return teacher_forced(reading, self.logits_of(model)).divergence
+
+            self._sensitivity[variant] = sensitivities(self.copied(), layers, recipe, divergence)
+            worst = ", ".join(worth_leaving(self._sensitivity[variant], weights, 1.0)[:NAMED])
+            label = self._spec.variants[variant].get("label", variant)
+            self.notes.append(f"{label}: what is worth leaving in bf16, the first first: {worst}.")
+        return worth_leaving(self._sensitivity[variant], weights, share)
 
 
 def _recipe(name: str, settings: Mapping[str, Any], spec: QuantizationSpec, seed: int) -> Recipe | None:
-    """None: weights as they are, keys and values in fp8. Raises ConfigError."""
+    """None: weights as they are. Raises ConfigError."""
     rest = {key: value for key, value in settings.items() if key != "label"}
-    if "kv" in rest:
-        if rest != {"kv": FP8_KV}:
-            raise ConfigError(f"experiment.variants.{name}: kv must be {FP8_KV}, and stand alone; got {rest}")
+    if {"kv", "dtype"} & set(rest):
+        if rest not in ({"kv": FP8_KV}, {"dtype": BF16}):
+            raise ConfigError(f"experiment.variants.{name}: kv: {FP8_KV} or dtype: {BF16} stands alone; got {rest}")
         return None
     try:
         rest |= {"method": Method(rest.get("method", "rtn")), "kept": tuple(rest.get("kept", ()))}
         return Recipe(**rest, samples=spec.samples, length=spec.length, seed=seed)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"experiment.variants.{name}: {error}") from error
-
-
-def _logits(model: Any) -> Any:
-    return lambda ids: model(ids[None]).logits[0]
 
 
 @contextmanager

@@ -28,6 +28,7 @@ class AblationSpec(ExperimentSpec):
             then change the workload alone, and every variant's KV memory must be given, since all live side by side.
         again_at: the points at which the baseline is measured a second time (A/A), such as [{load: short}]; left out:
             all of them.
+        gate_at: the points whose requests are asked by the gate of tokens (see exact_gate.py); left out: all of them.
         gate_logit_error: the most by which logits may differ from those of the reference in fp32 (see logit_gate.py).
         samples: so many prompts of the workload are shown in the report with what was generated.
         timeline: the point whose first repeat is kept step by step, {} where there is only one; left out: none is.
@@ -42,6 +43,7 @@ class AblationSpec(ExperimentSpec):
     search: RateSearch = field(default_factory=RateSearch)
     keep_engines: bool = False
     again_at: tuple[dict[str, Any], ...] = ()
+    gate_at: tuple[dict[str, Any], ...] = ()
     gate_logit_error: float | None = None
     samples: int = 0
     timeline: dict[str, Any] | None = None

@@ -12,7 +12,7 @@ import re
 import shutil
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -120,22 +120,51 @@ def load_corpus(folder: Path) -> Corpus:
             f"{folder} lacks the held-out modules {', '.join(missing)}; "
             "--corpus-dir must be a standard library folder, such as sysconfig.get_path('stdlib')"
         )
-    seen = set().union(*(copy_windows(source.text) for source in heldout))
-    train, validation = [], []
+    seen = _passages(heldout)
+    train: list[Source] = []
+    validation: list[Source] = []
     for source in sources:
-        if source.path in HELD_OUT_MODULES:
-            continue
-        if is_test_of_held_out(source.path):
-            _count(dropped, "test of a held-out module")
-        elif not seen.isdisjoint(copy_windows(source.text)):
-            _count(dropped, "shares a passage with a held-out module")
-        elif int(_sha256(source.path), 16) % VALIDATION_ONE_IN == 0:
-            validation.append(source)
-        else:
-            train.append(source)
+        if source.path not in HELD_OUT_MODULES and not _is_near(source, seen, dropped):
+            (validation if _validates(source.path) else train).append(source)
     if not train:
         raise ConfigError(f"{folder} holds no training text; --corpus-dir must be a standard library folder")
     return Corpus(tuple(train), tuple(validation), tuple(heldout), dict(sorted(dropped.items())))
+
+
+class TrainingTexts(Sequence[str]):
+    """The texts of `train` in a corpus whose held-out modules are `heldout`, each read when it is asked for: few are
+    there in a moment. What is left out of a corpus is empty here, but duplicates are not known as such."""
+
+    def __init__(self, folder: Path, heldout: Iterable[Source]) -> None:
+        self._folder, self._seen = folder, _passages(heldout)
+        self._paths = [p for p in _paths(folder) if p not in HELD_OUT_MODULES and not _validates(p)]
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: Any) -> Any:
+        dropped: dict[str, int] = {}
+        source = _read(self._folder, self._paths[index], dropped)
+        return "" if source is None or _is_near(source, self._seen, dropped) else source.text
+
+
+def _passages(heldout: Iterable[Source]) -> set[int]:
+    return set().union(*(copy_windows(source.text) for source in heldout))
+
+
+def _is_near(source: Source, passages: set[int], dropped: dict[str, int]) -> bool:
+    """Whether it says too much of a held-out module to be learned from."""
+    if is_test_of_held_out(source.path):
+        _count(dropped, "test of a held-out module")
+    elif not passages.isdisjoint(copy_windows(source.text)):
+        _count(dropped, "shares a passage with a held-out module")
+    else:
+        return False
+    return True
+
+
+def _validates(path: str) -> bool:
+    return int(_sha256(path), 16) % VALIDATION_ONE_IN == 0
 
 
 def report(corpus: Corpus) -> CorpusReport:
@@ -180,24 +209,35 @@ def table_share(text: str) -> float:
 
 
 def _usable(folder: Path, dropped: dict[str, int]) -> Iterator[Source]:
+    for path in _paths(folder):
+        source = _read(folder, path, dropped)
+        if source is not None:
+            yield source
+
+
+def _paths(folder: Path) -> list[str]:
+    """Of the library's files. What is left out here is not counted: how many packages are installed says nothing about
+    the corpus."""
     paths = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*.py"))
-    for path in paths:
-        if EXCLUDED_PARTS.intersection(path.split("/")) or path.startswith(EXCLUDED_PREFIXES):
-            continue  # uncounted: how many packages are installed says nothing about the corpus
-        try:
-            text = (folder / path).read_bytes().decode("utf-8").replace("\r\n", "\n")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # test files hold invalid escapes on purpose
-                ast.parse(text)
-        except (UnicodeDecodeError, SyntaxError, ValueError):
-            _count(dropped, "not UTF-8 Python")
-            continue
-        if not text.strip():
-            _count(dropped, "empty")
-        elif table_share(text) > MAX_TABLE_SHARE:
-            _count(dropped, "table of literals")
-        else:
-            yield Source(path, text)
+    return [p for p in paths if not EXCLUDED_PARTS.intersection(p.split("/")) and not p.startswith(EXCLUDED_PREFIXES)]
+
+
+def _read(folder: Path, path: str, dropped: dict[str, int]) -> Source | None:
+    try:
+        text = (folder / path).read_bytes().decode("utf-8").replace("\r\n", "\n")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # test files hold invalid escapes on purpose
+            ast.parse(text)
+    except (UnicodeDecodeError, SyntaxError, ValueError):
+        _count(dropped, "not UTF-8 Python")
+        return None
+    if not text.strip():
+        _count(dropped, "empty")
+    elif table_share(text) > MAX_TABLE_SHARE:
+        _count(dropped, "table of literals")
+    else:
+        return Source(path, text)
+    return None
 
 
 def _unique(sources: Iterable[Source], dropped: dict[str, int]) -> Iterator[Source]:

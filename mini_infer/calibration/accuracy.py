@@ -7,8 +7,9 @@ every token. In free generation each goes its own way after the first difference
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,29 @@ from torch import Tensor
 from mini_infer.assets.evaluate import full_lines, is_python
 from mini_infer.assets.prompts import Prompt
 
-Logits = Callable[[Tensor], Tensor]  # token ids [L] int64 -> [L, V]
-Generate = Callable[[Sequence[int]], Sequence[int]]  # prompt -> its greedy continuation
+Logits = Callable[[Tensor], Tensor]  # token ids [B, L] int64 -> [B, L, V]
+TOGETHER = 4  # windows of a call
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a model says of every next token of a text.
+
+    Attributes:
+        windows: [n, L + 1] int64; the last token of each is only predicted.
+        log_p: [n, L, V] float32.
+    """
+
+    windows: Tensor
+    log_p: Tensor
+
+    @classmethod
+    def of(cls, logits: Logits, windows: Tensor) -> Reading:
+        return cls(windows, torch.cat([_log_probabilities(logits, part) for part in windows.split(TOGETHER)]))
+
+    def first(self, count: int) -> Reading:
+        """Of the first windows alone."""
+        return Reading(self.windows[:count], self.log_p[:count])
 
 
 @dataclass(frozen=True)
@@ -37,31 +59,24 @@ class TeacherForced:
     agreement: float
 
 
+def teacher_forced(reference: Reading, logits: Logits) -> TeacherForced:
+    """Of the model whose `logits` these are, on what the reference has read."""
+    own = nats = divergence = equal = 0.0
+    for windows, log_p in zip(reference.windows.split(TOGETHER), reference.log_p.split(TOGETHER), strict=True):
+        labels, log_q = windows[:, 1:, None], _log_probabilities(logits, windows)
+        own -= float(log_p.gather(2, labels).sum(dtype=torch.float64))
+        nats -= float(log_q.gather(2, labels).sum(dtype=torch.float64))
+        divergence += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
+        equal += float((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+    tokens = reference.windows[:, 1:].numel()
+    return TeacherForced(
+        tokens, math.exp(nats / tokens), math.expm1((nats - own) / tokens), divergence / tokens, equal / tokens
+    )
+
+
 @torch.no_grad()
-def teacher_forced(reference: Logits, candidates: Mapping[str, Logits], windows: Tensor) -> dict[str, TeacherForced]:
-    """windows [n, L + 1] int64: the last token of each is only predicted. The reference reads each window once."""
-    sums = {name: [0.0, 0.0, 0.0] for name in candidates}
-    own, labels_seen = 0.0, 0
-    for window in windows:
-        labels = window[1:, None]
-        p = torch.log_softmax(reference(window[:-1]).double(), -1)
-        own -= float(p.gather(1, labels).sum())
-        labels_seen += len(labels)
-        for name, candidate in candidates.items():
-            q = torch.log_softmax(candidate(window[:-1]).double(), -1)
-            sums[name][0] -= float(q.gather(1, labels).sum())
-            sums[name][1] += float((p.exp() * (p - q)).sum())
-            sums[name][2] += float((p.argmax(-1) == q.argmax(-1)).sum())
-    return {
-        name: TeacherForced(
-            labels_seen,
-            math.exp(nats / labels_seen),
-            math.expm1((nats - own) / labels_seen),
-            divergence / labels_seen,
-            equal / labels_seen,
-        )
-        for name, (nats, divergence, equal) in sums.items()
-    }
+def _log_probabilities(logits: Logits, windows: Tensor) -> Tensor:
+    return torch.log_softmax(logits(windows[:, :-1]).float(), -1)
 
 
 @dataclass(frozen=True)
@@ -69,8 +84,8 @@ class Generated:
     """
     Attributes:
         equal: share of the reference's tokens that come before the first difference.
-        compiles: share of continuations with which the module, cut after the last full line, is Python or could become
-            so if it went on.
+        compiles: share of continuations whose function is Python: the module up to its end, or up to the last full
+            line where it has none.
     """
 
     equal: float
@@ -79,24 +94,52 @@ class Generated:
 
 def generated(
     prompts: Sequence[Prompt],
-    ids: Sequence[Sequence[int]],
-    continuations: Sequence[Sequence[int]],
-    generate: Generate,
+    expected: Sequence[Sequence[int]],
+    found: Sequence[Sequence[int]],
     decode: Callable[[Sequence[int]], str],
 ) -> Generated:
-    """ids: the prompts' tokens; continuations: what the reference makes of them."""
-    same = total = compiling = 0
-    for prompt, start, expected in zip(prompts, ids, continuations, strict=True):
-        found = generate(start)
-        same += next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b),
-                     min(len(expected), len(found)))  # fmt: skip
-        total += len(expected)
-        text = full_lines(prompt.source.text[: prompt.end] + decode(found))
-        compiling += is_python(text, allow_unfinished=True)
-    return Generated(same / total, compiling / len(prompts))
+    """`expected` and `found`: what the reference and another model make of each prompt."""
+    same = compiling = 0
+    for prompt, ours, theirs in zip(prompts, found, expected, strict=True):
+        differ = (i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b)
+        same += next(differ, min(len(theirs), len(ours)))
+        compiling += is_python(prompt.source.text[: prompt.end] + function_body(decode(ours)))
+    return Generated(same / sum(map(len, expected)), compiling / len(prompts))
 
 
-def spread_windows(stream: Tensor, count: int, length: int) -> Tensor:
-    """stream [tokens] -> [count, length + 1], at equal distances over all of it."""
-    starts = torch.linspace(0, len(stream) - length - 1, count).long()
-    return torch.stack([stream[start : start + length + 1] for start in starts.tolist()])
+def function_body(text: str) -> str:
+    """The full lines that `text` begins with, up to one that is indented less than the first."""
+    kept: list[str] = []
+    least = 0
+    for line in full_lines(text).splitlines(keepends=True):
+        indent = len(line) - len(line.lstrip())
+        if line.strip():
+            least = least or indent
+            if indent < least:
+                break
+        kept.append(line)
+    return "".join(kept)
+
+
+@torch.no_grad()
+def greedy_together(model: Any, prompts: Tensor, new_tokens: int, stop: int) -> list[list[int]]:
+    """prompts [n, L] -> the greedy continuation of each, up to and with the first token `stop`."""
+    from transformers import DynamicCache
+
+    cache, ids, written = DynamicCache(), prompts, []
+    for _ in range(new_tokens):
+        ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        written.append(ids)
+    rows = torch.cat(written, 1).tolist()
+    return [row[: row.index(stop) + 1] if stop in row else row for row in rows]
+
+
+def spread_windows(stream: Tensor, count: int, length: int, start: float = 0.0) -> Tensor:
+    """stream [tokens] -> [count, length + 1], at equal distances over all of it.
+
+    Args:
+        start: of the first window, as a share of the distance between two, where windows end before the stream does.
+    """
+    last = len(stream) - length - 1
+    places = (torch.arange(count) + start) * (last / count) if start else torch.linspace(0, last, count)
+    return torch.stack([stream[place : place + length + 1] for place in places.long().tolist()])

@@ -4,31 +4,48 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from mini_infer.quantization.formats import FP8, dequantize, quantize
+from mini_infer.quantization.formats import FP8, Quantized, dequantize, encode
 
-NAME = "mini_infer_fp8_kv"
+NOTES, ROUNDS = "mini_infer_notes_kv", "mini_infer_fp8_kv"
 
 
-def with_fp8_kv(model: Any) -> nn.Module:
-    """The model, which from now on attends to rounded keys and values, with a scale a head that just holds its largest
-    number. Its queries, and the rest of it, stay as they are."""
+@torch.no_grad()
+def with_fp8_kv(model: Any, ids: Tensor) -> nn.Module:
+    """The model, which from now on attends to rounded keys and values. Its queries, and the rest of it, stay as they
+    are.
+
+    Args:
+        ids: calibration text [n, L], of whose largest key and value each head's scales are made, as a folder has them.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return sdpa_attention_forward(module, query, _rounded(key), _rounded(value), *args, **kwargs)
+    def note(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        scales = torch.stack([side.abs().amax((0, 2, 3)) for side in (key, value)]) / FP8.number.largest
+        module.kv_scales = torch.maximum(module.kv_scales, scales) if hasattr(module, "kv_scales") else scales
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    model.set_attn_implementation(NAME)
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        key, value = (_rounded(side, scales) for side, scales in zip((key, value), module.kv_scales, strict=True))
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+    for name, function in ((NOTES, note), (ROUNDS, attend)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, sdpa_mask)
+    model.set_attn_implementation(NOTES)
+    for row in ids:
+        model(row[None])
+    model.set_attn_implementation(ROUNDS)
     found: nn.Module = model
     return found
 
 
-def _rounded(x: Tensor) -> Tensor:
-    """[B, heads, L, D] -> the same in numbers of fp8."""
-    heads = x.reshape(x.shape[0] * x.shape[1], -1)
-    return dequantize(quantize(heads, FP8), FP8).view(x.shape).to(x.dtype)
+def _rounded(x: Tensor, scales: Tensor) -> Tensor:
+    """x [B, heads, L, D], scales [heads] -> the same in numbers of fp8."""
+    heads = x.transpose(0, 1).flatten(1).float()
+    held = Quantized(encode(heads, scales[:, None], None, FP8), scales[:, None])
+    return dequantize(held, FP8).view(x.transpose(0, 1).shape).transpose(0, 1).to(x.dtype)

@@ -9,7 +9,7 @@ So each layer is calibrated on what the quantized layers before it make of the t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,12 @@ from mini_infer.quantization.formats import (
     dequantize,
     quantize_tokens,
 )
+
+Wanted = Callable[[str], bool]  # whether the linear layer of that name is quantized
+
+
+def every(name: str) -> bool:
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +74,25 @@ class RoundedLayer:
     others: Mapping[str, Tensor]
 
     @property
+    def weights(self) -> dict[str, int]:
+        """How many each of its quantized linear layers has, by name in the checkpoint."""
+        return {f"{self.name}.{name}": linear.quantized.codes.numel() for name, linear in self.linears.items()}
+
+    @property
     def num_weights(self) -> int:
         """Of its matrices."""
         kept = sum(value.numel() for value in self.others.values() if value.dim() == 2)
-        return kept + sum(linear.quantized.codes.numel() for linear in self.linears.values())
+        return kept + sum(self.weights.values())
 
-    def bits(self, recipe: Recipe) -> int:
-        """Of its matrices, scales and zeros included. Scales, and what is not quantized, take 16."""
+    def bits(self, recipe: Recipe, wanted: Wanted = every) -> int:
+        """Of its matrices, scales and zeros included, where these linear layers are quantized. Scales, and what is not
+        quantized, take 16."""
         four = recipe.formats.weights.number is Number.int4
         total = 16 * sum(value.numel() for value in self.others.values() if value.dim() == 2)
-        for linear in self.linears.values():
+        for name, linear in self.linears.items():
+            if not wanted(f"{self.name}.{name}"):
+                total += 16 * linear.quantized.codes.numel()
+                continue
             zeros, kept = linear.quantized.zeros, linear.outlier_weight
             total += (4 if four else 8) * linear.quantized.codes.numel() + 16 * linear.quantized.scales.numel()
             total += (0 if zeros is None else 4 * zeros.numel()) + (0 if kept is None else 16 * kept.numel())
@@ -163,7 +178,7 @@ class _Layer:
         if self._recipe.method is Method.awq:
             scales = awq_scales(stage.weight, inputs, self._form)
         else:
-            scales = smoothquant_scales(stage.weight, inputs, self._recipe.alpha)
+            scales = smoothquant_scales(stage.weight, inputs, self._recipe.formats, self._recipe.alpha)
         exact = stage.fold(scales, self._dtype, self._one)
         return inputs if exact is None else inputs.divided(exact)
 
@@ -220,16 +235,16 @@ class ComputesRounded(nn.Module):
         return nn.functional.linear(flat, self.weight, self.bias).view(*x.shape[:-1], -1)
 
 
-def put_in(model: nn.Module, layer: RoundedLayer, recipe: Recipe, part: str = "") -> None:
+def put_in(model: nn.Module, layer: RoundedLayer, recipe: Recipe, wanted: Wanted = every) -> None:
     """Makes a layer of a whole model of transformers, in float32, compute as the quantized one does.
 
-    part: only linear layers whose names end in it are quantized. Where others share scales with them, folded into what
-    makes their inputs, the layer computes something else: for RTN and GPTQ.
+    wanted: the linear layers that are quantized, by name in the model. Where others share scales with them, folded into
+    what makes their inputs, the layer computes something else: for RTN and GPTQ.
     """
     inside, scheme = model.get_submodule(layer.name), recipe.formats
     for name, value in layer.others.items():
         inside.get_parameter(name).data = value.clone()
     for name, found in layer.linears.items():
-        if name.endswith(part):
+        if wanted(f"{layer.name}.{name}"):
             bias = inside.get_submodule(name).bias
             inside.set_submodule(name, ComputesRounded(found, scheme.weights, scheme.activations, bias))

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from mini_infer.calibration.scales import rounded
 from mini_infer.calibration.stages import Inputs
-from mini_infer.quantization.formats import WeightFormat, dequantize
+from mini_infer.quantization.formats import Quantized, Scheme, WeightFormat, dequantize, quantize_tokens
 
 EXPONENTS = tuple(step / 20 for step in range(20))
+ALPHAS = tuple(step / 10 for step in range(2, 10))
 _LEAST = 1e-4  # of scales: a column that is hardly used is not blown up without bound
 
 
@@ -32,11 +33,31 @@ def awq_scales(weight: Tensor, inputs: Inputs, form: WeightFormat) -> Tensor:
     return best
 
 
-def smoothquant_scales(weight: Tensor, inputs: Inputs, alpha: float) -> Tensor:
+def smoothquant_scales(weight: Tensor, inputs: Inputs, scheme: Scheme, alpha: float | None = None) -> Tensor:
     """Xiao et al. 2022 (SmoothQuant, arXiv:2211.10438): s = max |x|^alpha / max |W|^(1 - alpha), column by column: so
-    much of what is hard to round in activations becomes the weights'."""
+    much of what is hard to round in activations becomes the weights'.
+
+    Where no alpha is given, it is the one that leaves the least error of some products with both rounded; or nothing is
+    scaled, where that leaves less.
+    """
     activations, weights = inputs.largest.clamp(min=1e-5), weight.abs().amax(0).clamp(min=1e-5)
-    return _balanced(activations**alpha / weights ** (1 - alpha))
+
+    def scales_of(alpha: float) -> Tensor:
+        return _balanced(activations**alpha / weights ** (1 - alpha))
+
+    if alpha is not None:
+        return scales_of(alpha)
+    tried = [torch.ones_like(activations), *map(scales_of, ALPHAS)]
+    return min(tried, key=lambda scales: _rounded_error(weight * scales, inputs.some / scales, scheme))
+
+
+def _rounded_error(weight: Tensor, x: Tensor, scheme: Scheme) -> float:
+    """Sum of squares of what rounding of both changes in x W^T."""
+    assert scheme.activations is not None
+    codes, scales = quantize_tokens(x, scheme.activations)
+    held = dequantize(Quantized(codes, scales), WeightFormat(scheme.activations.number, scheme.activations.columns))
+    found = held @ dequantize(rounded(weight, scheme.weights), scheme.weights).T
+    return float((found - x @ weight.T).square().sum())
 
 
 def product_error(difference: Tensor, inputs: Inputs) -> float:

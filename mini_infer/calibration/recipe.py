@@ -34,7 +34,8 @@ class Recipe:
         group: columns that share a scale, for w4a16.
         symmetric: without zeros, for w4a16.
         act_order: GPTQ takes the columns with the largest inputs first.
-        alpha: SmoothQuant's migration strength, 0 (all of the difficulty stays with activations) to 1.
+        alpha: SmoothQuant's migration strength, 0 (all of the difficulty stays with activations) to 1; None: the one
+            that errs least, for each input.
         kept: linear layers whose names end in, or contain, one of these stay in the model's dtype.
         samples, length: calibration sequences, and tokens of each.
     """
@@ -44,7 +45,7 @@ class Recipe:
     group: int = 128
     symmetric: bool = True
     act_order: bool = True
-    alpha: float = 0.5
+    alpha: float | None = None
     kept: tuple[str, ...] = ()
     samples: int = 128
     length: int = 512
@@ -64,7 +65,7 @@ class Recipe:
             )
         if self.scheme == "w4a16" and self.group not in GROUPS:
             raise ConfigError(f"--group must be one of {', '.join(map(str, GROUPS))}; got {self.group}")
-        if not 0 <= self.alpha <= 1:
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise ConfigError(f"--alpha must be from 0 to 1; got {self.alpha}")
         if self.samples < 1 or self.length < 2:
             raise ConfigError(

@@ -72,15 +72,19 @@ class Inputs:
     Attributes:
         gram: X^T X of its inputs X [tokens, K], float32.
         largest, mean: magnitude of each column [K].
+        some: the inputs themselves of the first calibration sequence [length, K].
     """
 
     gram: Tensor
     largest: Tensor
     mean: Tensor
+    some: Tensor
 
     def divided(self, scales: Tensor) -> Inputs:
         """Of inputs that are divided by `scales` [K]."""
-        return Inputs(self.gram / scales[:, None] / scales, self.largest / scales, self.mean / scales)
+        return Inputs(
+            self.gram / scales[:, None] / scales, self.largest / scales, self.mean / scales, self.some / scales
+        )
 
 
 def find_stages(layer: nn.Module, run: Callable[[], Any]) -> list[Stage]:
@@ -128,10 +132,10 @@ def observe(stages: list[Stage], run: Callable[[], Any]) -> list[Inputs]:
 
         def reads(linear: nn.Module, args: tuple[Tensor, ...], index: int = index) -> None:
             x = args[0].reshape(-1, args[0].shape[-1]).float()
-            new = Inputs(x.T @ x, x.abs().amax(0), x.abs().sum(0))
+            new = Inputs(x.T @ x, x.abs().amax(0), x.abs().sum(0), x)
             old = found[index]
             found[index] = new if old is None else Inputs(
-                old.gram + new.gram, torch.maximum(old.largest, new.largest), old.mean + new.mean
+                old.gram + new.gram, torch.maximum(old.largest, new.largest), old.mean + new.mean, old.some
             )  # fmt: skip
 
         handles.append(next(iter(stage.linears.values())).register_forward_pre_hook(reads))

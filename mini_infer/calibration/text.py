@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_infer.assets.corpus import load_corpus, stdlib_dir
+from mini_infer.assets.corpus import TrainingTexts, stdlib_dir
+from mini_infer.assets.prompts import heldout_sources
 from mini_infer.core.errors import ConfigError
 
 
-def shipped_text() -> list[str]:
+def shipped_text() -> Sequence[str]:
     """What the shipped models were trained on: this Python's standard library without the held-out modules and what
-    shares a passage with them. Half a minute of one core."""
-    return [source.text for source in load_corpus(stdlib_dir()).train]
+    shares a passage with them."""
+    return TrainingTexts(stdlib_dir(), heldout_sources())
 
 
 def files_text(paths: Sequence[Path]) -> list[str]:
@@ -37,13 +38,13 @@ def calibration_ids(texts: Sequence[str], tokenizer: Any, samples: int, length: 
     Raises ConfigError where there is less text than that.
     """
     wanted = samples * length
-    order = list(texts)
+    order = list(range(len(texts)))
     random.Random(seed).shuffle(order)
     ids: list[int] = []
-    for text in order:
+    for index in order:
         if len(ids) >= wanted:
             break
-        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids += tokenizer(texts[index], add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < wanted:
         raise ConfigError(
             f"the calibration text has {len(ids):,} tokens, and --samples {samples} --length {length} take {wanted:,}: "

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             def done(count: int, total: int) -> None:
                 progress.update(task, description="layers", completed=count, total=total)
 
-            def texts() -> list[str]:
+            def texts() -> Sequence[str]:
                 progress.update(task, description="reading calibration text")
                 return files_text(args.text) if args.text else shipped_text()
 
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--asymmetric", action="store_true", help="codes with zeros beside the scales, for w4a16")
     parser.add_argument("--no-act-order", action="store_true", help="gptq: columns from left to right")
     parser.add_argument(
-        "--alpha", type=float, default=0.5, help="smoothquant: migration strength, 0 to 1. Default: 0.5"
+        "--alpha", type=float, help="smoothquant: migration strength, 0 to 1. Default: for each input what errs least"
     )
     parser.add_argument(
         "--keep", nargs="+", default=[], metavar="NAME", help="leave linear layers alone whose names hold one of these"

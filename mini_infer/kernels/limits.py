@@ -36,7 +36,8 @@ class AttentionLimits:
 
 
 # Of Triton's kernels.
-FP8_CACHE: dict[str, Any] = {"scaled_dtypes": (torch.float8_e4m3fn,), "scaled_capability": (8, 9)}
+FP8_GPUS = (8, 9)  # compute capability, at least
+FP8_CACHE: dict[str, Any] = {"scaled_dtypes": (torch.float8_e4m3fn,), "scaled_capability": FP8_GPUS}
 
 
 def names(values: Collection) -> str:

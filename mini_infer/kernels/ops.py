@@ -27,8 +27,9 @@ from mini_infer.kernels.interface import (
     Stream,
     TokenPlaces,
 )
+from mini_infer.kernels.limits import FP8_GPUS
 from mini_infer.kernels.moe.reference import experts_reference, route_reference
-from mini_infer.quantization.formats import ActivationFormat, WeightFormat, as_stored, quantize_tokens
+from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat, as_stored, quantize_tokens
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight, quantized_linear_reference
 
 
@@ -198,6 +199,8 @@ class TritonKernels(TorchKernels):
         return self._quantize_tokens(x, form, silu_mul)
 
     def quantized_refusal(self, form: WeightFormat, activations: ActivationFormat | None, in_size: int) -> str | None:
+        if form.number is Number.fp8 and torch.cuda.is_available() and torch.cuda.get_device_capability() < FP8_GPUS:
+            return f"fp8 takes GPUs of compute capability {FP8_GPUS[0]}.{FP8_GPUS[1]} and above"
         try:
             self._quantized.check(form, activations, in_size)
         except ValueError as error:

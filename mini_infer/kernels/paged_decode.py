@@ -91,14 +91,20 @@ def attend(
     own = tl.load(q + line[:, None] * HEAD_DIM + dims, mask=real[:, None] & (dims < HEAD_DIM), other=0.0)
     if _INTERPRETED:  # the interpreter's products take bfloat16 for integers
         own = own.to(tl.float32)
-    own = tl.broadcast_to(own[None, :, :], (SLICES, ROWS, BLOCK_D))
-    last_seen = (length - QUERY_LEN + token)[None, :, None]
-    keys += pack // PACKS * HEAD_DIM + dims
-    values += pack // PACKS * VALUE_DIM + value_dims
     v_scale = 1.0
     if kv_scales is not None:
         scale_log2 *= tl.load(kv_scales + pack // PACKS)
         v_scale = tl.load(kv_scales + NUM_KV_HEADS + pack // PACKS)
+        if q.dtype.element_ty == tl.bfloat16:
+            # e4m3 becomes float16 in an instruction for two numbers, and bfloat16 in several for each. A query that is
+            # divided by its largest number is in the range of float16, too.
+            largest = tl.maximum(tl.max(tl.abs(own.to(tl.float32)), 1), 1e-30)
+            own = (own.to(tl.float32) / largest[:, None]).to(tl.float16)
+            scale_log2 *= largest[None, :, None]
+    own = tl.broadcast_to(own[None, :, :], (SLICES, ROWS, BLOCK_D))
+    last_seen = (length - QUERY_LEN + token)[None, :, None]
+    keys += pack // PACKS * HEAD_DIM + dims
+    values += pack // PACKS * VALUE_DIM + value_dims
     # A finite floor, not -inf: a slice that sees nothing then needs no guard against inf - inf.
     top = tl.full((SLICES, ROWS), -1e30, tl.float32)
     total = tl.zeros((SLICES, ROWS), tl.float32)

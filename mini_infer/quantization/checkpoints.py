@@ -101,9 +101,10 @@ class Rounded(LayerFormat):
             quantized = quantize(weight, form)
         except ValueError as error:
             raise ModelError(str(error)) from error
-        if scale_dtype is torch.float32:
+        if form.number is not Number.int4:  # whose scales are float32 in any model
             return Read(quantized)
-        scales = quantized.scales.to(scale_dtype).float()
+        # Numbers of bfloat16, as most folders have them, so that models of any dtype have the same weights.
+        scales = quantized.scales.bfloat16().float()
         return Read(Quantized(encode(weight, scales, quantized.zeros, form), scales, quantized.zeros))
 
 

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from mini_infer.assets.corpus import HELD_OUT_MODULES, copy_windows, load_corpus, report, table_share, write_heldout
+from mini_infer.assets.corpus import (
+    HELD_OUT_MODULES,
+    TrainingTexts,
+    copy_windows,
+    load_corpus,
+    report,
+    table_share,
+    write_heldout,
+)
 from mini_infer.core.errors import ConfigError
 
 
@@ -30,6 +38,16 @@ def test_no_passage_of_a_held_out_module_is_learned(library: Path) -> None:
     heldout = set().union(*(copy_windows(source.text) for source in corpus.heldout))
     assert heldout
     assert all(heldout.isdisjoint(copy_windows(source.text)) for source in corpus.train + corpus.validation)
+
+
+def test_texts_that_are_read_one_by_one_are_those_of_the_split(library: Path) -> None:
+    corpus = load_corpus(library)
+    texts = TrainingTexts(library, corpus.heldout)
+    found = [texts[index] for index in range(len(texts))]
+    train = {source.text for source in corpus.train}
+    assert train < {*found}
+    assert len({*found} - train - {""}) <= corpus.dropped["duplicate"]
+    assert "" in found, "what is left out of the split"
 
 
 def test_split_is_deterministic_and_its_hash_names_the_text(library: Path, tmp_path: Path) -> None:

@@ -7,12 +7,23 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
+from mini_infer.assets.evaluate import greedy
 from mini_infer.assets.prompts import draw_prompts
-from mini_infer.calibration.accuracy import generated, spread_windows, teacher_forced
+from mini_infer.calibration.accuracy import (
+    Logits,
+    Reading,
+    TeacherForced,
+    function_body,
+    generated,
+    greedy_together,
+    spread_windows,
+    teacher_forced,
+)
 from mini_infer.calibration.fp8_kv import with_fp8_kv
-from mini_infer.calibration.layerwise import ComputesRounded, RoundedLayer, RoundedLinear
+from mini_infer.calibration.layerwise import ComputesRounded, RoundedLayer, RoundedLinear, quantized_layers
 from mini_infer.calibration.recipe import Method, Recipe
 from mini_infer.calibration.scales import rounded
+from mini_infer.calibration.sensitivity import sensitivities, worth_leaving
 from mini_infer.calibration.stages import Stage, find_stages, observe
 from mini_infer.calibration.streamed import StreamedDecoder
 from mini_infer.quantization.formats import SCHEMES
@@ -111,25 +122,69 @@ def test_a_rounded_layer_with_outliers() -> None:
 
 def test_teacher_forced_figures() -> None:
     """By hand: two tokens, of which the reference gives the first 3 of 4, the second 1 of 4."""
-    p, q = torch.tensor([[0.75, 0.25]]).log(), torch.tensor([[0.25, 0.75]]).log()
-    windows = torch.tensor([[0, 0], [1, 0]])
-    found = teacher_forced(lambda ids: p, {"same": lambda ids: p, "other": lambda ids: q}, windows)
-    assert found["same"].divergence == 0
-    assert found["same"].agreement == 1
-    assert found["same"].increase == 0
-    assert found["same"].perplexity == pytest.approx(4 / 3)
-    assert found["other"].agreement == 0
-    assert found["other"].perplexity == pytest.approx(4)
-    assert found["other"].increase == pytest.approx(2)
-    assert found["other"].divergence == pytest.approx(0.5 * torch.tensor(3.0).log().item())
+    p, q = (torch.tensor([numbers]).log() for numbers in ([0.75, 0.25], [0.25, 0.75]))
+    windows = torch.tensor([[0, 0], [1, 0], [0, 0], [1, 0], [1, 0]])
+
+    def same_everywhere(log_p: Tensor) -> Logits:
+        return lambda ids: log_p.expand(*ids.shape, 2)
+
+    reference = Reading.of(same_everywhere(p), windows)
+    same, other = (teacher_forced(reference, same_everywhere(each)) for each in (p, q))
+    assert same == TeacherForced(5, pytest.approx(4 / 3), 0.0, 0.0, 1.0)
+    assert other.agreement == 0
+    assert other.perplexity == pytest.approx(4)
+    assert other.increase == pytest.approx(2)
+    assert other.divergence == pytest.approx(0.5 * torch.tensor(3.0).log().item())
+    assert teacher_forced(reference.first(2), same_everywhere(q)).tokens == 2
 
 
 def test_generated_counts_to_the_first_difference() -> None:
     prompts = draw_prompts(2)
-    replies = iter([[1, 2, 9, 4], [1, 2, 3, 4]])
-    found = generated(prompts, [[0], [0]], [[1, 2, 3, 4]] * 2, lambda ids: next(replies), lambda ids: "")
+    replies = {(1, 2, 9, 4): "    return (\n", (1, 2, 3, 4): "    return 1\nx = (\n"}
+    found = generated(prompts, [[1, 2, 3, 4]] * 2, [list(reply) for reply in replies], lambda ids: replies[tuple(ids)])
     assert found.equal == 6 / 8
-    assert found.compiles == 1
+    assert found.compiles == 1 / 2, "the first function does not end, the second does before what is wrong"
+
+
+def test_a_body_ends_where_less_is_indented() -> None:
+    assert function_body("    a = 1\n\n        b\n    c\ndef f():\n    d\n") == "    a = 1\n\n        b\n    c\n"
+    assert function_body("    a\n  half a li") == "    a\n"
+    assert function_body("") == ""
+
+
+@torch.no_grad()
+def test_prompts_that_go_on_together_go_on_as_alone(any_folder: Path, ids: Tensor) -> None:
+    model = AutoModelForCausalLM.from_pretrained(any_folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = [0]
+    found = greedy_together(model, ids, 6, 0)
+    assert found == [greedy(model, row.tolist(), 6) for row in ids]
+    third = found[0][2]
+    assert greedy_together(model, ids[:1], 6, third)[0] == found[0][: found[0].index(third) + 1]
+
+
+@torch.no_grad()
+def test_what_minds_most_is_left(folder: Path, ids: Tensor) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reading = Reading.of(lambda ids: model(ids).logits, ids)
+    recipe = Recipe("w4a16", Method.rtn, group=64)
+    layers = [layer for layer, _ in quantized_layers(StreamedDecoder(folder, CPU), recipe, None)]
+    before = dict(model.named_modules())
+
+    def divergence(model: nn.Module) -> float:
+        return teacher_forced(reading, lambda ids: model(ids).logits).divergence
+
+    found = sensitivities(model, layers, recipe, divergence)
+    assert dict(model.named_modules()) == before
+    weights = {name: count for layer in layers for name, count in layer.weights.items()}
+    assert found.keys() == weights.keys()
+    assert all(value > 0 for value in found.values())
+    (most,) = worth_leaving(found, weights, max(weights.values()) / sum(weights.values()))[:1]
+    assert found[most] / weights[most] == max(found[name] / weights[name] for name in found)
+    assert len(worth_leaving(found, weights, 1.0)) == len(found)
+    assert worth_leaving(found, weights, 0.0) == []
+    bits = sum(layer.bits(recipe, lambda name: name != most) - layer.bits(recipe) for layer in layers)
+    rows, columns = model.get_submodule(most).weight.shape
+    assert bits == 12 * weights[most] - 16 * rows * (columns // 64)
 
 
 def test_windows_are_spread_over_the_text() -> None:
@@ -137,13 +192,14 @@ def test_windows_are_spread_over_the_text() -> None:
     assert found.shape == (3, 10)
     assert found[:, 0].tolist() == [0, 45, 90]
     assert found[-1, -1] == 99
+    assert spread_windows(torch.arange(100), 3, 9, start=0.5)[:, 0].tolist() == [15, 45, 75]
 
 
 @torch.no_grad()
 def test_fp8_keys_and_values_change_little(any_folder: Path, ids: Tensor) -> None:
     model = AutoModelForCausalLM.from_pretrained(any_folder, dtype=torch.float32).eval()
     expected = model(ids).logits
-    error = float((with_fp8_kv(model)(ids).logits - expected).norm() / expected.norm())
+    error = float((with_fp8_kv(model, ids)(ids).logits - expected).norm() / expected.norm())
     assert 1e-4 < error < 0.1
 
 

@@ -5,11 +5,20 @@ import torch
 from torch import Tensor
 
 from mini_infer.calibration.gptq import gptq
-from mini_infer.calibration.migration import awq_scales, product_error, smoothquant_scales
+from mini_infer.calibration.migration import ALPHAS, awq_scales, product_error, smoothquant_scales
 from mini_infer.calibration.scales import fitted, rounded
 from mini_infer.calibration.stages import Inputs
-from mini_infer.quantization.formats import INT8, Number, Quantized, WeightFormat, dequantize
+from mini_infer.quantization.formats import (
+    INT8,
+    SCHEMES,
+    Number,
+    Quantized,
+    WeightFormat,
+    dequantize,
+    quantize_tokens,
+)
 
+W8A8 = SCHEMES["w8a8"]
 FORMS = [
     WeightFormat(Number.int4, columns=32),
     WeightFormat(Number.int4, columns=32, symmetric=False),
@@ -24,7 +33,7 @@ def inputs(tokens: int = 512, columns: int = 96) -> tuple[Tensor, Inputs]:
     x += 0.3 * torch.randn(tokens, columns, generator=generator)
     x[:, [5, 70]] *= 30
     x[:, 9] = 0
-    return x, Inputs(x.T @ x, x.abs().amax(0), x.abs().sum(0))
+    return x, Inputs(x.T @ x, x.abs().amax(0), x.abs().sum(0), x)
 
 
 @pytest.fixture
@@ -85,12 +94,25 @@ def test_awq_errs_less_than_without_scales(weight: Tensor, form: WeightFormat) -
 
 def test_smoothquant_moves_outliers_to_the_weights(weight: Tensor) -> None:
     _, seen = inputs()
-    assert torch.allclose(smoothquant_scales(weight, seen, 0.5)[5] / smoothquant_scales(weight, seen, 0.5)[6],
-                          (seen.largest[5] / seen.largest[6] * weight[:, 6].abs().max()
-                           / weight[:, 5].abs().max()).sqrt())  # fmt: skip
-    every = seen.divided(smoothquant_scales(weight, seen, 1.0)).largest
+    half = smoothquant_scales(weight, seen, W8A8, 0.5)
+    expected = seen.largest[5] / seen.largest[6] * weight[:, 6].abs().max() / weight[:, 5].abs().max()
+    assert torch.allclose(half[5] / half[6], expected.sqrt())
+    every = seen.divided(smoothquant_scales(weight, seen, W8A8, 1.0)).largest
     used = every[every > 0]
     assert float(used.max() / used.min()) == pytest.approx(1, abs=1e-3)  # all of it: activations are alike
+
+
+def test_smoothquant_takes_what_errs_least(weight: Tensor) -> None:
+    x, seen = inputs()
+
+    def error(scales: Tensor) -> float:
+        codes, of_tokens = quantize_tokens(x / scales, W8A8.activations)
+        held = dequantize(rounded(weight * scales, INT8), INT8)
+        return float((dequantize(Quantized(codes, of_tokens), INT8) @ held.T - x @ weight.T).norm())
+
+    found = error(smoothquant_scales(weight, seen, W8A8))
+    assert found < 0.5 * error(torch.ones(96)), "two columns are outliers"
+    assert all(found <= error(smoothquant_scales(weight, seen, W8A8, alpha)) for alpha in ALPHAS)
 
 
 def test_product_error_is_that_of_the_products(weight: Tensor) -> None:

@@ -51,12 +51,12 @@ OWN = {
         *("experiment.running=[8,16,32]", "experiment.prompt_tokens=[512]", "experiment.waiting_running=16"),
     ],
     "quantization": [
-        *("experiment.windows=1", "experiment.window_tokens=32", "experiment.prompts=1", "experiment.new_tokens=3"),
-        *("measure.repeats=1", "experiment.single=[w4_rtn]", "experiment.parts=[down_proj]"),
-        # What is calibrated takes minutes; tests/calibration has it on a smaller model.
+        *("experiment.windows=1", "experiment.window_tokens=32", "experiment.few_windows=1", "experiment.prompts=1"),
+        *("experiment.new_tokens=3", "experiment.samples=1", "experiment.length=16", "experiment.single=[w4_rtn]"),
+        *("experiment.parts=[down]", "experiment.left=[0.2]"),
+        # What is calibrated takes longer; tests/calibration has it on a smaller model.
         *("~experiment.variants.w8a8_smoothquant", "~experiment.variants.mixed", "~experiment.variants.w4_awq"),
-        *("~experiment.variants.w4_gptq", "~experiment.variants.w4_gptq_64", "~experiment.variants.w4_gptq_32"),
-        *("~experiment.variants.w4_gptq_32z", "~experiment.variants.w4_gptq_kept"),
+        *("~experiment.variants.w4_gptq", "~experiment.variants.w4_gptq_32", "~experiment.variants.w4_gptq_32z"),
     ],
     "simulator_speed": ["experiment.requests=100", "experiment.replicas=[2]", "measure.repeats=1"],
     "capacity": [
@@ -123,12 +123,13 @@ PAIRED = {
     "spec_decode_drafts": [_DRAFT],
     "spec_decode_acceptance": [_DRAFT],
     "spec_decode_adaptive": [_DRAFT],
+    "spec_decode_quantized": [_DRAFT],
     "quantization_speed": [],
     "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
 }
 NEEDS_A_TRACE = {"simulator_trace"}  # test_lab_simulated.py makes one up
 COMPUTED = {"mla"}  # by a model with weights, for which the points' prompts are long
-NEEDS_TRITON = {"flash_decode"}  # test_lab_kernels.py runs it in Triton's interpreter
+NEEDS_TRITON = {"flash_decode", "kv_fp8"}  # test_lab_kernels.py runs it in Triton's interpreter
 LEFT_OUT = NEEDS_TRITON | NEEDS_A_TRACE
 
 
@@ -238,7 +239,7 @@ def _leave_out_peers(experiment) -> None:
 def _leave_out_the_gpu(experiment) -> None:
     """Points of full size, and graphs."""
     experiment.points = {}
-    experiment.again_at = []
+    experiment.again_at = experiment.gate_at = []
     if experiment.get("timeline") is not None:
         experiment.timeline = {}
     if experiment.get("profile") is not None:

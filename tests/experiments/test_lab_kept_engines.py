@@ -7,12 +7,14 @@ from omegaconf import OmegaConf
 
 from experiments import ablation
 from experiments.lab import points
+from experiments.lab.judge.gate import compare
 from experiments.lab.measure import cells, lending
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import EngineSubject, Kind
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
+from experiments.lab.workloads import Inputs
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
@@ -108,6 +110,25 @@ def test_the_baselines_second_arm_may_be_left_to_some_points(build):
     assert {row.point for row in found.rows if row.variant == "engine"} == {"short", "one long"}
     with pytest.raises(ConfigError, match=r"experiment.again_at\[0\]=.*names no measured point"):
         build("measure.aa=always", again_at=[{"load": "nowhere"}])
+
+
+def test_the_gate_may_be_left_to_some_points(build, monkeypatch):
+    asked = []
+
+    def gate(variant, point):
+        asked.append((variant, point))
+        return compare(variant, point, [[1]], [[1]], "it is answered alone")
+
+    monkeypatch.setattr(ablation.ExactGate, "of_own", lambda self, variant, point, *_: gate(variant, point))
+    monkeypatch.setattr(ablation.ExactGate, "of_probes", lambda self, variant, _: gate(variant, ""))
+    own = property(lambda self: {v: self._cell(v, self._grid[0]).engine for v in self._alone})
+    monkeypatch.setattr(ablation.Ablation, "_gated", own)  # of a dry model there is none
+    experiment = build(gate_at=[{"load": "one long"}])
+    empty = dict.fromkeys(("short", "one long"), Inputs((), ()))
+    assert len(experiment._exact_gates("cuda", empty)) == 4
+    assert asked == [(variant, point) for variant in ("transformers", "engine") for point in ("", "one long")]
+    with pytest.raises(ConfigError, match=r"experiment.gate_at\[0\]=.*names no measured point"):
+        build(gate_at=[{"load": "nowhere"}])
 
 
 def test_without_it_every_pass_has_its_own(build, calls):

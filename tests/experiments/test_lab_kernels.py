@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 SMALL = {
     "flash_decode": {"heads": "4/2", "batch": 3, "length": 50, "head_dim": 16},
+    "kv_fp8": {"heads": "4/2", "batch": 3, "length": 50, "head_dim": 16},
     "add_rms_norm": {"tokens": 3, "hidden": 64},
     "rope_and_store": {"tokens": 5, "heads": "4/2", "qk_norm": True, "head_dim": 16},
     "silu_mul": {"tokens": 3, "inner": 64},
@@ -107,6 +108,16 @@ def test_every_way_to_the_experts_stays_near_the_reference(variant, routing):
     assert found.error(found.implementation(variant).run(1)) > 0.1  # the second set of inputs is another one
     if routing == "one":
         assert found.work.bytes == (2 * 3 * 32 * 16 + 2 * 5 * 32) * 4
+
+
+def test_keys_and_values_in_fp8_are_the_same_numbers_in_half_the_bytes():
+    pytest.importorskip("triton")
+    found = made("kv_fp8", torch.bfloat16)
+    outputs = {variant: found.implementation(variant).run(0) for variant in found.variants}
+    assert row_error(outputs["fp8"], outputs["split_k"]) < 0.01
+    assert found.error(outputs["fp8"]) < 0.01
+    keys_and_values = 2 * 3 * 50 * 2 * 16
+    assert found.work_of("split_k").bytes - found.work_of("fp8").bytes == keys_and_values
 
 
 @pytest.mark.parametrize("case", ["rope_and_store", "prefill", "silu_mul"])
@@ -336,6 +347,11 @@ def test_where_nothing_can_run_it_is_an_error(build, no_interpreter):
             "flash_decode",
             "[{case: flash_decode, shapes: {heads: ['4/2'], batch: [1, 2], length: [40], head_dim: [16]}}]",
             {"split_k", "single_pass"},
+        ),
+        (
+            "kv_fp8",
+            "[{case: kv_fp8, shapes: {heads: ['4/2'], batch: [2], length: [40], head_dim: [16]}}]",
+            {"split_k", "fp8"},
         ),
         (
             "fused_kernels",

@@ -12,12 +12,12 @@ from made_up import METRICS, different, engine_steps, equal, requests, result
 
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.show import effects, pages, report
+from experiments.lab.show import beside, effects, pages, report
 from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.figures import frame
 from experiments.lab.show.grids import SCREEN, Sheet
 from experiments.lab.show.pages import screen
-from experiments.lab.spec import PanelSpec, PlotSpec
+from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Sample, StoreError
 
@@ -295,6 +295,31 @@ def test_a_report_says_what_was_found(tmp_path):
     assert "Step by step" not in text
     assert "Measured ceilings" not in text, "no floor is shown that they would explain"
     assert (tmp_path / "reports/figures/demo-cpu-speed.png").stat().st_size > 10_000
+
+
+def test_what_another_experiment_has_measured_stands_beside_it():
+    wanted = {
+        "name": "step_ms",
+        "label": "a step",
+        "experiment": "speed",
+        "metric": "ttft_p50_ms",
+        "at": {"workload.concurrency": 8},
+        "variants": {"new": "base"},
+    }
+    of_speed = PlotSpec("speed", "Speed", (PanelSpec("ttft_p50_ms", PanelKind.curve, x="step_ms"),))
+    own = result(config={"experiment": {"beside": [wanted]}}, plots=(of_speed,))
+    (alone,) = beside.joined([own])
+    assert (alone.rows, alone.info.plots) == (own.rows, ())
+    speed = result("speed", "h200", seed=1)
+    found, other = beside.joined([own, speed])
+    assert other is speed
+    assert found.info.metrics["step_ms"] == Metric("a step, on h200", "ms", Better.lower)
+    first = next(iter(own.info.points))
+    expected = speed.table.values("base", "concurrency=8", "ttft_p50_ms")
+    assert found.table.values("new", first, "step_ms") == expected
+    assert not found.table.values("base", first, "step_ms")
+    unfinished = replace(speed, info=replace(speed.info, status="incomplete: interrupted"))
+    assert beside.joined([own, unfinished])[0] == alone
 
 
 def test_gates_that_pass_at_all_points_are_one_line(tmp_path):

@@ -56,6 +56,18 @@ def test_decode(cache, scales, dtype, device):
         assert (out - expected).norm() / expected.norm() < (1e-5 if dtype is torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("size", [1e6, 1e-6, 0.0])
+def test_queries_out_of_the_range_of_float16(cache, scales, size, device):
+    """In which products of bfloat16 queries are computed."""
+    keys, values, tables, lengths = (t.to(device) for t in (*cache, torch.tensor(LENGTHS).int()))
+    q = size * torch.randn(len(LENGTHS), HEADS, SIZE, generator=torch.Generator().manual_seed(1))
+    q = q.to(device, torch.bfloat16)
+    more = {"scale": 0.2 / (size or 1), "window": None, "query_len": 1, "kv_scales": scales.to(device)}
+    expected = paged_decode_reference(q.float(), keys, values, tables, lengths, **more)
+    out = flash_decode(q, keys, values, tables, lengths, **more).float()
+    assert (out - expected).norm() / expected.norm() < 1e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_prompts(cache, scales, dtype, device):
     keys, values, tables, lengths = (t.to(device) for t in (*cache, torch.tensor(LENGTHS).int()))

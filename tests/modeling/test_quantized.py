@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mini_infer.attention.context import AttentionBatch, AttentionContext, ModelAttention
 from mini_infer.attention.torch_sdpa import SdpaBackend
 from mini_infer.cache.kv_store import KVStore
+from mini_infer.calibration import scales
 from mini_infer.core.config import CacheConfig, EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.ops import TorchKernels, TritonKernels
@@ -27,7 +28,7 @@ from mini_infer.modeling.linear_methods.quantized import QuantizedLinear, SideBy
 from mini_infer.modeling.loader import as_served, load_model, load_spec, outline
 from mini_infer.modeling.model import Model
 from mini_infer.quantization.checkpoint_config import rounding
-from mini_infer.quantization.formats import SCHEMES, Number, WeightFormat, dequantize, quantize, quantize_tokens
+from mini_infer.quantization.formats import INT8, SCHEMES, Number, WeightFormat, dequantize, quantize, quantize_tokens
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(12) * 7 % 90
@@ -258,7 +259,9 @@ def test_unquantized_weights_are_rounded_while_they_are_loaded(
 ) -> None:
     scheme = SCHEMES[name]
     projections = {key: tensor for key, tensor in model().state_dict().items() if key.endswith("proj.weight")}
-    weights = {key: dequantize(quantize(tensor, scheme.weights), scheme.weights) for key, tensor in projections.items()}
+    of_16 = torch.bfloat16 if scheme.weights.number is Number.int4 else torch.float32  # scales of int4, in any model
+    held = {key: scales.rounded(tensor, scheme.weights, of_16) for key, tensor in projections.items()}
+    weights = {key: dequantize(found, scheme.weights) for key, found in held.items()}
     own = load(plain, quantization=name)
     check_products(own, weights)
     found, expected = logits(own, step_rows), transformers_logits(with_weights(weights, scheme.activations))
@@ -324,6 +327,18 @@ def test_a_format_that_kernels_do_not_have_is_computed_by_torch(
         found.append(method.apply(torch.ones(3, columns)))
     torch.testing.assert_close(*found)
     assert ("by torch operations, which is slow: products of int4" in caplog.text) == slow
+
+
+def test_gpus_without_fp8_compute_it_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which says so, as of formats that kernels do not have."""
+    pytest.importorskip("triton")
+    kernels, fp8 = TritonKernels(), SCHEMES["fp8"]
+    assert kernels.quantized_refusal(fp8.weights, fp8.activations, 128) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    found = kernels.quantized_refusal(fp8.weights, fp8.activations, 128)
+    assert found == "fp8 takes GPUs of compute capability 8.9 and above"
+    assert kernels.quantized_refusal(INT8, None, 128) is None
 
 
 # --- keys and values in fp8 ---------------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ def test_what_is_not_supported_names_itself_and_a_way_out(config, message):
 # --- tensors ------------------------------------------------------------------------------------------------------
 
 GROUPS = WeightFormat(Number.int4, 32)
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 def gptq_tensors():
@@ -229,7 +230,9 @@ def test_words_that_are_not_full():
 
 def test_codes_are_made_for_the_scales_that_are_kept():
     weight, form = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)), GROUPS
-    kept = Rounded(Scheme(form)).read({"weight": weight}, torch.bfloat16).weight
+    kept, other = (Rounded(Scheme(form)).read({"weight": weight}, dtype).weight for dtype in DTYPES)
+    assert torch.equal(kept.scales, other.scales), "a model in fp32 is a reference"
+    assert torch.equal(kept.codes, other.codes)
     assert torch.equal(kept.scales, kept.scales.bfloat16().float())
 
     def error(codes):

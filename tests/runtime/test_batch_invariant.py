@@ -142,6 +142,23 @@ def test_so_it_is_with_experts() -> None:
     check(model, asked, expected, MECHANISMS["chunks, prefix hits, short of memory, overlap"])
 
 
+SCHEMES = {"w8a8": "auto", "w8a16": "auto", "fp8": "fp8", "fp8_block": "auto", "w4a16": "fp8", "none": "fp8"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_so_it_is_in_fewer_bits(scheme: str) -> None:
+    """Of weights and activations, and of keys and values."""
+    wide = SMALL | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+    model = dummy(wide, device="cpu", dtype="float32", quantization=scheme)
+    asked, cache = requests(101, [5, 1, 6], shared=8, max_tokens=2), {"dtype": SCHEMES[scheme]}
+    engine = make(model, {"cache": {"memory_gib": 0.01, **cache}})
+    expected = answers(engine, asked, alone=True)
+    engine.close()
+    changes = MECHANISMS["chunks, prefix hits, short of memory, overlap"]
+    check(model, asked, expected, changes | {"cache": changes["cache"] | cache})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_every_mechanism_gives_what_a_request_gets_alone(small: list[Any], mechanism: str) -> None:
@@ -149,7 +166,12 @@ def test_every_mechanism_gives_what_a_request_gets_alone(small: list[Any], mecha
 
 
 def test_what_cannot_be_had_says_so() -> None:
+    narrow = SMALL | {"hidden_size": 128, "intermediate_size": 128}  # 4 heads of 16
     for changes, why in (
+        (
+            {"model": dummy(narrow, device="cpu", quantization="w4a16", quantization_group=64)},
+            r"numerics=batch_invariant: model\.layers\.0\.self_attn: .* multiple of 128 .* Set numerics=fast",
+        ),
         ({"attention": {"decode": "sdpa"}}, "sdpa: it is not batch-invariant"),
         ({"model": dummy(SMALL, device="cpu", kernels="torch")}, "not model.kernels=torch"),
         ({"model": dummy(SMALL, device="cpu", implementation="transformers")}, "runs through transformers' code"),
@@ -224,3 +246,16 @@ def test_every_mechanism_gives_what_a_request_gets_alone_on_a_gpu(on_a_gpu: Any,
     if "num_blocks" not in changes.setdefault("cache", {}):
         changes["cache"]["memory_gib"] = 1.0
     check(model, asked, expected, changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", [*SCHEMES, "mixed"])
+def test_every_scheme_gives_what_a_request_gets_alone_on_a_gpu(scheme: str) -> None:
+    model = dummy(SHAPES["qwen2"], device="cuda", dtype="bfloat16", quantization=scheme)
+    asked = requests(5003, [3, 170, 1040, 61, 350, 16, 33, 1] * 2, shared=300, max_tokens=12)
+    cache = {"memory_gib": 1.0, "dtype": SCHEMES.get(scheme, "auto")}
+    engine = make(model, {"cache": cache})
+    expected = answers(engine, asked, alone=True)
+    engine.close()
+    changes = ON_A_GPU["graphs, overlap, prefix hits"]
+    check(model, asked, expected, changes | {"cache": changes["cache"] | cache})

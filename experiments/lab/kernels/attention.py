@@ -27,6 +27,7 @@ from mini_infer.core.errors import ConfigError
 CHECKED_ROWS = 4  # sequences whose output is compared with the reference's
 CHECKED_QUERIES = 8  # of each
 SINGLE_PASS, SPLIT_K, FA4, FA3 = "single_pass", "split_k", "fa4", "fa3"
+KV_FP8 = "fp8"
 FA3_SPLITS = (0, 32)  # FA3 chooses the number of splits; vLLM's bound where it captures CUDA graphs
 
 
@@ -42,7 +43,7 @@ class _Attention(Case):
     }
     kind: Kind = "decode"
 
-    apart = (FA3,)
+    apart: ClassVar[tuple[str, ...]] = (FA3,)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -56,25 +57,28 @@ class _Attention(Case):
 
     @property
     def work(self) -> Work:
+        return self._work(self.dtype.itemsize)
+
+    def _work(self, kv_bytes: int) -> Work:
+        """Where a number of keys and values takes so many bytes."""
         kv = 2 * self.count * self.length * self._kv_heads * self.shape["head_dim"]
-        moved = kv + 2 * self.count * self.queries * self._heads * self.shape["head_dim"]
+        moved = 2 * self.count * self.queries * self._heads * self.shape["head_dim"]
         pairs = self.count * (self.queries * self.length - self.queries * (self.queries - 1) // 2)
         flops = 4.0 * self.shape["head_dim"] * self._heads * pairs
-        return Work(moved * self.dtype.itemsize, flops, "read_gb_s")
+        return Work(kv * kv_bytes + moved * self.dtype.itemsize, flops, "read_gb_s")
 
     def allocate(self, copies: int) -> None:
         block_size, head_dim = self.shape["block_size"], self.shape["head_dim"]
         width = math.ceil(self.length / block_size)
-        self._store = KVStore(
-            KVLayout.of_heads(copies, self._kv_heads, head_dim, self.dtype),
-            num_blocks=self.count * width,
-            block_size=block_size,
-            device=self.device,
-        )
+        self._store = self._stored(copies, self.count * width, self.dtype)
         self._store.tensors[0].normal_()
         order = np.random.default_rng(0).permutation(self.count * width).reshape(self.count, width)
         self._batch = self._new_batch(order, block_size)
         self._q = [self.random(self.count * self.queries, self._heads, head_dim) for _ in range(copies)]
+
+    def _stored(self, copies: int, num_blocks: int, dtype: torch.dtype) -> KVStore:
+        layout = KVLayout.of_heads(copies, self._kv_heads, self.shape["head_dim"], dtype)
+        return KVStore(layout, num_blocks=num_blocks, block_size=self.shape["block_size"], device=self.device)
 
     def _new_batch(self, block_tables: np.ndarray, block_size: int) -> AttentionBatch:
         """`count` sequences of `length` tokens, the last `queries` of which are computed. block_tables [count, W]"""
@@ -179,7 +183,7 @@ class FlashDecode(_Attention):
     """By the kernel: one pass over the keys, Flash Decoding, FlashAttention-4."""
 
     name = "flash_decode"
-    variants = (SINGLE_PASS, SPLIT_K, FA4, FA3)
+    variants: ClassVar[tuple[str, ...]] = (SINGLE_PASS, SPLIT_K, FA4, FA3)
 
     def implementation(self, variant: str) -> Implementation:
         if variant == FA4:
@@ -187,19 +191,21 @@ class FlashDecode(_Attention):
         if variant == FA3:
             return self._fa3(self._store.layout.num_layers)
         require_triton(self.device)
-        from mini_infer.kernels.flash_decode import flash_decode, split_rows
         from mini_infer.kernels.paged_decode import paged_decode
 
         if variant == SINGLE_PASS:
-            return Implementation(self._with(paged_decode))
-        parts = split_rows(
-            self._q[0], self._store.keys(0), self._store.values(0), self._batch.seq_lens, window=None, query_len=1
-        )
-        self._held.append(parts)
-        return Implementation(self._with(partial(flash_decode, parts=parts)))
+            return Implementation(self._with(paged_decode, self._store))
+        return self._split(self._store)
 
-    def _with(self, kernel: Callable[..., Tensor]) -> Callable[[int], Tensor]:
-        store, batch = self._store, self._batch
+    def _split(self, store: KVStore) -> Implementation:
+        from mini_infer.kernels.flash_decode import flash_decode, split_rows
+
+        parts = split_rows(self._q[0], store.keys(0), store.values(0), self._batch.seq_lens, window=None, query_len=1)
+        self._held.append(parts)
+        return Implementation(self._with(partial(flash_decode, parts=parts), store))
+
+    def _with(self, kernel: Callable[..., Tensor], store: KVStore) -> Callable[[int], Tensor]:
+        batch = self._batch
 
         def run(copy: int) -> Tensor:
             return kernel(
@@ -211,9 +217,32 @@ class FlashDecode(_Attention):
                 scale=self._scale,
                 window=None,
                 query_len=1,
+                kv_scales=store.scales(copy),
             )
 
         return run
+
+
+class DecodeOfFp8(FlashDecode):
+    """Flash Decoding over keys and values in the model's dtype, and over the same numbers in fp8."""
+
+    name = "kv_fp8"
+    variants = (SPLIT_K, KV_FP8)
+    apart = ()
+
+    def allocate(self, copies: int) -> None:
+        super().allocate(copies)
+        whole = self._store.tensors[0]
+        self._eight = self._stored(copies, self._store.num_blocks, torch.float8_e4m3fn)
+        self._eight.tensors[0].copy_(whole)
+        whole.copy_(self._eight.tensors[0])
+
+    def work_of(self, variant: str) -> Work:
+        return self._work(1) if variant == KV_FP8 else self.work
+
+    def implementation(self, variant: str) -> Implementation:
+        require_triton(self.device)
+        return self._split(self._eight if variant == KV_FP8 else self._store)
 
 
 class DecodeAttention(_Attention):

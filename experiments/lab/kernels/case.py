@@ -64,6 +64,10 @@ class Case(ABC):
     @abstractmethod
     def work(self) -> Work: ...
 
+    def work_of(self, variant: str) -> Work:
+        """Of an implementation that reads its inputs in another format."""
+        return self.work
+
     @abstractmethod
     def allocate(self, copies: int) -> None:
         """Makes so many sets of random inputs, each somewhere else in memory."""

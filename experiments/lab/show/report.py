@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from itertools import groupby
 from pathlib import Path
 
-from experiments.lab.show import sweeps, verdicts
+from experiments.lab.show import beside, sweeps, verdicts
 from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.figures import frame, gallery
 from experiments.lab.show.grids import SCREEN, Sheet
@@ -34,7 +34,7 @@ def rebuild(results: Path, reports: Path, only: str | None = None, since: Since 
     found, damaged = _read(results)
     if not found and not damaged:
         raise StoreError(f"{results} holds no results yet: run an experiment first")
-    found = [r for _, group in groupby(found, key=_page) for r in sweeps.joined(list(group))]
+    found = beside.joined([r for _, group in groupby(found, key=_page) for r in sweeps.joined(list(group))])
     ages = {store.run_path(r.info): since(r.info) for r in found}
     known = lambda info: ages[store.run_path(info)]  # noqa: E731
     (reports / FIGURES).mkdir(parents=True, exist_ok=True)

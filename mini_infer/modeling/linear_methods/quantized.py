@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.interface import Gated, Kernels, Part, Places, QKNorm, Stream
-from mini_infer.kernels.ops import TorchKernels
+from mini_infer.kernels.ops import InvariantKernels, TorchKernels
 from mini_infer.modeling.linear_methods.base import (
     Build,
     LinearMethod,
@@ -107,6 +107,8 @@ class QuantizedLinear(LinearMethod):
         self._kernels: Kernels = build.kernels
         refusal = build.kernels.quantized_refusal(weights, scheme.activations, columns)
         if refusal is not None:
+            if isinstance(build.kernels, InvariantKernels):
+                raise ConfigError(f"numerics=batch_invariant: {name or 'a layer'}: {refusal}. Set numerics=fast")
             _say_slow(refusal)
             self._kernels = TorchKernels()
         # A row's scale is made of all its inputs, whoever has them.

@@ -88,7 +88,7 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         style = line_style(row, 0)
         line, *_ = ax.errorbar(x.medians, y.medians, xerr=x.errors, yerr=y.errors, label=label, **style)
         frame.says(line, [tip(label, wording.point(point), ys, of_y) for point, ys in zip(names, all_y, strict=True)])
-        if not named:
+        if not named and _alike(result, names):
             key = _only_key(result, names)
             for point, at_x, at_y in zip(names, x.medians, y.medians, strict=True):
                 name = point if key is None else _setting(result, point)
@@ -196,6 +196,11 @@ def _only_key(result: Result, points: Sequence[str]) -> str | None:
     keys = {tuple(result.info.points[point]) for point in points}
     (only, *others) = keys or {()}
     return only[0].rpartition(".")[2] if not others and len(only) == 1 else None
+
+
+def _alike(result: Result, points: Sequence[str]) -> bool:
+    """Whether there are several, which all say something of one setting: then a curve goes along it."""
+    return len(points) > 1 and bool(set.intersection(*(set(result.info.points[point]) for point in points)))
 
 
 def _setting(result: Result, point: str) -> str:
