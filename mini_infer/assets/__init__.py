@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-SHIPPED = ("tiny-target", "tiny-draft")
+SHIPPED = ("tiny-target", "tiny-draft", "tiny-moe")
 
 
 def shipped_path(name: str) -> Path | None:

@@ -10,7 +10,10 @@ import codeop
 import json
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
-    Qwen2ForCausalLM,
+    PreTrainedModel,
     Qwen2Tokenizer,
 )
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
 from mini_infer.assets.chat import IM_END, Conversation, conversations
 from mini_infer.assets.prompts import ASSETS, Prompt, draw_prompts, heldout_sources
@@ -45,6 +49,14 @@ class TextMetrics:
     perplexity: float  # a token
     bits_per_byte: float
     accuracy: float  # share of tokens that are the argmax
+
+
+@dataclass(frozen=True)
+class Load:
+    """Tokens of a layer's experts by those of its average one, for each layer that has experts."""
+
+    busiest: list[float]
+    idlest: list[float]
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ class Samples:
     chat_valid: float  # answers that end and compile
 
 
-def load(folder: Path, device: str = "cpu") -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
+def load(folder: Path, device: str = "cpu") -> tuple[PreTrainedModel, Qwen2Tokenizer]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     return model, AutoTokenizer.from_pretrained(folder)
 
@@ -93,7 +105,7 @@ class Reading:
 
 
 @torch.no_grad()
-def read(target: Qwen2ForCausalLM, draft: Qwen2ForCausalLM, stream: npt.NDArray[np.uint16]) -> Reading:
+def read(target: PreTrainedModel, draft: PreTrainedModel, stream: npt.NDArray[np.uint16]) -> Reading:
     """Run both models over consecutive windows of WINDOW tokens of `stream`."""
     tokens = torch.from_numpy(stream.astype(np.int64)).to(target.device)
     parts = []
@@ -104,6 +116,26 @@ def read(target: Qwen2ForCausalLM, draft: Qwen2ForCausalLM, stream: npt.NDArray[
         overlap = torch.minimum(logs[0], logs[1]).exp().sum(-1)
         parts.append([logs[0].argmax(-1), logs[1].argmax(-1), *nats, overlap])
     return Reading(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
+
+
+@contextmanager
+def counted(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """[experts] int64 of each layer that has some: the tokens that they get inside."""
+    routers = [module for module in model.modules() if isinstance(module, DeepseekV2TopkRouter)]
+    counts = [torch.zeros(router.num_experts, dtype=torch.int64) for router in routers]
+
+    def count(own: Tensor, module: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        own += output[2].flatten().cpu().bincount(minlength=len(own))
+
+    hooks = [router.register_forward_hook(partial(count, own)) for router, own in zip(routers, counts, strict=True)]
+    yield counts
+    for hook in hooks:
+        hook.remove()
+
+
+def load_of(counts: list[Tensor]) -> Load:
+    relative = [layer / layer.float().mean() for layer in counts]
+    return Load([float(layer.max()) for layer in relative], [float(layer.min()) for layer in relative])
 
 
 def text_metrics(argmax: Tensor, nats: Tensor, stream: npt.NDArray[np.uint16], num_bytes: int) -> TextMetrics:
@@ -120,7 +152,7 @@ def text_metrics(argmax: Tensor, nats: Tensor, stream: npt.NDArray[np.uint16], n
 
 
 @torch.no_grad()
-def greedy(model: Qwen2ForCausalLM, prompt: list[int], new_tokens: int) -> list[int]:
+def greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
     """The greedy continuation, up to and with the first stop token."""
     cache = DynamicCache()
     ids = prompt
@@ -133,7 +165,7 @@ def greedy(model: Qwen2ForCausalLM, prompt: list[int], new_tokens: int) -> list[
 
 
 @torch.no_grad()
-def draft_hits(draft: Qwen2ForCausalLM, prompt: list[int], continuation: list[int]) -> list[bool]:
+def draft_hits(draft: PreTrainedModel, prompt: list[int], continuation: list[int]) -> list[bool]:
     """For each token of the target's continuation: would the draft have proposed it?"""
     ids = torch.tensor([prompt + continuation], device=draft.device)
     argmax = draft(ids[:, :-1]).logits[0, len(prompt) - 1 :].argmax(-1)
@@ -168,7 +200,7 @@ def full_lines(text: str) -> str:
 
 
 def agreement(
-    draft: Qwen2ForCausalLM, reading: Reading, prompts: list[list[int]], continuations: list[list[int]]
+    draft: PreTrainedModel, reading: Reading, prompts: list[list[int]], continuations: list[list[int]]
 ) -> Agreement:
     same = (reading.target_argmax == reading.draft_argmax).float()
     context = torch.arange(len(same)) % WINDOW + 1
@@ -203,7 +235,7 @@ def fresh_tokens(prompt: list[int], continuation: list[int]) -> list[bool]:
 
 
 def samples(
-    model: Qwen2ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: Qwen2Tokenizer,
     prompts: list[Prompt],
     continuations: list[list[int]],
@@ -230,7 +262,7 @@ def samples(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, default=ASSETS, help="folder of tiny-target and tiny-draft")
+    parser.add_argument("--models", type=Path, default=ASSETS, help="folder of the shipped models")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--device", default="cpu")
@@ -244,6 +276,9 @@ def main() -> None:
     stream = document_stream(sources, tokenizer)
     num_bytes = sum(source.num_bytes for source in sources)
     reading = read(target, draft, stream)
+    moe, _ = load(args.models / "tiny-moe", args.device)
+    with counted(moe) as counts:
+        of_moe = read(target, moe, stream)
 
     prompts = draw_prompts(args.prompts)
     ids = [tokenizer.encode(prompt.text) for prompt in prompts]
@@ -253,6 +288,8 @@ def main() -> None:
     figures: dict[str, Any] = {
         "target": text_metrics(reading.target_argmax, reading.target_nats, stream, num_bytes),
         "draft": text_metrics(reading.draft_argmax, reading.draft_nats, stream, num_bytes),
+        "moe": text_metrics(of_moe.draft_argmax, of_moe.draft_nats, stream, num_bytes),
+        "moe_load": load_of(counts),
         "agreement": agreement(draft, reading, ids, continuations),
         "samples": samples(
             target, tokenizer, prompts, continuations, list(conversations(sources))[: args.prompts], args.new_tokens
@@ -268,6 +305,8 @@ def rounded(value: Any) -> Any:
     """Floats to four decimals, however deep."""
     if isinstance(value, dict):
         return {name: rounded(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
     return round(value, 4) if isinstance(value, float) else value
 
 

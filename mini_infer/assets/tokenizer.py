@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer that both shipped models share."""
+"""The byte-level BPE tokenizer that the shipped models share."""
 
 from __future__ import annotations
 

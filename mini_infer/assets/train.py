@@ -1,7 +1,8 @@
 """Train the shipped models: `python -m mini_infer.assets.train --out DIR`.
 
 In order: the corpus is read and split, the tokenizer is trained, tiny-target is trained, tiny-draft is distilled
-from it. The folder gets both models, the held-out modules and a record of the training.
+from it; or, with `--models moe`, tiny-moe is trained alone. The folder gets the models, the held-out modules and a
+record of the training.
 `--prepare-only --tokens DIR` stops after the tokenizer; a later `--tokens DIR` starts from there, on any machine.
 """
 
@@ -12,6 +13,7 @@ import csv
 import json
 import platform
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,13 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
-from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import DeepseekV2ForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from mini_infer.assets.balance import BALANCE_WEIGHT, balanced
 from mini_infer.assets.corpus import load_corpus, stdlib_dir, write_heldout
 from mini_infer.assets.curve import draw_curve
 from mini_infer.assets.distill import KL_WEIGHT, distillation, write_text
-from mini_infer.assets.shapes import DRAFT, TARGET, Shape, build_model, num_parameters
+from mini_infer.assets.shapes import DRAFT, MOE, TARGET, MoEShape, Shape, build_model, build_moe, num_parameters
 from mini_infer.assets.tokens import TokenSet, tokenize_corpus
 from mini_infer.assets.trainer import LogRow, Schedule, Stream, TrainingRun, train
 
@@ -43,6 +46,11 @@ def main(arguments: list[str] | None = None) -> None:
         tokens, validation=tokens.validation[: args.eval_tokens], heldout=tokens.heldout[: args.eval_tokens]
     )
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if args.models == "moe":
+        moe, moe_run = train_moe(tokens, target_schedule(args), device)
+        save_model(moe, tokens.tokenizer, args.out / "tiny-moe")
+        record(args, tokens, device, {"moe": (moe, moe_run)})
+        return
     target, target_run = train_target(tokens, target_schedule(args), device)
     save_model(target, tokens.tokenizer, args.out / "tiny-target")
     draft, draft_run = train_draft(tokens, target, draft_schedule(args), args.written_rows, device)
@@ -56,9 +64,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=Path, help="folder of prepared tokens: read, or written by --prepare-only")
     parser.add_argument("--prepare-only", action="store_true", help="stop once --tokens is written")
     parser.add_argument("--out", type=Path, default=Path("outputs/assets"), help="where the models go")
+    parser.add_argument("--models", choices=("pair", "moe"), default="pair", help="target and draft, or the mixture")
     parser.add_argument("--device", help="cuda or cpu; default: cuda where there is one")
-    parser.add_argument("--steps", type=int, default=4500, help="steps of the target")
-    parser.add_argument("--rows", type=int, default=32, help="windows a step of the target")
+    parser.add_argument("--steps", type=int, default=4500, help="steps of the target or the mixture")
+    parser.add_argument("--rows", type=int, default=32, help="windows a step of these")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.4)
     parser.add_argument("--dropout", type=float, default=0.1)
@@ -118,9 +127,21 @@ def train_target(
     tokens: TokenSet, schedule: Schedule, device: torch.device, shape: Shape = TARGET
 ) -> tuple[Qwen2ForCausalLM, TrainingRun]:
     model = build_model(shape, tokens.tokenizer, schedule.seed).to(device)
-    streams = [Stream(tokens.code, 1 - CHAT_SHARE), Stream(tokens.chat, CHAT_SHARE, tokens.chat_answer)]
-    run = train(model, streams, tokens.validation, tokens.heldout, schedule, title="tiny-target")
+    run = train(model, _text(tokens), tokens.validation, tokens.heldout, schedule, title="tiny-target")
     return model, run
+
+
+def train_moe(
+    tokens: TokenSet, schedule: Schedule, device: torch.device, shape: MoEShape = MOE
+) -> tuple[DeepseekV2ForCausalLM, TrainingRun]:
+    model = build_moe(shape, tokens.tokenizer, schedule.seed).to(device)
+    with balanced(model) as objective:
+        run = train(model, _text(tokens), tokens.validation, tokens.heldout, schedule, objective, title="tiny-moe")
+    return model, run
+
+
+def _text(tokens: TokenSet) -> list[Stream]:
+    return [Stream(tokens.code, 1 - CHAT_SHARE), Stream(tokens.chat, CHAT_SHARE, tokens.chat_answer)]
 
 
 def train_draft(
@@ -143,7 +164,7 @@ def train_draft(
     return model, run
 
 
-def save_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
+def save_model(model: PreTrainedModel, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
     """A Hugging Face folder with bfloat16 weights: half the size, and what a GPU would compute in anyway."""
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -154,23 +175,23 @@ def record(
     args: argparse.Namespace,
     tokens: TokenSet,
     device: torch.device,
-    runs: dict[str, tuple[Qwen2ForCausalLM, TrainingRun]],
+    runs: Mapping[str, tuple[PreTrainedModel, TrainingRun]],
 ) -> None:
-    """Write logs, loss curve and summary.json to `args.out / "training"`."""
-    folder = args.out / "training"
+    """Write logs, loss curve and summary.json to `args.out / "training"`, those of the mixture as moe_*."""
+    folder, prefix = args.out / "training", "moe_" if "moe" in runs else ""
     folder.mkdir(parents=True, exist_ok=True)
     for name, (_, run) in runs.items():
         write_log(folder / f"{name}_log.csv", run.log)
     titles = {
         "target": "tiny-target: cross-entropy, with dropout",
         "draft": f"tiny-draft: {KL_WEIGHT:.1f} KL to the target + {1 - KL_WEIGHT:.1f} cross-entropy",
+        "moe": f"tiny-moe: cross-entropy + {BALANCE_WEIGHT} imbalance, with dropout",
     }
-    draw_curve({titles[name]: run.log for name, (_, run) in runs.items()}, folder / "loss_curve.png")
-    settings = {
-        name: value
-        for name, value in vars(args).items()
-        if name not in ("corpus_dir", "tokens", "out", "prepare_only")  # places, which say nothing of the result
-    }
+    draw_curve({titles[name]: run.log for name, (_, run) in runs.items()}, folder / f"{prefix}loss_curve.png")
+    of_draft = {"written_share": WRITTEN_SHARE, "kl_weight": KL_WEIGHT}
+    settings = vars(args) | {"chat_share": CHAT_SHARE} | ({"balance_weight": BALANCE_WEIGHT} if prefix else of_draft)
+    places = "corpus_dir", "tokens", "out", "prepare_only", "models"  # they say nothing of the result
+    left_out = (*places, "draft", "written") if prefix else places
     summary: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
@@ -180,7 +201,7 @@ def record(
             "transformers": transformers.__version__,
             "tokenizers": tokenizers.__version__,
         },
-        "settings": settings | {"chat_share": CHAT_SHARE, "written_share": WRITTEN_SHARE, "kl_weight": KL_WEIGHT},
+        "settings": {name: value for name, value in settings.items() if not name.startswith(left_out)},
         "corpus": tokens.report,
         "models": {
             name: {
@@ -193,7 +214,7 @@ def record(
             for name, (model, run) in runs.items()
         },
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (folder / f"{prefix}summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
 def write_log(path: Path, log: list[LogRow]) -> None:

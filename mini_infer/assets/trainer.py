@@ -1,6 +1,7 @@
-"""One training loop for both models: AdamW, linear warm-up and decay to zero, the checkpoint of least validation loss.
+"""One training loop for all models: AdamW, linear warm-up and decay to zero, the checkpoint of least validation loss.
 
-What is learned is the caller's `Objective`: cross-entropy for the target, distillation for the draft.
+What is learned is the caller's `Objective`: cross-entropy for the target, distillation for the draft,
+balanced experts for the mixture.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from mini_infer.core.errors import ConfigError
 
@@ -71,14 +72,14 @@ def cross_entropy(logits: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE)
 
 
-def token_logits(model: Qwen2ForCausalLM, inputs: Tensor) -> Tensor:
+def token_logits(model: PreTrainedModel, inputs: Tensor) -> Tensor:
     """[rows, seq] -> [rows * seq, vocab]."""
     hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
     return model.lm_head(hidden).flatten(0, 1)
 
 
 def train(
-    model: Qwen2ForCausalLM,
+    model: PreTrainedModel,
     streams: Sequence[Stream],
     validation: npt.NDArray[np.uint16],
     heldout: npt.NDArray[np.uint16],
@@ -165,7 +166,7 @@ def rate_at(step: int, schedule: Schedule) -> float:
 
 
 @torch.no_grad()
-def stream_loss(model: Qwen2ForCausalLM, stream: npt.NDArray[np.uint16], seq_len: int) -> float:
+def stream_loss(model: PreTrainedModel, stream: npt.NDArray[np.uint16], seq_len: int) -> float:
     """Mean cross-entropy in nats a token over the whole windows of `stream`, in the training precision."""
     device = next(model.parameters()).device
     windows = (len(stream) - 1) // seq_len
@@ -219,7 +220,7 @@ def _window_starts(length: int, window: int, count: int, seed: int) -> Iterator[
         pending = pending[count:]
 
 
-def _adamw(model: Qwen2ForCausalLM, schedule: Schedule) -> torch.optim.AdamW:
+def _adamw(model: PreTrainedModel, schedule: Schedule) -> torch.optim.AdamW:
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]  # norms and biases
     groups = [
@@ -230,8 +231,9 @@ def _adamw(model: Qwen2ForCausalLM, schedule: Schedule) -> torch.optim.AdamW:
 
 
 @contextmanager
-def _residual_dropout(model: Qwen2ForCausalLM, probability: float) -> Iterator[None]:
-    """Dropout on what each block adds to the residual stream (Vaswani et al. 2017, 5.4), which Qwen2 itself lacks."""
+def _residual_dropout(model: PreTrainedModel, probability: float) -> Iterator[None]:
+    """Dropout on what each block adds to the residual stream (Vaswani et al. 2017, 5.4), which the models
+    themselves lack."""
 
     def drop_mlp(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return F.dropout(output, probability, module.training)
@@ -251,7 +253,7 @@ def _residual_dropout(model: Qwen2ForCausalLM, probability: float) -> Iterator[N
             handle.remove()
 
 
-def _copy_weights(model: Qwen2ForCausalLM) -> dict[str, Tensor]:
+def _copy_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 

@@ -166,6 +166,14 @@ class GraphsConfig:
         at_least(self, 0, "max_prefill_tokens")
 
 
+class Dispatch(str, Enum):
+    """Rows on their way to experts, and the products there."""
+
+    grouped = "grouped"  # just those that go, each once a rank; one grouped product over what arrived
+    packed = "packed"  # the same, a product for each expert
+    padded = "padded"  # baseline: equal buffers for all experts
+
+
 class RouterPolicy(str, Enum):
     prefix_aware = "prefix_aware"  # to whoever holds most of the prompt, unless that one has far more to do
     least_loaded = "least_loaded"  # to whoever has the fewest requests
@@ -188,6 +196,8 @@ class ParallelConfig:
     each other behind one server (docs/replicas.md)."""
 
     tensor: int = 1  # ranks that share every layer's heads and columns
+    expert: int = 1  # ranks that share every layer's experts, with all of its attention each
+    dispatch: Dispatch = Dispatch.grouped  # how tokens get to the experts of other ranks
     pipeline: int = 1  # stages of layers, each of `tensor` ranks; as many steps are computed at a time
     all_reduce: AllReduce = AllReduce.auto  # how their sums are made
     timeout_s: float = 60.0  # a step that takes longer ends the engine: some rank hangs
@@ -197,14 +207,25 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         coerce(self)
-        at_least(self, 1, "tensor", "pipeline", "replicas")
+        at_least(self, 1, "tensor", "expert", "pipeline", "replicas")
         if not self.timeout_s > 0:
             raise ConfigError(f"parallel.timeout_s must be above 0, got {self.timeout_s}")
+        if self.expert > 1 and self.tensor * self.pipeline > 1:
+            raise ConfigError(
+                f"{self.asked}: ranks that share experts share nothing else yet. Set parallel.expert=1, or the others"
+            )
 
     @property
     def ranks(self) -> int:
         """Processes of one engine."""
-        return self.tensor * self.pipeline
+        return self.tensor * self.expert * self.pipeline
+
+    @property
+    def asked(self) -> str:
+        """What makes their number, as it is typed."""
+        others = (("pipeline", self.pipeline), ("expert", self.expert))
+        more = [f" and parallel.{name}={size}" for name, size in others if size > 1]
+        return f"parallel.tensor={self.tensor}{''.join(more)}"
 
 
 @dataclass(frozen=True)
@@ -256,7 +277,7 @@ class EngineConfig:
                 "speculation.draft.path: a dry model has no weights, and no draft either. Set speculation.method to "
                 "ngram, suffix or synthetic, which need none"
             )
-        for name in ("tensor", "pipeline"):
+        for name in ("tensor", "expert", "pipeline"):
             size = getattr(self.parallel, name)
             if size > 1 and self.model.load_format is LoadFormat.dry:
                 raise ConfigError(

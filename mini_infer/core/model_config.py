@@ -86,7 +86,7 @@ def check_weights(config: Any) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = "tiny-target"  # a folder, a hub name, or a shipped model: tiny-target, tiny-draft
+    path: str = "tiny-target"  # a folder, a hub name, or a shipped model: tiny-target, tiny-draft, tiny-moe
     load_format: LoadFormat = LoadFormat.auto  # where the weights come from
     implementation: Implementation = Implementation.auto  # whose code computes the model
     hf_config: dict[str, Any] | None = None  # a config.json given inline, for dummy weights without a folder

@@ -154,6 +154,17 @@ class StepPlan(NamedTuple):
         return self.counts[row] - 1 if row < self.num_decode_rows else 0
 
 
+class ExpertTraffic(NamedTuple):
+    """Tokens on their way to experts of other ranks and back: a step's, of one rank's tokens."""
+
+    sent_bytes: int
+    ideal_bytes: int  # a row there and a row back for each other rank where a token has experts
+    route_s: float
+    dispatch_s: float
+    experts_s: float
+    combine_s: float
+
+
 class StepResult(NamedTuple):
     """Row i's new tokens (none where the plan does not sample), and their logprobs where a request wants them. Of a row
     with drafts: those that were accepted, and one more."""
@@ -164,6 +175,7 @@ class StepResult(NamedTuple):
     draft_s: float = 0.0  # of the step's time, what proposing took a draft model
     transfers_done: tuple[int, ...] = ()  # ids of those whose copies have ended since the step collected before
     expert_tokens: tuple[tuple[int, ...], ...] = ()  # as in StepRecord
+    expert_traffic: ExpertTraffic | None = None  # as in StepRecord
 
 
 class KVUsage(NamedTuple):
@@ -212,6 +224,7 @@ class StepRecord(NamedTuple):
     dropped_rows: int = 0  # of requests whose end was read after the step was launched: nobody got their tokens
     # By layer with experts, and by expert: the tokens that went there. Empty without model.count_experts.
     expert_tokens: tuple[tuple[int, ...], ...] = ()
+    expert_traffic: ExpertTraffic | None = None  # of rank 0; None where nobody counts, or there is one rank
     decode_context: int = 0  # as of a StepPlan, like the next two: what simulation/costs.py is fitted to
     prompt_reach: int = 0
     prompt_pairs: int = 0

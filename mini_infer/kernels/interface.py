@@ -188,6 +188,7 @@ class Kernels(Protocol):
 
     name: str
     fallback: str | None  # what `auto` would have preferred, and why it could not be had
+    invariant: bool  # a token's numbers are the same in any company, to the bit
     gemv: ModuleType | None  # kernels/gemv.py, where products of few rows with unquantized weights may use it
     all_reduce: ModuleType | None  # kernels/all_reduce.py, for sums over ranks
 
@@ -258,3 +259,6 @@ class Kernels(Protocol):
     def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
         """x [T, H] -> [T, H] of its dtype: the sum over a token's experts, from first to last, of their weight times
         down(silu(gate x) * up x)."""
+
+    def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
+        """The last part of `experts`: results [T, k, H] of a token's experts and their weights [T, k] -> [T, H]."""

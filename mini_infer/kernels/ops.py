@@ -28,7 +28,7 @@ from mini_infer.kernels.interface import (
     TokenPlaces,
 )
 from mini_infer.kernels.limits import FP8_GPUS
-from mini_infer.kernels.moe.reference import experts_reference, route_reference
+from mini_infer.kernels.moe.reference import add_experts_reference, experts_reference, route_reference
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat, as_stored, quantize_tokens
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight, quantized_linear_reference
 
@@ -37,6 +37,7 @@ class TorchKernels:
     """Plain torch operations, on any device."""
 
     name = "torch"
+    invariant = False
     gemv: ModuleType | None = None
     all_reduce: ModuleType | None = None
 
@@ -132,6 +133,9 @@ class TorchKernels:
     def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
         return experts_reference(x, routes, weights)
 
+    def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
+        return add_experts_reference(results, shares)
+
 
 def _rotated(x: Tensor, places: LatentPlaces) -> Tensor:
     """x [T, heads, P], the first of each pair then in the first half."""
@@ -161,6 +165,7 @@ class TritonKernels(TorchKernels):
         self._rope_and_store_latent = rope_and_store_latent.rope_and_store_latent
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
         self._route, self._experts, self._few_tokens = route.route, experts.experts, experts.FEW_TOKENS
+        self._add_experts = experts.add_experts
         self._quantized_norm = rms_norm.quantized_rms_norm
 
     def quantized_linear(
@@ -239,6 +244,9 @@ class TritonKernels(TorchKernels):
     def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
         return self._experts(x, routes, weights, few_tokens=self._few_tokens)
 
+    def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
+        return self._add_experts(results, shares)
+
     def check(self, device: torch.device) -> None:
         """Compiles and runs one small kernel, whatever error that raises."""
         out = self.silu_mul(torch.zeros(1, 32, device=device))
@@ -249,6 +257,7 @@ class TritonKernels(TorchKernels):
 class InvariantKernels(TritonKernels):
     """Those of TritonKernels that compute a token alike in any company, and products that do."""
 
+    invariant = True
     _one_order = True
 
     def __init__(self) -> None:

@@ -32,9 +32,10 @@ from mini_infer.modeling.linear_methods.base import Build, Parallel
 from mini_infer.modeling.mla import LatentAttention
 from mini_infer.modeling.mlp import MLP
 from mini_infer.modeling.model import CheckpointTensor, Model
-from mini_infer.modeling.moe import MoE
+from mini_infer.modeling.moe import Experts, MoE
 from mini_infer.modeling.rope import RotaryTable
 from mini_infer.modeling.spec import AttentionSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
+from mini_infer.parallel.expert_meter import Meter
 
 
 class Attention(nn.Module):
@@ -150,6 +151,8 @@ class Decoder(Model):
         residual: Tensor | None = None
         for layer in self.layers:
             x, residual = layer.forward(x, residual, cos, sin, context, tokens)
+        if self.expert_counts is not None:
+            self._build.experts.context.all_reduce(self.expert_counts)
         normed, value = self._kernels.add_rms_norm(Stream(x, residual, self._end))
         return value if self.norm is None else normed
 
@@ -171,6 +174,10 @@ class Decoder(Model):
         if self._stored_scales is not None:
             tensors |= self._stored_scales.checkpoint_tensors()
         return tensors
+
+    def elsewhere(self) -> tuple[str, ...]:
+        experts = [module for module in self.modules() if isinstance(module, Experts)]
+        return tuple(name for layer in experts for name in layer.elsewhere())
 
     def loaded(self) -> None:
         for layer in self._weighted():
@@ -202,8 +209,9 @@ class Decoder(Model):
         layers = [module for module in self.modules() if isinstance(module, MoE)]
         shape = len(layers), layers[0].num_experts
         self.expert_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.expert_meter = None if self._build.experts.context.size == 1 else Meter(self.device)
         for layer, counts in zip(layers, self.expert_counts, strict=True):
-            layer.counts = counts
+            layer.counts, layer.meter = counts, self.expert_meter
 
     def _weighted(self) -> list[Layer]:
         """Tables of tokens come first."""

@@ -33,6 +33,7 @@ from mini_infer.modeling.registry import parse_spec
 from mini_infer.modeling.spec import MLASpec, ModelSpec, MoESpec, token_ids
 from mini_infer.modeling.transformers_model import load_transformers_model, new_transformers_model
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
+from mini_infer.parallel.expert import ALL_EXPERTS, ExpertRanks
 from mini_infer.quantization.checkpoint_config import rounding
 
 _DRAWN_AT_ONCE = 2**28  # random numbers
@@ -121,11 +122,12 @@ def load_model(
     kernels: Kernels | None = None,
     linear_method: LinearMethodFactory | None = None,
     parallel: ParallelContext = ONE_RANK,
+    experts: ExpertRanks = ALL_EXPERTS,
 ) -> Model:
     """The model on its device, weights filled, for sequences of up to `max_len` tokens (default: the model's own
     limit), computing with `kernels` (default: torch's) and with linear methods of its own (default: the spec's). Of a
     model that ranks share, `spec` is a rank's. Raises ModelError, naming the tensor and the file."""
-    build = Build(dtype, device, kernels or TorchKernels(), linear_method or _linear_method(spec), parallel)
+    build = Build(dtype, device, kernels or TorchKernels(), linear_method or _linear_method(spec), parallel, experts)
     if spec.through_transformers and config.load_format is LoadFormat.auto:
         return load_transformers_model(resolve_folder(config.path), spec, build)
     model = _new_model(spec, max_len or spec.max_model_len, build)
@@ -149,15 +151,19 @@ def load_model(
             ("lm_head", spec.is_last),
         ):
             skipped += () if own else (f"{name}.",)
+        skipped += model.elsewhere()
         files = safetensors_files(resolve_folder(config.path))
         fill_from(files, model.checkpoint_tensors(), ignored, held, skipped)
         model.loaded()
     return model
 
 
-def outline(spec: ModelSpec, dtype: torch.dtype, parallel: ParallelContext = ONE_RANK) -> Model:
+def outline(
+    spec: ModelSpec, dtype: torch.dtype, parallel: ParallelContext = ONE_RANK, experts: ExpertRanks = ALL_EXPERTS
+) -> Model:
     """The model without memory, for what it says of itself."""
-    return _new_model(spec, 1, Build(dtype, torch.device("meta"), TorchKernels(), _linear_method(spec), parallel))
+    build = Build(dtype, torch.device("meta"), TorchKernels(), _linear_method(spec), parallel, experts)
+    return _new_model(spec, 1, build)
 
 
 def _linear_method(spec: ModelSpec) -> LinearMethodFactory:
@@ -192,10 +198,9 @@ def resolve_device(config: ModelConfig, parallel: ParallelContext = ONE_RANK) ->
     if parallel.num_ranks == 1:
         return torch.device("cuda")
     if parallel.num_ranks > torch.cuda.device_count():
-        stages = f" with parallel.pipeline={parallel.stages}: {parallel.num_ranks}" if parallel.stages > 1 else ""
         raise ConfigError(
-            f"parallel.tensor={parallel.size}{stages} ranks need a GPU each, and torch sees "
-            f"{torch.cuda.device_count()}: lower it, or set model.device=cpu"
+            f"{parallel.num_ranks} ranks (parallel.tensor, expert and pipeline) need a GPU each, and torch sees "
+            f"{torch.cuda.device_count()}: lower one of them, or set model.device=cpu"
         )
     return torch.device("cuda", parallel.number)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mini_infer.attention.context import AttentionContext, ModelAttention
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.modeling.spec import ModelSpec
+from mini_infer.parallel.expert_meter import Meter
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +58,13 @@ class Model(nn.Module):
             kept in `dtype`.
         expert_counts: [layers with experts, E] int32, to which each step adds its tokens by the expert that they went
             to; None where they are not counted.
+        expert_meter: of bringing them there, where ranks share experts and tokens are counted.
         inbox: [most tokens, H], where a stage that is not the first reads its hidden states; None where it is.
     """
 
     kv_scales: Tensor | None
     expert_counts: Tensor | None = None
+    expert_meter: Meter | None = None
     inbox: Tensor | None = None
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -91,6 +94,10 @@ class Model(nn.Module):
     @abstractmethod
     def checkpoint_tensors(self) -> Mapping[str, CheckpointTensor]:
         """Checkpoint name -> what becomes of that tensor. Together they fill every weight."""
+
+    def elsewhere(self) -> tuple[str, ...]:
+        """What the names of a checkpoint's tensors begin with that only other ranks take."""
+        return ()
 
     def loaded(self) -> None:
         """Called once, when every tensor of a checkpoint has been taken to its place. Raises ModelError where what came

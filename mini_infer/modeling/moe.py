@@ -7,6 +7,9 @@
 
 How a token's experts follow from the gate's product is RouterSpec's, and their products are one operation of the
 kernels (kernels/interface.py). The host never learns who went where, so that a CUDA graph has it all.
+
+Where ranks share the experts, each routes its part of the tokens, parallel/expert.py brings them to their experts, and
+all ranks get all results.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.mlp import MLP
 from mini_infer.modeling.model import CheckpointTensor
 from mini_infer.modeling.spec import ModelSpec, MoESpec
+from mini_infer.parallel.expert import ExpertExchange
+from mini_infer.parallel.expert_meter import Meter
 from mini_infer.quantization.formats import ActivationFormat
 from mini_infer.quantization.weight import QuantizedWeight
 
@@ -34,9 +39,11 @@ class MoE(nn.Module):
     """
     Attributes:
         counts: [E] int32, to which tokens are added by the experts that they go to; None: they are not counted.
+        meter: of what brings them there; None: it is not measured, or there is one rank.
     """
 
     counts: Tensor | None = None
+    meter: Meter | None = None
 
     def __init__(self, name: str, model: ModelSpec, spec: MoESpec, build: Build) -> None:
         super().__init__()
@@ -49,14 +56,33 @@ class MoE(nn.Module):
         if spec.shared_gate:
             self.shared_gate = Linear(name, size, {f"{names.shared}_gate": 1}, False, Parallel.column, build)
         self.num_experts = spec.router.num_experts
-        self._kernels = build.kernels
+        self._kernels, self._ranks, self._exchange = build.kernels, build.experts.context, None
+        if self._ranks.size > 1:
+            self._exchange = ExpertExchange(build.experts, self.num_experts, build.kernels)
 
     def forward(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor | Part, Tensor | None]:
+        if self._exchange is None:
+            return self._of(stream, tokens)
+        (x, residual, norm), (token_ids, positions, real), own = stream, tokens, self._ranks.rows_of
+        assert isinstance(x, Tensor), "these ranks share no other layers"
+        y, total = self._of(
+            Stream(own(x), None if residual is None else own(residual), norm),
+            TokenPlaces(own(token_ids), own(positions), None if real is None else own(real)),
+        )
+        gathered = self._ranks.gather_rows
+        return gathered(y, len(x)), None if total is None else gathered(total, len(x))
+
+    def _of(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor, Tensor | None]:
         x, total = self._kernels.add_rms_norm(stream)
+        if self.meter is not None:
+            self.meter.start()
         routes = self.gate.forward(x, tokens)
         if self.counts is not None and tokens.real is not None:
             self.counts.index_add_(0, routes.ids.flatten(), tokens.real[:, None].expand_as(routes.ids).flatten())
-        y = self._kernels.experts(x, routes, self.experts.weights)
+        if self._exchange is None:
+            y = self._kernels.experts(x, routes, self.experts.weights)
+        else:
+            y = self._exchange.experts(x, routes, self.experts.weights, self.meter)
         if self.shared is not None:
             shared = self.shared.of(x)
             y = y + shared if self.shared_gate is None else y + self.shared_gate.of(x).sigmoid() * shared
@@ -95,16 +121,18 @@ class Router(Layer):
 
 
 class Experts(Layer):
-    """E experts below `name` ("model.layers.0.mlp.experts"), to be computed with `weights`. Raises ModelError where
-    they are quantized in a form that their products cannot have."""
+    """E experts below `name` ("model.layers.0.mlp.experts"), or a rank's own of them, to be computed with `weights`.
+    Raises ModelError where they are quantized in a form that their products cannot have."""
 
     def __init__(self, name: str, size: int, spec: MoESpec, build: Build) -> None:
         super().__init__()
-        count, inner, names = spec.router.num_experts, spec.intermediate_size, spec.names
+        inner, names, ranks = spec.intermediate_size, spec.names, build.experts.context
+        self._every = range(spec.router.num_experts)
+        self._own = ranks.rows_of(self._every)
         gate_up = LinearShape(size, {names.gate: inner, names.up: inner}, False, Parallel.column)
         down = LinearShape(inner, {names.down: size}, False, Parallel.row)
         self._name = name
-        self._gate_up, self._down = (_Stack(name, count, shape, build) for shape in (gate_up, down))
+        self._gate_up, self._down = (_Stack(name, self._own, shape, build) for shape in (gate_up, down))
         if self._gate_up.activations != self._down.activations:
             raise ModelError(f"{name}: gate, up and down of experts with activations in different formats")
         for product, stack in (("gate_up", self._gate_up), ("down", self._down)):
@@ -116,17 +144,24 @@ class Experts(Layer):
         return {
             f"{self._name}.{expert}.{part}": tensor
             for stack in (self._gate_up, self._down)
-            for expert, method in enumerate(stack.methods)
+            for expert, method in zip(self._own, stack.methods, strict=True)
             for part, tensor in method.checkpoint_tensors().items()
         }
+
+    def elsewhere(self) -> list[str]:
+        """As Model.elsewhere."""
+        return [f"{self._name}.{expert}." for expert in self._every if expert not in self._own]
 
     def loaded(self) -> None:
         for method in self._gate_up.methods + self._down.methods:
             method.loaded()
 
     def fill_dummy(self, draw: Callable[[Tensor], None]) -> None:
-        for method in self._gate_up.methods + self._down.methods:
-            method.fill_dummy(draw)
+        for stack in (self._gate_up, self._down):
+            for expert in self._every:  # those of other ranks too, so that its own are what they are on one
+                own = expert in self._own
+                method = stack.methods[expert - self._own.start] if own else stack.new_method(expert)
+                method.fill_dummy(draw)
 
 
 class _Stack:
@@ -137,8 +172,9 @@ class _Stack:
         stacked, activations: as in ExpertWeights.
     """
 
-    def __init__(self, name: str, count: int, shape: LinearShape, build: Build) -> None:
-        self.methods = [build.linear_method(f"{name}.{expert}", shape, build) for expert in range(count)]
+    def __init__(self, name: str, experts: range, shape: LinearShape, build: Build) -> None:
+        self._name, self._shape, self._build = name, shape, build
+        self.methods = [self.new_method(expert) for expert in experts]
         first, own = self.methods[0], [method.weights() for method in self.methods]
         formats = {_format(method) for method in self.methods}
         if len(formats) > 1 or None in formats:
@@ -149,7 +185,9 @@ class _Stack:
         self.weights: dict[str, nn.Parameter] = {}
         for key, weight in own[0].items():
             strides = weight.numel(), *weight.stride()
-            memory = torch.empty_strided((count, *weight.shape), strides, dtype=weight.dtype, device=weight.device)
+            memory = torch.empty_strided(
+                (len(experts), *weight.shape), strides, dtype=weight.dtype, device=weight.device
+            )
             stack = nn.Parameter(memory, requires_grad=False)
             for expert, weights in enumerate(own):
                 weights[key].data = stack[expert]
@@ -163,6 +201,9 @@ class _Stack:
             self.stacked, self.activations = QuantizedWeight(codes, scales, zeros, first.weight.form), first.activations
         else:
             self.stacked = self.weights["weight"]
+
+    def new_method(self, expert: int) -> LinearMethod:
+        return self._build.linear_method(f"{self._name}.{expert}", self._shape, self._build)
 
 
 def _format(method: LinearMethod) -> object:

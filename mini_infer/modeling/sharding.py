@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.model import CheckpointTensor
-from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec
+from mini_infer.modeling.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec
 from mini_infer.parallel.context import ParallelContext
 
 _MOST = 64  # ranks that a message names
@@ -51,6 +51,22 @@ def of_each_rank(spec: ModelSpec, size: int) -> ModelSpec:
             f"of ranks work: {', '.join(works)}"
         )
     return dataclasses.replace(spec, layers=tuple(_layer(layer, size) for layer in spec.layers))
+
+
+def require_shared_experts(spec: ModelSpec, size: int) -> None:
+    """Raises ConfigError where `size` ranks cannot have as many of each layer's experts each, naming what works."""
+    if size == 1:
+        return
+    asked = f"parallel.expert={size}"
+    counts = {layer.feed_forward.router.num_experts for layer in spec.layers if isinstance(layer.feed_forward, MoESpec)}
+    if not counts:
+        raise ConfigError(f"{asked}: {spec.architecture} has no experts that our code computes. Set parallel.expert=1")
+    if any(count % size for count in counts):
+        works = [str(n) for n in range(1, _MOST + 1) if not any(count % n for count in counts)]
+        raise ConfigError(
+            f"{asked} does not divide {spec.architecture}'s {', '.join(map(str, sorted(counts)))} experts a layer. "
+            f"These numbers of ranks work: {', '.join(works)}"
+        )
 
 
 def _divides(spec: ModelSpec, size: int) -> bool:

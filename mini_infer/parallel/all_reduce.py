@@ -125,6 +125,12 @@ class Collectives:
         """Every rank's x, [size, *x.shape]."""
         return gather(self._device, x.contiguous(), self._size)
 
+    def all_to_all(self, x: Tensor, sent: Sequence[int], arrives: Sequence[int]) -> Tensor:
+        """As ParallelContext."""
+        y = x.new_empty((sum(arrives), *x.shape[1:]))
+        self._device.alltoall_base(y, x.contiguous(), list(arrives), list(sent), dist.AllToAllOptions()).wait()
+        return y
+
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """As ParallelContext."""
         return gather(self._host, torch.tensor([0, *values], dtype=torch.int64), self._size)[:, 1:].tolist()

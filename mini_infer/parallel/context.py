@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
+
+Rows = TypeVar("Rows", Tensor, range)
 
 if TYPE_CHECKING:  # one rank says nothing
     import torch.distributed as dist
@@ -46,7 +48,7 @@ class ParallelContext:
     @classmethod
     def of(cls, number: int, config: ParallelConfig) -> ParallelContext:
         """Of the process of this number, not connected yet."""
-        size, stages = config.tensor, config.pipeline
+        size, stages = config.tensor * config.expert, config.pipeline
         return cls(number % size, size, stage=stages - 1 - number // size, stages=stages)
 
     def connected(self, store: dist.Store, device: torch.device) -> ParallelContext:
@@ -108,6 +110,27 @@ class ParallelContext:
         """Every rank's x [N, columns] side by side, in the order of ranks, as far as `out` goes: [N, at most columns *
         size], contiguous."""
         return out.copy_(x[:, : out.shape[1]]) if self.collectives is None else self.collectives.gather_columns(x, out)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's x, of one shape: [size, *x.shape]."""
+        return x[None] if self.collectives is None else self.collectives.all_gather(x)
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], arrives: Sequence[int]) -> Tensor:
+        """x [N, ...], rows for each rank in their order, `sent` to each -> those from each, of which `arrives` come."""
+        return x if self.collectives is None else self.collectives.all_to_all(x, sent, arrives)
+
+    def rows_of(self, x: Rows) -> Rows:
+        """This rank's neighbours among the rows of x, which all ranks have: as many as others', or fewer."""
+        each = -(-len(x) // self.size)
+        return x[self.rank * each : (self.rank + 1) * each]
+
+    def gather_rows(self, x: Tensor, count: int) -> Tensor:
+        """Every rank's x, of `rows_of` something of `count` rows -> [count, ...]."""
+        if self.collectives is None:
+            return x
+        padded = x.new_zeros(-(-count // self.size), *x.shape[1:])
+        padded[: len(x)] = x
+        return self.collectives.all_gather(padded).flatten(0, 1)[:count]
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """The values of every rank of every stage, 64 bits each, on the host. Waits for all of them."""

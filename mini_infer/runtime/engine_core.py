@@ -180,6 +180,7 @@ class EngineCore:
             draft_s=result.draft_s,
             dropped_rows=plan.num_decode_rows - decode_tokens,
             expert_tokens=result.expert_tokens,
+            expert_traffic=result.expert_traffic,
             decode_context=plan.decode_context,
             prompt_reach=plan.prompt_reach,
             prompt_pairs=plan.prompt_pairs,

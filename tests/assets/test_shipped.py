@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.assets.corpus import HELD_OUT_MODULES
-from mini_infer.assets.evaluate import fresh_tokens, greedy, is_python, load, mean_accepted, read
+from mini_infer.assets.evaluate import counted, fresh_tokens, greedy, is_python, load, load_of, mean_accepted, read
 from mini_infer.assets.prompts import ASSETS, HELD_OUT_DIR, draw_prompts, heldout_prompts, heldout_sources
-from mini_infer.assets.shapes import DRAFT, TARGET, num_parameters
+from mini_infer.assets.shapes import DRAFT, MOE, TARGET, num_parameters
 from mini_infer.assets.tokens import document_stream
 from mini_infer.core.errors import ConfigError
 
@@ -40,9 +41,10 @@ def test_models_have_the_stated_shapes(models: Loaded) -> None:
     assert num_parameters(draft) < 1e6
 
 
-def test_both_models_share_one_tokenizer(models: Loaded) -> None:
+def test_all_models_share_one_tokenizer(models: Loaded) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (ASSETS / "tiny-target" / name).read_bytes() == (ASSETS / "tiny-draft" / name).read_bytes()
+        for other in ("tiny-draft", "tiny-moe"):
+            assert (ASSETS / "tiny-target" / name).read_bytes() == (ASSETS / other / name).read_bytes()
     tokenizer = models[2]
     assert tokenizer.is_fast
     stops = models[0].generation_config.eos_token_id
@@ -78,6 +80,37 @@ def test_quality_on_held_out_text_is_what_the_card_says(models: Loaded) -> None:
     assert float(reading.target_nats.mean().exp()) < 6.05 * 1.05  # perplexity: as measured, and 5 % more
     assert float(reading.draft_nats.mean()) > float(reading.target_nats.mean())
     assert 0.5 < float(reading.overlap.mean()) <= 1.0
+
+
+def test_the_mixture_is_what_the_card_says(models: Loaded) -> None:
+    target, _, tokenizer = models
+    moe, _ = load(ASSETS / "tiny-moe")
+    config, card = moe.config, json.loads((ASSETS / "training" / "metrics.json").read_text())
+    assert (config.hidden_size, config.num_hidden_layers) == (MOE.hidden_size, MOE.num_layers)
+    assert (config.n_routed_experts, config.num_experts_per_tok) == (MOE.num_experts, MOE.top_k)
+    size = sum(file.stat().st_size for file in (ASSETS / "tiny-moe").iterdir())
+    assert size < 12e6
+    sources = [source for source in heldout_sources() if source.path == "queue.py"]
+    stream = document_stream(sources, tokenizer)[:2049]
+    with counted(moe) as counts:
+        reading = read(target, moe, stream)
+    assert float(reading.draft_nats.mean()) == pytest.approx(1.906, rel=0.01)
+    assert float(reading.draft_nats.mean()) < card["draft"]["loss"]
+    found = load_of(counts)
+    assert len(found.busiest) == MOE.num_layers - 1
+    assert max(found.busiest) < 3  # nobody takes everything, and everybody has something
+    assert min(found.idlest) > 0.1
+
+
+def test_the_engine_writes_what_transformers_writes(models: Loaded) -> None:
+    moe, tokenizer = load(ASSETS / "tiny-moe")
+    engine = LLMEngine(EngineConfig.from_dict({"model": "tiny-moe", "cache": {"num_blocks": 64}}))
+    prompts = heldout_prompts(4, min_tokens=20, max_tokens=60, seed=1)
+    outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        stops = moe.generation_config.eos_token_id
+        written = greedy(moe, tokenizer.encode(prompt), new_tokens=24)
+        assert output.outputs[0].token_ids == [token for token in written if token not in stops]
 
 
 def test_greedy_answer_is_python_and_stops(models: Loaded) -> None:

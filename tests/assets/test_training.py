@@ -12,16 +12,32 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_infer.assets import train as train_module
+from mini_infer.assets.balance import balanced
 from mini_infer.assets.chat import IM_END, conversations
 from mini_infer.assets.corpus import Source, load_corpus
 from mini_infer.assets.distill import distillation, write_text
-from mini_infer.assets.shapes import Shape, build_model
+from mini_infer.assets.shapes import MoEShape, Shape, build_model, build_moe
 from mini_infer.assets.tokens import TokenSet, tokenize_corpus
 from mini_infer.assets.train import main
 from mini_infer.assets.trainer import IGNORE, Schedule, Stream, cross_entropy, rate_at, stream_loss, token_logits, train
 from mini_infer.core.errors import ConfigError
 
 MICRO = Shape(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
+
+MICRO_MOE = MoEShape(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    kv_rank=8,
+    nope_dim=8,
+    rope_dim=8,
+    value_dim=8,
+    dense_size=48,
+    num_experts=4,
+    top_k=2,
+    num_shared=1,
+    expert_size=16,
+)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +127,32 @@ def test_distillation_is_zero_for_the_teacher_itself(tokens: TokenSet) -> None:
         assert float(mixed) == pytest.approx(0.9 * float(expected) + 0.1 * float(plain), rel=1e-5)
 
 
+def test_experts_are_trained_as_they_will_compute_and_towards_balance(tokens: TokenSet) -> None:
+    model = build_moe(MICRO_MOE, tokens.tokenizer, seed=0)
+    inputs = torch.from_numpy(tokens.code[:64].astype(np.int64)).view(2, 32)
+    labels = torch.from_numpy(tokens.code[1:65].astype(np.int64))
+    gate = model.model.layers[1].mlp.gate.weight
+    with torch.no_grad():
+        gate.normal_(std=0.3)  # it prefers some experts
+        expected = token_logits(model, inputs)
+    with balanced(model, weight=1.0) as objective:
+
+        def imbalance() -> torch.Tensor:
+            logits = token_logits(model, inputs)
+            return objective(logits, inputs, labels) - cross_entropy(logits, inputs, labels)
+
+        torch.testing.assert_close(token_logits(model, inputs), expected)
+        before = imbalance()
+        (gradient,) = torch.autograd.grad(before, gate)
+        with torch.no_grad():
+            gate -= 0.1 * gradient
+        assert float(imbalance()) < float(before)
+        with torch.no_grad():
+            gate.zero_()  # all experts alike
+        assert float(imbalance()) == pytest.approx(1, abs=1e-5)
+    assert "forward" not in vars(model.model.layers[1].mlp)
+
+
 def test_written_text_continues_the_corpus_and_never_stops_early(tokens: TokenSet) -> None:
     model = build_model(MICRO, tokens.tokenizer, seed=0)
     written = write_text(model, tokens.code, rows=3, temperatures=(1.0, 0.5), prompt_len=8, new_tokens=12)
@@ -119,9 +161,10 @@ def test_written_text_continues_the_corpus_and_never_stops_early(tokens: TokenSe
     assert model.generation_config.eos_token_id == [0, 2]  # the caller's model is as it was
 
 
-def test_the_program_trains_both_models(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_trains_all_models(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for trained in (train_module.train_target, train_module.train_draft):
         monkeypatch.setattr(trained, "__defaults__", (MICRO,))
+    monkeypatch.setattr(train_module.train_moe, "__defaults__", (MICRO_MOE,))
     sizes = {
         "steps": 5,
         "draft-steps": 5,
@@ -143,6 +186,12 @@ def test_the_program_trains_both_models(library: Path, tmp_path: Path, monkeypat
         assert len(AutoTokenizer.from_pretrained(out / name)) == model.config.vocab_size
     with (out / "training" / "target_log.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["2", "4", "5"]
+    main(["--tokens", str(prepared), "--models", "moe", "--out", str(out), "--eval-tokens", "100", *small])
+    assert AutoModelForCausalLM.from_pretrained(out / "tiny-moe").config.n_routed_experts == 4
+    assert (out / "training" / "moe_log.csv").is_file()
+    settings = json.loads((out / "training" / "moe_summary.json").read_text())["settings"]
+    assert settings["balance_weight"] > 0
+    assert not any(name.startswith("draft") for name in settings)
     summary = json.loads((out / "training" / "summary.json").read_text())
     assert summary["models"]["draft"]["tokens_seen"] == 5 * 4 * 32
     assert str(tmp_path) not in json.dumps(summary)

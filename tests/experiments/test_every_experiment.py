@@ -128,7 +128,8 @@ PAIRED = {
     "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
 }
 NEEDS_A_TRACE = {"simulator_trace"}  # test_lab_simulated.py makes one up
-COMPUTED = {"mla"}  # by a model with weights, for which the points' prompts are long
+COMPUTED = {"mla", "expert_parallel"}  # by a model with weights, for which the points' prompts are long
+OVER_RANKS = {"expert_parallel", "pipeline_parallel"}  # a dry model has nothing to share: tests/parallel has engines
 NEEDS_TRITON = {"flash_decode", "kv_fp8"}  # test_lab_kernels.py runs it in Triton's interpreter
 LEFT_OUT = NEEDS_TRITON | NEEDS_A_TRACE
 
@@ -198,6 +199,8 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
             _leave_out_peers(config.experiment)
         if name in PAIRED or name in COMPUTED:
             config.experiment.points = {}
+        for changes in config.experiment.variants.values() if name in OVER_RANKS else ():
+            changes.pop("parallel", None)
         if "search" in config.experiment:
             config.experiment.search.update({"low_per_s": 200, "high_per_s": 800, "steps": 2})
         if config.experiment.get("keep_engines") and name not in OWN:

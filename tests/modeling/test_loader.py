@@ -168,7 +168,7 @@ class TestFolder:
         assert ["model*.safetensors" in patterns for patterns in asked] == [False, True]
 
     def test_shipped_names(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        assert SHIPPED == ("tiny-target", "tiny-draft")
+        assert SHIPPED == ("tiny-target", "tiny-draft", "tiny-moe")
         assert shipped_path("tiny-draft") == Path(assets.__file__).parent / "tiny-draft"
         assert shipped_path("other") is None
         monkeypatch.setattr("mini_infer.modeling.checkpoint.shipped_path", lambda name: tmp_path)

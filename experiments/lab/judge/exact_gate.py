@@ -143,7 +143,7 @@ class ExactGate:
 
 
 def plain(config: EngineConfig) -> EngineConfig:
-    """The same model and numbers with every mechanism off."""
+    """The same model and numbers with every mechanism off, and all experts in one process."""
     longest = config.model.max_model_len or logit_gate.LENGTH
     return replace(
         config,
@@ -153,6 +153,7 @@ def plain(config: EngineConfig) -> EngineConfig:
         ),
         graphs=GraphsConfig(capture=When.never),
         speculation=SpeculationConfig(),
+        parallel=replace(config.parallel, expert=1),
     )
 
 
@@ -201,7 +202,8 @@ def _shrunk(config: EngineConfig) -> EngineConfig:
 def _stressed(config: EngineConfig) -> EngineConfig:
     """The variant's mechanisms around the shipped model, with chunks of CHUNK tokens and memory for two or three of the
     longest requests."""
-    model = ModelConfig(path="tiny-target", dtype=config.model.dtype, device=config.model.device, max_model_len=640)
+    shipped = "tiny-moe" if config.parallel.expert > 1 else "tiny-target"
+    model = ModelConfig(path=shipped, dtype=config.model.dtype, device=config.model.device, max_model_len=640)
     speculation = _real(config.speculation)
     if speculation.has_draft_model:
         speculation = replace(speculation, draft=DraftConfig(path="tiny-draft"))

@@ -38,12 +38,13 @@ from experiments.lab.judge.metrics import (
 from experiments.lab.judge.roofline import Utilization, utilization
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
 from mini_infer.core.errors import ConfigError
-from mini_infer.core.plan import StepRecord
+from mini_infer.core.plan import ExpertTraffic, StepRecord
 
 CLASS = "@"  # itl_p99_ms@stream: of the requests of class `stream`
 PERCENTILES = (50, 90, 95, 99)
 NOT_PROFILED = Missing("it is taken of profiled decode steps, and these were not", applies=False)
 NOT_COUNTED = Missing("tokens are counted by expert where model.count_experts=true", applies=False)
+NOT_EXCHANGED = Missing("it is measured with model.count_experts=true where ranks share experts", applies=False)
 NOT_SEARCHED = Missing("it is what a search finds, and this was none", applies=False)
 NOT_OVER_HTTP = Missing("there is no client and no server beside the engine", applies=False)
 NOT_TOLD = Missing("only the processes of our own server can be asked", applies=False)
@@ -160,6 +161,23 @@ def _expert_imbalance(served: Served) -> float | Missing:
     return sum(found) / len(found) if found else NOT_COUNTED
 
 
+def _of_exchanges(
+    value: Callable[[ExpertTraffic], float], per: Callable[[ExpertTraffic], float] | None = None
+) -> Compute:
+    """Mean over the steps in which tokens went to experts of other ranks, or the ratio of two sums."""
+
+    def compute(served: Served) -> float | Missing:
+        found = [record.expert_traffic for record in served.records if record.expert_traffic is not None]
+        below = len(found) if per is None else sum(map(per, found))
+        return sum(map(value, found)) / below if below else NOT_EXCHANGED
+
+    return of_engine(compute)
+
+
+def _milliseconds(stage: str) -> Callable[[ExpertTraffic], float]:
+    return lambda traffic: 1e3 * getattr(traffic, f"{stage}_s")
+
+
 def _over_http(compute: Callable[[Served, HostUse], float | Missing]) -> Compute:
     return lambda served, context: NOT_OVER_HTTP if served.host is None else compute(served, served.host)
 
@@ -199,6 +217,14 @@ def _roofline(part: Callable[[Utilization], float]) -> Compute:
 
 
 _HIGH, _LOW = Better.higher, Better.lower
+
+# Of bringing tokens to the experts of other ranks, and what they are called in a table.
+STAGES = {
+    "route": "time to choose experts",
+    "dispatch": "time to send tokens to their experts",
+    "experts": "time of the experts",
+    "combine": "time to bring results back and add them up",
+}
 
 SERVING: dict[str, Formula] = {
     **_times("ttft", "time to first token", "request", _of_requests(lambda r: r.ttft)),
@@ -254,6 +280,22 @@ SERVING: dict[str, Formula] = {
     "expert_imbalance": of_pass(
         "tokens of a layer's busiest expert / of its average one, mean step", "", _LOW, of_engine(_expert_imbalance)
     ),
+    "exchange_mb": of_pass(
+        "bytes of a step to experts of other ranks and back, mean",
+        "MB",
+        _LOW,
+        _of_exchanges(lambda t: t.sent_bytes / 1e6),
+    ),
+    "exchange_excess": of_pass(
+        "those bytes / a row there and back for each rank with a token's experts",
+        "",
+        _LOW,
+        _of_exchanges(lambda t: t.sent_bytes, lambda t: t.ideal_bytes),
+    ),
+    **{
+        f"{stage}_ms": of_pass(f"{what}, mean step", "ms", _LOW, _of_exchanges(_milliseconds(stage)))
+        for stage, what in STAGES.items()
+    },
     **DRAFTS,
     "peak_memory_mib": of_pass(
         "peak memory", "MiB", _LOW, lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20

@@ -2,6 +2,7 @@
 
     dense      every expert computes every token, and most of it is multiplied by zero
     padded     each expert has a buffer of as many tokens as the busiest gets, and one batched product takes all buffers
+    packed     tokens are sorted by expert, and each expert that has any computes its own: the host reads the counts
     few        each token's experts, one token after the other (mini_infer/kernels/moe/experts.py)
     grouped    tokens sorted by expert, in tiles of one expert each (the same)
 
@@ -24,7 +25,7 @@ from mini_infer.core.model_config import Routing
 from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, TokenPlaces
 from mini_infer.kernels.moe.reference import experts_reference, route_reference
 
-DENSE, PADDED, FEW, GROUPED = "dense", "padded", "few", "grouped"
+DENSE, PADDED, PACKED, FEW, GROUPED = "dense", "padded", "packed", "few", "grouped"
 ROUTINGS = ("uniform", "zipf", "one")  # one: all tokens go to the first experts
 CHECKED_TOKENS = 32
 MOST_FEW = 64  # tokens
@@ -40,7 +41,7 @@ class MoELayer(Case):
         "hidden": 2048,
         "inner": 768,
     }
-    variants = (DENSE, PADDED, FEW, GROUPED)
+    variants = (DENSE, PADDED, PACKED, FEW, GROUPED)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -84,6 +85,8 @@ class MoELayer(Case):
             compute = _dense
         elif variant == PADDED:
             compute = partial(_padded, int(self._counts.max()))
+        elif variant == PACKED:
+            return Implementation(lambda copy: _packed(*self._sets[copy]), graph_safe=False)
         else:
             if variant == FEW and self.shape["tokens"] > MOST_FEW:
                 raise VariantAbsent(f"it is for up to {MOST_FEW} tokens")
@@ -116,6 +119,19 @@ def _dense(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
     shares = routes.weights.new_zeros((len(x), count)).scatter_(1, routes.ids.long(), routes.weights).to(x.dtype)
     y = _products(x.expand(count, *x.shape), gate_up, down)
     return torch.bmm(shares[:, None], y.transpose(0, 1))[:, 0]
+
+
+def _packed(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
+    experts, order = routes.ids.flatten().sort(stable=True)
+    found = x.new_empty(len(order), x.shape[1])
+    begin = 0
+    for expert, count in enumerate(experts.bincount(minlength=len(down)).tolist()):
+        if count:
+            own = order[begin : begin + count]
+            of_expert = slice(expert, expert + 1)
+            found[own] = _products(x[own // routes.ids.shape[1]][None], gate_up[of_expert], down[of_expert])[0]
+        begin += count
+    return (found.view(*routes.ids.shape, -1) * routes.weights[..., None]).sum(1).to(x.dtype)
 
 
 def _padded(capacity: int, x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:

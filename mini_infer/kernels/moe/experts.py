@@ -126,10 +126,19 @@ def _many(x: Tensor, routes: Routes, weights: ExpertWeights, out: Tensor, tile: 
     h, y = x.new_empty((pairs, gate_up.codes.shape[1] // 2)), x.new_empty((pairs, size))
     product(x, gate_up, h, gated=True)
     product(h, down, y, gated=False)
-    block = min(triton.next_power_of_2(size), 1024)
-    combine_kernel[(tokens, triton.cdiv(size, block))](
-        y, routes.weights, out, CHOSEN=chosen, SIZE=size, BLOCK=block, num_warps=4, **options
-    )
+    add_experts(y.view(tokens, chosen, size), routes.weights, out)
+
+
+def add_experts(results: Tensor, shares: Tensor, out: Tensor | None = None) -> Tensor:
+    """Arguments, contiguous, and result as of Kernels.add_experts; in `out` where it is given."""
+    tokens, chosen, size = results.shape
+    out = results.new_empty(tokens, size) if out is None else out
+    if tokens:
+        block = min(triton.next_power_of_2(size), 1024)
+        combine_kernel[(tokens, triton.cdiv(size, block))](
+            results, shares, out, CHOSEN=chosen, SIZE=size, BLOCK=block, num_warps=4, **launch_options(out.device)
+        )
+    return out
 
 
 class _Weight(NamedTuple):

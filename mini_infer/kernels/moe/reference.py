@@ -69,7 +69,12 @@ def experts_reference(x: Tensor, routes: Routes, weights: ExpertWeights) -> Tens
             results = torch.where(own[..., None], _expert(x, expert, weights)[:, None], results)
         elif len(pairs := own.flatten().nonzero()[:, 0]):
             results.view(tokens * chosen, -1)[pairs] = _expert(x[pairs // chosen], expert, weights)
-    return (results * routes.weights[..., None]).sum(1).to(x.dtype)
+    return add_experts_reference(results, routes.weights)
+
+
+def add_experts_reference(results: Tensor, shares: Tensor) -> Tensor:
+    """The definition. Arguments and result as of Kernels.add_experts."""
+    return (results * shares[..., None]).sum(1).to(results.dtype)
 
 
 def _expert(x: Tensor, expert: int, weights: ExpertWeights) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mini_infer.kernels.interface import Gated, Kernels, Part, Places, QKNorm, Stream
 from mini_infer.modeling.model import CheckpointTensor
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
+from mini_infer.parallel.expert import ALL_EXPERTS, ExpertRanks
 
 
 class Parallel(Enum):
@@ -62,6 +63,7 @@ class Build:
     kernels: Kernels
     linear_method: LinearMethodFactory
     parallel: ParallelContext = ONE_RANK  # sizes of layers are this rank's own
+    experts: ExpertRanks = ALL_EXPERTS  # of a mixture's experts this rank has some
 
 
 class LinearMethod(ABC):

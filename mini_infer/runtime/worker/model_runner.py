@@ -32,6 +32,7 @@ from mini_infer.speculative.draft_model import Drafter, Stopwatch
 
 if TYPE_CHECKING:  # it is handed them
     from mini_infer.cache.transfer import KVTransfer
+    from mini_infer.parallel.expert_meter import Measured
     from mini_infer.runtime.executor.dry import DryModel
     from mini_infer.runtime.worker.torch_model import TorchModel
 
@@ -50,6 +51,7 @@ class LaunchedStep(NamedTuple):
     prompt_logprobs: Mapping[int, list[Logprobs]] = NONE  # by row
     drafting: Stopwatch | None = None  # None where no model drafted
     expert_counts: Tensor | None = None  # as StepResult.expert_tokens; None where nobody counts
+    expert_traffic: Measured | None = None  # None where there is none
 
 
 class Runner:
@@ -207,7 +209,10 @@ class Runner:
             None if tensor is None else tensor.to("cpu", non_blocking=True, copy=True) for tensor in (token_ids, counts)
         )
         done = record_event(self._states.device)
-        return LaunchedStep(plan, done, tokens=tokens, real=real, expert_counts=counts, **about)
+        meter = self._model.expert_meter
+        traffic = None if meter is None else meter.take()
+        about |= {"real": real, "expert_counts": counts, "expert_traffic": traffic}
+        return LaunchedStep(plan, done, tokens=tokens, **about)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
         """Waits for a step, whether or not it samples: nobody runs ahead of the device. Row i of the result belongs to
@@ -234,7 +239,8 @@ class Runner:
         draft_s = 0.0 if launched.drafting is None else launched.drafting.read()
         ended = () if self._transfers is None else self._transfers.poll(wait=not tokens)
         counts = () if launched.expert_counts is None else tuple(map(tuple, launched.expert_counts.tolist()))
-        return StepResult(tokens, logprobs, of_prompts, draft_s, ended, counts)
+        traffic = None if launched.expert_traffic is None else launched.expert_traffic.read()
+        return StepResult(tokens, logprobs, of_prompts, draft_s, ended, counts, traffic)
 
     def settle(self) -> None:
         """Takes in whatever other stages have to tell of the steps so far."""

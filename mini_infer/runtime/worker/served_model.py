@@ -17,10 +17,11 @@ from mini_infer.kernels.ops import Kernels
 from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.loader import as_served, load_model, load_spec, outline, resolve_dtype
 from mini_infer.modeling.model import Model
-from mini_infer.modeling.sharding import of_each_rank
+from mini_infer.modeling.sharding import of_each_rank, require_shared_experts
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.modeling.stages import of_stage
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
+from mini_infer.parallel.expert import ALL_EXPERTS, ExpertRanks
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.worker.limits import Limits
@@ -30,6 +31,7 @@ from mini_infer.runtime.worker.torch_model import AttentionBackends, TorchModel
 from mini_infer.speculative.draft_model import DraftKV, DraftModel
 
 NEEDS_GPU = "CUDA graphs need a GPU, not cpu"
+HOST_COUNTS = "with parallel.expert the host reads how many tokens go where"
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class ServedModel:
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device
-    parallel: ParallelContext  # the ranks that share it; `spec` is what this one computes
+    parallel: ParallelContext  # the ranks that share its layers; `spec` is what this one computes
+    experts: ExpertRanks  # those that share its experts
     kv_layout: KVLayout
     block_bytes: int  # of KV
     backends: AttentionBackends
@@ -57,7 +60,11 @@ class ServedModel:
         if model.hf_config is None:  # a hub name is looked up once; from here on it is a folder
             folder = resolve_folder(model.path, weights=model.load_format is LoadFormat.auto)
             model = dataclasses.replace(model, path=str(folder))
+        experts = ALL_EXPERTS
+        if config.parallel.expert > 1:
+            experts, parallel = ExpertRanks(parallel, config.parallel.dispatch), ONE_RANK
         spec = of_each_rank(as_served(load_spec(model), config), parallel.size)
+        require_shared_experts(spec, experts.context.size)
         dtype = resolve_dtype(model, spec, device)
         spec = of_stage(spec, dtype, parallel)
         kv_layout = spec.kv_layout(dtype)
@@ -76,13 +83,13 @@ class ServedModel:
             batch_invariant=invariant,
             latent=spec.attention.latent,
         )
-        backends, no_graphs = _select_attention(config, needs, kernels)
+        backends, no_graphs = _select_attention(config, needs, kernels, experts)
         block_bytes = kv_layout.bytes_per_block(config.cache.block_size)
-        return cls(model, spec, dtype, device, parallel, kv_layout, block_bytes, backends, no_graphs)
+        return cls(model, spec, dtype, device, parallel, experts, kv_layout, block_bytes, backends, no_graphs)
 
     @cached_property
     def weight_bytes(self) -> int:
-        return outline(self.spec, self.dtype, self.parallel).weight_bytes()
+        return outline(self.spec, self.dtype, self.parallel, self.experts).weight_bytes()
 
     @property
     def quantization(self) -> str:
@@ -97,11 +104,12 @@ class ServedModel:
     def load(self, max_len: int, kernels: Kernels) -> Model:
         """The weights, for positions below `max_len`. Raises ConfigError where they will not fit."""
         require_room_for_weights(self.weight_bytes, self.config.path, self.dtype, self.device)
-        return load_model(self.config, self.spec, self.dtype, self.device, max_len, kernels, parallel=self.parallel)
+        what = self.config, self.spec, self.dtype, self.device, max_len, kernels
+        return load_model(*what, parallel=self.parallel, experts=self.experts)
 
 
 def _select_attention(
-    config: EngineConfig, needs: Requirements, kernels: Kernels
+    config: EngineConfig, needs: Requirements, kernels: Kernels, experts: ExpertRanks
 ) -> tuple[AttentionBackends, str | None]:
     """The backends, and why decode steps will not be captured in CUDA graphs; None where they will."""
     capture = config.graphs.capture
@@ -111,6 +119,8 @@ def _select_attention(
         reason = NEEDS_GPU
     elif kernels.name != "triton":
         reason = "the torch sampler cannot be captured"
+    elif experts.context.size > 1:
+        reason = HOST_COUNTS
     else:
         try:
             return AttentionBackends.select(config.attention, dataclasses.replace(needs, graphs=True)), None

@@ -39,7 +39,8 @@ class StartupReport:
     attention_decode: str = "none"
     numerics: str = "none"
     kernels: str = "none"
-    tensor_parallel: int = 1  # ranks of a stage; bytes are this one's
+    tensor_parallel: int = 1  # ranks of a stage that share layers; bytes are this one's
+    expert_parallel: int = 1  # ... that share experts
     pipeline_parallel: int = 1  # stages; bytes are those of the last one
     all_reduce: str = "none"  # how ranks' sums are made
     quantization: str = "none"  # of the target's weights

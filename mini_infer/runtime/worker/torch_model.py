@@ -42,7 +42,7 @@ class TorchModel:
         self._model = model
         self._last_token = None if known_tokens is None else known_tokens - 1
         self.store = store
-        self.expert_counts = model.expert_counts
+        self.expert_counts, self.expert_meter = model.expert_counts, model.expert_meter
         self.samples = model.spec.is_last
         self._backends = backends
         self._pieces: PiecewiseGraphs | None = None

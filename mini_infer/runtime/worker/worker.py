@@ -42,7 +42,7 @@ from mini_infer.runtime.worker.memory import (
 )
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.request_states import RequestStates
-from mini_infer.runtime.worker.served_model import NEEDS_GPU, ServedModel, make_drafter, plan_draft
+from mini_infer.runtime.worker.served_model import HOST_COUNTS, NEEDS_GPU, ServedModel, make_drafter, plan_draft
 from mini_infer.runtime.worker.stage import PipelineStage
 from mini_infer.runtime.worker.startup import CaptureReport, Phases, StartupReport
 from mini_infer.runtime.worker.threads import StepThreads
@@ -81,7 +81,7 @@ class Worker:
         self._most_rows = min(graphs.max_batch or scheduler.max_num_seqs, scheduler.max_num_seqs)
         self._draft_grid = draft_grid(self._most_rows, config.speculation.most)
         self._prefill_sizes = token_ladder(graphs.max_prefill_tokens, scheduler.max_num_batched_tokens)
-        if graphs.capture is When.never:
+        if graphs.capture is When.never or self.target.experts.context.size > 1:
             self._prefill_sizes = []
         overlap = scheduler.overlap
         # On a CPU the model computes in the caller's thread: a step launched early would only make its tokens late.
@@ -201,6 +201,8 @@ class Worker:
             no_pieces = NEEDS_GPU
         elif self._config.graphs.capture is When.never:
             no_pieces = "graphs.capture=never"
+        elif self.target.experts.context.size > 1:
+            no_pieces = HOST_COUNTS
         self._captured = {
             "graphs": CaptureReport(limits=(self.target.no_graphs or NEEDS_GPU,)),
             "prefill_graphs": CaptureReport(limits=(no_pieces,)),
@@ -257,7 +259,8 @@ class Worker:
             attention_decode=str(target.backends.decode),
             numerics=self._config.numerics.value,
             kernels=f"{kernels.name} ({kernels.fallback})" if kernels.fallback else kernels.name,
-            tensor_parallel=self._parallel.size,
+            tensor_parallel=self.target.parallel.size,
+            expert_parallel=self.target.experts.context.size,
             pipeline_parallel=self._parallel.stages,
             all_reduce=self._parallel.about,
             quantization=target.quantization,

@@ -24,16 +24,15 @@ def environments(
     Raises:
         ConfigError: there are fewer GPUs than the replicas need.
     """
-    replicas, each, stages = config.parallel.replicas, config.parallel.ranks, config.parallel.pipeline
-    ranks = f"parallel.tensor={config.parallel.tensor}" + (f" and parallel.pipeline={stages}" if stages > 1 else "")
+    replicas, each = config.parallel.replicas, config.parallel.ranks
     on_cpu = config.model.device is Device.cpu or config.model.load_format is LoadFormat.dry
     visible = 0 if replicas == 1 or on_cpu else count(environment)
     if replicas == 1 or on_cpu or (visible == 0 and config.model.device is Device.auto):
         return [dict(environment) for _ in range(replicas)]
     if visible < replicas * each:
         raise ConfigError(
-            f"parallel.replicas={replicas} with {ranks} needs {replicas * each} GPUs, and {visible} are visible here: "
-            "lower one of them, or choose model.device=cpu"
+            f"parallel.replicas={replicas} with {config.parallel.asked} needs {replicas * each} GPUs, and {visible} "
+            "are visible here: lower one of them, or choose model.device=cpu"
         )
     named = environment.get(VISIBLE)
     names = [name.strip() for name in named.split(",")] if named else [str(index) for index in range(visible)]
