@@ -192,6 +192,14 @@ def part_of(parts, place):
 
 
 @triton.jit
+def parts_of(parts, row, num_parts, BLOCK: tl.constexpr):
+    """How many parts a row has, and the first of them."""
+    place = tl.arange(0, BLOCK)
+    own = tl.load(parts + place * _FIELDS, mask=place < num_parts, other=-1) == row
+    return tl.sum(own.to(tl.int32), 0), tl.min(tl.where(own, place, BLOCK), 0)
+
+
+@triton.jit
 def finish_part(
     out,
     acc,  # [ROWS, BLOCK_V], with top and total as of `attend`
@@ -212,7 +220,7 @@ def finish_part(
     BLOCK_V: tl.constexpr,
 ):
     """What a program of a grid [packs, parts] found, to where it belongs: a whole row's to `out`; else to `found`,
-    which the last of the row's programs merges."""
+    which the last of the row's programs merges, or another kernel where tickets are None."""
     pack, num_packs = tl.program_id(0), tl.num_programs(0)
     place = tl.program_id(1)
     first_part, num_parts = tl.load(parts + place * _FIELDS + 4), tl.load(parts + place * _FIELDS + 5)
@@ -226,19 +234,20 @@ def finish_part(
         real = query < QUERIES
         tl.store(found + line[:, None] * VALUE_DIM + dims, acc, mask=real[:, None] & (dims < VALUE_DIM))
         tl.store(found_lse + line, top + tl.log2(total), mask=real)
-        ticket = tickets + row * num_packs + pack
-        tl.debug_barrier()  # the ticket speaks for all threads
-        if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
-            tl.store(ticket, 0)  # for the next launch
-            merged = _merge(
-                found, found_lse, (first_part * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
-                QUERIES, VALUE_DIM, MERGE_ROWS, BLOCK_V,
-            )  # fmt: skip
-            store_rows(out, merged, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, VALUE_DIM, MERGE_ROWS, BLOCK_V)
+        if tickets is not None:
+            ticket = tickets + row * num_packs + pack
+            tl.debug_barrier()  # the ticket speaks for all threads
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
+                tl.store(ticket, 0)  # for the next launch
+                merged = merge(
+                    found, found_lse, (first_part * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
+                    QUERIES, VALUE_DIM, MERGE_ROWS, BLOCK_V,
+                )  # fmt: skip
+                store_rows(out, merged, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, VALUE_DIM, MERGE_ROWS, BLOCK_V)
 
 
 @triton.jit
-def _merge(
+def merge(
     found,
     found_lse,
     first_line,

@@ -6,7 +6,9 @@ a row, are the tall dimension of the products, and c is read once, for scores an
     scores  [heads, tile] = q_c c^T + q_r r^T            c [tile, rank], r [tile, rope_dim]
     out     [heads, rank] += softmax(scores) c
 
-Long rows are split over several programs, whose results the last one merges, as in flash_decode.py.
+Long rows are split over several programs, whose results the last one merges, as in flash_decode.py. A few rows are
+split into so many parts that one program would take longer to merge them than all did to find them: those have a kernel
+for that, with a program for each query.
 """
 
 from __future__ import annotations
@@ -24,16 +26,23 @@ from mini_infer.kernels.flash_decode import (
     Parts,
     finish_part,
     make_parts,
+    merge,
     part_of,
+    parts_of,
     tickets_of,
 )
-from mini_infer.kernels.limits import AttentionLimits
+from mini_infer.kernels.limits import FP8_CACHE, AttentionLimits
 from mini_infer.kernels.paged_decode import packs, paged_decode_reference, query_rows, store_rows
+from mini_infer.kernels.pdl import launch_options
 
 # Ranks are padded to a power of two by masks; the sums of more would not fit into the registers.
 LIMITS = AttentionLimits(
-    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), head_sizes=range(2, 577), unequal_values=True
+    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    head_sizes=range(2, 577),
+    unequal_values=True,
+    **FP8_CACHE,
 )
+MERGED_APART = 32  # rows of a batch, up to which parts are merged by a kernel of their own
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -57,6 +66,7 @@ def _attend(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
     TILE: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     """Attends with one pack of a row's queries to its positions [begin, end). Returns the weighted latents [ROWS,
     BLOCK_C], not normalised, the scores' maxima [ROWS] and the sums of the weights."""
@@ -68,12 +78,12 @@ def _attend(
     q_r = tl.load(own + RANK + r_dims, mask=real[:, None] & (r_dims < ROPE_DIM), other=0.0)
     if _INTERPRETED:  # the interpreter's products take bfloat16 for integers
         q_c, q_r = q_c.to(tl.float32), q_r.to(tl.float32)
-    last_seen = (length - QUERY_LEN + token)[:, None]
+    last_seen = length - QUERY_LEN + token
     blocks = tl.load(table + (begin + lanes) // BLOCK_SIZE, mask=begin + lanes < end, other=0)
     # A finite floor, not -inf: a query that sees nothing of a part then needs no guard against inf - inf.
     top = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_C), tl.float32)
+    acc = tl.zeros((BLOCK_C, ROWS) if FEW else (ROWS, BLOCK_C), tl.float32)
     for start in tl.range(begin, end, TILE):
         position = start + lanes
         inside = position < end
@@ -84,18 +94,33 @@ def _attend(
         # The next tile's blocks, a turn ahead, so that its loads need not wait for where they are.
         upcoming = position + TILE
         blocks = tl.load(table + upcoming // BLOCK_SIZE, mask=upcoming < end, other=0)
-        scores = tl.dot(q_c, tl.trans(c), input_precision="tf32x3")
-        scores = tl.dot(q_r, tl.trans(r), scores, input_precision="tf32x3") * scale_log2
-        visible = inside[None, :]
-        if QUERY_LEN > 1:  # one token sees all of [begin, end)
-            visible = visible & (position[None, :] <= last_seen)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        rescale = tl.exp2(top - new_top)
-        total = total * rescale + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(c.dtype), c, acc * rescale[:, None], input_precision="tf32x3")
+        if FEW:
+            scores = tl.dot(c, tl.trans(q_c), input_precision="tf32x3")
+            scores = tl.dot(r, tl.trans(q_r), scores, input_precision="tf32x3") * scale_log2
+            visible = inside[:, None]
+            if QUERY_LEN > 1:  # one token sees all of [begin, end)
+                visible = visible & (position[:, None] <= last_seen)
+            scores = tl.where(visible, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 0))
+            weights = tl.exp2(scores - new_top)
+            rescale = tl.exp2(top - new_top)
+            total = total * rescale + tl.sum(weights, 0)
+            acc = tl.dot(tl.trans(c), weights.to(c.dtype), acc * rescale, input_precision="tf32x3")
+        else:
+            scores = tl.dot(q_c, tl.trans(c), input_precision="tf32x3")
+            scores = tl.dot(q_r, tl.trans(r), scores, input_precision="tf32x3") * scale_log2
+            visible = inside[None, :]
+            if QUERY_LEN > 1:
+                visible = visible & (position[None, :] <= last_seen[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+            rescale = tl.exp2(top - new_top)
+            total = total * rescale + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(c.dtype), c, acc * rescale[:, None], input_precision="tf32x3")
         top = new_top
+    if FEW:
+        acc = tl.trans(acc)
     return acc, top, total
 
 
@@ -110,7 +135,7 @@ def _mla_decode_kernel(
     parts,  # as in flash_decode.py; None: rows are left whole
     found,
     found_lse,
-    tickets,
+    tickets,  # None: parts are merged by another kernel
     table_stride,
     scale_log2,
     QUERIES: tl.constexpr,
@@ -124,7 +149,12 @@ def _mla_decode_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
     TILE: tl.constexpr,
+    FEW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     pack, row = tl.program_id(0), tl.program_id(1)
     if parts is None:
         length = tl.load(seq_lens + row)
@@ -136,7 +166,7 @@ def _mla_decode_kernel(
         return
     acc, top, total = _attend(
         q, latents, block_tables + row * table_stride, row, pack, begin, end, length, scale_log2,
-        GROUP, QUERY_LEN, RANK, ROPE_DIM, BLOCK_SIZE, ROWS, BLOCK_C, BLOCK_R, TILE,
+        GROUP, QUERY_LEN, RANK, ROPE_DIM, BLOCK_SIZE, ROWS, BLOCK_C, BLOCK_R, TILE, FEW,
     )  # fmt: skip
     if parts is None:
         store_rows(out, acc / total[:, None], row, pack, GROUP, QUERY_LEN, 1, RANK, ROWS, BLOCK_C)
@@ -145,6 +175,40 @@ def _mla_decode_kernel(
             out, acc, top, total, parts, found, found_lse, tickets, row,
             QUERIES, MERGE_ROWS, GROUP, QUERY_LEN, 1, RANK, ROWS, BLOCK_C,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def _merge_parts_kernel(
+    out,
+    parts,
+    found,
+    found_lse,
+    num_parts,
+    NUM_PACKS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program a query of a row that has several parts."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    query, row = tl.program_id(0), tl.program_id(1)
+    own, place = parts_of(parts, row, num_parts, BLOCK_PARTS)
+    if own == 1:
+        return
+    pack, within = query // ROWS, query % ROWS
+    first = (place * NUM_PACKS + pack) * QUERIES + within
+    merged = merge(found, found_lse, first, NUM_PACKS * QUERIES, own, 1, RANK, 1, BLOCK_C)
+    token = query // GROUP
+    line = (row * QUERY_LEN + token) * GROUP + query % GROUP
+    dims = tl.arange(0, BLOCK_C)[None, :]
+    tl.store(out + line.to(tl.int64) * RANK + dims, merged.to(out.dtype.element_ty), mask=dims < RANK)
 
 
 def mla_decode(
@@ -162,10 +226,10 @@ def mla_decode(
     """Attention of each row's last query_len tokens to all of its tokens, causal among themselves.
 
     q [R * query_len, num_heads, rank + rope_dim] and latents [num_blocks, block_size, rank + rope_dim], both contiguous
-    and of one dtype (fp32, bf16 or fp16); block_tables [R, W] int32; seq_lens [R] int32, the tokens of each row that
-    are in the cache, at least query_len. scale multiplies q.k. parts: what split_latent_rows gives, which several
-    layers can share; None: no row is split. Returns [R * query_len, num_heads, rank] of q's dtype, in `out`,
-    contiguous, where it is given.
+    and of one dtype (fp32, bf16 or fp16), or latents float8_e4m3fn; block_tables [R, W] int32; seq_lens [R] int32, the
+    tokens of each row that are in the cache, at least query_len. scale multiplies q.k. parts: what split_latent_rows
+    gives, which several layers can share; None: no row is split. Returns [R * query_len, num_heads, rank] of q's dtype,
+    in `out`, contiguous, where it is given.
 
     Safe in a CUDA graph: block_tables and seq_lens may change between replays. The first call on a device must not be
     under capture (RuntimeError). Raises ValueError for shapes that it does not take.
@@ -175,21 +239,37 @@ def mla_decode(
     out = q.new_empty(*q.shape[:2], rank) if out is None else out
     if not q.numel():
         return out
-    tensors = (None,) * 4 if parts is None else (parts.fields, parts.found, parts.found_lse, tickets_of(q.device))
+    apart, pdl = num_rows <= MERGED_APART, launch_options(q.device)
+    found = None if parts is None else (parts.fields, parts.found, parts.found_lse)
+    num_parts = num_rows if parts is None else len(parts.fields)
     queries = min(shape["GROUP"] * query_len, shape["ROWS"])
-    _mla_decode_kernel[(num_packs, num_rows if parts is None else parts.fields.shape[0])](
+    _mla_decode_kernel[(num_packs, num_parts)](
         out,
         q,
         latents,
         block_tables,
         seq_lens,
-        *tensors,
+        *(found or (None,) * 3),
+        None if found is None or apart else tickets_of(q.device),
         block_tables.stride(0),
         scale * math.log2(math.e),
         QUERIES=queries,
         MERGE_ROWS=triton.next_power_of_2(queries),
         **shape,
+        **pdl,
     )
+    if found is not None and apart:
+        _merge_parts_kernel[(q.shape[1] * query_len, num_rows)](
+            out,
+            *found,
+            num_parts,
+            NUM_PACKS=num_packs,
+            QUERIES=queries,
+            BLOCK_PARTS=triton.next_power_of_2(num_parts),
+            **{key: shape[key] for key in ("GROUP", "QUERY_LEN", "RANK", "ROWS", "BLOCK_C")},
+            num_warps=4,
+            **pdl,
+        )
     return out
 
 
@@ -208,7 +288,7 @@ def _packs(shape: dict[str, Any]) -> int:
 
 def _shape(q: Tensor, latents: Tensor, rank: int, query_len: int) -> dict[str, Any]:
     """The compile-time arguments."""
-    num_heads, (_, block_size, size), itemsize = q.shape[1], latents.shape, latents.element_size()
+    num_heads, (_, block_size, size), itemsize = q.shape[1], latents.shape, q.element_size()
     refusal = LIMITS.refusal(size, block_size, q.dtype, rank)
     if refusal is not None:
         raise ValueError(f"MLA decode: {refusal}")
@@ -228,6 +308,7 @@ def _shape(q: Tensor, latents: Tensor, rank: int, query_len: int) -> dict[str, A
         "BLOCK_C": block_c,
         "BLOCK_R": block_r,
         "TILE": tile,
+        "FEW": rows < 64 and tile >= 64,
         "num_warps": 8 if block_c * rows > 4096 else 4,
         "num_stages": stages,
     }
@@ -237,7 +318,7 @@ def mla_decode_reference(
     q: Tensor, latents: Tensor, rank: int, block_tables: Tensor, seq_lens: Tensor, *, scale: float, query_len: int
 ) -> Tensor:
     """What mla_decode computes, row by row in fp32: keys of one head, whose first numbers are its values."""
-    keys = latents[:, :, None]
+    keys = latents[:, :, None].to(q.dtype)
     return paged_decode_reference(
         q, keys, keys[..., :rank], block_tables, seq_lens, scale=scale, window=None, query_len=query_len
     )
