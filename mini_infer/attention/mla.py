@@ -41,7 +41,7 @@ from mini_infer.core.errors import ConfigError
 
 LATENT = "latent"  # the plane's name: [rank + rope_dim] of each token, c and then r
 EXPANDED_BYTES = 256 * 2**20  # of keys and values at a time; or one head's
-_HEAD_PRODUCTS = 16  # tokens, up to which our kernel is faster than a batched product and what is around it
+_HEAD_PRODUCTS = 2048  # tokens times heads, up to which our kernel is faster than a batched product and what it needs
 
 # Who attends to latents as they are.
 ABSORBED = {
@@ -75,8 +75,8 @@ def select_latent_backend(choice: AttentionChoice, kind: Kind, needs: Requiremen
     # Whoever is chosen for prompts that expand need not be able to absorb.
     absorbing = AttentionChoice.auto if by_length and choice not in ABSORBED else choice
     selection = select_backend(absorbing, kind, latents, ABSORBED)
-    few = _HEAD_PRODUCTS if selection.choice is AttentionChoice.triton else 0
-    absorbed = Absorbed(selection.backend, sys.maxsize if needs.batch_invariant else few)
+    products = _HEAD_PRODUCTS if selection.choice is AttentionChoice.triton else 0
+    absorbed = Absorbed(selection.backend, sys.maxsize if needs.batch_invariant else products)
     if not by_length:
         return replace(selection, backend=absorbed, what=", absorbed")
     expanding = select_backend(choice, kind, heads)
@@ -89,7 +89,7 @@ class Absorbed(AttentionBackend):
     """Through a backend that attends to the latents as to one KV head.
 
     Args:
-        few: up to so many tokens a Triton kernel makes the products of heads; a token's are the same in any company.
+        few: up to so many tokens times heads a Triton kernel makes the products; a token's are the same in any company.
     """
 
     def __init__(self, inner: AttentionBackend, few: int) -> None:
@@ -119,7 +119,7 @@ class Absorbed(AttentionBackend):
 
     def _products(self, x: Tensor, weights: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
         """Fills out [T, heads, N + R] from x [T, heads, K] and weights [heads, N, K], and from rest [T, heads, R]."""
-        if len(x) <= self._few:
+        if x.shape[0] * x.shape[1] <= self._few:
             from mini_infer.kernels.head_products import head_products  # of Triton
 
             head_products(x, weights, out, rest)

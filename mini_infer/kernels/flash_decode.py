@@ -239,9 +239,10 @@ def finish_part(
             tl.debug_barrier()  # the ticket speaks for all threads
             if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
                 tl.store(ticket, 0)  # for the next launch
+                at_once: tl.constexpr = min(32, max(1, 2**14 // (MERGE_ROWS * BLOCK_V)))
                 merged = merge(
                     found, found_lse, (first_part * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
-                    QUERIES, VALUE_DIM, MERGE_ROWS, BLOCK_V,
+                    QUERIES, VALUE_DIM, MERGE_ROWS, BLOCK_V, at_once,
                 )  # fmt: skip
                 store_rows(out, merged, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, VALUE_DIM, MERGE_ROWS, BLOCK_V)
 
@@ -257,9 +258,9 @@ def merge(
     VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PARTS: tl.constexpr,  # at a time
 ):
     """The parts of one row's pack, weighted by their sums of exponentials. [ROWS, BLOCK_V]"""
-    PARTS: tl.constexpr = min(32, max(1, 2**14 // (ROWS * BLOCK_V)))  # at a time
     query = tl.minimum(tl.arange(0, ROWS), QUERIES - 1)
     dims = tl.arange(0, BLOCK_V)
     top = tl.full((ROWS,), -1e30, tl.float32)

@@ -66,7 +66,6 @@ def _attend(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
     TILE: tl.constexpr,
-    FEW: tl.constexpr,
 ):
     """Attends with one pack of a row's queries to its positions [begin, end). Returns the weighted latents [ROWS,
     BLOCK_C], not normalised, the scores' maxima [ROWS] and the sums of the weights."""
@@ -78,12 +77,12 @@ def _attend(
     q_r = tl.load(own + RANK + r_dims, mask=real[:, None] & (r_dims < ROPE_DIM), other=0.0)
     if _INTERPRETED:  # the interpreter's products take bfloat16 for integers
         q_c, q_r = q_c.to(tl.float32), q_r.to(tl.float32)
-    last_seen = length - QUERY_LEN + token
+    last_seen = (length - QUERY_LEN + token)[:, None]
     blocks = tl.load(table + (begin + lanes) // BLOCK_SIZE, mask=begin + lanes < end, other=0)
     # A finite floor, not -inf: a query that sees nothing of a part then needs no guard against inf - inf.
     top = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((BLOCK_C, ROWS) if FEW else (ROWS, BLOCK_C), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_C), tl.float32)
     for start in tl.range(begin, end, TILE):
         position = start + lanes
         inside = position < end
@@ -94,33 +93,18 @@ def _attend(
         # The next tile's blocks, a turn ahead, so that its loads need not wait for where they are.
         upcoming = position + TILE
         blocks = tl.load(table + upcoming // BLOCK_SIZE, mask=upcoming < end, other=0)
-        if FEW:
-            scores = tl.dot(c, tl.trans(q_c), input_precision="tf32x3")
-            scores = tl.dot(r, tl.trans(q_r), scores, input_precision="tf32x3") * scale_log2
-            visible = inside[:, None]
-            if QUERY_LEN > 1:  # one token sees all of [begin, end)
-                visible = visible & (position[:, None] <= last_seen)
-            scores = tl.where(visible, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 0))
-            weights = tl.exp2(scores - new_top)
-            rescale = tl.exp2(top - new_top)
-            total = total * rescale + tl.sum(weights, 0)
-            acc = tl.dot(tl.trans(c), weights.to(c.dtype), acc * rescale, input_precision="tf32x3")
-        else:
-            scores = tl.dot(q_c, tl.trans(c), input_precision="tf32x3")
-            scores = tl.dot(q_r, tl.trans(r), scores, input_precision="tf32x3") * scale_log2
-            visible = inside[None, :]
-            if QUERY_LEN > 1:
-                visible = visible & (position[None, :] <= last_seen[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_top[:, None])
-            rescale = tl.exp2(top - new_top)
-            total = total * rescale + tl.sum(weights, 1)
-            acc = tl.dot(weights.to(c.dtype), c, acc * rescale[:, None], input_precision="tf32x3")
+        scores = tl.dot(q_c, tl.trans(c), input_precision="tf32x3")
+        scores = tl.dot(q_r, tl.trans(r), scores, input_precision="tf32x3") * scale_log2
+        visible = inside[None, :]
+        if QUERY_LEN > 1:  # one token sees all of [begin, end)
+            visible = visible & (position[None, :] <= last_seen)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(c.dtype), c, acc * rescale[:, None], input_precision="tf32x3")
         top = new_top
-    if FEW:
-        acc = tl.trans(acc)
     return acc, top, total
 
 
@@ -149,7 +133,6 @@ def _mla_decode_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
     TILE: tl.constexpr,
-    FEW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -166,7 +149,7 @@ def _mla_decode_kernel(
         return
     acc, top, total = _attend(
         q, latents, block_tables + row * table_stride, row, pack, begin, end, length, scale_log2,
-        GROUP, QUERY_LEN, RANK, ROPE_DIM, BLOCK_SIZE, ROWS, BLOCK_C, BLOCK_R, TILE, FEW,
+        GROUP, QUERY_LEN, RANK, ROPE_DIM, BLOCK_SIZE, ROWS, BLOCK_C, BLOCK_R, TILE,
     )  # fmt: skip
     if parts is None:
         store_rows(out, acc / total[:, None], row, pack, GROUP, QUERY_LEN, 1, RANK, ROWS, BLOCK_C)
@@ -190,24 +173,25 @@ def _merge_parts_kernel(
     QUERY_LEN: tl.constexpr,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_C: tl.constexpr,  # of the numbers, for each program
     BLOCK_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program a query of a row that has several parts."""
+    """A program some numbers of a query of a row that has several parts."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    query, row = tl.program_id(0), tl.program_id(1)
+    query, row, skipped = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_C
     own, place = parts_of(parts, row, num_parts, BLOCK_PARTS)
     if own == 1:
         return
     pack, within = query // ROWS, query % ROWS
     first = (place * NUM_PACKS + pack) * QUERIES + within
-    merged = merge(found, found_lse, first, NUM_PACKS * QUERIES, own, 1, RANK, 1, BLOCK_C)
+    PARTS: tl.constexpr = min(BLOCK_PARTS, 2**14 // BLOCK_C)
+    merged = merge(found + skipped, found_lse, first, NUM_PACKS * QUERIES, own, 1, RANK, 1, BLOCK_C, PARTS)
     token = query // GROUP
     line = (row * QUERY_LEN + token) * GROUP + query % GROUP
-    dims = tl.arange(0, BLOCK_C)[None, :]
+    dims = skipped + tl.arange(0, BLOCK_C)[None, :]
     tl.store(out + line.to(tl.int64) * RANK + dims, merged.to(out.dtype.element_ty), mask=dims < RANK)
 
 
@@ -259,14 +243,16 @@ def mla_decode(
         **pdl,
     )
     if found is not None and apart:
-        _merge_parts_kernel[(q.shape[1] * query_len, num_rows)](
+        block_c = shape["BLOCK_C"] if rank % 128 else 128
+        _merge_parts_kernel[(q.shape[1] * query_len, num_rows, triton.cdiv(rank, block_c))](
             out,
             *found,
             num_parts,
             NUM_PACKS=num_packs,
             QUERIES=queries,
             BLOCK_PARTS=triton.next_power_of_2(num_parts),
-            **{key: shape[key] for key in ("GROUP", "QUERY_LEN", "RANK", "ROWS", "BLOCK_C")},
+            BLOCK_C=block_c,
+            **{key: shape[key] for key in ("GROUP", "QUERY_LEN", "RANK", "ROWS")},
             num_warps=4,
             **pdl,
         )
@@ -296,8 +282,9 @@ def _shape(q: Tensor, latents: Tensor, rank: int, query_len: int) -> dict[str, A
     queries = num_heads * query_len
     # A matrix product has at least 16 rows, and the tensor cores of a Hopper GPU take 64. Each reads all latents anew.
     rows = 64 if queries > 32 and itemsize == 2 else 32 if queries > 16 else 16
-    # Two tiles of 64 latents in 147 KB, beside the queries' 74 KB at most; in fp32 one of 16.
-    tile, stages = (64, 2) if itemsize == 2 else (16, 1)
+    # Two tiles of 64 latents in 147 KB, beside the queries' 74 KB; or three of 32, and room for two programs; in fp32
+    # one of 16.
+    tile, stages = (16, 1) if itemsize == 4 else (64, 2) if rows == 64 else (32, 3)
     return {
         "GROUP": num_heads,
         "QUERY_LEN": query_len,
@@ -308,8 +295,7 @@ def _shape(q: Tensor, latents: Tensor, rank: int, query_len: int) -> dict[str, A
         "BLOCK_C": block_c,
         "BLOCK_R": block_r,
         "TILE": tile,
-        "FEW": rows < 64 and tile >= 64,
-        "num_warps": 8 if block_c * rows > 4096 else 4,
+        "num_warps": 8 if block_c * rows > 8192 else 4,
         "num_stages": stages,
     }
 

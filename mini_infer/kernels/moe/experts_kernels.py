@@ -223,25 +223,56 @@ def grouped_kernel(
     DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """GATED: x [T, H] of tokens -> h [T k, I] in the order of experts. Else x is h -> [T k, H] by pairs.
-
-    The tensor cores' tall side is the weight's, or the pairs' where those are many.
-    """
+    """GATED: x [T, H] of tokens -> h [T k, I] in the order of experts. Else x is h -> [T k, H] by pairs."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tile = tl.program_id(1)
-    expert = tl.load(tiles_ptr + tile)
-    if expert < 0:
-        return
-    rows = tl.load(tiles_ptr + num_tiles + tile) + tl.arange(0, BLOCK_ROWS)
-    exists = rows < tl.load(tiles_ptr + 2 * num_tiles + tile)
+    expert, begin = tl.load(tiles_ptr + tile), tl.load(tiles_ptr + num_tiles + tile)
+    end = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    HALF: tl.constexpr = BLOCK_ROWS // 2
+    if expert >= 0:
+        if BLOCK_ROWS >= 128:
+            # The last tile of an expert is half full or less in every other case.
+            if end - begin <= HALF:
+                _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, FORM, HALF,
+                         BLOCK_OUT, BLOCK_K, DOT, True)  # fmt: skip
+            else:
+                _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, FORM,
+                         BLOCK_ROWS, BLOCK_OUT, BLOCK_K, DOT, True)  # fmt: skip
+        else:
+            _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, FORM, BLOCK_ROWS,
+                     BLOCK_OUT, BLOCK_K, DOT, False)  # fmt: skip
+
+
+@triton.jit
+def _product(
+    x_ptr,
+    weight,
+    order_ptr,
+    out_ptr,
+    expert,
+    begin,
+    end,
+    GATED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    FORM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr,
+    TALL_PAIRS: tl.constexpr,
+):
+    """Of the pairs [begin, end) of an expert. The tensor cores' tall side is the pairs' or the weight's."""
+    rows = begin + tl.arange(0, BLOCK_ROWS)
+    exists = rows < end
     pairs = tl.load(order_ptr + rows, mask=exists, other=0)
     source, target = rows.to(tl.int64), pairs.to(tl.int64)
     if GATED:
         source, target = target // CHOSEN, source
     HEIGHT: tl.constexpr = 2 * OUT if GATED else OUT
-    TALL_PAIRS: tl.constexpr = BLOCK_ROWS >= 128
     outs, w_rows, real = _owned(tl.program_id(0), BLOCK_OUT, GATED, OUT)
     sums = tl.zeros([BLOCK_ROWS, BLOCK_OUT] if TALL_PAIRS else [BLOCK_OUT, BLOCK_ROWS], tl.float32)
     for k in range(0, IN, BLOCK_K):
