@@ -166,8 +166,7 @@ class TritonKernels(TorchKernels):
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
         self._rope_and_store_latent = rope_and_store_latent.rope_and_store_latent
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
-        self._route, self._norm_and_route, self._few_routed = route.route, route.norm_and_route, route.FEW_TOKENS
-        self._experts, self._few_tokens = experts.experts, experts.FEW_TOKENS
+        self._router, self._experts, self._few_tokens = route, experts.experts, experts.FEW_TOKENS
         self._quantized_norm = rms_norm.quantized_rms_norm
 
     def quantized_linear(
@@ -241,16 +240,14 @@ class TritonKernels(TorchKernels):
         return self._silu_mul(gate_up)
 
     def route(self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
-        return self._route(logits, bias, router, tokens)
+        return self._router.route(logits, bias, router, tokens)
 
     def norm_and_route(
         self, stream: Stream, gate: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
     ) -> tuple[Tensor, Tensor, Routes] | None:
-        x, residual, norm = stream
-        if residual is not None or not self._few_tokens or len(x) > self._few_routed:
+        if not self._few_tokens or not self._router.worth_it(len(stream.x), gate.dtype):
             return None
-        normed, routes = self._norm_and_route(x, norm, gate, bias, router, tokens)
-        return normed, x, routes
+        return self._router.norm_and_route(stream, gate, bias, router, tokens)
 
     def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None = None) -> Tensor:
         return self._experts(x, routes, weights, residual, few_tokens=self._few_tokens)

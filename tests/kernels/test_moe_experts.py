@@ -13,11 +13,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from mini_infer.core.model_config import Routing
-from mini_infer.kernels.interface import ExpertWeights, Norm, RouterSpec, Routes, Scores, TokenPlaces
+from mini_infer.kernels.interface import ExpertWeights, Norm, RouterSpec, Routes, Scores, Stream, TokenPlaces
 from mini_infer.kernels.moe.experts import Tile, experts, tiles_for
 from mini_infer.kernels.moe.reference import experts_reference, route_reference
 from mini_infer.kernels.moe.route import norm_and_route, route
-from mini_infer.kernels.rms_norm import rms_norm_reference
+from mini_infer.kernels.rms_norm import add_rms_norm_reference
 from mini_infer.quantization.formats import SCHEMES, Scheme, WeightFormat, quantize
 from mini_infer.quantization.weight import QuantizedWeight
 
@@ -57,14 +57,20 @@ def test_routes_are_those_of_the_definition(router: RouterSpec, device: torch.de
 @pytest.mark.parametrize("router", ROUTERS, ids=str)
 def test_norm_gate_and_route_in_one(router: RouterSpec, device: torch.device) -> None:
     torch.manual_seed(0)
-    x, gate = torch.randn(3, 40, device=device), torch.randn(router.num_experts, 40, device=device)
+    gate, x, residual = (torch.randn(n, 40, device=device) for n in (router.num_experts, 3, 3))
     norm, bias = Norm(torch.rand(40, device=device), 1e-6), torch.randn(router.num_experts, device=device)
     bias, tokens = bias if router.correction_bias else None, places(3, device)
     for dtype in (torch.float32, torch.bfloat16):
         for _ in range(2):  # the second finds the tickets as the first left them
             own = norm._replace(weight=norm.weight.to(dtype))
-            normed, routes = norm_and_route(x.to(dtype), own, gate, bias, router, tokens)
-            torch.testing.assert_close(normed, rms_norm_reference(x.to(dtype), *own))
+            stream = Stream(x.to(dtype), residual.to(dtype), own)
+            normed, total, routes = norm_and_route(stream, gate, bias, router, tokens)
+            expected_norm, expected_total = add_rms_norm_reference(*stream[:2], *own)
+            torch.testing.assert_close(total, expected_total)
+            torch.testing.assert_close(normed, expected_norm)
+            alone, same, _ = norm_and_route(Stream(total, None, own), gate, bias, router, tokens)
+            assert same is total
+            assert torch.equal(alone, normed)
             expected = route_reference(normed.float() @ gate.T, bias, router, tokens)
             assert torch.equal(routes.ids, expected.ids)
             torch.testing.assert_close(routes.weights, expected.weights)

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from mini_infer.core.model_config import Routing
 from mini_infer.kernels.flash_decode import tickets_of
-from mini_infer.kernels.interface import Norm, RouterSpec, Routes, Scores, TokenPlaces
+from mini_infer.kernels.interface import RouterSpec, Routes, Scores, Stream, TokenPlaces
 from mini_infer.kernels.moe.reference import GOLDEN, TINY
 from mini_infer.kernels.pdl import launch_options
 
 _WARPS = 4
-FEW_TOKENS = 16  # that norm_and_route is for: each token's programs read the gate anew
 _GOLDEN, _TINY = tl.constexpr(GOLDEN), tl.constexpr(TINY)
 _LOWEST = tl.constexpr(-1.0e30)
 _ROUTINGS = {Routing.learned: 0, Routing.uniform: 1, Routing.zipf: 2}
@@ -153,8 +152,10 @@ def _route_kernel(
 @triton.jit(do_not_specialize=["seed"])
 def _norm_and_route_kernel(
     x_ptr,
+    residual_ptr,  # None, or what x is to be added to first
     norm_ptr,
     gate_ptr,
+    sum_ptr,
     normed_ptr,
     logits_ptr,
     tickets_ptr,  # [T] int32, zeros before and after: how many of a token's programs are finished
@@ -190,6 +191,12 @@ def _norm_and_route_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + token * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + token * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        if part == 0:
+            tl.store(sum_ptr + token * SIZE + columns, rounded, mask=inside)
+        x = rounded.to(tl.float32)
     normed = (x * tl.rsqrt(tl.sum(x * x) / SIZE + eps) * g).to(normed_ptr.dtype.element_ty)
     if part == 0:
         tl.store(normed_ptr + token * SIZE + columns, normed, mask=inside)
@@ -218,29 +225,38 @@ def route(logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: Token
 
 
 def norm_and_route(
-    x: Tensor, norm: Norm, gate: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
-) -> tuple[Tensor, Routes]:
-    """(rms_norm of x, `route` of its product with gate), the norm rounded to x's dtype and the product to gate's.
+    stream: Stream, gate: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
+) -> tuple[Tensor, Tensor, Routes]:
+    """(the stream's norm, its value, `route` of the norm's product with gate), the norm rounded to the stream's dtype
+    and the product to gate's.
 
     The first call on a device must not be under capture (RuntimeError), and calls must not overlap: the tickets are
     flash_decode's.
 
     Args:
-        x: [T, H].
+        stream: [T, H], contiguous.
         gate: [E, H]; not still being written on the GPU (rule 3 of kernels/pdl.py), as little as the norm's weight.
-        norm, bias, router, tokens: as of Kernels.norm_and_route.
+        bias, router, tokens: as of Kernels.norm_and_route.
     """
+    x, residual, norm = stream
     (count, size), routes = x.shape, _empty(len(x), router, x.device)
+    total = x if residual is None else torch.empty_like(x)
     normed, logits = torch.empty_like(x), gate.new_empty((count, len(gate)))
     if count:
         block_size = triton.next_power_of_2(size)
         block_experts = max(1, 8192 // block_size)
         _norm_and_route_kernel[(triton.cdiv(len(gate), block_experts), count)](
-            x, norm.weight, gate.contiguous(), normed, logits, tickets_of(x.device), bias, *tokens[:2], *routes,
-            router.seed, norm.eps, SIZE=size, BLOCK_SIZE=block_size, BLOCK_EXPERTS=block_experts, **_constants(router),
-            num_warps=_WARPS if block_size <= 4096 else 2 * _WARPS, **launch_options(x.device),
+            x, residual, norm.weight, gate.contiguous(), total, normed, logits, tickets_of(x.device), bias, *tokens[:2],
+            *routes, router.seed, norm.eps, SIZE=size, BLOCK_SIZE=block_size, BLOCK_EXPERTS=block_experts,
+            **_constants(router), num_warps=_WARPS if block_size <= 4096 else 2 * _WARPS, **launch_options(x.device),
         )  # fmt: skip
-    return normed, routes
+    return normed, total, routes
+
+
+def worth_it(tokens: int, gate: torch.dtype) -> bool:
+    """Whether `norm_and_route` is faster than its parts. Each token's programs read the gate anew; but a product in
+    float32 takes a library long, and the norm's conversion to it another kernel."""
+    return tokens <= (64 if gate is torch.float32 else 16)
 
 
 def _empty(count: int, router: RouterSpec, device: torch.device) -> Routes:
