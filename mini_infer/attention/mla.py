@@ -41,7 +41,7 @@ from mini_infer.core.errors import ConfigError
 
 LATENT = "latent"  # the plane's name: [rank + rope_dim] of each token, c and then r
 EXPANDED_BYTES = 256 * 2**20  # of keys and values at a time; or one head's
-_HEAD_PRODUCTS = 2048  # tokens times heads, up to which our kernel is faster than a batched product and what it needs
+_HEAD_PRODUCTS = 1024  # tokens times heads, up to which our kernel is faster than a batched product and what it needs
 
 # Who attends to latents as they are.
 ABSORBED = {

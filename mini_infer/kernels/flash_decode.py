@@ -105,10 +105,17 @@ def split_rows(
 
 
 def make_parts(
-    q: Tensor, seq_lens: Tensor, found: tuple[int, int, int], *, tile: int, window: int | None, query_len: int
+    q: Tensor,
+    seq_lens: Tensor,
+    found: tuple[int, int, int],
+    *,
+    tile: int,
+    window: int | None,
+    query_len: int,
+    whole_tiles: int = WHOLE_TILES,
 ) -> Parts | None:
     """As split_rows, for rows of tiles of so many keys, of each of whose parts is found what `found` says: packs,
-    queries, value_dim. q has the dtype."""
+    queries, value_dim. q has the dtype. A row of no more than whole_tiles is not split."""
     num_rows, num_packs = seq_lens.shape[0], found[0]
     if num_rows > MAX_ROWS:
         return None
@@ -122,7 +129,7 @@ def make_parts(
         target,
         UNBOUNDED if window is None else window,
         MAX_ROWS=next(size for size in (1, 32, 256, MAX_ROWS) if num_rows <= size),
-        WHOLE_TILES=WHOLE_TILES,
+        WHOLE_TILES=whole_tiles,
         LONG_TILES=LONG_TILES,
         QUERY_LEN=query_len,
         TILE=tile,

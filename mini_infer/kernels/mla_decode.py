@@ -265,7 +265,7 @@ def split_latent_rows(q: Tensor, latents: Tensor, rank: int, seq_lens: Tensor, *
     if len(seq_lens) * _packs(shape) > MAX_TICKETS:
         return None
     found = _packs(shape), min(shape["GROUP"] * query_len, shape["ROWS"]), rank
-    return make_parts(q, seq_lens, found, tile=shape["TILE"], window=None, query_len=query_len)
+    return make_parts(q, seq_lens, found, tile=shape["TILE"], window=None, query_len=query_len, whole_tiles=1)
 
 
 def _packs(shape: dict[str, Any]) -> int:

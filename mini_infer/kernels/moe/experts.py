@@ -70,7 +70,7 @@ def tiles_for(pairs: int, experts: int, itemsize: int) -> tuple[Tile, Tile]:
     if average <= 96:
         tile = Tile(32 if average <= 32 else 64, 128, 64, 4, 3)
         return tile, tile
-    return Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3)
+    return Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 4)
 
 
 # As measured with Qwen3-30B-A3B's experts, like the tiles above.
