@@ -245,7 +245,8 @@ class TritonKernels(TorchKernels):
     def norm_and_route(
         self, stream: Stream, gate: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
     ) -> tuple[Tensor, Tensor, Routes] | None:
-        if not self._few_tokens or not self._router.worth_it(len(stream.x), gate.dtype):
+        x = stream.x
+        if isinstance(x, Part) or not self._few_tokens or not self._router.worth_it(len(x), gate.dtype):
             return None
         return self._router.norm_and_route(stream, gate, bias, router, tokens)
 

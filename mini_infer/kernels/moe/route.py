@@ -244,6 +244,7 @@ def norm_and_route(
         bias, router, tokens: as of Kernels.norm_and_route.
     """
     x, residual, norm = stream
+    assert isinstance(x, Tensor), "parts of ranks are added up first"
     (count, size), routes = x.shape, _empty(len(x), router, x.device)
     total = x if residual is None else torch.empty_like(x)
     normed, logits = torch.empty_like(x), gate.new_empty((count, len(gate)))
