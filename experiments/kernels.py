@@ -22,6 +22,7 @@ from experiments.lab.kernels.apart import Apart, ApartTimer
 from experiments.lab.kernels.attention import DecodeAttention, DecodeOfFp8, FlashDecode, PrefillAttention
 from experiments.lab.kernels.case import Case, VariantAbsent, Work
 from experiments.lab.kernels.fused import AddRmsNorm, Gemv, RopeAndStore, SiluMul
+from experiments.lab.kernels.latent import MLADecode
 from experiments.lab.kernels.moe import MoELayer
 from experiments.lab.kernels.timer import Timer, copies_needed, prepare
 from experiments.lab.measure import ceilings, rounds
@@ -46,6 +47,7 @@ CASES: dict[str, type[Case]] = {
         Gemv,
         DecodeAttention,
         PrefillAttention,
+        MLADecode,
         MoELayer,
     )
 }

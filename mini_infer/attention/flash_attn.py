@@ -20,7 +20,9 @@ from mini_infer.kernels.limits import AttentionLimits
 
 # Of a paged cache, on both generations.
 _LIMITS = AttentionLimits(
-    dtypes=frozenset({torch.bfloat16, torch.float16}), head_sizes=frozenset({*range(16, 129, 16), 256})
+    dtypes=frozenset({torch.bfloat16, torch.float16}),
+    head_sizes=frozenset({*range(16, 129, 16), 256}),
+    unequal_pairs=frozenset({(192, 128)}),  # DeepSeek's
 )
 # Above this many rows the package's scheduler looks rows up in a table, which is a further variant.
 _ROWS_WITHOUT_TABLE = 256
@@ -89,7 +91,7 @@ class _Kernels:
         if call is None:
             result = self._through_package(variant, q, keys, values, rows, scale, left)
             return result if out is None else out.copy_(result)
-        out = q.new_empty(q.shape) if out is None else out
+        out = q.new_empty(*q.shape[:2], values.shape[-1]) if out is None else out
         arguments = list(call.arguments)
         for place, argument in _changing(q, keys, values, out, rows, scale, left).items():
             arguments[place] = argument

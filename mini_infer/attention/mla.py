@@ -15,6 +15,7 @@ decode and a prompt's short rests absorb.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -40,6 +41,7 @@ from mini_infer.core.errors import ConfigError
 
 LATENT = "latent"  # the plane's name: [rank + rope_dim] of each token, c and then r
 EXPANDED_BYTES = 256 * 2**20  # of keys and values at a time; or one head's
+_HEAD_PRODUCTS = 1024  # tokens times heads, up to which our kernel is faster than a batched product and what it needs
 
 # Who attends to latents as they are.
 ABSORBED = {
@@ -51,7 +53,8 @@ ABSORBED = {
 
 def select_latent_backend(choice: AttentionChoice, kind: Kind, needs: Requirements, latent: Latent) -> Selection:
     """As select_backend, for a cache of latents."""
-    form, layouts = latent.form, (latent.absorbed(needs.dtype), latent.expanded(needs.dtype))
+    (kept,) = needs.layout.layers[0]
+    form, layouts = latent.form, (latent.absorbed(kept.dtype), latent.expanded(needs.dtype))
     if needs.batch_invariant and form is MLAForm.auto:
         raise ConfigError("numerics=batch_invariant takes one form for prompts and decode: naive, latent or absorbed")
     if form is MLAForm.latent and needs.graphs and kind == "decode":
@@ -72,7 +75,8 @@ def select_latent_backend(choice: AttentionChoice, kind: Kind, needs: Requiremen
     # Whoever is chosen for prompts that expand need not be able to absorb.
     absorbing = AttentionChoice.auto if by_length and choice not in ABSORBED else choice
     selection = select_backend(absorbing, kind, latents, ABSORBED)
-    absorbed = Absorbed(selection.backend, linear if needs.batch_invariant else None)
+    products = _HEAD_PRODUCTS if selection.choice is AttentionChoice.triton else 0
+    absorbed = Absorbed(selection.backend, sys.maxsize if needs.batch_invariant else products)
     if not by_length:
         return replace(selection, backend=absorbed, what=", absorbed")
     expanding = select_backend(choice, kind, heads)
@@ -85,11 +89,11 @@ class Absorbed(AttentionBackend):
     """Through a backend that attends to the latents as to one KV head.
 
     Args:
-        linear: for the products of each head; None: all heads at once.
+        few: up to so many tokens times heads a Triton kernel makes the products; a token's are the same in any company.
     """
 
-    def __init__(self, inner: AttentionBackend, linear: Callable[..., Tensor] | None) -> None:
-        self._inner, self._linear = inner, linear
+    def __init__(self, inner: AttentionBackend, few: int) -> None:
+        self._inner, self._few = inner, few
         self.variants = inner.variants  # type: ignore[method-assign]
 
     def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
@@ -105,8 +109,7 @@ class Absorbed(AttentionBackend):
             w_uk, w_uv = up.weights[layer].tensor_split((-up.value_dim,), dim=1)
             (tokens, heads, head_dim), (_, nope_dim, rank) = q.shape, w_uk.shape
             absorbed = q.new_empty(tokens, heads, rank + head_dim - nope_dim)
-            self._products(q[..., :nope_dim], w_uk.transpose(1, 2), absorbed[..., :rank])
-            absorbed[..., rank:] = q[..., nope_dim:]
+            self._products(q[..., :nope_dim], w_uk.transpose(1, 2), absorbed, q[..., nope_dim:])
             attended = attend(layer, absorbed)
             out = q.new_empty(tokens, heads, up.value_dim) if out is None else out
             self._products(attended, w_uv, out)
@@ -114,13 +117,17 @@ class Absorbed(AttentionBackend):
 
         return step
 
-    def _products(self, x: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Fills out [T, heads, N] from x [T, heads, K] and weights [heads, N, K]."""
-        if self._linear is None:
-            torch.bmm(x.transpose(0, 1), weights.transpose(1, 2), out=out.transpose(0, 1))
+    def _products(self, x: Tensor, weights: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
+        """Fills out [T, heads, N + R] from x [T, heads, K] and weights [heads, N, K], and from rest [T, heads, R]."""
+        if x.shape[0] * x.shape[1] <= self._few:
+            from mini_infer.kernels.head_products import head_products  # of Triton
+
+            head_products(x, weights, out, rest)
             return
-        for head, weight in enumerate(weights):
-            out[:, head] = self._linear(x[:, head].contiguous(), weight, None)
+        outs = weights.shape[1]
+        torch.bmm(x.transpose(0, 1), weights.transpose(1, 2), out=out[..., :outs].transpose(0, 1))
+        if rest is not None:
+            out[..., outs:] = rest
 
 
 class Expanded(AttentionBackend):
@@ -242,6 +249,8 @@ class _Latents:
     def __init__(self, store: KVStore, rank: int) -> None:
         self.num_blocks, self.block_size, self.device = store.num_blocks, store.block_size, store.device
         self._store, self._rank = store, rank
+        in_8_bits = store.layout.layers[0][0].scaled
+        self._ones = torch.ones(2, 1, device=store.device) if in_8_bits else None
 
     def keys(self, layer: int) -> Tensor:
         return self._store.plane(layer, LATENT)[:, :, None]
@@ -252,8 +261,8 @@ class _Latents:
     def blocks(self, layer: int) -> None:
         return None
 
-    def scales(self, layer: int) -> None:
-        return None
+    def scales(self, layer: int) -> Tensor | None:
+        return self._ones
 
 
 class _ExpandedHeads:
@@ -290,7 +299,11 @@ class _ExpandedHeads:
 
     def gathered(self, layer: int) -> Tensor:
         """The latents of all blocks, [num_blocks * block_size, rank + rope_dim]."""
-        return self._store.plane(layer, LATENT).index_select(0, self._blocks).flatten(0, 1)
+        kept = self._store.plane(layer, LATENT)
+        if kept.dtype is self._keys.dtype:
+            return kept.index_select(0, self._blocks).flatten(0, 1)
+        codes = kept.view(torch.uint8).index_select(0, self._blocks)  # whose float8 no CPU selects
+        return codes.view(kept.dtype).flatten(0, 1).to(self._keys.dtype)
 
     def fill(self, latents: Tensor, up: Tensor, linear: Callable[..., Tensor]) -> None:
         expand(latents, up, self._keys.flatten(0, 1), self._values.flatten(0, 1), linear)

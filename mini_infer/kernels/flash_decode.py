@@ -105,10 +105,17 @@ def split_rows(
 
 
 def make_parts(
-    q: Tensor, seq_lens: Tensor, found: tuple[int, int, int], *, tile: int, window: int | None, query_len: int
+    q: Tensor,
+    seq_lens: Tensor,
+    found: tuple[int, int, int],
+    *,
+    tile: int,
+    window: int | None,
+    query_len: int,
+    whole_tiles: int = WHOLE_TILES,
 ) -> Parts | None:
     """As split_rows, for rows of tiles of so many keys, of each of whose parts is found what `found` says: packs,
-    queries, value_dim. q has the dtype."""
+    queries, value_dim. q has the dtype. A row of no more than whole_tiles is not split."""
     num_rows, num_packs = seq_lens.shape[0], found[0]
     if num_rows > MAX_ROWS:
         return None
@@ -122,7 +129,7 @@ def make_parts(
         target,
         UNBOUNDED if window is None else window,
         MAX_ROWS=next(size for size in (1, 32, 256, MAX_ROWS) if num_rows <= size),
-        WHOLE_TILES=WHOLE_TILES,
+        WHOLE_TILES=whole_tiles,
         LONG_TILES=LONG_TILES,
         QUERY_LEN=query_len,
         TILE=tile,
@@ -192,6 +199,14 @@ def part_of(parts, place):
 
 
 @triton.jit
+def parts_of(parts, row, num_parts, BLOCK: tl.constexpr):
+    """How many parts a row has, and the first of them."""
+    place = tl.arange(0, BLOCK)
+    own = tl.load(parts + place * _FIELDS, mask=place < num_parts, other=-1) == row
+    return tl.sum(own.to(tl.int32), 0), tl.min(tl.where(own, place, BLOCK), 0)
+
+
+@triton.jit
 def finish_part(
     out,
     acc,  # [ROWS, BLOCK_V], with top and total as of `attend`
@@ -212,7 +227,7 @@ def finish_part(
     BLOCK_V: tl.constexpr,
 ):
     """What a program of a grid [packs, parts] found, to where it belongs: a whole row's to `out`; else to `found`,
-    which the last of the row's programs merges."""
+    which the last of the row's programs merges, or another kernel where tickets are None."""
     pack, num_packs = tl.program_id(0), tl.num_programs(0)
     place = tl.program_id(1)
     first_part, num_parts = tl.load(parts + place * _FIELDS + 4), tl.load(parts + place * _FIELDS + 5)
@@ -226,19 +241,21 @@ def finish_part(
         real = query < QUERIES
         tl.store(found + line[:, None] * VALUE_DIM + dims, acc, mask=real[:, None] & (dims < VALUE_DIM))
         tl.store(found_lse + line, top + tl.log2(total), mask=real)
-        ticket = tickets + row * num_packs + pack
-        tl.debug_barrier()  # the ticket speaks for all threads
-        if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
-            tl.store(ticket, 0)  # for the next launch
-            merged = _merge(
-                found, found_lse, (first_part * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
-                QUERIES, VALUE_DIM, MERGE_ROWS, BLOCK_V,
-            )  # fmt: skip
-            store_rows(out, merged, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, VALUE_DIM, MERGE_ROWS, BLOCK_V)
+        if tickets is not None:
+            ticket = tickets + row * num_packs + pack
+            tl.debug_barrier()  # the ticket speaks for all threads
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
+                tl.store(ticket, 0)  # for the next launch
+                at_once: tl.constexpr = min(32, max(1, 2**14 // (MERGE_ROWS * BLOCK_V)))
+                merged = merge(
+                    found, found_lse, (first_part * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
+                    QUERIES, VALUE_DIM, MERGE_ROWS, BLOCK_V, at_once,
+                )  # fmt: skip
+                store_rows(out, merged, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, VALUE_DIM, MERGE_ROWS, BLOCK_V)
 
 
 @triton.jit
-def _merge(
+def merge(
     found,
     found_lse,
     first_line,
@@ -248,9 +265,9 @@ def _merge(
     VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PARTS: tl.constexpr,  # at a time
 ):
     """The parts of one row's pack, weighted by their sums of exponentials. [ROWS, BLOCK_V]"""
-    PARTS: tl.constexpr = min(32, max(1, 2**14 // (ROWS * BLOCK_V)))  # at a time
     query = tl.minimum(tl.arange(0, ROWS), QUERIES - 1)
     dims = tl.arange(0, BLOCK_V)
     top = tl.full((ROWS,), -1e30, tl.float32)

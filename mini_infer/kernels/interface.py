@@ -179,7 +179,7 @@ class LatentPlaces(NamedTuple):
     cos: Tensor  # [T, 1, P], cos cos of each token's angles, as RotaryTable gives them
     sin: Tensor  # [T, 1, P], -sin sin
     slot_mapping: Tensor  # [T] int64, where in slots each token goes
-    slots: Tensor  # [slots, R + P]
+    slots: Tensor  # [slots, R + P], of the queries' dtype or float8_e4m3fn
     interleaved: bool  # dimensions 2i and 2i + 1 are rotated together; else i and i + P / 2
 
 
@@ -256,9 +256,16 @@ class Kernels(Protocol):
     def route(self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
         """As RouterSpec defines it, of logits [T, E] and bias [E] float32."""
 
-    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
-        """x [T, H] -> [T, H] of its dtype: the sum over a token's experts, from first to last, of their weight times
-        down(silu(gate x) * up x)."""
+    def norm_and_route(
+        self, stream: Stream, gate: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
+    ) -> tuple[Tensor, Tensor, Routes] | None:
+        """(the stream's norm, its value, and `route` of the norm's product with gate [E, H]), where one kernel for all
+        is the fastest; else None."""
+
+    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None = None) -> Tensor:
+        """x [T, H] -> [T, H] of its dtype: the sum over a token's experts of their weight times down(silu(gate x) *
+        up x), plus residual [T, H]."""
 
     def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
-        """The last part of `experts`: results [T, k, H] of a token's experts and their weights [T, k] -> [T, H]."""
+        """The last part of `experts`: results [T, k, H] of a token's experts and their weights [T, k] -> [T, H], summed
+        from first to last."""

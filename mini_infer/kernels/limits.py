@@ -19,16 +19,18 @@ class AttentionLimits:
     head_sizes: Collection[int] | None = None
     block_sizes: Collection[int] | None = None
     unequal_values: bool = False  # values may be of another size than keys
+    unequal_pairs: Collection[tuple[int, int]] = ()  # or just these sizes of keys and values
     scaled_dtypes: Collection[torch.dtype] = ()
     scaled_capability: tuple[int, int] | None = None  # the least of a GPU for these; None: any
 
     def refusal(self, head_size: int, block_size: int, dtype: torch.dtype, value_size: int | None = None) -> str | None:
         """Why the kernel cannot, or None if it can. Values are of the keys' size, unless said."""
-        if value_size not in (None, head_size) and not self.unequal_values:
+        pair = (head_size, value_size) in self.unequal_pairs
+        if value_size not in (None, head_size) and not self.unequal_values and not pair:
             return f"it takes keys and values of one size, not {head_size} and {value_size}"
         if dtype not in self.dtypes:
             return f"it takes {names(self.dtypes)}, not {dtype}"
-        if self.head_sizes is not None and head_size not in self.head_sizes:
+        if not pair and self.head_sizes is not None and head_size not in self.head_sizes:
             return f"it takes head sizes {names(self.head_sizes)}, not {head_size}"
         if self.block_sizes is not None and block_size not in self.block_sizes:
             return f"it takes block sizes {names(self.block_sizes)}, not {block_size}"

@@ -6,7 +6,9 @@ a row, are the tall dimension of the products, and c is read once, for scores an
     scores  [heads, tile] = q_c c^T + q_r r^T            c [tile, rank], r [tile, rope_dim]
     out     [heads, rank] += softmax(scores) c
 
-Long rows are split over several programs, whose results the last one merges, as in flash_decode.py.
+Long rows are split over several programs, whose results the last one merges, as in flash_decode.py. A few rows are
+split into so many parts that one program would take longer to merge them than all did to find them: those have a kernel
+for that, with a program for each query.
 """
 
 from __future__ import annotations
@@ -24,16 +26,23 @@ from mini_infer.kernels.flash_decode import (
     Parts,
     finish_part,
     make_parts,
+    merge,
     part_of,
+    parts_of,
     tickets_of,
 )
-from mini_infer.kernels.limits import AttentionLimits
+from mini_infer.kernels.limits import FP8_CACHE, AttentionLimits
 from mini_infer.kernels.paged_decode import packs, paged_decode_reference, query_rows, store_rows
+from mini_infer.kernels.pdl import launch_options
 
 # Ranks are padded to a power of two by masks; the sums of more would not fit into the registers.
 LIMITS = AttentionLimits(
-    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), head_sizes=range(2, 577), unequal_values=True
+    dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    head_sizes=range(2, 577),
+    unequal_values=True,
+    **FP8_CACHE,
 )
+MERGED_APART = 32  # rows of a batch, up to which parts are merged by a kernel of their own
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -110,7 +119,7 @@ def _mla_decode_kernel(
     parts,  # as in flash_decode.py; None: rows are left whole
     found,
     found_lse,
-    tickets,
+    tickets,  # None: parts are merged by another kernel
     table_stride,
     scale_log2,
     QUERIES: tl.constexpr,
@@ -124,7 +133,11 @@ def _mla_decode_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     pack, row = tl.program_id(0), tl.program_id(1)
     if parts is None:
         length = tl.load(seq_lens + row)
@@ -147,6 +160,41 @@ def _mla_decode_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["num_parts"])
+def _merge_parts_kernel(
+    out,
+    parts,
+    found,
+    found_lse,
+    num_parts,
+    NUM_PACKS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,  # of the numbers, for each program
+    BLOCK_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program some numbers of a query of a row that has several parts."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    query, row, skipped = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_C
+    own, place = parts_of(parts, row, num_parts, BLOCK_PARTS)
+    if own == 1:
+        return
+    pack, within = query // ROWS, query % ROWS
+    first = (place * NUM_PACKS + pack) * QUERIES + within
+    PARTS: tl.constexpr = min(BLOCK_PARTS, 2**14 // BLOCK_C)
+    merged = merge(found + skipped, found_lse, first, NUM_PACKS * QUERIES, own, 1, RANK, 1, BLOCK_C, PARTS)
+    token = query // GROUP
+    line = (row * QUERY_LEN + token) * GROUP + query % GROUP
+    dims = skipped + tl.arange(0, BLOCK_C)[None, :]
+    tl.store(out + line.to(tl.int64) * RANK + dims, merged.to(out.dtype.element_ty), mask=dims < RANK)
+
+
 def mla_decode(
     q: Tensor,
     latents: Tensor,
@@ -162,10 +210,10 @@ def mla_decode(
     """Attention of each row's last query_len tokens to all of its tokens, causal among themselves.
 
     q [R * query_len, num_heads, rank + rope_dim] and latents [num_blocks, block_size, rank + rope_dim], both contiguous
-    and of one dtype (fp32, bf16 or fp16); block_tables [R, W] int32; seq_lens [R] int32, the tokens of each row that
-    are in the cache, at least query_len. scale multiplies q.k. parts: what split_latent_rows gives, which several
-    layers can share; None: no row is split. Returns [R * query_len, num_heads, rank] of q's dtype, in `out`,
-    contiguous, where it is given.
+    and of one dtype (fp32, bf16 or fp16), or latents float8_e4m3fn; block_tables [R, W] int32; seq_lens [R] int32, the
+    tokens of each row that are in the cache, at least query_len. scale multiplies q.k. parts: what split_latent_rows
+    gives, which several layers can share; None: no row is split. Returns [R * query_len, num_heads, rank] of q's dtype,
+    in `out`, contiguous, where it is given.
 
     Safe in a CUDA graph: block_tables and seq_lens may change between replays. The first call on a device must not be
     under capture (RuntimeError). Raises ValueError for shapes that it does not take.
@@ -175,21 +223,39 @@ def mla_decode(
     out = q.new_empty(*q.shape[:2], rank) if out is None else out
     if not q.numel():
         return out
-    tensors = (None,) * 4 if parts is None else (parts.fields, parts.found, parts.found_lse, tickets_of(q.device))
+    apart, pdl = num_rows <= MERGED_APART, launch_options(q.device)
+    found = None if parts is None else (parts.fields, parts.found, parts.found_lse)
+    num_parts = num_rows if parts is None else len(parts.fields)
     queries = min(shape["GROUP"] * query_len, shape["ROWS"])
-    _mla_decode_kernel[(num_packs, num_rows if parts is None else parts.fields.shape[0])](
+    _mla_decode_kernel[(num_packs, num_parts)](
         out,
         q,
         latents,
         block_tables,
         seq_lens,
-        *tensors,
+        *(found or (None,) * 3),
+        None if found is None or apart else tickets_of(q.device),
         block_tables.stride(0),
         scale * math.log2(math.e),
         QUERIES=queries,
         MERGE_ROWS=triton.next_power_of_2(queries),
         **shape,
+        **pdl,
     )
+    if found is not None and apart:
+        block_c = shape["BLOCK_C"] if rank % 128 else 128
+        _merge_parts_kernel[(q.shape[1] * query_len, num_rows, triton.cdiv(rank, block_c))](
+            out,
+            *found,
+            num_parts,
+            NUM_PACKS=num_packs,
+            QUERIES=queries,
+            BLOCK_PARTS=triton.next_power_of_2(num_parts),
+            BLOCK_C=block_c,
+            **{key: shape[key] for key in ("GROUP", "QUERY_LEN", "RANK", "ROWS")},
+            num_warps=4,
+            **pdl,
+        )
     return out
 
 
@@ -199,7 +265,7 @@ def split_latent_rows(q: Tensor, latents: Tensor, rank: int, seq_lens: Tensor, *
     if len(seq_lens) * _packs(shape) > MAX_TICKETS:
         return None
     found = _packs(shape), min(shape["GROUP"] * query_len, shape["ROWS"]), rank
-    return make_parts(q, seq_lens, found, tile=shape["TILE"], window=None, query_len=query_len)
+    return make_parts(q, seq_lens, found, tile=shape["TILE"], window=None, query_len=query_len, whole_tiles=1)
 
 
 def _packs(shape: dict[str, Any]) -> int:
@@ -208,7 +274,7 @@ def _packs(shape: dict[str, Any]) -> int:
 
 def _shape(q: Tensor, latents: Tensor, rank: int, query_len: int) -> dict[str, Any]:
     """The compile-time arguments."""
-    num_heads, (_, block_size, size), itemsize = q.shape[1], latents.shape, latents.element_size()
+    num_heads, (_, block_size, size), itemsize = q.shape[1], latents.shape, q.element_size()
     refusal = LIMITS.refusal(size, block_size, q.dtype, rank)
     if refusal is not None:
         raise ValueError(f"MLA decode: {refusal}")
@@ -216,8 +282,9 @@ def _shape(q: Tensor, latents: Tensor, rank: int, query_len: int) -> dict[str, A
     queries = num_heads * query_len
     # A matrix product has at least 16 rows, and the tensor cores of a Hopper GPU take 64. Each reads all latents anew.
     rows = 64 if queries > 32 and itemsize == 2 else 32 if queries > 16 else 16
-    # Two tiles of 64 latents in 147 KB, beside the queries' 74 KB at most; in fp32 one of 16.
-    tile, stages = (64, 2) if itemsize == 2 else (16, 1)
+    # Two tiles of 64 latents in 147 KB, beside the queries' 74 KB; or three of 32, and room for two programs; in fp32
+    # one of 16.
+    tile, stages = (16, 1) if itemsize == 4 else (64, 2) if rows == 64 else (32, 3)
     return {
         "GROUP": num_heads,
         "QUERY_LEN": query_len,
@@ -228,7 +295,7 @@ def _shape(q: Tensor, latents: Tensor, rank: int, query_len: int) -> dict[str, A
         "BLOCK_C": block_c,
         "BLOCK_R": block_r,
         "TILE": tile,
-        "num_warps": 8 if block_c * rows > 4096 else 4,
+        "num_warps": 8 if block_c * rows > 8192 else 4,
         "num_stages": stages,
     }
 
@@ -237,7 +304,7 @@ def mla_decode_reference(
     q: Tensor, latents: Tensor, rank: int, block_tables: Tensor, seq_lens: Tensor, *, scale: float, query_len: int
 ) -> Tensor:
     """What mla_decode computes, row by row in fp32: keys of one head, whose first numbers are its values."""
-    keys = latents[:, :, None]
+    keys = latents[:, :, None].to(q.dtype)
     return paged_decode_reference(
         q, keys, keys[..., :rank], block_tables, seq_lens, scale=scale, window=None, query_len=query_len
     )

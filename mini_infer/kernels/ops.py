@@ -119,8 +119,9 @@ class TorchKernels:
         rope_dim = places.cos.shape[-1]
         c, r = kv.tensor_split((-rope_dim,), dim=1)
         nope, rotated = q.tensor_split((-rope_dim,), dim=2)
-        c = F.rms_norm(c, norm.weight.shape, *norm)
-        places.slots.index_copy_(0, places.slot_mapping, torch.cat((c, _rotated(r[:, None], places)[:, 0]), dim=1))
+        latents = torch.cat((F.rms_norm(c, norm.weight.shape, *norm), _rotated(r[:, None], places)[:, 0]), dim=1)
+        latents, _ = as_stored(latents, latents, places.slots.dtype, None)
+        places.slots.view(latents.dtype).index_copy_(0, places.slot_mapping, latents)
         return torch.cat((nope, _rotated(rotated, places)), dim=2)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -130,8 +131,13 @@ class TorchKernels:
     def route(self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
         return route_reference(logits, bias, router, tokens)
 
-    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
-        return experts_reference(x, routes, weights)
+    def norm_and_route(
+        self, stream: Stream, gate: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
+    ) -> tuple[Tensor, Tensor, Routes] | None:
+        return None
+
+    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None = None) -> Tensor:
+        return experts_reference(x, routes, weights, residual)
 
     def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
         return add_experts_reference(results, shares)
@@ -164,7 +170,7 @@ class TritonKernels(TorchKernels):
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
         self._rope_and_store_latent = rope_and_store_latent.rope_and_store_latent
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
-        self._route, self._experts, self._few_tokens = route.route, experts.experts, experts.FEW_TOKENS
+        self._router, self._experts, self._few_tokens = route, experts.experts, experts.FEW_TOKENS
         self._add_experts = experts.add_experts
         self._quantized_norm = rms_norm.quantized_rms_norm
 
@@ -239,10 +245,18 @@ class TritonKernels(TorchKernels):
         return self._silu_mul(gate_up)
 
     def route(self, logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
-        return self._route(logits, bias, router, tokens)
+        return self._router.route(logits, bias, router, tokens)
 
-    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
-        return self._experts(x, routes, weights, few_tokens=self._few_tokens)
+    def norm_and_route(
+        self, stream: Stream, gate: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
+    ) -> tuple[Tensor, Tensor, Routes] | None:
+        x = stream.x
+        if isinstance(x, Part) or not self._few_tokens or not self._router.worth_it(len(x), gate.dtype):
+            return None
+        return self._router.norm_and_route(stream, gate, bias, router, tokens)
+
+    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None = None) -> Tensor:
+        return self._experts(x, routes, weights, residual, few_tokens=self._few_tokens)
 
     def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
         return self._add_experts(results, shares)
@@ -265,7 +279,7 @@ class InvariantKernels(TritonKernels):
         from mini_infer.kernels.invariant_linear import invariant_linear, num_chunks
 
         self.gemv = None  # it sums in other orders than products of more rows
-        self._few_tokens = 0  # one kernel for all
+        self._few_tokens = 0  # one way for all
         self._linear, self._num_chunks = invariant_linear, num_chunks
 
     def linear(

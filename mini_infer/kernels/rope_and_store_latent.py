@@ -14,8 +14,10 @@ from torch import Tensor
 
 from mini_infer.kernels.interface import LatentPlaces, Norm
 from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.quantized.tokens import as_fp8
 from mini_infer.kernels.rms_norm import rms_norm_reference
 from mini_infer.kernels.rope_and_store import rotate
+from mini_infer.quantization.formats import as_stored
 
 
 def rope_and_store_latent_reference(q: Tensor, kv: Tensor, norm: Norm, places: LatentPlaces) -> Tensor:
@@ -28,7 +30,8 @@ def rope_and_store_latent_reference(q: Tensor, kv: Tensor, norm: Norm, places: L
         return x * places.cos + x.roll(rope_dim // 2, dims=-1) * places.sin
 
     c, r = rms_norm_reference(kv[:, :-rope_dim], *norm), turned(kv[:, None, -rope_dim:])[:, 0]
-    places.slots[places.slot_mapping] = torch.cat((c, r), dim=1)
+    latents, _ = as_stored(*(torch.cat((c, r), dim=1),) * 2, places.slots.dtype, None)
+    places.slots.view(latents.dtype)[places.slot_mapping] = latents
     return torch.cat((q[..., :-rope_dim], turned(q[..., -rope_dim:])), dim=2)
 
 
@@ -74,7 +77,7 @@ def _rope_and_store_latent_kernel(
         c = tl.load(own + place, mask=place < RANK, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + place, mask=place < RANK, other=0.0).to(tl.float32)
         c *= tl.rsqrt(tl.sum(c * c, axis=0) / RANK + eps) * weight
-        tl.store(kept + place, c.to(slots_ptr.dtype.element_ty), mask=place < RANK)
+        tl.store(kept + place, _stored(c, slots_ptr.dtype.element_ty), mask=place < RANK)
         _turn(own + RANK, kept + RANK, half, half < HALF, cos, sin, HALF, INTERLEAVED)
     else:
         head = (tile - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
@@ -95,8 +98,15 @@ def _turn(from_ptr, to_ptr, half, inside, cos, sin, HALF: tl.constexpr, INTERLEA
         first = tl.load(from_ptr + half, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(from_ptr + HALF + half, mask=inside, other=0.0).to(tl.float32)
     first, second = rotate(first, second, cos, sin)
-    tl.store(to_ptr + half, first.to(to_ptr.dtype.element_ty), mask=inside)
-    tl.store(to_ptr + HALF + half, second.to(to_ptr.dtype.element_ty), mask=inside)
+    tl.store(to_ptr + half, _stored(first, to_ptr.dtype.element_ty), mask=inside)
+    tl.store(to_ptr + HALF + half, _stored(second, to_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _stored(x, dtype: tl.constexpr):
+    if dtype == tl.float8e4nv:
+        x = as_fp8(x)
+    return x.to(dtype)
 
 
 def rope_and_store_latent(q: Tensor, kv: Tensor, norm: Norm, places: LatentPlaces) -> Tensor:

@@ -144,8 +144,10 @@ class Linear(Layer):
 
     def of(self, x: Tensor, silu_mul: bool = False) -> Tensor:
         """The product of x, with `silu_mul` through SiLU(gate) * up."""
-        y = self.method.apply(x)
-        return self._kernels.silu_mul(y) if silu_mul else y
+        if not silu_mul:
+            return self.method.apply(x)
+        fused = self.method.apply_silu_mul(x)
+        return self._kernels.silu_mul(self.method.apply(x)) if fused is None else fused
 
     def heads_of_stream(self, stream: Stream, qk_norm: QKNorm | None, places: Places) -> tuple[Tensor, Tensor]:
         """The product of the stream's norm is q | k | v heads, of which k and v are stored -> (queries [T, Hq, D], the

@@ -57,16 +57,21 @@ def as_served(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     """The spec of a model whose cache is kept as the config says. Raises ConfigError where it cannot be."""
     brings_scales = spec.quantization is not None and spec.quantization.fp8_kv
     spec = dataclasses.replace(spec, fp8_kv=config.cache.dtype is CacheDType.fp8 or brings_scales)
-    if not isinstance(spec.attention, MLASpec):
-        return spec
-    if spec.fp8_kv:
-        raise ConfigError(
-            f"cache.dtype=fp8: {spec.architecture} caches latents or keys and values of two sizes, for which there are "
-            "no scales. Set cache.dtype=auto"
-        )
     form = config.attention.mla
+    if not isinstance(spec.attention, MLASpec):
+        if form is not MLAForm.auto:
+            raise ConfigError(
+                f"attention.mla={form.value}: {spec.architecture} has no multi-head latent attention, and one form of "
+                "its own. Set attention.mla=auto"
+            )
+        return spec
     if form is MLAForm.auto and config.numerics is Numerics.batch_invariant:
         form = MLAForm.naive  # one form for prompts and decode, and the fastest in these numerics
+    if spec.fp8_kv and form is MLAForm.naive:
+        raise ConfigError(
+            f"cache.dtype=fp8: {spec.architecture} has keys and values of two sizes, and no scales for these. Set "
+            "attention.mla=absorbed, which caches latents, or cache.dtype=auto"
+        )
     attention = dataclasses.replace(spec.attention, form=form, crossover=config.attention.mla_crossover)
     return dataclasses.replace(spec, layers=tuple(dataclasses.replace(x, attention=attention) for x in spec.layers))
 
@@ -137,7 +142,7 @@ def load_model(
         model.fill_dummy(dummy_weights(device, config.seed))
     else:
         ignored = ("rotary_emb.inv_freq", "q_scale", *(("lm_head.weight",) if spec.tie_word_embeddings else ()))
-        if not spec.fp8_kv:
+        if model.kv_scales is None:
             ignored = (*ignored, "k_scale", "v_scale")
         held = "" if spec.quantization is None else f" ({spec.quantization.describe()})"
         # Other stages have the other layers. DeepSeek-V3 brings some behind the last, which predict further tokens.

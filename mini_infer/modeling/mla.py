@@ -20,7 +20,7 @@ from mini_infer.attention.mla import LATENT, expand
 from mini_infer.kernels.interface import LatentPlaces, Part, Stream
 from mini_infer.modeling.layers import Linear, RMSNorm
 from mini_infer.modeling.linear_methods.base import Build, Parallel
-from mini_infer.modeling.linear_methods.unquantized import Unquantized
+from mini_infer.modeling.linear_methods.quantized import kept_plain
 from mini_infer.modeling.spec import MLASpec, ModelSpec
 
 _EPS = 1e-6  # of the latents' norms, whatever the config says of the others
@@ -41,9 +41,8 @@ class LatentAttention(nn.Module):
             self.q_a_norm = RMSNorm(f"{name}.q_a_layernorm", spec.q_rank, _EPS, build)
             self.q_b_proj = Linear(name, spec.q_rank, {"q_b_proj": q_size}, False, Parallel.column, build)
         self.kv_a_norm = RMSNorm(f"{name}.kv_a_layernorm", spec.rank, _EPS, build)
-        # Absorbed, it is no product of its own: it stays as it is computed with.
-        plain = replace(build, linear_method=Unquantized.create)
         made = spec.num_heads * (spec.nope_dim + spec.value_dim)
+        plain = replace(build, linear_method=kept_plain(build.linear_method))
         self.kv_b_proj = Linear(name, spec.rank, {"kv_b_proj": made}, False, Parallel.column, plain)
         o_parts = {"o_proj": model.hidden_size}
         self.o_proj = Linear(name, spec.num_heads * spec.value_dim, o_parts, spec.bias, Parallel.row, build)

@@ -24,6 +24,10 @@ class MLP(nn.Module):
         activated, residual = self.gate_up_proj.of_stream(stream, silu_mul=True)
         return self.down_proj.add_to_stream(activated, residual)
 
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor | Part, Tensor | None]:
+        """The stream of value `residual` after what this makes of x, read from the stream already, is added to it."""
+        return self.down_proj.add_to_stream(self.gate_up_proj.of(x, silu_mul=True), residual)
+
     def of(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H], of what is read from the stream already."""
         return self.down_proj.of(self.gate_up_proj.of(x, silu_mul=True))

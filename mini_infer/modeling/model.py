@@ -71,7 +71,8 @@ class Model(nn.Module):
         super().__init__()
         self.spec, self.dtype, self.device = spec, dtype, device
         self.kv_layout = spec.kv_layout(dtype)
-        scales = torch.ones(spec.num_layers, 2, spec.attention.num_kv_heads, device=device) if spec.fp8_kv else None
+        scaled = spec.fp8_kv and spec.attention.latent is None  # latents are normalised, and need no scales
+        scales = torch.ones(spec.num_layers, 2, spec.attention.num_kv_heads, device=device) if scaled else None
         self.register_buffer("kv_scales", scales)
 
     @abstractmethod

@@ -73,20 +73,24 @@ class MoE(nn.Module):
         return gathered(y, len(x)), None if total is None else gathered(total, len(x))
 
     def _of(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor, Tensor | None]:
-        x, total = self._kernels.add_rms_norm(stream)
         if self.meter is not None:
             self.meter.start()
-        routes = self.gate.forward(x, tokens)
+        x, total, routes = self.gate.of_stream(stream, tokens)
         if self.counts is not None and tokens.real is not None:
             self.counts.index_add_(0, routes.ids.flatten(), tokens.real[:, None].expand_as(routes.ids).flatten())
-        if self._exchange is None:
-            y = self._kernels.experts(x, routes, self.experts.weights)
-        else:
-            y = self._exchange.experts(x, routes, self.experts.weights, self.meter)
-        if self.shared is not None:
-            shared = self.shared.of(x)
-            y = y + shared if self.shared_gate is None else y + self.shared_gate.of(x).sigmoid() * shared
-        return y, total
+        exchanged = None
+        if self._exchange is not None:
+            exchanged = self._exchange.experts(x, routes, self.experts.weights, self.meter)
+        base: Tensor | Part = total  # to which the experts' sum is added
+        residual = None
+        if self.shared is not None and self.shared_gate is not None:
+            base, residual = self.shared_gate.of(x).sigmoid() * self.shared.of(x), total
+        elif self.shared is not None:
+            base, residual = self.shared.add(x, total)
+        assert isinstance(base, Tensor), "ranks do not share the parts of an expert"
+        if exchanged is not None:
+            return base + exchanged, residual
+        return self._kernels.experts(x, routes, self.experts.weights, base), residual
 
 
 class Router(Layer):
@@ -103,10 +107,14 @@ class Router(Layer):
         if spec.correction_bias:
             self.correction = empty_parameter(spec.num_experts, dtype=torch.float32, device=build.device)
 
-    def forward(self, x: Tensor, tokens: TokenPlaces) -> Routes:
-        """Of x [T, H]."""
+    def of_stream(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor, Tensor, Routes]:
+        """(the stream's norm, its value, where the tokens go)."""
+        fused = self._kernels.norm_and_route(stream, self.weight, self.correction, self._spec, tokens)
+        if fused is not None:
+            return fused
+        x, total = self._kernels.add_rms_norm(stream)
         logits = self._method.apply(x.to(self.weight.dtype))
-        return self._kernels.route(logits, self.correction, self._spec, tokens)
+        return x, total, self._kernels.route(logits, self.correction, self._spec, tokens)
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         found = {"gate.weight": CheckpointTensor.copied_to(self.weight)}

@@ -189,7 +189,7 @@ class ModelSpec:
     dtype: torch.dtype | None  # what config.json says of the checkpoint, if anything
     eos_token_ids: tuple[int, ...]
     quantization: ModelFormat | None = None  # of linear layers; None: all in the model's dtype
-    fp8_kv: bool = False  # keys and values are kept in float8_e4m3fn, with a scale a head
+    fp8_kv: bool = False  # keys and values are kept in float8_e4m3fn, with a scale a head; or latents, without
     through_transformers: bool = False  # its code runs the model; of the rest, `layers` has what attention must know
     first_layer: int = 0  # of `layers` in the whole model, of which this is one stage's part (modeling/stages.py)
     stage_of: ModelSpec | None = None  # the whole model; None: this is it

@@ -57,6 +57,7 @@ class ExpertExchange:
         """As Kernels.experts, of this rank's tokens x [T, H], who may go to any rank's experts; `weights` are of this
         rank's. All ranks call it at once, each with as many tokens as it has."""
         self._meter = meter
+        self._ends("route")
         y = (self._padded if self._form is Dispatch.padded else self._packed)(x, routes, weights)
         self._ends("combine")
         return y

@@ -177,6 +177,22 @@ def on_hopper() -> bool:
 
 
 @pytest.mark.gpu
+def test_flash_attn_takes_deepseeks_heads() -> None:
+    """Keys of 192 and values of 128."""
+    from mini_infer.kernels.paged_prefill import paged_prefill_reference
+
+    backend = flash_attn()
+    k, v = (torch.randn(20, 16, 4, size, device="cuda", dtype=torch.bfloat16) for size in (192, 128))
+    q = torch.randn(300, 4, 192, device="cuda", dtype=torch.bfloat16)
+    tables = torch.randperm(20, device="cuda").int()[None]
+    rows = tables, torch.tensor([0, 300], device="cuda").int(), torch.tensor([310], device="cuda").int()
+    expected = paged_prefill_reference(q, k, v, *rows, max_query_len=300, scale=0.07, window=None)
+    for _ in range(2):  # the second call goes to the compiled kernel alone
+        found = backend._kernels(q, k, v, *rows, scale=0.07, window=None)
+        assert relative_error(found, expected) < 1e-2
+
+
+@pytest.mark.gpu
 def test_a_warm_flash_attn_compiles_nothing_more() -> None:
     backend = flash_attn()
     from flash_attn.cute import interface

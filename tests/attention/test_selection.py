@@ -205,3 +205,11 @@ def test_old_gpus_have_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     found = TritonBackend.capabilities.refusal("decode", needs)
     assert found == "it takes torch.float8_e4m3fn on GPUs of compute capability 8.9 and above"
     assert SdpaBackend.capabilities.refusal("decode", needs) is None, "the stated slower path"
+
+
+def test_flash_attn_takes_keys_and_values_of_two_sizes_where_they_are_deepseeks() -> None:
+    limits = FlashAttnBackend.capabilities.prefill
+    assert limits is not None
+    assert limits.refusal(192, 16, torch.bfloat16, 128) is None
+    assert limits.refusal(192, 16, torch.bfloat16, 64) == "it takes keys and values of one size, not 192 and 64"
+    assert "it takes head sizes" in str(limits.refusal(192, 16, torch.bfloat16))

@@ -130,7 +130,7 @@ PAIRED = {
 NEEDS_A_TRACE = {"simulator_trace"}  # test_lab_simulated.py makes one up
 COMPUTED = {"mla", "expert_parallel"}  # by a model with weights, for which the points' prompts are long
 OVER_RANKS = {"expert_parallel", "pipeline_parallel"}  # a dry model has nothing to share: tests/parallel has engines
-NEEDS_TRITON = {"flash_decode", "kv_fp8"}  # test_lab_kernels.py runs it in Triton's interpreter
+NEEDS_TRITON = {"flash_decode", "kv_fp8", "mla_decode"}  # test_lab_kernels.py runs it in Triton's interpreter
 LEFT_OUT = NEEDS_TRITON | NEEDS_A_TRACE
 
 

@@ -30,6 +30,7 @@ SMALL = {
     "silu_mul": {"tokens": 3, "inner": 64},
     "gemv": {"rows": 2, "out": 24, "in": 32},
     "moe_layer": {"tokens": 5, "routing": "zipf", "experts": 6, "chosen": 2, "hidden": 32, "inner": 16},
+    "mla_decode": {"heads": 4, "batch": 3, "length": 50, "rank": 16, "rope_dim": 8, "block_size": 16},
     "decode": {"heads": "4/2", "batch": 3, "length": 50, "head_dim": 16},
     "prefill": {"heads": "4/2", "batch": 2, "length": 50, "queries": 20, "head_dim": 16},
 }
@@ -118,6 +119,15 @@ def test_keys_and_values_in_fp8_are_the_same_numbers_in_half_the_bytes():
     assert found.error(outputs["fp8"]) < 0.01
     keys_and_values = 2 * 3 * 50 * 2 * 16
     assert found.work_of("split_k").bytes - found.work_of("fp8").bytes == keys_and_values
+
+
+@pytest.mark.parametrize("variant", ["single_pass", "split_k"])
+def test_attention_to_latents_stays_near_the_reference(variant):
+    pytest.importorskip("triton")
+    found = made("mla_decode")
+    assert found.error(found.implementation(variant).run(0)) < 1e-5
+    assert found.error(found.implementation(variant).run(1)) > 0.1  # the second set of inputs is another one
+    assert found.work.bytes == 3 * (50 * 24 + 4 * (24 + 16)) * 4
 
 
 @pytest.mark.parametrize("case", ["rope_and_store", "prefill", "silu_mul"])

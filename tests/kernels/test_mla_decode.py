@@ -93,6 +93,21 @@ def test_half_precision(name: str, dtype: torch.dtype, device: torch.device) -> 
     check(make_case(device, dtype=dtype, **CASES[name]))
 
 
+@pytest.mark.parametrize("name", ["odd lengths", "70 heads"])
+def test_latents_in_8_bits(name: str, device: torch.device) -> None:
+    case = make_case(device, **CASES[name])
+    check(case | {"latents": case["latents"].to(torch.float8_e4m3fn)})
+
+
+@pytest.mark.parametrize("apart", [0, 32])
+@pytest.mark.parametrize("name", ["a long row among short ones", "70 heads", "3 tokens, 7 heads"])
+def test_parts_are_merged_by_their_last_program_or_by_others(
+    name: str, apart: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("mini_infer.kernels.mla_decode"), "MERGED_APART", apart)
+    check(make_case(device, **CASES[name]))
+
+
 def test_rows_that_are_left_whole_are_the_same(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(device, [300, 20, 7])
     torch.testing.assert_close(mla_decode(**case), split_decode(**case), atol=1e-5, rtol=1e-5)

@@ -53,3 +53,13 @@ def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
     expected = rope_and_store_latent_reference(q.float(), kv.float(), *exact)
     torch.testing.assert_close(rope_and_store_latent(q, kv, norm, places).float(), expected, atol=3e-2, rtol=1e-2)
     torch.testing.assert_close(places.slots.float(), exact[1].slots, atol=3e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("function", [rope_and_store_latent, TorchKernels().rope_and_store_latent])
+def test_latents_in_8_bits_are_those_rounded(function, device: torch.device) -> None:
+    q, kv, norm, places = make_case(7, 4, 12, 8, 24, True, torch.float32, device)
+    codes = places._replace(slots=torch.zeros_like(places.slots).to(torch.float8_e4m3fn))
+    function(q, 100 * kv, norm, codes)
+    rope_and_store_latent_reference(q, 100 * kv, norm, places)
+    stored, whole = (case.slots.float()[places.slot_mapping] for case in (codes, places))
+    torch.testing.assert_close(stored, whole.clamp(-448, 448), rtol=2**-4, atol=2**-10)

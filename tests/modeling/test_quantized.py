@@ -488,3 +488,27 @@ def test_orders_that_differ_within_a_product_are_refused(tmp_path: Path) -> None
     save_file(stored | {name: stored[name].flip(0).contiguous()}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"0\.self_attn: q_proj, k_proj, v_proj have different orders.*desc_act=false"):
         load(tmp_path)
+
+
+def test_a_weight_that_is_absorbed_is_read_from_blocks_of_fp8_and_kept_whole(tmp_path: Path) -> None:
+    """As DeepSeek-V3's folder has kv_b_proj."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        vocab_size=90, hidden_size=48, intermediate_size=64, num_hidden_layers=1, first_k_dense_replace=1,
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=20, kv_lora_rank=24, qk_nope_head_dim=12,
+        qk_rope_head_dim=8, v_head_dim=18, architectures=["DeepseekV3ForCausalLM"],
+    )  # fmt: skip
+    form, tensors, meant = WeightFormat(Number.fp8, columns=16, rows=16), {}, {}
+    for name, weight in transformers.DeepseekV3ForCausalLM(config).state_dict().items():
+        if "proj" in name:
+            stored, meant[name] = fp8(form, "weight_scale_inv")(weight)
+            tensors |= {name.removesuffix("weight") + key: value.contiguous() for key, value in stored.items()}
+        else:
+            tensors[name] = weight.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"quantization_config": blocks}))
+    attention = load(tmp_path).layers[0].self_attn
+    assert torch.equal(attention.up.flatten(0, 1), meant["model.layers.0.self_attn.kv_b_proj.weight"])
+    assert set(attention.kv_b_proj.method.weights()) == {"weight"}
+    assert isinstance(attention.o_proj.method, QuantizedLinear)

@@ -161,9 +161,30 @@ def test_tokens_are_the_same_to_the_bit_in_any_company(
     engine.close()
 
 
+def test_latents_in_8_bits_are_the_same_in_every_form_and_close_to_whole_ones(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    machine = {**MACHINES["recompute"], "cache": SHORT["cache"] | {"dtype": "fp8"}}
+    found = {}
+    for form in ("latent", "absorbed", "auto"):
+        engine = make(folder, form, machine)
+        assert engine.startup.kv_token_bytes == 2 * (24 + 8)
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
+        found[form] = [output.outputs[0].token_ids for output in outputs]
+        engine.close()
+    assert found["latent"] == found["absorbed"] == found["auto"]
+    first = [tokens[0] == whole[0] for tokens, whole in zip(found["auto"], expected, strict=True)]
+    assert sum(first) >= 6, "of 8"
+    assert found["auto"] != expected, "nothing was rounded"
+
+
 def test_what_cannot_be_is_refused(folder: Path, expected: list[list[int]]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"attention.mla=absorbed: Qwen2ForCausalLM has no multi-head latent attention"
+    ):
+        LLMEngine(EngineConfig.from_dict({"model": {"path": "tiny-target"}, "attention": {"mla": "absorbed"}}))
     for form, machine, why in (
-        ("auto", {"cache": {"dtype": "fp8"}}, "cache.dtype=fp8: DeepseekV3ForCausalLM caches latents"),
+        ("naive", {"cache": {"dtype": "fp8"}}, "cache.dtype=fp8: DeepseekV3ForCausalLM has keys and values of two"),
         (
             "latent",
             {"numerics": "batch_invariant", "attention": {"mla": "latent", "decode": "triton"}},

@@ -36,6 +36,7 @@ from mini_infer.core.config import (
     EngineConfig,
     GraphsConfig,
     Layout,
+    MLAForm,
     ModelConfig,
     Numerics,
     SchedulerConfig,
@@ -214,6 +215,7 @@ def _stressed(config: EngineConfig) -> EngineConfig:
     return replace(
         config,
         model=model,
+        attention=replace(config.attention, mla=MLAForm.auto),  # it has no latents
         cache=replace(
             cache, num_blocks=blocks, memory_gib=None, num_host_blocks=None, host_memory_gib=None, watermark=0.0
         ),

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from experiments.lab.peers.vllm import engine_arguments, import_vllm
+from experiments.lab.peers.vllm import engine_arguments, import_vllm, set_routing
 from mini_infer.core.config import EngineConfig
 
 HOST = "127.0.0.1"
@@ -46,6 +46,7 @@ class Server:
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             port = probe.getsockname()[1]
+        set_routing(config)
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", arguments.pop("model"), *OWN]
         self._process = subprocess.Popen([*command, f"--port={port}", *flags(arguments)])
         url = f"http://{HOST}:{port}"

@@ -29,7 +29,7 @@ from mini_infer.calibration.compressed import quantization_config
 from mini_infer.calibration.recipe import Method, Recipe
 from mini_infer.core.config import Batching, CacheDType, EngineConfig, Layout, LoadFormat, Preemption
 from mini_infer.core.errors import ConfigError
-from mini_infer.core.model_config import ModelConfig, Quantization
+from mini_infer.core.model_config import ModelConfig, Quantization, Routing
 from mini_infer.core.speculation_config import SpeculationConfig, SpeculationMethod
 from mini_infer.modeling.checkpoint import read_json, resolve_folder
 
@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # a package of its own, and not for greedy tokens
 }
+ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"  # to which experts tokens go, where not the router's
 NO_CLAIM = 0.05  # of the GPU, which vLLM only looks whether it is free where its KV memory is given in bytes
 FORGET_S = 10.0  # a step that was launched ahead may still hold blocks of requests that have ended
 SETTINGS = {  # as recorded -> where it stands in VllmConfig
@@ -187,6 +188,7 @@ class _Pass:
 def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> VLLM:
     """Raises PeerAbsent where vLLM cannot be imported, and ConfigError for what it does not have."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings["multiprocessing"]))
+    set_routing(config)
     vllm = import_vllm("config", "sampling_params", "v1.engine.llm_engine")
     traces = Path(tempfile.mkdtemp())  # in that of this process, and gone with it
     profiler = vllm.config.ProfilerConfig(
@@ -212,6 +214,12 @@ def open_peer(config: EngineConfig, settings: Mapping[str, Any]) -> VLLM:
         )
 
     return VLLM(engine, make_params, describe(vllm.__version__, engine.vllm_config, settings), traces)
+
+
+def set_routing(config: EngineConfig) -> None:
+    """For a vLLM that this process is to start."""
+    if config.model.routing is Routing.uniform:
+        os.environ[ROUTING] = "uniform_random"
 
 
 def import_vllm(*modules: str) -> Any:
@@ -240,6 +248,7 @@ def engine_arguments(config: EngineConfig, folder: Path) -> dict[str, Any]:
         "speculation.draft.quantization": drafts and speculation.draft.quantization is not Quantization.none,
         "scheduler.preemption=swap": scheduler.preemption is not Preemption.recompute,
         "model.load_format=dry": model.load_format is LoadFormat.dry,
+        "model.routing=zipf": model.routing is Routing.zipf,
     }
     for setting, is_set in missing.items():
         if is_set:
@@ -337,6 +346,8 @@ def describe(version: str, config: Any, settings: Mapping[str, Any]) -> dict[str
         about[name] = value if type(value) in (bool, int) or value is None else _name(value)
     if config.speculative_config is not None:
         about["speculation"] = _drafting(config.speculative_config)
+    if routing := os.environ.get(ROUTING):
+        about["routing"] = routing
     return {**about, "attention": _attention(config), **settings["args"]}
 
 
@@ -359,7 +370,8 @@ def _attention(config: Any) -> str:
 
     model = config.model_config
     with set_current_vllm_config(config):
-        backend = get_attn_backend(model.get_head_size(), model.dtype, config.cache_config.cache_dtype)
+        shape = model.get_head_size(), model.dtype, config.cache_config.cache_dtype
+        backend = get_attn_backend(*shape, use_mla=model.use_mla)
         name: str = backend.get_name()
         return f"{name} {get_flash_attn_version()}" if name.startswith("FLASH_ATTN") else name
 

@@ -22,7 +22,7 @@ Quantized weights are made floating as they are loaded. Activations that have a 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -47,97 +47,129 @@ FEW_TOKENS = 4  # above, some experts would be read twice: of 128 with 8 a token
 
 class Tile(NamedTuple):
     rows: int  # pairs of one expert
-    outs: int  # at least 64, as in invariant_linear.py
+    outs: int  # rows of the weight, gate's and up's; at least 64, as in invariant_linear.py
     k: int
     num_warps: int
     num_stages: int
 
 
-def tile_for(pairs: int, experts: int, itemsize: int) -> Tile:
-    """By the pairs that an expert has on average."""
+class FewTile(NamedTuple):
+    outs: int  # rows of the weight, of each of a token's experts for down
+    k: int
+    num_warps: int
+    unroll: int  # loads that do not wait for each other
+
+
+def tiles_for(pairs: int, experts: int, itemsize: int) -> tuple[Tile, Tile]:
+    """Of gate and up, and of down, which have the same rows: by the pairs that an expert has on average."""
     average = pairs / experts
     if itemsize == 4:
-        return Tile(32, 64, 32, 4, 2)
-    if average <= 16:
-        return Tile(16, 64, 128, 4, 4)
-    if average <= 64:
-        return Tile(64, 64, 64, 4, 4)
-    return Tile(128, 128, 64, 8, 3)
+        return Tile(32, 64, 32, 4, 2), Tile(32, 64, 32, 4, 2)
+    if average <= 8:
+        return Tile(16, 128, 128, 4, 3), Tile(16, 64, 128, 4, 4)
+    if average <= 96:
+        tile = Tile(32 if average <= 32 else 64, 128, 64, 4, 3)
+        return tile, tile
+    return Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 4)
+
+
+# As measured with Qwen3-30B-A3B's experts, like the tiles above.
+FEW_GATE_UP, FEW_DOWN = FewTile(4, 256, 1, 8), FewTile(2, 512, 2, 4)
 
 
 def experts(
-    x: Tensor, routes: Routes, weights: ExpertWeights, *, few_tokens: int = FEW_TOKENS, tile: Tile | None = None
+    x: Tensor,
+    routes: Routes,
+    weights: ExpertWeights,
+    residual: Tensor | None = None,
+    *,
+    few_tokens: int = FEW_TOKENS,
+    tiles: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
     """Arguments and result as of Kernels.experts, summed in float32.
 
     Args:
         few_tokens: up to so many go the way of few; 0: none, for sums in one order.
-        tile: instead of the one for this number of pairs, for tests and measurements.
+        tiles: instead of those for this number of pairs, for tests and measurements.
     """
     out = torch.empty_like(x)
     if len(x) > few_tokens:
-        _many(x, routes, weights, out, tile)
+        _many(x, routes, weights, residual, out, tiles)
     elif len(x):
-        _few(x, routes, weights, out)
+        _few(x, routes, weights, residual, out)
     return out
 
 
-def _few(x: Tensor, routes: Routes, weights: ExpertWeights, out: Tensor) -> None:
+def _few(x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None, out: Tensor) -> None:
     gate_up, down, activations = _Weight.of(weights.gate_up), _Weight.of(weights.down), weights.activations
     (tokens, chosen), size, inner = routes.ids.shape, x.shape[1], gate_up.codes.shape[1] // 2
     x, h = _as_quantized(x, activations), x.new_empty((tokens * chosen, inner))
-    block_k = min(triton.next_power_of_2(size), 512)
-    options = {"CHOSEN": chosen, "SIZE": size, "INNER": inner, "BLOCK_OUT": 8, "num_warps": 4}
-    options |= launch_options(x.device)
-    few_gate_up_kernel[(triton.cdiv(inner, 8), tokens * chosen)](
-        x, routes.ids, gate_up[:3], h, FORM=gate_up.form, BLOCK_K=gate_up.block_k(block_k), **options
+
+    def options(tile: FewTile, weight: _Weight, in_size: int) -> dict[str, Any]:
+        block_k = weight.block_k(min(triton.next_power_of_2(in_size), tile.k))
+        unroll = min(tile.unroll, triton.cdiv(in_size, block_k))
+        shape = {"CHOSEN": chosen, "SIZE": size, "INNER": inner, "FORM": weight.form, "BLOCK_OUT": tile.outs}
+        more = {"BLOCK_K": block_k, "UNROLL": unroll, "num_warps": tile.num_warps}
+        return shape | more | launch_options(x.device)
+
+    few_gate_up_kernel[(triton.cdiv(2 * inner, FEW_GATE_UP.outs), tokens * chosen)](
+        x, routes.ids, gate_up[:3], h, **options(FEW_GATE_UP, gate_up, size)
     )
     h = _as_quantized(h, activations)
-    few_down_kernel[(triton.cdiv(size, 8), tokens)](
-        h, *routes, down[:3], out, FORM=down.form, BLOCK_K=down.block_k(block_k), **options
+    few_down_kernel[(triton.cdiv(size, FEW_DOWN.outs), tokens)](
+        h, *routes, down[:3], residual, out, **options(FEW_DOWN, down, inner)
     )
 
 
-def _many(x: Tensor, routes: Routes, weights: ExpertWeights, out: Tensor, tile: Tile | None) -> None:
+def _many(
+    x: Tensor,
+    routes: Routes,
+    weights: ExpertWeights,
+    residual: Tensor | None,
+    out: Tensor,
+    tiles: tuple[Tile, Tile] | None,
+) -> None:
     gate_up, down, activations = _Weight.of(weights.gate_up), _Weight.of(weights.down), weights.activations
     ids = routes.ids
     (tokens, chosen), size = ids.shape, x.shape[1]
     pairs, count, options = tokens * chosen, len(down.codes), launch_options(x.device)
-    tile = tile or tile_for(pairs, count, x.element_size())
-    if (shared := shared_memory(x.device)) is not None:
-        stage = (tile.rows + 2 * tile.outs) * tile.k * x.element_size()
-        tile = tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
-    num_tiles = pairs // tile.rows + count  # at most: each expert may leave one that is not full
-    order, tiles = ids.new_empty(pairs), ids.new_empty((3, num_tiles))
-    block = min(max(triton.next_power_of_2(pairs), 128), 4096)
+    tiles = tiles or tiles_for(pairs, count, x.element_size())
+    rows = tiles[0].rows
+    num_tiles = pairs // rows + count  # at most: each expert may leave one that is not full
+    order, places = ids.new_empty(pairs), ids.new_empty((3, num_tiles))
+    block = min(max(triton.next_power_of_2(pairs), 128), 8192)
     place_kernel[(count,)](
-        ids, order, tiles, pairs, num_tiles, BLOCK_ROWS=tile.rows, BLOCK=block, num_warps=4, **options
+        ids, order, places, pairs, num_tiles, BLOCK_ROWS=rows, BLOCK=block, num_warps=max(4, block // 512), **options
     )
 
-    def product(source: Tensor, weight: _Weight, target: Tensor, gated: bool) -> None:
-        source, outs = _as_quantized(source, activations), target.shape[1]
-        grouped_kernel[(num_tiles, triton.cdiv(outs, tile.outs))](
-            source, weight[:3], order, tiles, target, num_tiles, GATED=gated, CHOSEN=chosen, OUT=outs,
-            IN=source.shape[1], FORM=weight.form, BLOCK_ROWS=tile.rows, BLOCK_OUT=tile.outs,
+    def product(source: Tensor, weight: _Weight, target: Tensor, tile: Tile, gated: bool) -> None:
+        source = _as_quantized(source, activations)
+        if (shared := shared_memory(x.device)) is not None:
+            stage = (rows + tile.outs) * tile.k * x.element_size()
+            tile = tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
+        grouped_kernel[(triton.cdiv(weight.codes.shape[1], tile.outs), num_tiles)](
+            source, weight[:3], order, places, target, num_tiles, GATED=gated, CHOSEN=chosen, OUT=target.shape[1],
+            IN=source.shape[1], FORM=weight.form, BLOCK_ROWS=rows, BLOCK_OUT=tile.outs,
             BLOCK_K=weight.block_k(tile.k), DOT=DOT_DTYPES[x.dtype], num_warps=tile.num_warps,
             num_stages=tile.num_stages, **options,
         )  # fmt: skip
 
     h, y = x.new_empty((pairs, gate_up.codes.shape[1] // 2)), x.new_empty((pairs, size))
-    product(x, gate_up, h, gated=True)
-    product(h, down, y, gated=False)
-    add_experts(y.view(tokens, chosen, size), routes.weights, out)
+    product(x, gate_up, h, tiles[0], gated=True)
+    product(h, down, y, tiles[1], gated=False)
+    add_experts(y.view(tokens, chosen, size), routes.weights, residual, out)
 
 
-def add_experts(results: Tensor, shares: Tensor, out: Tensor | None = None) -> Tensor:
-    """Arguments, contiguous, and result as of Kernels.add_experts; in `out` where it is given."""
+def add_experts(results: Tensor, shares: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Arguments, contiguous, and result as of Kernels.add_experts, plus residual [T, H]; in `out` where it is given."""
     tokens, chosen, size = results.shape
     out = results.new_empty(tokens, size) if out is None else out
     if tokens:
         block = min(triton.next_power_of_2(size), 1024)
         combine_kernel[(tokens, triton.cdiv(size, block))](
-            results, shares, out, CHOSEN=chosen, SIZE=size, BLOCK=block, num_warps=4, **launch_options(out.device)
-        )
+            results, shares, residual, out, CHOSEN=chosen, SIZE=size, BLOCK=block, num_warps=4,
+            **launch_options(out.device),
+        )  # fmt: skip
     return out
 
 

@@ -8,6 +8,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mini_infer.kernels.gemv_kernels import _halves
+
+
+@triton.jit
+def _owned(block, BLOCK_OUT: tl.constexpr, GATED: tl.constexpr, OUT: tl.constexpr):
+    """Of the block-th program: columns of the result [OUT], BLOCK_OUT rows of the weight, and which of these exist.
+
+    GATED: the weight is gate [OUT, IN] over up. Half the rows are gate's, and the others up's for the same columns.
+    """
+    COLUMNS: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
+    tile = tl.arange(0, BLOCK_OUT)
+    first = block * COLUMNS + tile % COLUMNS
+    return block * COLUMNS + tl.arange(0, COLUMNS), first + tile // COLUMNS * OUT, first < OUT
+
 
 @triton.jit
 def _scales(weight, expert, outs, real, group, OUT: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
@@ -25,7 +39,9 @@ def _weights(
     codes, _, zeros = weight
     row = expert.to(tl.int64) * OUT + outs
     columns = k + tl.arange(0, BLOCK)
-    mask = real[:, None] & (columns < IN)[None, :]
+    mask = real[:, None]
+    if IN % BLOCK != 0:
+        mask = mask & (columns < IN)[None, :]
     if FORM is None:
         values = tl.load(codes + row[:, None] * IN + columns[None, :], mask=mask, other=0.0)
     else:
@@ -78,24 +94,24 @@ def few_gate_up_kernel(
     FORM: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     pair = tl.program_id(1)
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    real = outs < INNER
+    outs, rows, real = _owned(tl.program_id(0), BLOCK_OUT, True, INNER)
     expert = tl.load(ids_ptr + pair)
-    gates, ups = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32), tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
-    for k in range(0, SIZE, BLOCK_K):
+    sums = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
+    for k in tl.range(0, SIZE, BLOCK_K, loop_unroll_factor=UNROLL):
         columns = k + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + pair // CHOSEN * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)[None, :]
-        gates += _weights(weight, expert, outs, real, k, 2 * INNER, SIZE, BLOCK_K, FORM).to(tl.float32) * x
-        ups += _weights(weight, expert, INNER + outs, real, k, 2 * INNER, SIZE, BLOCK_K, FORM).to(tl.float32) * x
-    gate = _scaled(tl.sum(gates, axis=1), weight, expert, outs, real, 2 * INNER, FORM)
-    up = _scaled(tl.sum(ups, axis=1), weight, expert, INNER + outs, real, 2 * INNER, FORM)
-    tl.store(out_ptr + pair * INNER + outs, _silu_mul(gate, up).to(out_ptr.dtype.element_ty), mask=real)
+        x = tl.load(x_ptr + pair // CHOSEN * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+        sums += _weights(weight, expert, rows, real, k, 2 * INNER, SIZE, BLOCK_K, FORM).to(tl.float32) * x[None, :]
+    both = _scaled(tl.sum(sums, axis=1), weight, expert, rows, real, 2 * INNER, FORM)
+    gate, up = _halves(both, tl.float32, BLOCK_OUT // 2, 1)
+    h = tl.reshape(_silu_mul(gate, up), [BLOCK_OUT // 2])
+    tl.store(out_ptr + pair * INNER + outs, h.to(out_ptr.dtype.element_ty), mask=outs < INNER)
 
 
 @triton.jit
@@ -104,6 +120,7 @@ def few_down_kernel(
     ids_ptr,
     shares_ptr,
     weight,
+    residual_ptr,
     out_ptr,
     CHOSEN: tl.constexpr,
     SIZE: tl.constexpr,
@@ -111,6 +128,7 @@ def few_down_kernel(
     FORM: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -119,17 +137,27 @@ def few_down_kernel(
     token = tl.program_id(1)
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     real = outs < SIZE
-    y = tl.zeros([BLOCK_OUT], tl.float32)
-    for pair in range(token * CHOSEN, token * CHOSEN + CHOSEN):
-        expert = tl.load(ids_ptr + pair)
-        sums = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
-        for k in range(0, INNER, BLOCK_K):
+    sums = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
+    for place in tl.static_range(CHOSEN):
+        pair = token * CHOSEN + place
+        expert, share = tl.load(ids_ptr + pair), tl.load(shares_ptr + pair)
+        for k in tl.range(0, INNER, BLOCK_K, loop_unroll_factor=UNROLL):
             columns = k + tl.arange(0, BLOCK_K)
-            h = tl.load(h_ptr + pair * INNER + columns, mask=columns < INNER, other=0.0).to(tl.float32)
-            sums += _weights(weight, expert, outs, real, k, SIZE, INNER, BLOCK_K, FORM).to(tl.float32) * h[None, :]
-        part = _scaled(tl.sum(sums, axis=1), weight, expert, outs, real, SIZE, FORM)
-        y += part * tl.load(shares_ptr + pair)
-    tl.store(out_ptr + token.to(tl.int64) * SIZE + outs, y.to(out_ptr.dtype.element_ty), mask=real)
+            h = tl.load(h_ptr + pair * INNER + columns, mask=columns < INNER, other=0.0).to(tl.float32) * share
+            part = _weights(weight, expert, outs, real, k, SIZE, INNER, BLOCK_K, FORM).to(tl.float32) * h[None, :]
+            sums += _scaled(part, weight, expert, outs, real, SIZE, FORM)
+    places = out_ptr + token.to(tl.int64) * SIZE + outs
+    _store_sums(places, tl.sum(sums, axis=1), residual_ptr, token, outs, real, SIZE)
+
+
+@triton.jit
+def _store_sums(places, sums, residual_ptr, token, columns, real, SIZE: tl.constexpr):
+    """Sums of a token's experts, plus the residual where there is one, after rounding as between two operations."""
+    dtype: tl.constexpr = places.dtype.element_ty
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + token.to(tl.int64) * SIZE + columns, mask=real, other=0.0)
+        sums = sums.to(dtype).to(tl.float32) + residual.to(tl.float32)
+    tl.store(places, sums.to(dtype), mask=real)
 
 
 # --- many tokens -----------------------------------------------------------------------------------------------
@@ -199,40 +227,80 @@ def grouped_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    tile = tl.program_id(0)
-    expert = tl.load(tiles_ptr + tile)
-    if expert < 0:
-        return
-    rows = tl.load(tiles_ptr + num_tiles + tile) + tl.arange(0, BLOCK_ROWS)
-    exists = rows < tl.load(tiles_ptr + 2 * num_tiles + tile)
+    tile = tl.program_id(1)
+    expert, begin = tl.load(tiles_ptr + tile), tl.load(tiles_ptr + num_tiles + tile)
+    end = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    HALF: tl.constexpr = BLOCK_ROWS // 2
+    if expert >= 0:
+        if BLOCK_ROWS >= 128:
+            # The last tile of an expert is half full or less in every other case.
+            if end - begin <= HALF:
+                _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, FORM, HALF,
+                         BLOCK_OUT, BLOCK_K, DOT, True)  # fmt: skip
+            else:
+                _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, FORM,
+                         BLOCK_ROWS, BLOCK_OUT, BLOCK_K, DOT, True)  # fmt: skip
+        else:
+            _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, FORM, BLOCK_ROWS,
+                     BLOCK_OUT, BLOCK_K, DOT, False)  # fmt: skip
+
+
+@triton.jit
+def _product(
+    x_ptr,
+    weight,
+    order_ptr,
+    out_ptr,
+    expert,
+    begin,
+    end,
+    GATED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    FORM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr,
+    TALL_PAIRS: tl.constexpr,
+):
+    """Of the pairs [begin, end) of an expert. The tensor cores' tall side is the pairs' or the weight's."""
+    rows = begin + tl.arange(0, BLOCK_ROWS)
+    exists = rows < end
     pairs = tl.load(order_ptr + rows, mask=exists, other=0)
     source, target = rows.to(tl.int64), pairs.to(tl.int64)
     if GATED:
         source, target = target // CHOSEN, source
-    outs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    real = outs < OUT
     HEIGHT: tl.constexpr = 2 * OUT if GATED else OUT
-    sums, ups = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32), tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    outs, w_rows, real = _owned(tl.program_id(0), BLOCK_OUT, GATED, OUT)
+    sums = tl.zeros([BLOCK_ROWS, BLOCK_OUT] if TALL_PAIRS else [BLOCK_OUT, BLOCK_ROWS], tl.float32)
     for k in range(0, IN, BLOCK_K):
         columns = k + tl.arange(0, BLOCK_K)
-        mask = exists[:, None] & (columns < IN)[None, :]
-        x = tl.load(x_ptr + source[:, None] * IN + columns[None, :], mask=mask, other=0.0).to(DOT).T
-        part = _weights(weight, expert, outs, real, k, HEIGHT, IN, BLOCK_K, FORM).to(DOT)
-        sums = tl.dot(part, x, sums, input_precision="ieee")
-        if GATED:
-            part = _weights(weight, expert, OUT + outs, real, k, HEIGHT, IN, BLOCK_K, FORM).to(DOT)
-            ups = tl.dot(part, x, ups, input_precision="ieee")
-    sums = _scaled(sums, weight, expert, outs, real, HEIGHT, FORM)
+        mask = exists[:, None]
+        if IN % BLOCK_K != 0:
+            mask = mask & (columns < IN)[None, :]
+        x = tl.load(x_ptr + source[:, None] * IN + columns[None, :], mask=mask, other=0.0).to(DOT)
+        w = _weights(weight, expert, w_rows, real, k, HEIGHT, IN, BLOCK_K, FORM).to(DOT)
+        if TALL_PAIRS:
+            sums = tl.dot(x, w.T, sums, input_precision="ieee")
+        else:
+            sums = tl.dot(w, x.T, sums, input_precision="ieee")
+    if TALL_PAIRS:
+        sums = sums.T
+    sums = _scaled(sums, weight, expert, w_rows, real, HEIGHT, FORM)
     if GATED:
-        sums = _silu_mul(sums, _scaled(ups, weight, expert, OUT + outs, real, HEIGHT, FORM))
+        gate, up = _halves(sums, tl.float32, BLOCK_OUT // 2, BLOCK_ROWS)
+        sums = _silu_mul(gate, up)
     places = out_ptr + target[None, :] * OUT + outs[:, None]
-    tl.store(places, sums.to(out_ptr.dtype.element_ty), mask=real[:, None] & exists[None, :])
+    tl.store(places, sums.to(out_ptr.dtype.element_ty), mask=(outs < OUT)[:, None] & exists[None, :])
 
 
 @triton.jit
 def combine_kernel(
     y_ptr,
     shares_ptr,
+    residual_ptr,
     out_ptr,
     CHOSEN: tl.constexpr,
     SIZE: tl.constexpr,
@@ -246,8 +314,8 @@ def combine_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
     total = tl.zeros([BLOCK], tl.float32)
-    for place in range(0, CHOSEN):
+    for place in tl.static_range(CHOSEN):
         pair = token * CHOSEN + place
         y = tl.load(y_ptr + pair * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
         total += y * tl.load(shares_ptr + pair)
-    tl.store(out_ptr + token * SIZE + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+    _store_sums(out_ptr + token * SIZE + columns, total, residual_ptr, token, columns, inside, SIZE)

@@ -55,7 +55,7 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def experts_reference(x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+def experts_reference(x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None = None) -> Tensor:
     """The definition. Arguments and result as of Kernels.experts.
 
     On a GPU nothing may wait for the counts of tokens, so that every expert computes every token there.
@@ -69,7 +69,8 @@ def experts_reference(x: Tensor, routes: Routes, weights: ExpertWeights) -> Tens
             results = torch.where(own[..., None], _expert(x, expert, weights)[:, None], results)
         elif len(pairs := own.flatten().nonzero()[:, 0]):
             results.view(tokens * chosen, -1)[pairs] = _expert(x[pairs // chosen], expert, weights)
-    return add_experts_reference(results, routes.weights)
+    total = add_experts_reference(results, routes.weights)
+    return total if residual is None else residual + total
 
 
 def add_experts_reference(results: Tensor, shares: Tensor) -> Tensor:

@@ -1,11 +1,18 @@
-"""Where tokens go, in one kernel: from a router's logits to experts and weights. The definition is in moe.py, and what
-the fields of RouterSpec do in interface.py.
+"""Where tokens go: from a router's logits to experts and weights. The definition is in reference.py, and what the
+fields of RouterSpec do in interface.py.
 
-A program is a token, and has a number of each expert in one warp. The highest are taken one after the other: of a few
-hundred experts no more than ten are wanted.
+    logits --> experts, weights                                                 route
+    x --> norm --> gate --> logits --> experts, weights, and the norm of x      norm_and_route, for few tokens
+
+In both a program of one warp takes all logits of a token, and the highest one after the other: of a few hundred experts
+no more than ten are wanted, and to compare each with each takes longer (64 us instead of 7 for 4,096 tokens and 128
+experts). In the second it is the last to finish of the token's programs, which have some experts' logits each, and the
+norm for themselves: x is soon read, and a kernel of its own is not soon started.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -13,11 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.core.model_config import Routing
-from mini_infer.kernels.interface import RouterSpec, Routes, Scores, TokenPlaces
+from mini_infer.kernels.flash_decode import tickets_of
+from mini_infer.kernels.interface import RouterSpec, Routes, Scores, Stream, TokenPlaces
 from mini_infer.kernels.moe.reference import GOLDEN, TINY
 from mini_infer.kernels.pdl import launch_options
 
 _GOLDEN, _TINY = tl.constexpr(GOLDEN), tl.constexpr(TINY)
+_LOWEST = tl.constexpr(-1.0e30)
 _ROUTINGS = {Routing.learned: 0, Routing.uniform: 1, Routing.zipf: 2}
 
 
@@ -38,10 +47,77 @@ def _drawn(token_id, position, seed, expert, ZIPF: tl.constexpr):
 
 
 @triton.jit
-def _first(values, free, index, NONE: tl.constexpr):
+def _highest(values, free):
     """(the highest of those that are free, the first index that has it)."""
-    highest = tl.max(tl.where(free, values, -float("inf")))
-    return highest, tl.min(tl.where(free & (values == highest), index, NONE))
+    return tl.max(tl.where(free, values, -float("inf")), axis=0, return_indices=True)
+
+
+@triton.jit
+def _choose(
+    logits,  # [BLOCK] float32, of which the first EXPERTS are there
+    token,
+    bias_ptr,
+    token_ids_ptr,
+    positions_ptr,
+    ids_ptr,
+    weights_ptr,
+    seed,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_TOP: tl.constexpr,
+    ROUTING: tl.constexpr,
+):
+    expert = tl.arange(0, BLOCK)
+    free = expert < EXPERTS
+    logits = tl.where(free, logits, -float("inf"))
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        scores = tl.exp(logits - tl.max(logits))
+        scores /= tl.sum(scores)
+    choice = scores
+    if ROUTING > 0:
+        token_id, position = tl.load(token_ids_ptr + token), tl.load(positions_ptr + token)
+        choice = _drawn(token_id, position, seed, expert, ROUTING == 2)
+    elif bias_ptr is not None:
+        choice += tl.load(bias_ptr + expert, mask=free, other=0.0)
+    # What is no number must lead to an expert too, and what is not free must stay below all others.
+    choice = tl.where(choice > _LOWEST, choice, _LOWEST)
+    if GROUPS > 1:
+        group = expert // (EXPERTS // GROUPS)
+        best = tl.zeros([BLOCK], tl.float32)  # of each expert's group
+        for g in range(GROUPS):
+            own = free & (group == g)
+            total = 0.0
+            for _ in range(GROUP_TOP):
+                highest, at = _highest(choice, own)
+                own = own & (expert != at)
+                total += highest
+            best = tl.where(group == g, total, best)
+        kept = expert < 0
+        for _ in range(TOP_GROUPS):
+            _score, at = _highest(best, free & ~kept)
+            kept = kept | (group == at // (EXPERTS // GROUPS))
+        choice = tl.where(kept, choice, _LOWEST)
+    place = tl.arange(0, TOP_K_BLOCK)
+    ids, weights = tl.zeros([TOP_K_BLOCK], tl.int32), tl.zeros([TOP_K_BLOCK], tl.float32)
+    for j in range(TOP_K):
+        _score, at = _highest(choice, free)
+        ids = tl.where(place == j, at, ids)
+        weights = tl.where(place == j, tl.sum(tl.where(expert == at, scores, 0.0)), weights)
+        free = free & (expert != at)
+    if NORMALIZE:
+        weights /= tl.sum(weights) + _TINY
+    some = place < TOP_K
+    tl.store(ids_ptr + token * TOP_K + place, ids, mask=some)
+    tl.store(weights_ptr + token * TOP_K + place, weights * SCALE, mask=some)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -69,64 +145,142 @@ def _route_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK)
-    free = expert < EXPERTS
-    logits = tl.load(logits_ptr + token * EXPERTS + expert, mask=free, other=-float("inf")).to(tl.float32)
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
-    else:
-        scores = tl.exp(logits - tl.max(logits))
-        scores /= tl.sum(scores)
-    choice = scores
-    if ROUTING > 0:
-        token_id, position = tl.load(token_ids_ptr + token), tl.load(positions_ptr + token)
-        choice = _drawn(token_id, position, seed, expert, ROUTING == 2)
-    elif bias_ptr is not None:
-        choice += tl.load(bias_ptr + expert, mask=free, other=0.0)
-    choice = tl.where(free & (choice == choice), choice, -float("inf"))  # what is no number must lead to an expert too
-    if GROUPS > 1:
-        group = expert // (EXPERTS // GROUPS)
-        best = tl.zeros([BLOCK], tl.float32)  # of each expert's group
-        for g in range(GROUPS):
-            own = free & (group == g)
-            total = 0.0
-            for _ in range(GROUP_TOP):
-                highest, at = _first(choice, own, expert, BLOCK)
-                own = own & (expert != at)
-                total += highest
-            best = tl.where(group == g, total, best)
-        kept = expert < 0
-        for _ in range(TOP_GROUPS):
-            _highest, at = _first(best, free & ~kept, group, GROUPS)
-            kept = kept | (group == at)
-        choice = tl.where(kept, choice, -float("inf"))
-    place = tl.arange(0, TOP_K_BLOCK)
-    ids, weights = tl.zeros([TOP_K_BLOCK], tl.int32), tl.zeros([TOP_K_BLOCK], tl.float32)
-    for j in range(TOP_K):
-        _highest, at = _first(choice, free, expert, EXPERTS - 1)
-        ids = tl.where(place == j, at, ids)
-        weights = tl.where(place == j, tl.sum(tl.where(expert == at, scores, 0.0)), weights)
-        free = free & (expert != at)
-    if NORMALIZE:
-        weights /= tl.sum(weights) + _TINY
-    some = place < TOP_K
-    tl.store(ids_ptr + token * TOP_K + place, ids, mask=some)
-    tl.store(weights_ptr + token * TOP_K + place, weights * SCALE, mask=some)
+    token, expert = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + token * EXPERTS + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    _choose(
+        logits, token, bias_ptr, token_ids_ptr, positions_ptr, ids_ptr, weights_ptr, seed, EXPERTS, BLOCK, TOP_K,
+        TOP_K_BLOCK, SIGMOID, NORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_TOP, ROUTING,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _norm_and_route_kernel(
+    x_ptr,
+    residual_ptr,  # None, or what x is to be added to first
+    norm_ptr,
+    gate_ptr,
+    sum_ptr,
+    normed_ptr,
+    logits_ptr,
+    tickets_ptr,  # [T] int32, zeros before and after: how many of a token's programs are finished
+    bias_ptr,
+    token_ids_ptr,
+    positions_ptr,
+    ids_ptr,
+    weights_ptr,
+    seed,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_TOP: tl.constexpr,
+    ROUTING: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    part, token, columns = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_SIZE)
+    own, inside = part * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS), columns < SIZE
+    real = own < EXPERTS
+    g = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    gates = tl.load(gate_ptr + own[:, None] * SIZE + columns, mask=real[:, None] & inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + token * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + token * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        if part == 0:
+            tl.store(sum_ptr + token * SIZE + columns, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    normed = (x * tl.rsqrt(tl.sum(x * x) / SIZE + eps) * g).to(normed_ptr.dtype.element_ty)
+    if part == 0:
+        tl.store(normed_ptr + token * SIZE + columns, normed, mask=inside)
+    logits = tl.sum(gates.to(tl.float32) * normed.to(tl.float32)[None, :], axis=1)
+    tl.store(logits_ptr + token * EXPERTS + own, logits.to(logits_ptr.dtype.element_ty), mask=real)
+    tl.debug_barrier()  # the ticket speaks for all threads
+    if tl.atomic_add(tickets_ptr + token, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(tickets_ptr + token, 0)  # for the next launch
+        expert = tl.arange(0, BLOCK)
+        every = tl.load(logits_ptr + token * EXPERTS + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+        _choose(
+            every, token, bias_ptr, token_ids_ptr, positions_ptr, ids_ptr, weights_ptr, seed, EXPERTS, BLOCK, TOP_K,
+            TOP_K_BLOCK, SIGMOID, NORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_TOP, ROUTING,
+        )  # fmt: skip
 
 
 def route(logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
     """Arguments, contiguous, as of Kernels.route."""
-    count, experts = logits.shape
-    ids = torch.empty((count, router.top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
-    if count:
-        _route_kernel[(count,)](
-            logits, bias, tokens.token_ids, tokens.positions, ids, weights, router.seed, EXPERTS=experts,
-            BLOCK=triton.next_power_of_2(experts),
-            TOP_K=router.top_k, TOP_K_BLOCK=triton.next_power_of_2(router.top_k),
-            SIGMOID=router.scores is Scores.sigmoid, NORMALIZE=router.normalize, SCALE=float(router.scale),
-            GROUPS=router.num_groups, TOP_GROUPS=router.top_groups, GROUP_TOP=router.group_top,
-            ROUTING=_ROUTINGS[router.routing], num_warps=1, **launch_options(logits.device),
+    routes = _empty(len(logits), router, logits.device)
+    if len(logits):
+        _route_kernel[(len(logits),)](
+            logits, bias, *tokens[:2], *routes, router.seed, **_constants(router), num_warps=1,
+            **launch_options(logits.device),
         )  # fmt: skip
-    return Routes(ids, weights)
+    return routes
+
+
+def norm_and_route(
+    stream: Stream, gate: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces
+) -> tuple[Tensor, Tensor, Routes]:
+    """(the stream's norm, its value, `route` of the norm's product with gate), the norm rounded to the stream's dtype
+    and the product to gate's.
+
+    The first call on a device must not be under capture (RuntimeError), and calls must not overlap: the tickets are
+    flash_decode's.
+
+    Args:
+        stream: [T, H], contiguous.
+        gate: [E, H]; not still being written on the GPU (rule 3 of kernels/pdl.py), as little as the norm's weight.
+        bias, router, tokens: as of Kernels.norm_and_route.
+    """
+    x, residual, norm = stream
+    assert isinstance(x, Tensor), "parts of ranks are added up first"
+    (count, size), routes = x.shape, _empty(len(x), router, x.device)
+    total = x if residual is None else torch.empty_like(x)
+    normed, logits = torch.empty_like(x), gate.new_empty((count, len(gate)))
+    if count:
+        block_size = triton.next_power_of_2(size)
+        block_experts = max(1, 8192 // (block_size * gate.element_size()))
+        _norm_and_route_kernel[(triton.cdiv(len(gate), block_experts), count)](
+            x, residual, norm.weight, gate.contiguous(), total, normed, logits, tickets_of(x.device), bias, *tokens[:2],
+            *routes, router.seed, norm.eps, SIZE=size, BLOCK_SIZE=block_size, BLOCK_EXPERTS=block_experts,
+            **_constants(router), num_warps=max(1, block_size // 2048), **launch_options(x.device),
+        )  # fmt: skip
+    return normed, total, routes
+
+
+def worth_it(tokens: int, gate: torch.dtype) -> bool:
+    """Whether `norm_and_route` is faster than its parts. Each token's programs read the gate anew; but a product in
+    float32 takes a library long, and the norm's conversion to it another kernel."""
+    return tokens <= (64 if gate is torch.float32 else 16)
+
+
+def _empty(count: int, router: RouterSpec, device: torch.device) -> Routes:
+    ids = torch.empty((count, router.top_k), dtype=torch.int32, device=device)
+    return Routes(ids, torch.empty(ids.shape, dtype=torch.float32, device=device))
+
+
+def _constants(router: RouterSpec) -> dict[str, Any]:
+    return {
+        "EXPERTS": router.num_experts,
+        "BLOCK": triton.next_power_of_2(router.num_experts),
+        "TOP_K": router.top_k,
+        "TOP_K_BLOCK": triton.next_power_of_2(router.top_k),
+        "SIGMOID": router.scores is Scores.sigmoid,
+        "NORMALIZE": router.normalize,
+        "SCALE": float(router.scale),
+        "GROUPS": router.num_groups,
+        "TOP_GROUPS": router.top_groups,
+        "GROUP_TOP": router.group_top,
+        "ROUTING": _ROUTINGS[router.routing],
+    }

@@ -94,6 +94,10 @@ class LinearMethod(ABC):
     def apply(self, x: Tensor | Gated) -> Tensor:
         """x [T, in_size] -> [T, out_size] of x's dtype, contiguous."""
 
+    def apply_silu_mul(self, x: Tensor) -> Tensor | None:
+        """Of x [T, in_size], whose product is gate and up, silu(gate) * up."""
+        return None
+
     def apply_shared(self, x: Tensor | Gated, parallel: ParallelContext) -> Part:
         """Of ranks which have some inputs each. One of them has the bias."""
         y = self.apply(x)

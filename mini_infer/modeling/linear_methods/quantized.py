@@ -162,6 +162,20 @@ class QuantizedLinear(LinearMethod):
                     raise ConfigError(f"{asked}: {part} has {size} outputs a rank, no multiple of {unit}: take fewer")
 
     @property
+    def rounds(self) -> bool:
+        """Whether its weights are whole in a folder, and rounded as they are read."""
+        return isinstance(self._format, Rounded)
+
+    def dequantized(self) -> Tensor:
+        """The weight [N, K] that it stands for, float32, its columns in x's order."""
+        weight = self.weight.dequantized(self._shape.in_size)
+        if self.order is not None:
+            weight = weight[:, self.order.argsort()]
+        if self.outlier_columns is not None and self.outlier_weight is not None:
+            weight[:, self.outlier_columns] = self.outlier_weight.float()
+        return weight
+
+    @property
     def takes_gated(self) -> bool:
         return self.activations is not None and not self._rearranged
 
@@ -364,6 +378,37 @@ class QuantizedLinear(LinearMethod):
             yield
         except ModelError as error:
             raise ModelError(f"{self._name}.{part}: {error}") from error
+
+
+class Dequantized(Unquantized):
+    """As `kept_plain` says."""
+
+    _stored: QuantizedLinear | None = None  # on the CPU, until all of it is there
+
+    @classmethod
+    def create(cls, name: str, shape: LinearShape, build: Build) -> Dequantized:
+        plain = super().create(name, shape, build)
+        assert isinstance(plain, Dequantized)
+        near = build.device if build.device.type == "meta" else torch.device("cpu")
+        stored = build.linear_method(name, shape, replace(build, device=near, kernels=TorchKernels()))
+        if isinstance(stored, QuantizedLinear) and not stored.rounds:
+            plain._stored = stored
+        return plain
+
+    def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
+        return super().checkpoint_tensors() if self._stored is None else self._stored.checkpoint_tensors()
+
+    def loaded(self) -> None:
+        if self._stored is not None:
+            self._stored.loaded()
+            self.weight.copy_(self._stored.dequantized())
+            self._stored = None
+
+
+def kept_plain(create: LinearMethodFactory) -> LinearMethodFactory:
+    """Of weights that are computed with, though not as products of their own: they are read as `create` has them, and
+    kept in the model's dtype."""
+    return lambda name, shape, build: Dequantized.create(name, shape, replace(build, linear_method=create))
 
 
 class SideBySide(LinearMethod):

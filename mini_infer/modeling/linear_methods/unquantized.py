@@ -66,6 +66,10 @@ class Unquantized(LinearMethod):
             return gemv.gemv(x, self.weight, self.bias, out)
         return self._kernels.linear(x, self.weight, self.bias, out, chunks=self._chunks)
 
+    def apply_silu_mul(self, x: Tensor) -> Tensor | None:
+        gemv = self._gemv_for(x)
+        return None if gemv is None else gemv.gemv(x, self.weight, self.bias, silu_mul=True)
+
     def apply_shared(self, x: Tensor, parallel: ParallelContext) -> Part:  # type: ignore[override]
         if not self._ordered:
             halves = parallel.in_halves(len(x))
