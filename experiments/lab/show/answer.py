@@ -39,6 +39,8 @@ def sentence(result: Result) -> str:
     claimed = effects.of_claims(result)
     if claimed and info.baseline is None and all(effect.at_another_point for effect in claimed):
         return _at_most(result)
+    if text := _one_by_one(claimed, info):
+        return text
     found = _chosen(claimed)
     if not found:
         return _without_claims(result)
@@ -138,6 +140,22 @@ def _at_most(result: Result) -> str:
             best = (max if info.metrics[name].better is Better.higher else min)(medians)
             told.append(f"{wording.short(name, info)} {wording.value(best, name, info)}")
     return f"At most: {', '.join(told)}." if told else "There is no answer: no valid measurement."
+
+
+def _one_by_one(claimed: list[Effect], info: RunInfo) -> str:
+    """Where nothing is compared, and claims name several variants: the first one's metric of each of them, the best
+    first. `Tokens equal to fp32's: w8a16 99.3 %; fp8 96.3 %.`"""
+    if not claimed or any(effect.reference for effect in claimed):
+        return ""
+    metric, at = claimed[0].metric, claimed[0].cell[1]
+    found = {e.cell[0]: e.own.median for e in claimed if (e.metric, e.cell[1]) == (metric, at) and e.own is not None}
+    if len(found) < 2:
+        return ""
+    higher = info.metrics[metric].better is Better.higher
+    ranked = sorted(found, key=lambda variant: found[variant], reverse=higher)
+    told = "; ".join(f"{info.variants[v]} {wording.value(found[v], metric, info)}" for v in ranked)
+    text = wording.titled(wording.short(metric, info), at)
+    return f"{text[0].upper()}{text[1:]}: {told}."
 
 
 def _without_claims(result: Result) -> str:

@@ -60,7 +60,9 @@ def _markdown(grids: Sequence[Grid]) -> str:
 
 def _made(result: Result) -> str:
     info, repeats = result.info, result.repeats
-    counted = f"{repeats} repeats" if repeats != 1 else "one repeat, which has no interval"
+    counted = f"{repeats} repeats" if repeats != 1 else "one repeat"
+    counted += f" in each of {len(info.processes)} processes" if len(info.processes) > 1 else ""
+    counted += ", which has no interval" if repeats == 1 and len(info.processes) < 2 else ""
     used = {"floor_ms", "mbu", "mfu"} & set(info.metrics)
     ceilings = f" Measured ceilings: {wording.settings(info.ceilings)}." if info.ceilings and used else ""
     turns = f"Variants take turns in ABBA order, and {info.procedure or FRESH}.\nA ratio is taken repeat by repeat."

@@ -102,8 +102,12 @@ def _beside_others(result: Result) -> list[str]:
         for peer in effects.peers(info):
             pair = effects.between(result, metric, effect.cell, (peer, point))
             if peer != variant and pair.gain and pair.base:
-                times = f"{wording.number(pair.gain.median)}x as good as {_named(info, peer)}"
-                beside.append(f"{times} ({wording.value(pair.base.median, metric, info)})")
+                theirs, peer = wording.value(pair.base.median, metric, info), _named(info, peer)
+                beside.append(
+                    f"{wording.number(pair.gain.median)}x as good as {peer} ({theirs})"
+                    if pair.told
+                    else f"not told apart from {peer} ({theirs}; {wording.interval(pair.gain, 'x')} as good)"
+                )
         if beside and effect.own:
             at = f" at {wording.point(point)}" if point else ""
             own = f"{info.variants[variant]} {wording.value(effect.own.median, metric, info)}"
@@ -137,7 +141,8 @@ def _of_the_limit(result: Result) -> list[str]:
 
 
 def _named(info: RunInfo, variant: str) -> str:
-    """With its version, where it says one."""
+    """With its version, where it says one: `vLLM 0.23.0, chunks of 512`."""
     facts = info.peers.get(variant, ({},))[-1]
     version = next((str(facts[key]) for key in ("vllm", "transformers") if key in facts), "")
-    return f"{info.variants[variant]} {version}".strip()
+    name, comma, rest = info.variants[variant].partition(",")
+    return f"{name} {version}".strip() + comma + rest

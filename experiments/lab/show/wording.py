@@ -34,6 +34,9 @@ _SHORT = {  # what a metric is called where a line has no room
     "slo_rate": "requests/s within the SLO",
     "mbu": "bandwidth used",
     "mfu": "compute used",
+    "agreement": "greedy tokens equal to the reference's",
+    "perplexity_increase_pct": "rise of perplexity",
+    "share_of_rtn": "KL as a share of RTN's",
     "read_gb": "reading",
     "copy_gb": "copying",
     "from_host_gb": "from the host (PCIe)",
@@ -85,7 +88,8 @@ def titled(text: str, name: str) -> str:
 
 
 def point(name: str) -> str:
-    """`hit_rate=0.5` as `hit rate 0.5`, and `count=64` as `64 requests`."""
+    """`hit_rate=0.5` as `hit rate 0.5`, `count=64` as `64 requests`, and `layers=all` as `all layers`."""
+    name = re.sub(r"\b(\w+)=all\b", r"all \1", name)
     name = re.sub(r"\bcount=1\b", "1 request", name)
     return re.sub(r"\bcount=(\d+)", r"\1 requests", name).replace("=", " ").replace("_", " ")
 

@@ -93,8 +93,9 @@ class Ledger:
         notes = [note for found in self.rounds for note in found.notes]
         many = [drift for drift in self._host_drifts if drift > MAX_DRIFT]
         if many:
+            drifts = " to ".join(dict.fromkeys(f"{100 * drift:.0f}" for drift in (min(many), max(many))))
             notes.append(
-                f"The host's speed changed by {100 * min(many):.0f} to {100 * max(many):.0f} % during {len(many)} of "
+                f"The host's speed changed by {drifts} % during {len(many)} of "
                 f"{len(self._host_drifts)} passes; beside a GPU that counts against a pass from "
                 f"{100 * HOST_BESIDE_GPU:.0f} % on."
             )
