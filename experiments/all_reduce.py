@@ -3,6 +3,7 @@ the library. No engine runs; every rank is a process that makes the same calls a
 
 from __future__ import annotations
 
+import math
 import multiprocessing as mp
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from experiments.lab import points, schema
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.gate import ErrorGate
 from experiments.lab.judge.metrics import Better, Metric
-from experiments.lab.kernels.case import row_error
+from experiments.lab.kernels.case import row_error, worst
 from experiments.lab.measure import hardware
 from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
@@ -133,10 +134,11 @@ class _Rank:
         whole = torch.stack(parts).float().sum(0)
         exact = Norm(norm.weight.float(), EPS)
         expected = TorchKernels().add_rms_norm(Stream(whole, residual.float(), exact))
-        error = max(row_error(x, reference) for x, reference in zip(found, expected, strict=True))
-        worst = max(number for (number,) in context.exchange([round(error * 1e9)])) / 1e9
+        error = worst(row_error(x, reference) for x, reference in zip(found, expected, strict=True))
+        told = round(error * 1e9) if math.isfinite(error) else 2**62
+        largest = max(number for (number,) in context.exchange([told])) / 1e9
         x = torch.zeros_like(residual)
-        return time_us(lambda: call(x), self._device, context.exchange), worst
+        return time_us(lambda: call(x), self._device, context.exchange), largest
 
     def _drawn(self, rows: int, seed: int) -> Tensor:
         drawn = torch.randn(rows, self._spec.hidden, generator=torch.Generator().manual_seed(seed))

@@ -15,7 +15,7 @@ from experiments.kernels import CASES, KernelSweep
 from experiments.lab.execute import execute
 from experiments.lab.kernels import fused as kernel_fused
 from experiments.lab.kernels import timer as kernel_timer
-from experiments.lab.kernels.case import Implementation, VariantAbsent, Work, row_error
+from experiments.lab.kernels.case import Implementation, VariantAbsent, Work, row_error, worst
 from experiments.lab.show.progress import Steps
 from mini_infer.core.config import DType
 from mini_infer.core.errors import ConfigError, MiniInferError
@@ -156,6 +156,7 @@ def test_what_was_stored_by_another_implementation_does_not_count():
 
 def test_rows_of_nan_are_no_small_error():
     assert math.isnan(row_error(torch.tensor([[math.nan, 1.0]]), torch.ones(1, 2)))
+    assert math.isnan(worst([0.1, math.nan, 0.2]))
     assert row_error(torch.tensor([[1.0, 0.0], [3.0, 4.5]]), torch.tensor([[1.0, 0.0], [3.0, 4.0]])) == pytest.approx(
         0.1
     )

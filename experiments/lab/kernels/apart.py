@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.lab.kernels.case import Case, VariantAbsent
+from experiments.lab.kernels.case import Case, VariantAbsent, worst
 from experiments.lab.kernels.timer import copies_needed, prepare
 from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.peers.process import PeerProcess
@@ -43,7 +43,7 @@ class KernelPeer:
         timer = prepare(implementation, copies, device)
         timer.burst()
         first.zero_()  # a plan that is used up computes nothing from the second call on
-        error = max(error, made.error(implementation.run(0)))
+        error = worst((error, made.error(implementation.run(0))))
         self._timer = timer
         return {"error": error, "captured": timer.captured}
 

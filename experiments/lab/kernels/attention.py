@@ -15,7 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, heads, require_triton, row_error
+from experiments.lab.kernels.case import (
+    Case,
+    Implementation,
+    VariantAbsent,
+    Work,
+    heads,
+    require_triton,
+    row_error,
+    worst,
+)
 from experiments.lab.kernels.timer import prepare
 from mini_infer.attention.backend import Kind, Requirements, select_backend
 from mini_infer.attention.context import AttentionBatch, ModelAttention
@@ -164,7 +173,7 @@ class _Attention(Case):
     def error(self, output: Any) -> float:
         rows = np.unique(np.linspace(0, self.count - 1, CHECKED_ROWS).round().astype(int)).tolist()
         queries = np.unique(np.linspace(0, self.queries - 1, CHECKED_QUERIES).round().astype(int)).tolist()
-        return max(self._error_of(output, row, query) for row in rows for query in queries)
+        return worst(self._error_of(output, row, query) for row in rows for query in queries)
 
     def _error_of(self, output: Tensor, row: int, query: int) -> float:
         """Of one query: softmax(q k^T) v over the keys that it sees, in fp32."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -107,3 +108,8 @@ def row_error(found: Tensor, expected: Tensor) -> float:
     found, expected = found.float(), expected.float()
     errors = torch.linalg.vector_norm(found - expected, dim=-1) / torch.linalg.vector_norm(expected, dim=-1)
     return float(errors.max())
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest; NaN where there is one, which `max` may pass over."""
+    return max(errors, key=lambda error: (math.isnan(error), error))

@@ -28,6 +28,7 @@ from experiments.lab.kernels.case import (
     heads,
     require_triton,
     row_error,
+    worst,
 )
 from mini_infer.kernels.interface import Kernels, Norm, Places, QKNorm, Stream
 from mini_infer.kernels.ops import TorchKernels, TritonKernels
@@ -76,7 +77,7 @@ class _Fused(Case):
         expected = self.compute(TorchKernels(), *(tensor.float() for tensor in self._sets[0]))
         if isinstance(output, Tensor):
             return row_error(output, expected)
-        return max(row_error(found, exact) for found, exact in zip(output, expected, strict=True))
+        return worst(row_error(found, exact) for found, exact in zip(output, expected, strict=True))
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ class RopeAndStore(_Fused):
         floats = (None if tensor is None else tensor.float() for tensor in given)
         q = self.compute(TorchKernels(), *floats, slots, *exact)
         stored = zip((keys, values), exact, strict=True)
-        error = max(row_error(output, q), *(row_error(found[slots], right[slots]) for found, right in stored))
+        error = worst((row_error(output, q), *(row_error(found[slots], right[slots]) for found, right in stored)))
         for side in (keys, values):  # what the next implementation does not store itself must not be found right
             side.normal_()
         return error
