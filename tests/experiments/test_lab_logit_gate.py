@@ -1,6 +1,7 @@
 """The gate on logits: what is compared, what a wrong kernel does to it, and what becomes of it in a run."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from experiments.lab.store import result as store
 from experiments.lab.store.rows import Row
 from mini_infer.core.config import EngineConfig, KernelChoice, When
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.model_config import Quantization
 from mini_infer.kernels.ops import TorchKernels
 
 SHAPE = {
@@ -113,6 +115,30 @@ def test_a_wrong_kernel_fails(monkeypatch):
     )
     (gate,) = logit_gate.gates({"new": config()}, 0.02)
     assert gate.error > 0.02
+    assert not gate.passed
+
+
+@pytest.mark.parametrize(("scheme", "most"), [("w8a16", 0.02), ("w8a8", 0.1), ("fp8", 0.15)])
+def test_codes_that_flip_are_allowed_for_where_activations_are_rounded_alone(scheme, most):
+    given = config()
+    given = replace(given, model=replace(given.model, quantization=Quantization(scheme)))
+    (gate,) = logit_gate.gates({"new": given}, 0.02)
+    assert gate.passed
+    assert (gate.allowed == 0.02) == (scheme == "w8a16")
+    assert gate.allowed <= most
+
+
+def test_a_wrong_kernel_fails_where_activations_are_rounded(monkeypatch):
+    real = TorchKernels.quantized_linear
+
+    def wrong(self, x, *rest, **others):
+        y = real(self, x, *rest, **others)
+        return y * (1.2 if y.dtype is torch.bfloat16 else 1)
+
+    monkeypatch.setattr(TorchKernels, "quantized_linear", wrong)
+    given = config()
+    given = replace(given, model=replace(given.model, quantization=Quantization.fp8))
+    (gate,) = logit_gate.gates({"new": given}, 0.02)
     assert not gate.passed
 
 

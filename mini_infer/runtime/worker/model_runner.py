@@ -89,6 +89,10 @@ class Runner:
         self._rows = RowStep(model, states, sampler, rate)
         self.graphs = StepGraphs(states, self._drafter.chain, self._rows.run)
 
+    @property
+    def model(self) -> TorchModel | DryModel:
+        return self._model
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Starts a plan that is not empty."""

@@ -48,6 +48,10 @@ class TorchModel:
         self._pieces: PiecewiseGraphs | None = None
         self._attention = model.attention(store)
 
+    @property
+    def module(self) -> Model:
+        return self._model
+
     def forward(self, step: StepInput) -> torch.Tensor:
         """Computes the step's tokens and returns their hidden states [T, hidden_size], which stay until the next
         call."""
