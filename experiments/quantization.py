@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,8 @@ METRICS = {
     "kv_tokens": Metric("tokens in the memory of one in bf16", "", Better.higher),
 }
 WHOLE = points.point({"layers": "all"})
-FP8_KV, BF16 = (
-    "fp8",
-    "bfloat16",
-)  # what is no Recipe: keys and values alone, and the reference in the checkpoint's dtype
+# What is no Recipe: keys and values alone, and the reference in the checkpoint's dtype.
+FP8_KV, BF16 = "fp8", "bfloat16"
 NAMED = 8  # of the linear layers that mind most
 PREVIEW = 2  # windows of calibration text by which the sweep of sensitivity chooses
 
@@ -134,6 +133,13 @@ class Quantization(Probe):
         seed = self.settings.seed
         self._recipes = {name: _recipe(name, settings, spec, seed) for name, settings in spec.variants.items()}
         self.variants = {name: settings.get("label", name) for name, settings in spec.variants.items()}
+        for name in spec.single:
+            recipe = self._recipes[name]
+            if recipe is None or recipe.method not in (Method.rtn, Method.gptq):
+                raise ConfigError(
+                    f"experiment.single names {name}; one layer alone can be quantized by {Method.rtn.value} and "
+                    f"{Method.gptq.value}, which fold no scales into other layers"
+                )
         layers = range(read_json(self._folder / "config.json")["num_hidden_layers"])
         single = [points.point({"layer": index}) for index in layers]
         single += [points.point({"part": part}) for part in spec.parts]
@@ -152,7 +158,7 @@ class Quantization(Probe):
             whole, reading, bits = point is WHOLE, study.reading(turn), 16.0
             if recipe is None:
                 model = study.copied()
-                model = model.bfloat16() if dtype else with_fp8_kv(model, study.calibration(self.settings.seed))
+                model = model.bfloat16() if dtype else with_fp8_kv(model, study.calibration)
             else:
                 wanted = study.wanted(point, variant, recipe)
                 model, bits = study.quantized(variant, recipe, wanted)
@@ -222,8 +228,6 @@ class _Study:
         self._ids = torch.tensor(ids)
         self._expected = self._continued(self._reference)
         self._readings: dict[int, Reading] = {}
-        self._texts: Sequence[str] | None = None
-        self._calibration: dict[int, Tensor] = {}
         self._made: dict[str, list[RoundedLayer]] = {}
         self._sensitivity: dict[str, dict[str, float]] = {}
 
@@ -243,13 +247,9 @@ class _Study:
     def logits_of(self, model: Any) -> Any:
         return lambda ids: model(ids).logits
 
-    def calibration(self, seed: int) -> Tensor:
-        if seed not in self._calibration:
-            self._texts = self._texts if self._texts is not None else shipped_text()
-            spec = self._spec
-            ids = calibration_ids(self._texts, self._tokenizer, spec.samples, spec.length, seed)
-            self._calibration[seed] = ids
-        return self._calibration[seed]
+    @cached_property
+    def calibration(self) -> Tensor:
+        return calibration_ids(shipped_text(), self._tokenizer, self._spec.samples, self._spec.length, self._seed)
 
     def quantized(self, variant: str, recipe: Recipe, wanted: Wanted) -> tuple[nn.Module, float]:
         """The reference with these linear layers quantized, and the bits of a weight in its layers."""
@@ -280,7 +280,7 @@ class _Study:
 
     def _layers(self, variant: str, recipe: Recipe) -> list[RoundedLayer]:
         if variant not in self._made:
-            ids = self.calibration(recipe.seed) if recipe.needs_text else None
+            ids = self.calibration if recipe.needs_text else None
             decoder = StreamedDecoder(self._folder, CPU)
             self._made[variant] = [layer for layer, _ in quantized_layers(decoder, recipe, ids)]
         return self._made[variant]
@@ -290,7 +290,7 @@ class _Study:
         layers = self._layers(variant, recipe)
         weights = {name: count for layer in layers for name, count in layer.weights.items()}
         if variant not in self._sensitivity:
-            reading = Reading.of(self.logits_of(self._reference), self.calibration(recipe.seed)[:PREVIEW])
+            reading = Reading.of(self.logits_of(self._reference), self.calibration[:PREVIEW])
 
             def divergence(model: nn.Module) -> float:
                 return teacher_forced(reading, self.logits_of(model)).divergence
