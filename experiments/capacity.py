@@ -41,6 +41,7 @@ OF_PASS = (
 )
 GPUS = Metric("GPUs", "", Better.lower)
 REPLICAS = "engine.parallel.replicas"
+SAID_WHOLE = ("parallel", "scheduler", "cache")  # sections of the engine: of others, what was searched
 
 
 @dataclass(frozen=True)
@@ -249,15 +250,21 @@ class Capacity(Experiment):
         """Of the server: what differs from the engine's defaults, and says where the model is."""
         engine, default = self._engine(best.settings, best.replicas).to_dict(), EngineConfig().to_dict()
         flags = ["--model", engine["model"]["path"]]
-        for section in ("parallel", "scheduler", "cache"):
+        for section in SAID_WHOLE:
             flags += [
                 part
                 for name, value in engine[section].items()
                 if value != default[section][name]
                 for part in (f"--{section}.{name}", str(value).lower())
             ]
-        if engine["model"]["quantization"] != "none":
-            flags += ["--model.quantization", engine["model"]["quantization"]]
+        others = {key.removeprefix("engine."): value for key, value in best.settings.items()}
+        others |= {"model.quantization": engine["model"]["quantization"]}
+        flags += [
+            part
+            for key, value in others.items()
+            if key.partition(".")[0] not in SAID_WHOLE and value != _known(default, key)
+            for part in (f"--{key}", str(value).lower())
+        ]
         return shlex.join(["mini-infer-serve", *flags])
 
 
@@ -286,7 +293,7 @@ def _front_words(front: Sequence[Plan]) -> str:
     return f"Cost against latency, the best of each: {'; '.join(told)}."
 
 
-def _known(config: DictConfig, key: str) -> Any:
+def _known(config: Mapping[Any, Any] | DictConfig, key: str) -> Any:
     node: Any = config
     for part in key.split("."):
         if part not in node:
