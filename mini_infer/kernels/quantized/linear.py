@@ -240,7 +240,8 @@ class Tile(NamedTuple):
 
 def tile_for(rows: int, number: Number, out_size: int, in_size: int, activations: bool = True) -> Tile:
     """The best on an H200, or within 5 % of it, by the products of Qwen2.5-7B; where an SM gets less than a tile, or a
-    tile goes a long way, tiles are small and many bytes of each are in flight. Tiles differ in speed, and sums do not.
+    tile goes a long way, tiles are small and many bytes of each are in flight. Tiles differ in speed; sums differ only
+    where K is split.
     """
     size = min(max(triton.next_power_of_2(rows), 16), 128)
     few = out_size <= 8192
