@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_up import METRICS, different, engine_steps, equal, requests, result
+from made_up import METRICS, VARIANTS, different, engine_steps, equal, requests, result
 
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
@@ -91,6 +91,14 @@ def test_what_guards_against_a_loss_says_how_much_may_be_lost():
     text = answer(result(claims=claims, variants=variants, seed=3))
     assert text.startswith("Concurrency 8: 1.50x tokens/s (4,277 -> 6,446)")
     assert re.search(r"; concurrency 1: no loss above [\d.]+ % in P99 gap\.", text)
+
+
+def test_where_nothing_is_compared_every_variant_of_the_first_claim_is_named():
+    claims = [Claim("itl_p99_ms", name, "concurrency=8", Bound.at_most, 20.0) for name in ("base", "new")]
+    given = result(claims=tuple(claims))
+    text = answer(replace(given, info=replace(given.info, baseline=None)))
+    assert text.startswith("P99 gap, concurrency 8: ")
+    assert all(re.search(rf"{label} [\d.]+ ms", text) for label in VARIANTS.values())
 
 
 def test_a_part_that_says_the_measurement_is_sound_is_no_answer():
