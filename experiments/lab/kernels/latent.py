@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from experiments.lab.kernels.attention import SINGLE_PASS, SPLIT_K
-from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, require_triton, row_error
+from experiments.lab.kernels.case import Case, Implementation, VariantAbsent, Work, require_triton, row_error, worst
 
 FLASH_MLA = "flash_mla"
 CHECKED_ROWS = 4
@@ -97,7 +97,7 @@ class MLADecode(Case):
 
     def error(self, output: Any) -> float:
         rows = torch.linspace(0, self.shape["batch"] - 1, CHECKED_ROWS).round().long().unique().tolist()
-        return max(self._error_of(output, row) for row in rows)
+        return worst(self._error_of(output, row) for row in rows)
 
     def _error_of(self, output: Tensor, row: int) -> float:
         keys = self._latents[0][self._tables[row].long()].flatten(0, 1)[: self.shape["length"]].float()
