@@ -60,7 +60,7 @@ class CalibrateSpec(ExperimentSpec):
         rows: numbers of requests that decode together.
         contexts: their prompts' tokens; those with which they do not fit into KV memory are left out.
         prompts: tokens of prompts that come alone.
-        beside: rows that prompts come beside.
+        decodes: rows that prompts come beside.
         beside_prompts: tokens of these prompts.
         output_tokens: of a request that decodes.
     """
@@ -68,12 +68,12 @@ class CalibrateSpec(ExperimentSpec):
     rows: tuple[int, ...] = (1, 2, 4, 8)
     contexts: tuple[int, ...] = (16, 128)
     prompts: tuple[int, ...] = (8, 32, 128)
-    beside: tuple[int, ...] = (2, 6)
+    decodes: tuple[int, ...] = (2, 6)
     beside_prompts: tuple[int, ...] = (16, 64)
     output_tokens: int = 24
 
     def __post_init__(self) -> None:
-        for name in ("rows", "contexts", "prompts", "beside", "beside_prompts"):
+        for name in ("rows", "contexts", "prompts", "decodes", "beside_prompts"):
             values = getattr(self, name)
             if not values or min(values) < 1:
                 raise ConfigError(f"experiment.{name} must be a list of numbers from 1 on, got {list(values)}")
@@ -173,7 +173,7 @@ class Calibrate(Experiment):
                 load = [Arrival(0, context, spec.output_tokens)] * count
                 if fits(load, count):
                     yield f"{count} of {context}", load
-        for count in spec.beside:
+        for count in spec.decodes:
             for length in spec.beside_prompts:
                 coming = [Arrival(EVERY * (i + 1), length, 2) for i in range(3)]
                 load = [Arrival(0, min(spec.contexts), EVERY * 5)] * count + coming

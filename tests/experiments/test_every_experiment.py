@@ -72,7 +72,7 @@ OWN = {
             "experiment.contexts=[16]",
             "experiment.prompts=[2,4,8,16,24,32]",
         ),
-        *("experiment.beside=[2]", "experiment.beside_prompts=[4,8,16]"),
+        *("experiment.decodes=[2]", "experiment.beside_prompts=[4,8,16]"),
     ],
     "ceilings": ["experiment.mib={cpu: [1]}", "experiment.matmul={cpu: [64]}", "measure.repeats=1"],
     "fused_kernels": [

@@ -20,7 +20,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = catalog.groups(CONF)
 # On what and in which numbers a model is computed, and where a draft comes from: chosen by key.
 NO_MECHANISM = {"model.device", "model.dtype", "speculation.draft.dtype", "speculation.draft.load_format"}
-NO_MECHANISM |= {"speculation.draft.quantization"}
+NO_MECHANISM |= {"speculation.draft.quantization", "parallel.launcher"}
 
 
 def choices(cls=EngineConfig, prefix=""):
