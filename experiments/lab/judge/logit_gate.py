@@ -48,6 +48,7 @@ from mini_infer.core.config import (
 from mini_infer.modeling.checkpoint import read_json, resolve_folder
 from mini_infer.modeling.layers import Linear
 from mini_infer.modeling.linear_methods.quantized import QuantizedLinear
+from mini_infer.runtime.worker.torch_model import TorchModel
 
 LAYERS = 2
 PROMPTS = (7, 40, 250, 1100)  # tokens: below a block, some blocks, within a chunk, more than a chunk of 512 or 1,024
@@ -130,7 +131,9 @@ def measure(config: EngineConfig, allowed: float) -> ErrorGate:
 
 
 def _rounding_layers(engine: LLMEngine) -> list[QuantizedLinear]:
-    layers = (layer for layer in engine.executor.runner.model.module.modules() if isinstance(layer, Linear))
+    model = engine.executor.runner.model
+    assert isinstance(model, TorchModel)  # a dry one has no logits, and so no gate
+    layers = (layer for layer in model.module.modules() if isinstance(layer, Linear))
     methods = (layer.method for layer in layers)
     return [method for method in methods if isinstance(method, QuantizedLinear) and method.activations is not None]
 

@@ -149,7 +149,7 @@ def _one_by_one(claimed: list[Effect], info: RunInfo) -> str:
         return ""
     metric, at = claimed[0].metric, claimed[0].cell[1]
     found = {e.cell[0]: e.own.median for e in claimed if (e.metric, e.cell[1]) == (metric, at) and e.own is not None}
-    if len(found) < 2:
+    if len(found) < 2 or metric in wording.RATIOS:  # of which 1 is the best
         return ""
     higher = info.metrics[metric].better is Better.higher
     ranked = sorted(found, key=lambda variant: found[variant], reverse=higher)
