@@ -146,9 +146,28 @@ def test_the_traceback_of_a_rank_that_fails_is_in_the_error(
         engine.generate("def f(", LONG)
 
 
-def test_a_rank_that_disagrees_is_named(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_process, "tokens_sum", lambda tokens: -1)  # rank 0 has a name of its own for it
+def test_a_killed_rank_is_named_where_a_token_was_forced(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
+    runner: Any = engine.executor.runner
+
+    def lost(*given: int) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(runner._runner, "force_token", lost)
+    (process,) = others(engine)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(RankError, match=r"^rank 1 .* was killed by SIGKILL"):
+        runner.force_token(0, 0, 1)
+
+
+@pytest.mark.parametrize("sections", [{}, {"model": {"path": "tiny-moe"}, "parallel": {"tensor": 1, "expert": 2}}])
+def test_a_rank_that_disagrees_is_named(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(rank_process, "tokens_sum", lambda tokens: -1)  # rank 0 has a name of its own for it
+    engine = make_engine(**sections)
     with pytest.raises(RankError, match=r"rank 1 .* disagrees: it sampled other tokens than rank 0 in step \d+"):
         engine.generate("def f(", LONG)
 

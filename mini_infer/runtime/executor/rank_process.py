@@ -36,7 +36,7 @@ DUMP_S = 1.0  # for a rank that hangs to say where
 class RankProcess:
     """Another rank, as rank 0 sees it."""
 
-    def __init__(self, rank: int, size: int, config: EngineConfig, port: int, ring: RingFiles) -> None:
+    def __init__(self, rank: int, config: EngineConfig, port: int, ring: RingFiles) -> None:
         self.rank = rank
         self._story = os.memfd_create(f"mini-infer-rank-{rank}")
         weakref.finalize(self, os.close, self._story)
@@ -52,7 +52,6 @@ class RankProcess:
         about = {
             "config": config.to_dict(),
             "rank": rank,
-            "size": size,
             "port": port,
             "ring": ring,
             "story": self._story,
@@ -130,7 +129,7 @@ def _serve(about: dict[str, Any]) -> None:
     from mini_infer.parallel.context import ParallelContext
     from mini_infer.runtime.executor.local import LocalExecutor
 
-    config, rank, size = EngineConfig.from_dict(about["config"]), about["rank"], about["size"]
+    config, rank = EngineConfig.from_dict(about["config"]), about["rank"]
     store, parallel = join_store(about["port"]), ParallelContext.of(rank, config.parallel)
     device = resolve_device(config.model, parallel)
     on_gpu = device.type == "cuda"
@@ -138,7 +137,7 @@ def _serve(about: dict[str, Any]) -> None:
         torch.cuda.set_device(device)
     store.set(f"rank {rank} is there", "")
     executor = LocalExecutor(config, parallel.connected(store, device))
-    ring = PlanRing(RingFiles(*about["ring"]), rank, size, awake_s=AWAKE_S if on_gpu else 0.0)
+    ring = PlanRing(RingFiles(*about["ring"]), rank, parallel.num_ranks, awake_s=AWAKE_S if on_gpu else 0.0)
     follow(executor.runner, ring, parallel.stages)
 
 

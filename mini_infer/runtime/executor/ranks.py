@@ -38,12 +38,8 @@ from mini_infer.runtime.worker.model_runner import LaunchedStep, Runner
 
 LOOK_S = 0.1  # between two looks at the other ranks
 SAY_S = 2.0  # that a rank which fails has to say so, once others have noticed
-_WAITING = (
-    "all_reduce.py",
-    "pipeline.py",
-    "plan_ring.py",
-    "streams.py",
-)  # in the trace of a rank that waits for others
+# In the trace of a rank that waits for others.
+_WAITING = ("all_reduce.py", "pipeline.py", "plan_ring.py", "streams.py")
 
 
 def _waits(trace: str) -> bool:
@@ -86,9 +82,9 @@ class Ranks:
         self._failure: str | None = None
         self._finding = threading.Lock()
         self._stopping = threading.Event()
-        size = config.parallel.ranks
-        self.processes = [RankProcess(rank, size, config, port, files) for rank in range(1, size)]
-        self.of_last_stage = self.processes[: config.parallel.tensor - 1]  # they sample what rank 0 does
+        self.processes = [RankProcess(rank, config, port, files) for rank in range(1, config.parallel.ranks)]
+        of_stage = config.parallel.ranks // config.parallel.pipeline
+        self.of_last_stage = self.processes[: of_stage - 1]  # they sample what rank 0 does
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
@@ -236,9 +232,10 @@ class RankedRunner:
             step.launched = self._runner.launch(step.plan)
 
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
-        self._run(len(self._late))
-        self._ring.send(((req_index, position, token_id), self._transfers_done))
-        self._runner.force_token(req_index, position, token_id)
+        with self._ranks.blamed():
+            self._run(len(self._late))
+            self._ring.send(((req_index, position, token_id), self._transfers_done))
+            self._runner.force_token(req_index, position, token_id)
 
     @property
     def graphs(self) -> StepGraphs:
