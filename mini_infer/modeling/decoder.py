@@ -152,7 +152,7 @@ class Decoder(Model):
         for layer in self.layers:
             x, residual = layer.forward(x, residual, cos, sin, context, tokens)
         if self.expert_counts is not None:
-            self._build.experts.context.all_reduce(self.expert_counts)
+            self.expert_counts.copy_(self._build.experts.context.all_reduce(self.expert_counts))
         normed, value = self._kernels.add_rms_norm(Stream(x, residual, self._end))
         return value if self.norm is None else normed
 

@@ -42,7 +42,7 @@ class StartupReport:
     tensor_parallel: int = 1  # ranks of a stage that share layers; bytes are this one's
     expert_parallel: int = 1  # ... that share experts
     pipeline_parallel: int = 1  # stages; bytes are those of the last one
-    all_reduce: str = "none"  # how ranks' sums are made
+    all_reduce: str = "none"  # how the sums of `tensor_parallel` ranks are made
     quantization: str = "none"  # of the target's weights
     draft_quantization: str = "none"
     kv_dtype: str = "none"

@@ -97,12 +97,13 @@ class Worker:
         if self.draft is not None and self.draft.spec.max_model_len < max_model_len:
             own = self.draft.spec.max_model_len
             logger.warning("the draft's own limit is %d tokens: beyond, drafts for longer requests get worse", own)
-        if self._parallel.collectives is not None and self._config.parallel.all_reduce is AllReduce.auto:
+        collectives = self.target.parallel.collectives  # ranks that share experts add nothing up
+        if collectives is not None and self._config.parallel.all_reduce is AllReduce.auto:
             dtype = self.target.dtype
             ordered = self._config.numerics is Numerics.batch_invariant
             with self._phase("all-reduce"):
                 dtypes = [torch.float32, dtype] if ordered else [dtype]
-                self._parallel.collectives.open(self._kernels, self.target.spec.hidden_size, dtypes)
+                collectives.open(self._kernels, self.target.spec.hidden_size, dtypes)
         self._weights: list[Model] = []
         for name, served in zip(("load", "load draft"), self._served, strict=False):
             with self._phase(name):
@@ -262,7 +263,7 @@ class Worker:
             tensor_parallel=self.target.parallel.size,
             expert_parallel=self.target.experts.context.size,
             pipeline_parallel=self._parallel.stages,
-            all_reduce=self._parallel.about,
+            all_reduce=self.target.parallel.about,
             quantization=target.quantization,
             draft_quantization=draft.quantization if draft else "none",
             kv_dtype=target.kv_dtype,
