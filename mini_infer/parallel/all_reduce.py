@@ -63,10 +63,10 @@ class Collectives:
         def library(x: Tensor, residual: Tensor, weight: Tensor) -> None:
             kernels.add_rms_norm(Stream(self.all_reduce(x), residual, Norm(weight, 1e-6)))
 
+        self._mailboxes = boxes  # from here on, `stop_kernels` ends what waits in them
         above = f"our kernel up to {boxes.most_rows} rows of {width}, {self.about} above"
         self.about = boxes.settle(library) if self._where.type == "cuda" else above
         boxes.most_rows = most_rows or boxes.most_rows
-        self._mailboxes = boxes
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum, in x's place or elsewhere."""
@@ -132,13 +132,16 @@ class Collectives:
         return y
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """As ParallelContext."""
-        return gather(self._host, torch.tensor([0, *values], dtype=torch.int64), self._size)[:, 1:].tolist()
+        """As ParallelContext, of the ranks of this stage."""
+        return exchange(self._host, values, self._size)
+
+    def stop_kernels(self) -> None:
+        """Ends the waiting of our own kernels. May be called in any thread."""
+        if self._mailboxes is not None:
+            self._mailboxes.stop()
 
     def abort(self) -> None:
-        """Ends what a GPU waits for. May be called in any thread."""
-        if self._mailboxes is not None:
-            self._mailboxes.stop()  # first: NCCL waits for graphs
+        """As ParallelContext."""
         if self._device is not self._host:
             self._device.abort()
 
@@ -167,6 +170,12 @@ def gather(group: Any, x: Tensor, size: int) -> Tensor:
     options.asyncOp = False
     _wait(group._allgather_base(gathered.view(-1), x.view(-1), options))
     return gathered
+
+
+def exchange(group: Any, values: Sequence[int], size: int) -> list[list[int]]:
+    """The values of every rank of a group of hosts, in their order."""
+    # None at all are no message, which nobody would wait for.
+    return gather(group, torch.tensor([0, *values], dtype=torch.int64), size)[:, 1:].tolist()
 
 
 def _wait(work: Any) -> None:

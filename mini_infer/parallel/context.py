@@ -143,6 +143,8 @@ class ParallelContext:
 
     def abort(self) -> None:
         """Ends what a GPU waits for. May be called in any thread."""
+        if self.collectives is not None:
+            self.collectives.stop_kernels()  # first: NCCL, whoever's, waits for graphs that they are in
         for group in (self.pipe, self.collectives):
             if group is not None:
                 group.abort()

@@ -101,6 +101,7 @@ class Mailboxes:
         """On a GPU: measures up to how many rows our kernel beats `library`, which takes x, residual and the weight of
         a norm, and says so."""
         weight = self._rows(1, self._gathered)[0]
+        self.most_rows = 0  # meanwhile, sums are the library's
         most, about, mailbox = 0, [], self._for_sums[self._gathered]
         for rows in (size for size in SIZES["cuda"] if size <= len(mailbox.turns)):
             x, residual = self._rows(rows, self._gathered), self._rows(rows, self._gathered)

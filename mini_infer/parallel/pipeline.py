@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mini_infer.parallel.all_reduce import gather, host_group, nccl_group
+from mini_infer.parallel.all_reduce import exchange, host_group, nccl_group
 
 if TYPE_CHECKING:
     from mini_infer.parallel.context import ParallelContext
@@ -69,7 +69,7 @@ class Pipe:
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """As ParallelContext."""
-        return gather(self._everybody, torch.tensor(values, dtype=torch.int64), self._num_ranks).tolist()
+        return exchange(self._everybody, values, self._num_ranks)
 
     def abort(self) -> None:
         """As ParallelContext."""

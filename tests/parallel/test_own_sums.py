@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ if torch.cuda.is_available():
 
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.errors import RankError
-from mini_infer.parallel import peer_memory
+from mini_infer.parallel import all_reduce, peer_memory
+from mini_infer.parallel.all_reduce import Collectives, open_store
+from mini_infer.parallel.context import ParallelContext
 from mini_infer.parallel.peer_memory import NoPeerAccess, PeerMemory
 
 MakeEngine = Callable[..., LLMEngine]
@@ -52,6 +55,46 @@ def test_a_killed_rank_is_not_waited_for(make_engine: MakeEngine) -> None:
     threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL)).start()
     with pytest.raises(RankError, match=r"^rank 1 .* was killed by SIGKILL"):
         engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+
+
+class Calls:
+    """Says under `name` what is called."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self._name, self._calls = name, calls
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *given: self._calls.append(f"{self._name}.{method}")
+
+
+def test_kernels_are_told_to_stop_before_any_library() -> None:
+    calls: list[str] = []
+    context: Any = ParallelContext(0, 2, Calls("own", calls), 0, 2, Calls("pipe", calls))  # type: ignore[arg-type]
+    context.abort()
+    assert calls == ["own.stop_kernels", "pipe.abort", "own.abort"]
+
+
+def test_kernels_that_are_measured_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = []
+
+    class Measured:
+        most_rows = 0
+
+        def __init__(self, *given: Any) -> None: ...
+
+        def settle(self, library: Any) -> str:
+            collectives.stop_kernels()  # another thread does, where a rank has ended meanwhile
+            return "measured"
+
+        def stop(self) -> None:
+            stopped.append(self)
+
+    monkeypatch.setattr(all_reduce, "Mailboxes", Measured)
+    collectives = Collectives(open_store(), 0, 1, torch.device("cpu"))
+    collectives._where = torch.device("cuda")
+    kernels: Any = SimpleNamespace(all_reduce=object())
+    collectives.open(kernels, 32, [torch.float32])
+    assert len(stopped) == 1
 
 
 def test_without_peer_access_it_is_the_library(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
