@@ -223,9 +223,9 @@ class ParallelConfig:
     @property
     def asked(self) -> str:
         """What makes their number, as it is typed."""
-        others = (("pipeline", self.pipeline), ("expert", self.expert))
-        more = [f" and parallel.{name}={size}" for name, size in others if size > 1]
-        return f"parallel.tensor={self.tensor}{''.join(more)}"
+        sizes = {"tensor": self.tensor, "expert": self.expert, "pipeline": self.pipeline}
+        asked = [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
+        return " and ".join(asked) or "parallel.tensor=1"
 
 
 @dataclass(frozen=True)
@@ -277,13 +277,11 @@ class EngineConfig:
                 "speculation.draft.path: a dry model has no weights, and no draft either. Set speculation.method to "
                 "ngram, suffix or synthetic, which need none"
             )
-        for name in ("tensor", "expert", "pipeline"):
-            size = getattr(self.parallel, name)
-            if size > 1 and self.model.load_format is LoadFormat.dry:
-                raise ConfigError(
-                    f"parallel.{name}={size}: a dry model has nothing that ranks could share. Set "
-                    f"parallel.{name}=1, or model.load_format=dummy for random weights"
-                )
+        if self.parallel.ranks > 1 and self.model.load_format is LoadFormat.dry:
+            raise ConfigError(
+                f"{self.parallel.asked}: a dry model has nothing that ranks could share. Set one rank, or "
+                "model.load_format=dummy for random weights"
+            )
         if self.parallel.pipeline > 1 and self.model.count_experts:
             raise ConfigError(
                 f"parallel.pipeline={self.parallel.pipeline} with model.count_experts=true: each stage would count the "
