@@ -74,9 +74,11 @@ class Replica:
                 f"speculation.method={config.speculation.method.value}: a simulated engine has no text, and nobody can "
                 "say how many drafts it would accept. Set speculation.method=none"
             )
-        if config.parallel.pipeline > 1:
+        parallel = config.parallel
+        if parallel.ranks > parallel.tensor:
             raise ConfigError(
-                f"parallel.pipeline={config.parallel.pipeline}: stages are not simulated. Set parallel.pipeline=1"
+                f"{parallel.asked}: of ranks only those are simulated that share layers. Set parallel.pipeline=1 and "
+                "parallel.expert=1"
             )
         self.clock = VirtualClock()
         self.limits, self._costs = limits, costs

@@ -169,9 +169,9 @@ def shape(plan: StepPlan) -> Any:
 def test_what_can_never_be_served_is_refused() -> None:
     with pytest.raises(RequestError, match=r"500 prompt and 20 output tokens do not fit in 512 tokens \(a test\)"):
         replica().add("a", [0] * 500, 20, now=0.0)
-    stages = replace(CONFIG, parallel=ParallelConfig(pipeline=2))
-    with pytest.raises(ConfigError, match=r"parallel\.pipeline=2: stages are not simulated"):
-        replica(config=stages)
+    for layout in ("pipeline", "expert"):
+        with pytest.raises(ConfigError, match=rf"parallel\.{layout}=2: of ranks only those are simulated that share"):
+            replica(config=replace(CONFIG, parallel=ParallelConfig(**{layout: 2})))  # type: ignore[arg-type]
     drafts = replace(CONFIG, speculation=SpeculationConfig(method="ngram"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"speculation\.method=ngram: a simulated engine has no text"):
         replica(config=drafts)
