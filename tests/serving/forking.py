@@ -44,15 +44,16 @@ class Child:
     runs."""
 
     def __init__(self, pid: int, reap: Callable[[int], int | None]) -> None:
-        self.pid, self._reap = pid, reap
+        self.pid, self._reap, self._reaping = pid, reap, threading.Lock()
         self.returncode: int | None = None
         self.stdin: IO[Any] | None = None
         self.stdout: IO[Any] | None = None
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._reap(self.pid)
-        return self.returncode
+        with self._reaping:  # a child can be reaped once, and several threads wait for it
+            if self.returncode is None:
+                self.returncode = self._reap(self.pid)
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         started = time.monotonic()
