@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from types import NoneType
 from typing import Any, TypeAlias
 
-from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import EngineConfig, Launcher
 from mini_infer.core.errors import ConfigError, RequestError
 from mini_infer.core.request import Request, RequestOutput, SamplingParams
@@ -88,18 +87,9 @@ class LLMEngine:
         self._seed = secrets.randbits(62) if self.config.seed is None else self.config.seed
 
     def _make_scheduler(self) -> Scheduler:
-        config, limits = self.config, self.executor.limits
-        kv = KVManager(
-            limits.num_blocks,
-            config.cache.block_size,
-            limits.max_model_len,
-            layout=config.cache.layout,
-            prefix_caching=config.cache.prefix_caching,
-            num_host_blocks=limits.num_host_blocks,
-        )
-        speculator = make_speculator(config.speculation, self.vocab_size, self.executor.step_costs)
-        follows, stages = self.executor.overlap, self.executor.stages
-        return Scheduler(config.scheduler, kv, config.cache.watermark, speculator, follows, stages)
+        executor = self.executor
+        speculator = make_speculator(self.config.speculation, self.vocab_size, executor.step_costs)
+        return Scheduler.of_engine(self.config, executor.limits, speculator, executor.overlap, executor.stages)
 
     @property
     def scheduler(self) -> Scheduler:

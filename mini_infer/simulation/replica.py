@@ -16,7 +16,6 @@ from functools import partial
 
 import numpy as np
 
-from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError, RequestError
 from mini_infer.core.plan import StepRecord, StepResult
@@ -84,7 +83,7 @@ class Replica:
         self.limits, self._costs = limits, costs
         self._executor = SimulatedExecutor(costs, limits, self.clock, overlap)
         self._ended = Ended()
-        make = partial(_scheduler, config, limits, overlap)
+        make = partial(Scheduler.of_engine, config, limits, follows=overlap)
         self.core = EngineCore(make, self._executor, self.clock, self._ended, records_kept=0)  # type: ignore[arg-type]
         if observe is not None:
             self.core.observers.append(observe)
@@ -160,15 +159,3 @@ class Replica:
         """Of the step that is planned as the `ahead`-th from now."""
         rows = len(self._alike)
         return self._costs.device_s(Work.decode(rows, self._context + rows * ahead))
-
-
-def _scheduler(config: EngineConfig, limits: Limits, overlap: bool) -> Scheduler:
-    kv = KVManager(
-        limits.num_blocks,
-        config.cache.block_size,
-        limits.max_model_len,
-        layout=config.cache.layout,
-        prefix_caching=config.cache.prefix_caching,
-        num_host_blocks=limits.num_host_blocks,
-    )
-    return Scheduler(config.scheduler, kv, config.cache.watermark, follows=overlap)

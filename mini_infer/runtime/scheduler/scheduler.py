@@ -28,11 +28,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.core.config import Batching, Policy, Preemption, SchedulerConfig
+from mini_infer.core.config import Batching, EngineConfig, Policy, Preemption, SchedulerConfig
 from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, Rank, WaitingLine
 from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate, book_tokens
+from mini_infer.runtime.worker.limits import Limits
 from mini_infer.speculative.draft_plan import add_drafts, can_follow
 from mini_infer.speculative.speculator import NoSpeculation
 
@@ -66,6 +67,26 @@ class Scheduler:
         self._last_update: float | None = None  # None: there was nothing to do since
 
     # --- requests come and go ---------------------------------------------------------------------------------
+
+    @classmethod
+    def of_engine(
+        cls,
+        config: EngineConfig,
+        limits: Limits,
+        speculator: NoSpeculation | None = None,
+        follows: bool = False,
+        stages: int = 1,
+    ) -> Scheduler:
+        """With a KVManager of its own, for an executor of these limits."""
+        kv = KVManager(
+            limits.num_blocks,
+            config.cache.block_size,
+            limits.max_model_len,
+            layout=config.cache.layout,
+            prefix_caching=config.cache.prefix_caching,
+            num_host_blocks=limits.num_host_blocks,
+        )
+        return cls(config.scheduler, kv, config.cache.watermark, speculator, follows, stages)
 
     def add(self, request: Request) -> None:
         """Queues a request. One with `fork_of` waits until its leader's prompt is computed, to share its blocks."""

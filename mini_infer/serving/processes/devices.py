@@ -25,7 +25,7 @@ def environments(
         ConfigError: there are fewer GPUs than the replicas need.
     """
     replicas, each = config.parallel.replicas, config.parallel.ranks
-    on_cpu = config.model.device is Device.cpu or config.model.load_format is LoadFormat.dry
+    on_cpu = needs_no_gpu(config)
     visible = 0 if replicas == 1 or on_cpu else count(environment)
     if replicas == 1 or on_cpu or (visible == 0 and config.model.device is Device.auto):
         return [dict(environment) for _ in range(replicas)]
@@ -38,6 +38,11 @@ def environments(
     names = [name.strip() for name in named.split(",")] if named else [str(index) for index in range(visible)]
     own = (names[first : first + each] for first in range(0, replicas * each, each))
     return [{**environment, VISIBLE: ",".join(gpus)} for gpus in own]
+
+
+def needs_no_gpu(config: EngineConfig) -> bool:
+    """Whatever there is. With device=auto it may do without one, too."""
+    return config.model.device is Device.cpu or config.model.load_format is LoadFormat.dry
 
 
 def count_gpus(environment: Mapping[str, str]) -> int:

@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mini_infer.core.config import Device, EngineConfig, LoadFormat
+from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.errors import ConfigError
+from mini_infer.serving.processes.devices import needs_no_gpu
 from mini_infer.serving.processes.launch import BACKLOG, EngineProcess
 
 try:
@@ -116,9 +117,9 @@ def require_cluster(config: EngineConfig) -> None:
 
 def _needs(config: EngineConfig) -> dict[str, int]:
     """Of one engine."""
-    ranks, model = config.parallel.ranks, config.model
-    on_cpu = model.device is Device.cpu or model.load_format is LoadFormat.dry
-    if model.device is Device.auto and not ray.cluster_resources().get("GPU"):
+    ranks = config.parallel.ranks
+    on_cpu = needs_no_gpu(config)
+    if config.model.device is Device.auto and not ray.cluster_resources().get("GPU"):
         on_cpu = True
     return {"CPU": ranks, "GPU": 0 if on_cpu else ranks}
 
