@@ -61,6 +61,9 @@ async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
         except OSError:  # a full disk, say: a server whose log takes nothing still serves
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Python would end with an error if it could not flush
 
+    from mini_infer.serving.logs import install
+
+    install(settings.log_format)
     # What takes a second to import, and no help text needs.
     parallel = settings.engine.parallel
     if settings.api_processes > 1 or parallel.replicas > 1 or parallel.launcher is Launcher.ray:

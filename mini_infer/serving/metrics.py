@@ -54,6 +54,14 @@ COUNTERS = {
     "spec_decode_num_draft_tokens": "Drafts that were verified.",
     "spec_decode_num_accepted_tokens": "Drafts that were accepted.",
 }
+COUNTED = {  # by API processes: the family's name, what it tells, its labels
+    "responses": ("http_responses", "Answers by path and status.", ("path", "status")),
+    "refused": ("requests_refused", "Requests that got an error, by its code.", ("reason",)),
+    "key_requests": ("key_requests", "Requests taken, by the name of their key.", ("key",)),
+    "key_refusals": ("key_refusals", "Requests beyond the limits of their key.", ("key",)),
+    "key_prompt_tokens": ("key_prompt_tokens", "Prompt tokens sent with a key.", ("key",)),
+    "key_generation_tokens": ("key_generation_tokens", "Tokens generated for a key.", ("key",)),
+}
 
 
 class Metrics:
@@ -112,17 +120,14 @@ class _Collector(Collector):
         together: Counter[str] = Counter()
         for each in counts:
             together.update(each)
-        responses = CounterMetricFamily(
-            PREFIX + "http_responses", "Answers by path and status.", labels=["model_name", "path", "status"]
-        )
-        refused = CounterMetricFamily(
-            PREFIX + "requests_refused", "Requests that got an error, by its code.", labels=["model_name", "reason"]
-        )
+        families = {
+            kind: CounterMetricFamily(PREFIX + name, text, labels=["model_name", *labels])
+            for kind, (name, text, labels) in COUNTED.items()
+        }
         for name, count in together.items():
             kind, *labels = name.split(" ")
-            (responses if kind == "responses" else refused).add_metric([self._model_name, *labels], count)
-        yield responses
-        yield refused
+            families[kind].add_metric([self._model_name, *labels], count)
+        yield from families.values()
 
     def _family(
         self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, values: dict[str, float]

@@ -75,6 +75,11 @@ class LogLevel(str, Enum):
     debug = "debug"
 
 
+class LogFormat(str, Enum):
+    text = "text"  # for people
+    json = "json"  # an object a line
+
+
 class Tools(str, Enum):
     auto = "auto"  # told by the chat template
     hermes = "hermes"  # Qwen 2.5 and 3 too
@@ -110,6 +115,9 @@ class ServerSettings:
     allowed_origins: str | None = None  # web pages that browsers let ask: origins divided by commas, or *
     api_processes: int = 1  # processes that share the work of HTTP; give it one for every 20,000 tokens a second
     api_key: str | None = None  # clients must send it as "Authorization: Bearer KEY"; a process list shows flags
+    api_keys: str | None = None  # YAML file of several, by name, each with limits of its own (docs/serving.md)
+    isolate_keys: bool = False  # cached prefixes are found by the key that sent them alone
+    key_everywhere: bool = False  # /metrics, /docs and /openapi.json ask for a key, too; probes never do
     max_queued: int = 1024  # requests that may wait beyond those that run; further ones get 429
     request_timeout: float | None = None  # seconds a request may take; its `timeout` field can only shorten it
     hang_timeout: float = 30.0  # seconds without a sign of life after which the engine counts as hung: 503
@@ -121,6 +129,8 @@ class ServerSettings:
     header_timeout: float = 20.0  # seconds until a request's headers must have come; then 408
     body_timeout: float = 120.0  # seconds until its body must have come, too
     log_level: LogLevel = LogLevel.info  # the least grave messages that are logged
+    log_format: LogFormat = LogFormat.text  # of what is logged to standard error
+    otlp_traces_endpoint: str | None = None  # URL of a collector of OpenTelemetry's that gets a span a request
     access_log: bool = False  # logs one line a request
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -141,10 +151,17 @@ class ServerSettings:
             raise ConfigError(f"shutdown_timeout must be 0 seconds or more, got {self.shutdown_timeout}")
         if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
             raise ConfigError("api_key must be a non-empty ASCII text, or left unset")
-        for name in ("chat_template", "ssl_certfile", "ssl_keyfile"):
+        for name in ("chat_template", "ssl_certfile", "ssl_keyfile", "api_keys"):
             path = getattr(self, name)
             if path is not None and not Path(path).expanduser().is_file():
                 raise ConfigError(f"{name} names no file: {path!r}")
+        for name in ("isolate_keys", "key_everywhere"):
+            if getattr(self, name) and self.api_key is None and self.api_keys is None:
+                raise ConfigError(f"{name} needs keys: give api_keys or api_key")
+        if self.api_keys is not None:  # before minutes go into a model
+            from mini_infer.serving.keys import Keys
+
+            Keys(self.api_key, self.api_keys)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile needs the certificate that it belongs to: give ssl_certfile too")
         if self.root_path is not None and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

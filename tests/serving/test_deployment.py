@@ -136,8 +136,33 @@ def test_compose_starts_a_server_with_settings_that_exist() -> None:
     server = COMPOSE["services"]["server"]
     assert (ROOT / server["build"]["dockerfile"]).is_file()
     assert parse(server["command"], {}).engine.model.path == "tiny-target"
+    assert server["restart"] == "unless-stopped"
+    (_, check) = server["healthcheck"]["test"]
+    assert "$$MINI_INFER_PORT/healthz" in check
+    assert server["ports"][0].endswith(":" + server["environment"]["MINI_INFER_PORT"])
     for ports in (port for service in COMPOSE["services"].values() for port in service["ports"]):
         assert ports.startswith("127.0.0.1:"), "what has no password is for this machine"
+
+
+def test_kubernetes_starts_a_server_with_settings_that_exist(tmp_path: Path, shared_server: Server) -> None:
+    deployment, service = yaml.safe_load_all((ROOT / "ops/kubernetes.yaml").read_text())
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("a: {key: x}")
+    settings = parse([flag.replace("/keys/keys.yaml", str(keys)) for flag in container["args"]], {})
+    assert settings.shutdown_timeout < pod["spec"]["terminationGracePeriodSeconds"]
+    start = container["startupProbe"]
+    assert start["periodSeconds"] * start["failureThreshold"] >= settings.startup_timeout
+    (port,) = container["ports"]
+    assert port["containerPort"] == settings.port == int(pod["metadata"]["annotations"]["prometheus.io/port"])
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        asked = container[probe]["httpGet"]
+        assert asked["port"] == port["name"]
+        assert shared_server.http.get(asked["path"]).status_code == 200
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
 
 
 # --- CI -----------------------------------------------------------------------------------------------------------

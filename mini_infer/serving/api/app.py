@@ -35,12 +35,13 @@ from mini_infer.serving.settings import ServerSettings, from_environment
 
 logger = logging.getLogger("uvicorn.error")  # what the server's own messages go through
 
+ABOUT = ("/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")  # what a key can be asked for
 LINGER_S = 2.0  # from the engine's death to the server's end: the running requests learn of it, and /healthz says so
 
 probes = APIRouter(tags=["state"])
 api = APIRouter(
     route_class=CheckedRoute,
-    dependencies=[Security(HTTPBearer(auto_error=False, description="Where the server has an --api-key."))],
+    dependencies=[Security(HTTPBearer(auto_error=False, description="Where the server has keys."))],
     responses={"4XX": {"model": answers.ErrorResponse}, "5XX": {"model": answers.ErrorResponse}},
 )
 
@@ -103,8 +104,19 @@ class _App(FastAPI):
                 self.state.service.count_response(path, message["status"])
             await send(message)
 
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
         scope[SERVER_SEND] = send
-        await super().__call__(scope, receive, counted if scope["type"] == "http" else send)
+        service: Service = self.state.service
+        if service.settings.key_everywhere and scope["path"].removeprefix(self.root_path) in ABOUT:
+            try:
+                service.callers.enter(Request(scope))
+            except ApiError as error:
+                service.count_refusal(error.code or "")
+                await error.response()(scope, receive, counted)
+                return
+        await super().__call__(scope, receive, counted)
 
 
 def _linger(loop: asyncio.AbstractEventLoop, end: Callable[[], None], reason: str) -> None:

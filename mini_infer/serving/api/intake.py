@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -24,7 +23,7 @@ class CheckedRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             service: Service = request.app.state.service
-            _require_key(request, service.settings.api_key)
+            service.callers.enter(request)
             if large_bodies is None:
                 return await handler(request)
             _require_json(request)
@@ -49,20 +48,6 @@ def _field_names(body_field: Any) -> list[str]:
     """Of the request's model, which FastAPI keeps in a field of its own; also those that it refuses."""
     model = body_field.field_info.annotation
     return [*{*model.model_fields, *model.refused}]
-
-
-def _require_key(request: Request, key: str | None) -> None:
-    if key is None:
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # In a time that tells nothing about how much of it is right.
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
-        raise ApiError(
-            401,
-            'the API key is wrong or missing: send the header "Authorization: Bearer KEY"',
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
 
 
 def _require_json(request: Request) -> None:

@@ -8,6 +8,8 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from mini_infer.core.errors import RequestError
@@ -18,18 +20,21 @@ from mini_infer.runtime.text.reasoning import CLOSE as THOUGHT
 from mini_infer.runtime.text.tools.formats import FORMATS, ToolFormat, format_of
 from mini_infer.serving.api.answer_size import bounded
 from mini_infer.serving.api.aside import Aside
+from mini_infer.serving.api.callers import Caller, Callers, GiveBack, current
 from mini_infer.serving.api.errors import ApiError
 from mini_infer.serving.api.logprobs import TokenTexts
 from mini_infer.serving.api.sampling import deadline_s
 from mini_infer.serving.api.schema import GenerationRequest
 from mini_infer.serving.api.sse import Running
 from mini_infer.serving.api.stream import Stream
+from mini_infer.serving.api.tracing import Tracer
 from mini_infer.serving.api.unfinished import UnfinishedBodies
 from mini_infer.serving.metrics import Metrics
 from mini_infer.serving.processes.async_engine import AsyncEngine
 from mini_infer.serving.settings import Reasoning, ServerSettings, Tools
 
 ALIAS = "mini-infer"  # always names the served model
+ACCOUNTS = "accounts"  # the file of the keys', beside the engines' sockets
 GRACE_S = 0.25  # from a deadline, which the engine keeps, until it is kept here
 COUNT_S = 0.1  # between two reports to the engine of what was counted here
 UNFINISHED_BODIES = 16  # of the largest size, together
@@ -39,7 +44,7 @@ IDS_PER_CHARACTER = 4  # a token id need only be looked at
 class Service:
     """One model, served."""
 
-    def __init__(self, settings: ServerSettings, engine: AsyncEngine) -> None:
+    def __init__(self, settings: ServerSettings, engine: AsyncEngine, accounts: str | None = None) -> None:
         self.settings = settings
         self.engine = engine
         self.tokenizer = engine.tokenizer
@@ -48,6 +53,9 @@ class Service:
         self.unfinished = UnfinishedBodies(UNFINISHED_BODIES * settings.max_body_bytes)
         self._aside = Aside()
         self._counts: Counter[str] = Counter()
+        self.callers = Callers(settings, accounts, self._count)
+        endpoint = settings.otlp_traces_endpoint
+        self._tracer = None if endpoint is None else Tracer(endpoint, settings.model_name)
         self.started = int(time.time())
         self.stopping = False
         self._over: ApiError | None = None  # what ends all that is not ready when the server stops
@@ -82,7 +90,7 @@ class Service:
         else:
             engine = await AsyncEngine.start(settings.engine, max_queued=settings.max_queued, startup_timeout=patience)
         try:
-            return cls(settings, engine)
+            return cls(settings, engine, str(Path(engine_paths[0]).with_name(ACCOUNTS)) if engine_paths else None)
         except BaseException:
             await engine.close()
             raise
@@ -91,6 +99,8 @@ class Service:
         self.stop()
         self._aside.close()
         await self.engine.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     def stop(self) -> None:
         """From here on /readyz says no, and what still runs ends with an error when the time for it is over."""
@@ -146,10 +156,10 @@ class Service:
     def count_refusal(self, reason: str) -> None:
         self._count(f"refused {reason}")
 
-    def _count(self, name: str) -> None:
+    def _count(self, name: str, by: int = 1) -> None:
         if not self._counts:
             asyncio.get_running_loop().call_later(COUNT_S, self._report_counts)
-        self._counts[name] += 1
+        self._counts[name] += by
 
     def _report_counts(self) -> None:
         self.engine.count(dict(self._counts))
@@ -258,23 +268,34 @@ class Service:
             raise self._over
         options: dict[str, Any] = {
             "priority": body.priority or 0,
-            "cache_salt": body.cache_salt or "",
+            "cache_salt": self.callers.salt(body.cache_salt or ""),
             "streaming": bool(body.stream),
             "deadline_s": deadline_s(body, self.settings.request_timeout),
         }
         if self.hang is not None:
             raise ApiError(503, self.hang, type="server_error", code="engine_hung")
+        give_back = self.callers.take(sum(lengths), len(prompts) * params.n)
         streams: list[Stream] = []
         try:
             for token_ids in prompts:
-                streams.append(self.engine.submit(token_ids, params, **options))
+                stream = self.engine.submit(token_ids, params, **options)
+                stream.on_end = partial(self._end, stream, give_back, params, time.perf_counter(), current())
+                streams.append(stream)
                 if options["deadline_s"] is not None:
-                    streams[-1].deadline = asyncio.get_running_loop().time() + options["deadline_s"] + GRACE_S
+                    stream.deadline = asyncio.get_running_loop().time() + options["deadline_s"] + GRACE_S
         except BaseException:
             for stream in streams:
                 stream.abort()
+            give_back(0, (len(prompts) - len(streams)) * params.n)
             raise
         return streams
+
+    def _end(
+        self, stream: Stream, give_back: GiveBack, params: SamplingParams, arrival: float, caller: Caller
+    ) -> None:
+        give_back(stream.usage.completion_tokens, params.n)
+        if self._tracer is not None:
+            self._tracer.ended(stream, params, arrival, caller.name, caller.headers)
 
 
 def _cost(prompt: Prompt) -> int:

@@ -46,8 +46,10 @@ class Stream:
         self._num_cached_tokens = 0
         self._num_tokens = 0
         self._on_abort = on_abort
+        self.on_end: Callable[[], None] | None = None  # called once, when no completion is left, however it ended
         self._pending: dict[int, Delta] = {}  # by completion
-        self._error: Exception | None = None
+        self.error: Exception | None = None  # what ended it
+        self.moments: tuple[float, float] | None = None  # as Delta's, of the completion that ended last
         self.deadline: float | None = None  # on the event loop's clock: then whoever reads it gives up
         self._on_news: Callable[[], None] | None = None  # called from `wake`
 
@@ -74,8 +76,8 @@ class Stream:
     async def ready(self) -> None:
         """Waits until there is a delta to fetch, or the stream has ended. Raises what reading would raise."""
         while not self._pending:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if not self.num_unfinished:
                 return
             await self._news()
@@ -143,6 +145,7 @@ class Stream:
         if self.num_unfinished:
             self._on_abort()
             self.num_unfinished = 0
+            self._end()
             self.wake()
 
     async def aclose(self) -> None:
@@ -161,7 +164,10 @@ class Stream:
         self._num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self.num_unfinished -= 1
+            self.moments = delta.moments
             self._num_cached_tokens = max(self._num_cached_tokens, delta.cached_tokens)
+            if not self.num_unfinished:
+                self._end()
         pending = self._pending
         if not pending:
             pending[delta.index] = delta
@@ -171,9 +177,15 @@ class Stream:
 
     def fail(self, error: Exception) -> None:
         """Raised to the reader once he has fetched what has come."""
-        self._error = error
+        self.error = error
         self.num_unfinished = 0
+        self._end()
         self.wake()
+
+    def _end(self) -> None:
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end()
 
     def wake(self) -> None:
         if self._on_news is not None:

@@ -12,12 +12,14 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
 
 from mini_infer.serving.api.app import create_app
 from mini_infer.serving.api.connections import Connections, LimitedProtocol
 from mini_infer.serving.processes.acceptor import Acceptor
 from mini_infer.serving.processes.handover import Handover
 from mini_infer.serving.processes.open_files import allow_many_open_files, room_for_connections
+from mini_infer.serving.logs import install
 from mini_infer.serving.settings import ServerSettings
 
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that it is not closed as they use it again
@@ -56,6 +58,7 @@ class _Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",  # here, so that an engine that cannot start is a message and no traceback
                 log_level=settings.log_level.value,
+                log_config=None if install(settings.log_format) else LOGGING_CONFIG,
                 access_log=settings.access_log,
                 server_header=False,
                 proxy_headers=False,  # nothing here asks for the client's address

@@ -302,12 +302,14 @@ class EngineServer:
             entries = output.prompt_logprobs
             prompt_logprobs = None if entries is None else PromptLogprobs.of(entries)
             for new in output.outputs:
-                reason, cached = None, 0
+                reason, cached, moments = None, 0, None
                 if new.finish_reason is not None:
                     assert new.metrics is not None
                     expired = new.finish_reason is FinishReason.abort and request_id in self._expired
                     reason = DEADLINE if expired else new.finish_reason.value
                     cached = new.metrics.num_cached_tokens
+                    if new.metrics.first_scheduled_time is not None and new.metrics.token_times:
+                        moments = (new.metrics.first_scheduled_time, new.metrics.token_times[0])
                     now = time.perf_counter()
                     self._stats.finish(new, reason, len(output.prompt_token_ids), now)
                     self._bound.finished(now)
@@ -323,6 +325,7 @@ class EngineServer:
                             new.stop_reason,
                             cached,
                             prompt_logprobs,
+                            moments,
                         )
                     )
                 prompt_logprobs = None

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import mini_infer
 from mini_infer.core.config import EngineConfig
+from mini_infer.serving.logs import install
 
 BACKLOG = 128
 PREFIX = "mini-infer-"  # of folders for sockets
@@ -109,6 +110,7 @@ def main() -> None:
     line = sys.stdin.buffer.readline()
     if not line:
         return  # the parent has ended meanwhile
+    install()
     settings = json.loads(line)
     listener = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_exit_with_parent, args=[listener.getsockname()], daemon=True).start()

@@ -99,6 +99,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     stop_reason: int | str | None = None
     cached_tokens: int = 0  # of the prompt, found in the prefix cache; told with the finish reason
     prompt_logprobs: PromptLogprobs | None = None  # with the first delta, where the request asked for them
+    moments: tuple[float, float] | None = None  # of its first computation and its first token; told at its end
 
     def extend(self, newer: Delta) -> None:
         """Takes in the delta behind it, so that a reader who comes late finds one."""
@@ -109,7 +110,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
         if newer.prompt_logprobs is not None:
             self.prompt_logprobs = newer.prompt_logprobs
         self.finish_reason, self.stop_reason = newer.finish_reason, newer.stop_reason
-        self.cached_tokens = newer.cached_tokens
+        self.cached_tokens, self.moments = newer.cached_tokens, newer.moments
 
 
 def merge(pending: dict[K, Delta], completion: K, delta: Delta) -> None:

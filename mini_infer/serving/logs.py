@@ -1,0 +1,51 @@
+"""Logs for people, as Python and uvicorn write them, or for programs: one JSON object a line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import msgspec
+
+from mini_infer.serving.settings import PREFIX, LogFormat
+
+VARIABLE = f"{PREFIX}LOG_FORMAT"
+ACCESS = ("client", "method", "path", "http_version", "status")  # the arguments of uvicorn's access log
+
+
+class JsonFormatter(logging.Formatter):
+    """{"time", "level", "logger", "pid", "message"}, with the fields of an access or the traceback of an error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "pid": record.process,
+            "message": record.getMessage(),
+        }
+        if record.name == "uvicorn.access" and isinstance(record.args, tuple):
+            line.update(zip(ACCESS, record.args, strict=False))
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def install(wanted: LogFormat | None = None) -> bool:
+    """Sets up this process's logs, and those of the processes that it starts.
+
+    Args:
+        wanted: None: as the process that started this one was told.
+
+    Returns:
+        Whether they are JSON; then uvicorn shall leave them as they are.
+    """
+    if wanted is not None:
+        os.environ[VARIABLE] = wanted.value
+    is_json = os.environ.get(VARIABLE) == LogFormat.json.value
+    if is_json:
+        handler = logging.StreamHandler()
+        handler.setFormatter(JsonFormatter())
+        logging.root.handlers = [handler]
+    return is_json
