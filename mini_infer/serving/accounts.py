@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,14 +48,12 @@ class Accounts:
         self._keys = keys
         self._clock = clock
         rows = 2 * processes  # one that takes another's place may come before that one has gone
-        if path is None:
-            self._file, self._shared = tempfile.TemporaryFile(), False
-        else:
-            self._file, self._shared = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b"), True  # noqa: SIM115
         self._width = 2 + rows  # numbers of a key: requests, tokens, and a row's completions that are open
         size = 8 * self._width * max(1, len(keys))
-        os.ftruncate(self._file.fileno(), size)
-        self._numbers = memoryview(mmap.mmap(self._file.fileno(), size)).cast("d")
+        self._file = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        if self._file is not None:
+            os.ftruncate(self._file, size)
+        self._numbers = memoryview(mmap.mmap(-1 if self._file is None else self._file, size)).cast("d")
         self._row = 2 + self._free_row(rows)
         with self._changing():
             for key in range(len(keys)):
@@ -96,7 +93,7 @@ class Accounts:
                 self._numbers[start + 1] = full_at + generated_tokens * MINUTE_S / rate
 
     def _free_row(self, rows: int) -> int:
-        if not self._shared:
+        if self._file is None:
             return 0
         for row in range(rows):
             try:
@@ -108,7 +105,7 @@ class Accounts:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        if not self._shared:
+        if self._file is None:
             yield
             return
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, MUTEX)

@@ -18,7 +18,7 @@ class JsonFormatter(logging.Formatter):
     """{"time", "level", "logger", "pid", "message"}, with the fields of an access or the traceback of an error."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {
+        line: dict[str, object] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,

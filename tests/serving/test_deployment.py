@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from http_server import ROOT, Server
+from http_server import ROOT, Server, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from mini_infer.cli.serve import parse
@@ -40,6 +40,7 @@ def source_of(service: str, inside: str) -> Path:
 
 def test_every_metric_of_the_dashboard_is_one_of_the_servers(shared_server: Server) -> None:
     shared_server.complete(max_tokens=2)
+    wait_for(lambda: shared_server.metrics().get("http_responses_total", 0) > 0)
     families = list(text_string_to_metric_families(shared_server.http.get("/metrics").text))
     labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     asked = [*expressions(), *(variable["query"] for variable in DASHBOARD["templating"]["list"])]

@@ -46,6 +46,9 @@ def test_every_setting_is_a_flag_and_a_variable() -> None:
     }
     alone |= {
         "ssl_keyfile",
+        "api_keys",
+        "isolate_keys",
+        "key_everywhere",
         "speculation.draft.path",
         "speculation.draft.hf_config",
     }  # impossible without another setting

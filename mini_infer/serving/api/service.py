@@ -278,8 +278,9 @@ class Service:
         streams: list[Stream] = []
         try:
             for token_ids in prompts:
+                arrival = time.perf_counter()
                 stream = self.engine.submit(token_ids, params, **options)
-                stream.on_end = partial(self._end, stream, give_back, params, time.perf_counter(), current())
+                stream.on_end = partial(self._end, stream, give_back, params, arrival, current())
                 streams.append(stream)
                 if options["deadline_s"] is not None:
                     stream.deadline = asyncio.get_running_loop().time() + options["deadline_s"] + GRACE_S
@@ -290,9 +291,7 @@ class Service:
             raise
         return streams
 
-    def _end(
-        self, stream: Stream, give_back: GiveBack, params: SamplingParams, arrival: float, caller: Caller
-    ) -> None:
+    def _end(self, stream: Stream, give_back: GiveBack, params: SamplingParams, arrival: float, caller: Caller) -> None:
         give_back(stream.usage.completion_tokens, params.n)
         if self._tracer is not None:
             self._tracer.ended(stream, params, arrival, caller.name, caller.headers)

@@ -48,7 +48,9 @@ class Tracer:
         """Sends what is left."""
         self._provider.shutdown()
 
-    def ended(self, stream: Stream, params: SamplingParams, arrival: float, key: str, headers: Mapping[str, str]) -> None:
+    def ended(
+        self, stream: Stream, params: SamplingParams, arrival: float, key: str, headers: Mapping[str, str]
+    ) -> None:
         """Tells of a request that has ended.
 
         Args:

@@ -16,10 +16,10 @@ from uvicorn.config import LOGGING_CONFIG
 
 from mini_infer.serving.api.app import create_app
 from mini_infer.serving.api.connections import Connections, LimitedProtocol
+from mini_infer.serving.logs import install
 from mini_infer.serving.processes.acceptor import Acceptor
 from mini_infer.serving.processes.handover import Handover
 from mini_infer.serving.processes.open_files import allow_many_open_files, room_for_connections
-from mini_infer.serving.logs import install
 from mini_infer.serving.settings import ServerSettings
 
 KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that it is not closed as they use it again
