@@ -37,15 +37,14 @@ def check_kv(kv: KVManager, holders: Collection[Request]) -> None:
         table = request.block_table
         assert len(table) * kv.block_size >= request.num_computed_tokens, f"{request} outgrew its table"
         assert len(set(table)) == len(table), f"{request} holds a block twice"
-        assert (request in kv._host_tables) is kv.is_under_way(request), f"{request} is in swap space, too"
+        assert request not in kv._host_tables or kv.is_under_way(request), f"{request} is in swap space, too"
         if kv.least_blocks > 1:
             assert all(b == a + 1 for a, b in pairwise(table)), f"{request} is not contiguous"
     owners = [parked.request for parked in kv._under_way.values() if parked.request is not None]
     assert len(set(owners)) == len(owners), "a request has two transfers under way"
     check_pool(kv._pool, kv._released(holders))
     host_tables = [*kv._host_tables.values(), *(parked.host for parked in kv._under_way.values())]
-    host = kv._host_free + [block for table in host_tables for block in table]
-    assert sorted(host) == list(range(kv.num_host_blocks)), "a host block is lost or in two places"
+    check_pool(kv._host, host_tables)
 
 
 def check_pool(pool: BlockPool, tables: Iterable[list[int]]) -> None:

@@ -1,4 +1,5 @@
 """Block bookkeeping: reference counts, free blocks, and which block holds which prefix. Counts blocks, holds no tensor.
+One pool is the device's memory, another the host's.
 
 A block is in exactly one of three states:
 
@@ -77,6 +78,10 @@ class BlockPool:
             if hashes[block] is None and block_hash not in block_of_hash:
                 hashes[block] = block_hash
                 block_of_hash[block_hash] = block
+
+    def block_of(self, block_hash: bytes) -> int | None:
+        """The block that is found by this hash."""
+        return self._block_of_hash.get(block_hash)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """Blocks of the longest leading run of `hashes` that the pool still holds."""

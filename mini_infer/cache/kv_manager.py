@@ -7,6 +7,10 @@ A request's block table, block_size = 4, after a prefix hit of two blocks and tw
                     \\---- shared with other requests ----/   \\-- own --/
     block_hashes  [     h0      |      h1     |      h2     ]               full blocks only; h1 = H(h0, t4..t7)
 
+Host memory, where there is any, is a second block pool. A swapped request holds blocks there; all others hold copies of
+prefixes (`save`), which stay when the device's block is given to somebody else, and come back when a prompt asks for them
+(`load`). They are copied when they are filled, not when they are evicted: then nobody waits for a block.
+
 With the contiguous layout (a baseline) a request takes one region of max_model_len slots for its whole life: the
 pool then counts regions, and a table is the region's run of consecutive blocks.
 """
@@ -35,15 +39,17 @@ class PrefixMatch(NamedTuple):
 
 @dataclass
 class _UnderWay:
-    """A transfer whose copies have not ended, and blocks that nobody owns any more but they still read or write."""
+    """A transfer whose copies have not ended, and blocks that nobody else owns but they still read or write."""
 
-    request: Request | None  # None: it has been freed
+    request: Request | None  # whose blocks move; None: it has been freed, or none's do
     table: list[int] = field(default_factory=list)  # of the device
     num_tokens: int = 0  # that lie in it
     host: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)  # what `host` holds when the copies have ended
 
 
 NO_MATCH = PrefixMatch([], 0)
+SAVED_AT_ONCE = 32  # blocks: a copy of few takes the host as long as one of many
 _block_table, _num_computed_tokens = attrgetter("block_table"), attrgetter("num_computed_tokens")
 
 
@@ -59,6 +65,7 @@ class KVManager:
         layout: Layout = Layout.paged,
         prefix_caching: bool = True,
         num_host_blocks: int = 0,
+        host_prefixes: bool = False,  # what swapped requests leave of host memory is for prefixes
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -66,11 +73,14 @@ class KVManager:
         # Blocks that are always taken together: one, or with the contiguous layout all that a request will ever have.
         self.least_blocks = 1 if layout is Layout.paged else -(-max_model_len // block_size)
         self._pool = BlockPool(num_blocks // self.least_blocks)
-        self._host_free = list(range(num_host_blocks - 1, -1, -1))
+        self._host = BlockPool(num_host_blocks)
         self._host_tables: dict[Request, list[int]] = {}  # host blocks of swapped requests
         self._under_way: dict[int, _UnderWay] = {}  # by transfer id
         self._num_transfers = 0
         self.num_host_blocks = num_host_blocks
+        self._saves = host_prefixes and self.prefix_caching
+        self._unsaved: dict[bytes, None] = {}  # filled since the last `save`, in that order
+        self._saves_now = False  # somebody has ended whose next turn may ask for its blocks
 
     @property
     def num_evictions(self) -> int:
@@ -115,6 +125,8 @@ class KVManager:
             self._extend_hashes(request, full)
             new = slice(request.num_committed_blocks, full)
             self._pool.register(request.block_table[new], request.block_hashes[new])
+            if self._saves:
+                self._unsaved.update(dict.fromkeys(request.block_hashes[new]))
         request.num_committed_blocks = full
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
@@ -173,11 +185,13 @@ class KVManager:
         parked = self._transfer_of(request)
         if parked is None:
             self._pool.release(self._units(request.block_table))
-            self._host_free += host
+            self._host.release(host)
         else:
             self._park_table(request, parked)
             parked.host += host
             parked.request = None
+        if self._saves:
+            self._keep_saved(request)
         request.block_table = []
         request.num_committed_blocks = 0
 
@@ -191,28 +205,36 @@ class KVManager:
     def is_under_way(self, request: Request) -> bool:
         return self._transfer_of(request) is not None
 
-    def moved_by(self, transfers: Iterable[Transfer]) -> list[Request]:
-        """Whose blocks these transfers move, as far as they are under way."""
+    def distrust(self, transfers: Iterable[Transfer]) -> list[Request]:
+        """These may never be made. Nobody is to find what they would have copied for the prefix cache; the requests
+        whose blocks they move are returned."""
         known = [self._under_way.get(transfer.transfer_id) for transfer in transfers]
+        for parked in filter(None, known):
+            parked.hashes = []
         return [parked.request for parked in known if parked is not None and parked.request is not None]
+
+    def is_swapped(self, request: Request) -> bool:
+        """Whether host memory holds what it has computed."""
+        return request in self._host_tables
 
     def swap_out(self, request: Request) -> Transfer | None:
         """Starts to move the request's computed tokens to host blocks. Its device blocks stay taken until the transfer
         has ended. None when the swap space is too small."""
-        count = -(-request.num_computed_tokens // self.block_size)
-        if count > len(self._host_free):
+        host = self._host.allocate(-(-request.num_computed_tokens // self.block_size))
+        if host is None:
             return None
-        host = [self._host_free.pop() for _ in range(count)]
         self._host_tables[request] = host
-        transfer = self._start(request, True, list(zip(request.block_table, host, strict=False)))
-        self._park_table(request, self._under_way[transfer.transfer_id])
+        parked = _UnderWay(request)
+        transfer = self._start(parked, True, list(zip(request.block_table, host, strict=False)))
+        self._park_table(request, parked)
         return transfer
 
     def swap_in(self, request: Request) -> Transfer:
         """Gives a swapped request, for which there is room, a table again, and starts to fill it. Its host blocks stay
         taken until the transfer has ended."""
         self.admit(request)
-        return self._start(request, False, list(zip(self._host_tables[request], request.block_table, strict=False)))
+        pairs = list(zip(self._host_tables[request], request.block_table, strict=False))
+        return self._start(_UnderWay(request), False, pairs)
 
     def undo_swap_in(self, request: Request) -> None:
         """The request stays in swap space after all. Its device blocks stay taken until the transfer has ended."""
@@ -222,21 +244,69 @@ class KVManager:
 
     def end_transfer(self, transfer_id: int) -> Request | None:
         """The copies have ended, or were never made: the request, whose blocks can be used now; None where it was freed
-        meanwhile, or nobody knows of the transfer."""
+        meanwhile, there is none, or nobody knows of the transfer."""
         parked = self._under_way.pop(transfer_id, None)
         if parked is None:
             return None
         self._pool.release(self._units(parked.table))
-        self._host_free += parked.host
+        self._host.register(parked.host[: len(parked.hashes)], parked.hashes)
+        self._host.release(parked.host)
         request = parked.request
-        if request is not None and request.block_table:  # it has been swapped in
-            self._host_free += self._host_tables.pop(request)
+        if request is not None and request.block_table:
+            if request in self._host_tables:
+                self._host.release(self._host_tables.pop(request))
+            else:
+                self.commit(request, (request.num_committed_blocks + len(parked.host)) * self.block_size)
         return request
 
-    def _start(self, request: Request, to_host: bool, pairs: list[tuple[int, int]]) -> Transfer:
+    # --- prefixes in host memory --------------------------------------------------------------------------------
+
+    def save(self) -> Transfer | None:
+        """Starts to copy prefixes that steps have filled to host memory, once there are enough, or one of them may be
+        evicted. The device's blocks stay as they are until the transfer has ended."""
+        if not self._unsaved or not (self._saves_now or len(self._unsaved) >= SAVED_AT_ONCE):
+            return None
+        absent = [block_hash for block_hash in self._unsaved if self._host.block_of(block_hash) is None]
+        self._unsaved.clear()
+        self._saves_now = False
+        held = [(block, h) for h in absent if (block := self._pool.block_of(h)) is not None][: self._host.num_free]
+        host = self._host.allocate(len(held))
+        if not host:
+            return None
+        table, hashes = [block for block, _ in held], [block_hash for _, block_hash in held]
+        self._pool.share(table)
+        parked = _UnderWay(None, table, len(table) * self.block_size, host, hashes)
+        return self._start(parked, True, list(zip(table, host, strict=True)), of_prefixes=True)
+
+    def find_saved(self, request: Request) -> list[int]:
+        """Host blocks that hold what comes behind the blocks that an admitted request shares."""
+        if not self._saves:
+            return []
+        missing = slice(request.num_committed_blocks, request.num_reusable_tokens // self.block_size)
+        return self._host.find(request.block_hashes[missing])
+
+    def load(self, request: Request, saved: list[int]) -> Transfer:
+        """Starts to fill an admitted request's table with what `find_saved` has found."""
+        self._host.share(saved)
+        first = request.num_committed_blocks
+        pairs = list(zip(saved, request.block_table[first : first + len(saved)], strict=True))
+        return self._start(_UnderWay(request, host=saved), False, pairs, of_prefixes=True)
+
+    def _keep_saved(self, request: Request) -> None:
+        """What the request has used is the last to be overwritten in host memory, its beginning last of all."""
+        saved = self._host.find(request.block_hashes[: request.num_committed_blocks])
+        self._host.share(saved)
+        self._host.release(saved)
+        self._saves_now = bool(self._unsaved)
+
+    # --- transfers under way ------------------------------------------------------------------------------------
+
+    def _start(
+        self, parked: _UnderWay, to_host: bool, pairs: list[tuple[int, int]], of_prefixes: bool = False
+    ) -> Transfer:
         self._num_transfers += 1
-        self._under_way[self._num_transfers] = _UnderWay(request)
-        return Transfer(self._num_transfers, to_host, pairs)
+        self._under_way[self._num_transfers] = parked
+        return Transfer(self._num_transfers, to_host, pairs, of_prefixes)
 
     def _transfer_of(self, request: Request) -> _UnderWay | None:
         for parked in self._under_way.values():
@@ -282,5 +352,6 @@ class KVManager:
             cached_blocks=self._pool.num_cached,
             used_slots=reserved - unused,
             reserved_slots=reserved,
-            host_blocks_used=self.num_host_blocks - len(self._host_free),
+            host_blocks_used=self.num_host_blocks - self._host.num_free,
+            host_cached_blocks=self._host.num_cached,
         )

@@ -79,7 +79,8 @@ class KVTransfer:
             raise ConfigError(
                 f"{num_host_blocks} KV blocks in host memory take {num_host_blocks * block_bytes / 2**30:.1f} GiB"
                 f"{', page-locked,' if on_gpu else ''} which this machine does not give ({error}): lower "
-                "cache.num_host_blocks or cache.host_memory_gib, or set scheduler.preemption=recompute"
+                "cache.host_prefix_gib, cache.num_host_blocks or cache.host_memory_gib, or set "
+                "scheduler.preemption=recompute"
             ) from error
         self._num_staged = min(max(1, _STAGED_BYTES // block_bytes), num_host_blocks)
         self._parts = [

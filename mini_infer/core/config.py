@@ -86,6 +86,7 @@ class CacheConfig:
     prefix_caching: bool = True  # prompts that begin alike share the KV of their beginning, also over time
     num_host_blocks: int | None = None  # blocks of swap space, for preemption=swap; or give host_memory_gib
     host_memory_gib: float | None = None  # GiB of it, page-locked; default: the pool's, up to 4
+    host_prefix_gib: float | None = None  # GiB of host memory, page-locked, for prefixes that the pool gives up
     watermark: float = 0.01  # share of the pool that admission leaves free for running requests to grow
 
     def __post_init__(self) -> None:
@@ -94,7 +95,7 @@ class CacheConfig:
         at_least(self, 0, "num_host_blocks")
         if self.num_host_blocks is not None and self.host_memory_gib is not None:
             raise ConfigError("cache.num_host_blocks and cache.host_memory_gib say the same: set one of them")
-        for name in ("memory_gib", "host_memory_gib"):
+        for name in ("memory_gib", "host_memory_gib", "host_prefix_gib"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"cache.{name} must be above 0, got {value}")
@@ -106,6 +107,11 @@ class CacheConfig:
             raise ConfigError(
                 "cache.prefix_caching=true needs cache.layout=paged: contiguous requests share no blocks. "
                 "Set cache.prefix_caching=false"
+            )
+        if self.host_prefix_gib is not None and not self.prefix_caching:
+            raise ConfigError(
+                f"cache.host_prefix_gib={self.host_prefix_gib} is memory for what the prefix cache gives up, and "
+                "cache.prefix_caching=false. Set it to true, or leave cache.host_prefix_gib unset"
             )
 
 

@@ -57,6 +57,9 @@ class Routing(str, Enum):
     zipf = "zipf"  # the same, the i-th expert i times as rarely as the first
 
 
+DRY_TOKEN_BYTES = 8  # of KV: the dry model keeps one 64-bit state
+
+
 @dataclass(frozen=True)
 class DryConfig:
     """Shape and time model of the dry model (`load_format: dry`). Times of zero do not sleep."""

@@ -57,6 +57,7 @@ class Transfer(NamedTuple):
     transfer_id: int
     to_host: bool
     pairs: list[tuple[int, int]]  # (source block, destination block)
+    of_prefixes: bool = False  # they are the prefix cache's; else those of a request that is swapped
 
     def copy(self, device: Any, host: Any) -> None:
         """Of arrays by block."""
@@ -97,7 +98,8 @@ class StepPlan(NamedTuple):
     awaits_transfers: bool = False  # there is nothing to do before one that is under way has ended
     preempted: Sequence[str] = ()  # request ids
     prefix_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache this step
-    prefix_hit_tokens: int = 0
+    prefix_hit_tokens: int = 0  # wherever they were found
+    host_hit_tokens: int = 0  # of them, those that come back from host memory
 
     @classmethod
     def alike(cls, rows: int, start: int, count: int, *, decode: bool, **others: Any) -> StepPlan:
@@ -146,8 +148,9 @@ class StepPlan(NamedTuple):
         rows = zip(self.starts[self.num_decode_rows :], self.counts[self.num_decode_rows :], strict=True)
         return sum([count * start + count * (count + 1) // 2 for start, count in rows])
 
-    def num_blocks_moved(self, to_host: bool) -> int:
-        return sum(len(transfer.pairs) for transfer in self.transfers if transfer.to_host is to_host)
+    def num_blocks_moved(self, to_host: bool, of_prefixes: bool) -> int:
+        kind = to_host, of_prefixes
+        return sum(len(moved.pairs) for moved in self.transfers if (moved.to_host, moved.of_prefixes) == kind)
 
     def drafts_of(self, row: int) -> int:
         """Drafts that the row verifies."""
@@ -186,7 +189,8 @@ class KVUsage(NamedTuple):
     cached_blocks: int  # free, but still holding a prefix that a later prompt may hit
     used_slots: int  # slots that hold a live token; blocks shared by n requests count once
     reserved_slots: int  # slots of all referenced blocks
-    host_blocks_used: int
+    host_blocks_used: int  # of swapped requests, or being copied
+    host_cached_blocks: int = 0  # the others that hold a prefix
 
 
 class StepRecord(NamedTuple):
@@ -204,7 +208,7 @@ class StepRecord(NamedTuple):
     num_running: int  # after the step
     num_prefilling: int
     num_waiting: int
-    num_swapped: int
+    num_swapped: int  # whose KV lies in host memory, or is on its way back
     kv: KVUsage
     prefix_queried_tokens: int
     prefix_hit_tokens: int
@@ -228,6 +232,9 @@ class StepRecord(NamedTuple):
     decode_context: int = 0  # as of a StepPlan, like the next two: what simulation/costs.py is fitted to
     prompt_reach: int = 0
     prompt_pairs: int = 0
+    host_hit_tokens: int = 0  # of prefix_hit_tokens
+    saved_blocks: int = 0  # of prefixes: to host memory
+    loaded_blocks: int = 0  # and back
 
     @property
     def decode_rows(self) -> int:

@@ -22,7 +22,7 @@ class RequestStatus(Enum):
     prefilling = "prefilling"  # holds a req_index and blocks; its prompt is not all computed
     running = "running"  # one token a step
     swapped = "swapped"  # its KV lies in host memory, or is on its way there
-    swapping_in = "swapping_in"  # holds a req_index and blocks; its KV is on its way into them
+    loading = "loading"  # holds a req_index and blocks; KV, swapped or of a prefix, is on its way into them
     finished = "finished"
 
     __hash__ = object.__hash__  # statuses are keys in every step, and an Enum's own hash takes 0.15 us

@@ -170,8 +170,8 @@ class EngineCore:
             prefix_hit_tokens=plan.prefix_hit_tokens,
             evictions=step.evictions,
             preempted=tuple(plan.preempted),
-            swapped_out_blocks=plan.num_blocks_moved(to_host=True),
-            swapped_in_blocks=plan.num_blocks_moved(to_host=False),
+            swapped_out_blocks=plan.num_blocks_moved(to_host=True, of_prefixes=False),
+            swapped_in_blocks=plan.num_blocks_moved(to_host=False, of_prefixes=False),
             finished=_names(r for r in in_step if r.finish_reason is not FinishReason.error),
             aborted=_names(r for r in ended if r.finish_reason is FinishReason.abort),
             failed=_names(r for r in [*ended, *by_text] if r.finish_reason is FinishReason.error),
@@ -184,6 +184,9 @@ class EngineCore:
             decode_context=plan.decode_context,
             prompt_reach=plan.prompt_reach,
             prompt_pairs=plan.prompt_pairs,
+            host_hit_tokens=plan.host_hit_tokens,
+            saved_blocks=plan.num_blocks_moved(to_host=True, of_prefixes=True),
+            loaded_blocks=plan.num_blocks_moved(to_host=False, of_prefixes=True),
         )
         self.records.append(record)
         for observer in self.observers:

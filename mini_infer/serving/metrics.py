@@ -41,6 +41,7 @@ GAUGES = {
     "num_requests_waiting": "Requests that wait for a place in the batch.",
     "num_requests_swapped": "Requests whose KV lies in host memory.",
     "kv_cache_usage_perc": "Share of the KV blocks in use; 1 is all of them.",
+    "kv_host_cached_blocks": "KV blocks of prefixes in host memory.",
 }
 COUNTERS = {
     "num_preemptions": "Requests that gave their KV blocks up for others.",
@@ -48,6 +49,9 @@ COUNTERS = {
     "generation_tokens": "Tokens generated.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "prefix_cache_host_hits": "Those that came back from host memory.",
+    "prefix_cache_saved_bytes": "KV of prefixes copied to host memory.",
+    "prefix_cache_loaded_bytes": "KV of prefixes copied back.",
     "prefix_cache_evictions": "Cached KV blocks given to others.",
     "engine_steps": "Steps of the engine.",
     "spec_decode_num_drafts": "Times that a request's last token was verified with drafts behind it.",
@@ -162,6 +166,7 @@ def _gauges(stats: Stats) -> dict[str, float]:
         "num_requests_waiting": stats.waiting,
         "num_requests_swapped": stats.swapped,
         "kv_cache_usage_perc": stats.kv_used_blocks / max(stats.kv_total_blocks, 1),
+        "kv_host_cached_blocks": stats.host_cached_blocks,
     }
 
 
@@ -172,6 +177,9 @@ def _counters(stats: Stats) -> dict[str, float]:
         "generation_tokens": stats.generation_tokens,
         "prefix_cache_queries": stats.prefix_queried_tokens,
         "prefix_cache_hits": stats.prefix_hit_tokens,
+        "prefix_cache_host_hits": stats.host_hit_tokens,
+        "prefix_cache_saved_bytes": stats.saved_bytes,
+        "prefix_cache_loaded_bytes": stats.loaded_bytes,
         "prefix_cache_evictions": stats.evictions,
         "engine_steps": stats.steps,
         "spec_decode_num_drafts": stats.drafts,

@@ -174,6 +174,115 @@ def test_swap_without_room_changes_nothing() -> None:
     check_kv(kv, [r])
 
 
+class TestHostPrefixes:
+    def saving(self, num_blocks: int = 4, num_host_blocks: int = 8) -> KVManager:
+        return KVManager(num_blocks, 4, 16, num_host_blocks=num_host_blocks, host_prefixes=True)
+
+    def saved(self, kv: KVManager, tokens: list[int]) -> None:
+        """A request with these tokens has come and gone, and been copied."""
+        kv.free(computed(kv, tokens))
+        transfer = kv.save()
+        assert transfer is not None
+        kv.end_transfer(transfer.transfer_id)
+
+    def test_what_was_evicted_comes_back_behind_what_is_there(self) -> None:
+        kv = self.saving()
+        self.saved(kv, list(range(13)))  # three full blocks
+        assert kv.usage([]).host_cached_blocks == 3
+        self.saved(kv, [100 + i for i in range(8)])  # one blank block, and the end of the first chain
+        again = request(list(range(13)))
+        assert admitted(kv, again)
+        assert again.num_committed_blocks == 2
+        found = kv.find_saved(again)
+        back = kv.load(again, found)
+        assert (back.to_host, back.of_prefixes) == (False, True)
+        assert back.pairs == [(found[0], again.block_table[2])]
+        assert kv.is_under_way(again)
+        check_kv(kv, [again])
+        assert kv.usage([again]).host_blocks_used == 1
+        assert kv.end_transfer(back.transfer_id) is again
+        assert again.num_committed_blocks == 3
+        assert kv.usage([again]).host_blocks_used == 0
+        assert kv.match_prefix(request(list(range(13)))).blocks == again.block_table[:3], "others can share it"
+        check_kv(kv, [again])
+
+    def test_blocks_being_saved_stay_as_they_are(self) -> None:
+        kv = self.saving()
+        kv.free(computed(kv, list(range(12))))
+        transfer = kv.save()
+        assert transfer is not None
+        assert kv.usage([]).used_blocks == kv.usage([]).host_blocks_used == 3
+        assert kv.usage([]).used_slots == 12
+        other = request([100 + i for i in range(8)])
+        assert kv.room_for(other) is None
+        assert kv.room_for(other, without=()) is not None, "once the copies have ended"
+        check_kv(kv, [])
+
+    def test_few_blocks_of_one_that_goes_on_are_not_worth_a_copy(self) -> None:
+        kv = self.saving()
+        r = computed(kv, list(range(9)))
+        assert kv.save() is None
+        kv.free(r)
+        assert kv.save() is not None
+        assert kv.save() is None
+
+    def test_nothing_is_saved_twice_or_after_its_eviction(self) -> None:
+        kv = self.saving()
+        self.saved(kv, list(range(12)))
+        kv.free(computed(kv, [*range(8), *range(50, 56)]))  # one block is new
+        again = kv.save()
+        assert again is not None
+        assert len(again.pairs) == 1
+        kv.end_transfer(again.transfer_id)
+        kv.free(computed(kv, [200 + i for i in range(8)]))
+        kv.free(computed(kv, [300 + i for i in range(16)]))
+        late = kv.save()
+        assert late is not None
+        assert len(late.pairs) == 4, "the two of 200 are gone"
+
+    def test_the_end_of_a_chain_goes_first(self) -> None:
+        kv = self.saving(num_host_blocks=4)
+        self.saved(kv, list(range(12)))
+        self.saved(kv, [100 + i for i in range(8)])
+        for tokens in (list(range(13)), [100 + i for i in range(9)]):
+            r = request(tokens)
+            kv.match_prefix(r)
+            assert len(kv._host.find(r.block_hashes)) == 2
+
+    def test_swapped_requests_take_the_place_of_prefixes(self) -> None:
+        kv = self.saving(num_host_blocks=3)
+        self.saved(kv, list(range(12)))
+        r = computed(kv, [100 + i for i in range(9)])
+        out = kv.swap_out(r)
+        assert out is not None
+        assert kv.usage([]).host_cached_blocks == 0
+        check_kv(kv, [])
+
+    def test_what_a_failed_step_was_to_copy_is_not_found(self) -> None:
+        kv = self.saving()
+        kv.free(computed(kv, list(range(12))))
+        transfer = kv.save()
+        assert transfer is not None
+        assert kv.distrust([transfer]) == []
+        kv.end_transfer(transfer.transfer_id)
+        assert kv.usage([]).host_cached_blocks == 0
+        check_kv(kv, [])
+
+    def test_one_that_ends_while_it_is_loading_leaves_nothing_behind(self) -> None:
+        kv = self.saving()
+        self.saved(kv, list(range(12)))
+        self.saved(kv, [100 + i for i in range(16)])
+        again = request(list(range(13)))
+        assert admitted(kv, again)
+        back = kv.load(again, kv.find_saved(again))
+        kv.free(again)
+        check_kv(kv, [])
+        assert kv.usage([]).host_blocks_used == 3
+        assert kv.end_transfer(back.transfer_id) is None
+        assert (kv.usage([]).used_blocks, kv.usage([]).host_blocks_used) == (0, 0)
+        check_kv(kv, [])
+
+
 def test_sibling_shares_the_leaders_full_prompt_blocks_without_a_prefix_cache() -> None:
     kv = KVManager(8, 4, 32, prefix_caching=False)
     leader = computed(kv, list(range(10)))
@@ -210,6 +319,6 @@ def test_contiguous_layout_reserves_the_longest_request() -> None:
 
 def test_integrity_check_finds_a_lost_host_block() -> None:
     kv = KVManager(4, 4, 16, num_host_blocks=2)
-    kv._host_free.pop()
-    with pytest.raises(AssertionError, match="host block"):
+    kv._host.allocate(1)
+    with pytest.raises(AssertionError, match="has 1 references"):
         check_kv(kv, [])

@@ -259,7 +259,7 @@ def test_a_plan_without_rows_waits_for_transfers_that_earlier_plans_started() ->
     assert not any(plan.empty for plan in plans)
 
 
-@pytest.mark.parametrize("state", ["swapped", "swapping_in"])
+@pytest.mark.parametrize("state", ["swapped", "loading"])
 @pytest.mark.parametrize("fate", ["abort", "fail", "launched and failed"])
 def test_whoever_goes_while_its_blocks_move_leaves_them_to_the_copies(state: str, fate: str) -> None:
     bench = Bench(num_blocks=4, max_model_len=16, preemption="swap", num_host_blocks=4)
@@ -267,7 +267,7 @@ def test_whoever_goes_while_its_blocks_move_leaves_them_to_the_copies(state: str
     bench.step()
     bench.step()
     plan = bench.plan()
-    if state == "swapping_in":
+    if state == "loading":
         bench.book(plan)
         while not a.finished:
             bench.step()
@@ -300,7 +300,7 @@ def test_urgent_request_takes_the_place_of_one_that_is_swapping_in() -> None:
     bench.step()
     bench.add("high", 13, max_tokens=1, priority=1)
     plan = bench.plan()
-    while low.status is not RequestStatus.swapping_in:
+    while low.status is not RequestStatus.loading:
         bench.book(plan)
         plan = bench.plan()
     high = bench.add("higher", 13, max_tokens=1, priority=0)

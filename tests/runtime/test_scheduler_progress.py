@@ -24,7 +24,7 @@ from mini_infer.speculative.speculator import NoSpeculation
 BLOCK = 4
 LONGEST = 120
 STOP = 9
-ACTIVE = (RequestStatus.running, RequestStatus.prefilling, RequestStatus.swapping_in)
+ACTIVE = (RequestStatus.running, RequestStatus.prefilling, RequestStatus.loading)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from integrity import check_scheduler
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import DryConfig
+from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import Draft, StepPlan, StepResult, Transfer
 from mini_infer.core.request import CompletionOutput, FinishReason, Request, RequestOutput, TokenLogprob
 from mini_infer.runtime.executor.dry import DryModel
@@ -108,6 +109,7 @@ def machines(draw: st.DrawFn) -> dict[str, Any]:
         "stages": draw(st.integers(1, 3)),
         "swap": {"num_host_blocks": draw(st.one_of(st.none(), st.integers(1, smallest)))},
         "transfer_polls": draw(st.sampled_from([0, 1, 4])),
+        "host_prefixes": draw(st.one_of(st.none(), st.integers(1, 4 * smallest))),  # blocks
         "drafts": {
             "most": draw(st.sampled_from([0, 1, 3, 8])),
             "right": draw(st.sampled_from([0.5, 0.9, 1.0])),
@@ -279,6 +281,20 @@ class Oracle:
         pass
 
 
+class Coin:
+    """Loads what host memory holds, or does not."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def loading_pays(self, blocks: int, tokens: int) -> bool:
+        return self._random.random() < 0.8
+
+    def loaded(self, blocks: int, seconds: float) -> None: ...
+
+    computed = loaded
+
+
 ROOMY = {"block_size": 16, "num_blocks": 100, "prefix_caching": False}
 alone: dict[tuple, RequestOutput] = {}
 
@@ -367,6 +383,9 @@ def test_traffic_changes_no_token_and_loses_no_block(
         "prefix_caching": cache == "prefix",
         "layout": "contiguous" if cache == "contiguous" else "paged",
     }
+    if cache == "prefix" and machine["host_prefixes"]:
+        block_bytes = memory["block_size"] * DRY_TOKEN_BYTES
+        memory["host_prefix_gib"] = machine["host_prefixes"] * block_bytes / 2**30
     oracle = Oracle(traffic, **machine["drafts"])
     engine = make_engine(memory, scheduler, oracle.most)
     engine.executor.stages = machine["stages"]
@@ -381,6 +400,7 @@ def test_traffic_changes_no_token_and_loses_no_block(
     def make_speculating_scheduler() -> Scheduler:
         made = make_scheduler()
         made._speculator = oracle
+        made._load_costs = Coin(len(traffic))  # type: ignore[assignment]
         return made
 
     engine.core._make_scheduler = make_speculating_scheduler

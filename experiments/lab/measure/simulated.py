@@ -15,6 +15,7 @@ from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, When
 from mini_infer.core.errors import ConfigError, RequestError
+from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import StepRecord
 from mini_infer.core.request import Request
 from mini_infer.modeling.loader import outline
@@ -72,7 +73,7 @@ class Simulator:
         if config.model.load_format is LoadFormat.dry:
             dry, overlap = config.model.dry, config.scheduler.overlap is When.always
             plenty = config.scheduler.max_num_seqs * -(-dry.max_model_len // config.cache.block_size)
-            settled = settle_limits(config, dry.max_model_len, plenty, 0)
+            settled = settle_limits(config, dry.max_model_len, plenty, config.cache.block_size * DRY_TOKEN_BYTES)
             return Setup(config, Found(costs.Dry(dry), "the dry model's own"), settled, overlap)
         target = self.target(config)
         settled = _limits(target)

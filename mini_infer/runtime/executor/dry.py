@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mini_infer.core.config import DryConfig, EngineConfig, When
+from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import Transfer
 from mini_infer.core.uniforms import splitmix64
 from mini_infer.kernels.ops import TorchKernels
@@ -122,7 +123,7 @@ class DryExecutor(Executor):
         dry, cpu = config.model.dry, torch.device("cpu")
         scheduler, block_size = config.scheduler, config.cache.block_size
         plenty = scheduler.max_num_seqs * -(-dry.max_model_len // block_size)
-        self.limits = limits = settle_limits(config, dry.max_model_len, plenty, block_bytes=0)
+        self.limits = limits = settle_limits(config, dry.max_model_len, plenty, block_size * DRY_TOKEN_BYTES)
         self.tokenizer: Tokenizer = ByteTokenizer(dry.vocab_size)
         self.vocab_size, self.eos_token_ids = dry.vocab_size, tuple(self.tokenizer.eos_token_ids)
         self.overlap = scheduler.overlap is When.always

@@ -86,23 +86,23 @@ class Batch:
     def __init__(self, size: int, rank: Callable[[Request], Rank]) -> None:
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
-        self.swapping_in: list[Request] = []
+        self.loading: list[Request] = []
         self._queues = {
             RequestStatus.prefilling: self.prefilling,
             RequestStatus.running: self.running,
-            RequestStatus.swapping_in: self.swapping_in,
+            RequestStatus.loading: self.loading,
         }
         self.free_indices = list(range(size - 1, -1, -1))
         self.rank = rank
 
     def __len__(self) -> int:
-        return len(self.running) + len(self.prefilling) + len(self.swapping_in)
+        return len(self.running) + len(self.prefilling) + len(self.loading)
 
     def __contains__(self, request: Request) -> bool:
         return request.status in self._queues
 
     def requests(self) -> list[Request]:
-        return self.running + self.prefilling + self.swapping_in
+        return self.running + self.prefilling + self.loading
 
     def last(self) -> Request:
         """Who ranks behind all others."""

@@ -6,10 +6,11 @@ a request's `num_computed_tokens` chases its `num_tokens`, under one token budge
     waiting --admit--> prefilling --last prompt token planned--> running --stop--> finished
        ^                |      ^                                    |
        +-- recompute ---+------|------------------------------------+--- swap ---> swapped
-                               +-- its blocks are there -- swapping_in <-- room ------+
+                               +-- its blocks are there --- loading <---- room -------+
 
-Blocks move beside the steps: until the copies have ended a swapped request's device blocks stay taken, and one that is
-swapping in is not computed.
+A newcomer, too, may be loading first: what host memory holds of its prompt, where that is there sooner than it would be
+computed. Blocks move beside the steps: until the copies have ended a swapped request's device blocks stay taken, and one
+that is loading is not computed.
 
 Steps may overlap: a request with a token in flight, whose place is known though its value is not, has its next token
 planned behind it. What was computed for a request that has meanwhile ended is dropped. One with a grammar sits out the
@@ -32,6 +33,7 @@ from mini_infer.core.config import Batching, EngineConfig, Policy, Preemption, S
 from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, Rank, WaitingLine
+from mini_infer.runtime.scheduler.load_costs import LoadCosts
 from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate, book_tokens
 from mini_infer.runtime.worker.limits import Limits
 from mini_infer.speculative.draft_plan import add_drafts, can_follow
@@ -65,6 +67,8 @@ class Scheduler:
         self._step = 0
         self._decodes_sat_out = False  # in the step before, for a whole prompt
         self._last_update: float | None = None  # None: there was nothing to do since
+        self._load_costs = LoadCosts()
+        self._loads: dict[int, tuple[float, int]] = {}  # transfer id -> when it was planned, and its blocks
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -85,6 +89,7 @@ class Scheduler:
             layout=config.cache.layout,
             prefix_caching=config.cache.prefix_caching,
             num_host_blocks=limits.num_host_blocks,
+            host_prefixes=config.cache.host_prefix_gib is not None,
         )
         return cls(config.scheduler, kv, config.cache.watermark, speculator, follows, stages)
 
@@ -112,7 +117,7 @@ class Scheduler:
 
     @property
     def num_swapped(self) -> int:
-        return self._line.num_swapped + len(self._batch.swapping_in)
+        return self._line.num_swapped + len(self._batch.loading)
 
     @property
     def num_prefilling(self) -> int:
@@ -139,6 +144,8 @@ class Scheduler:
         following = any(in_flight.num_drafts for in_flight in before)
         if before and (self._speculator.waits or (following and not self._can_follow())):
             return step.plan()
+        if (saved := self.kv.save()) is not None:
+            step.transfers.append(saved)
         admits = not (self._static and len(self._batch))
         if self._by_priority and admits and not following:
             for victim in self._admission.victims():
@@ -269,18 +276,26 @@ class Scheduler:
         if whole and newcomer.missing_tokens > step.budget:
             return False
         self._line.admit_head()
+        num_loaded = 0
         if request.status is RequestStatus.swapped:
             step.transfers.append(self.kv.swap_in(request))
-            self._batch.join(request, RequestStatus.swapping_in)
+            self._batch.join(request, RequestStatus.loading)
         else:
             self.kv.admit(request, match)
             request.num_computed_tokens = match.num_tokens
-            self._batch.join(request, RequestStatus.prefilling)
+            saved = self.kv.find_saved(request)
+            if saved and self._load_costs.loading_pays(len(saved), len(saved) * self.kv.block_size):
+                transfer = self.kv.load(request, saved)
+                step.transfers.append(transfer)
+                self._loads[transfer.transfer_id] = step.now, len(saved)
+                num_loaded = len(saved) * self.kv.block_size
+            self._batch.join(request, RequestStatus.loading if num_loaded else RequestStatus.prefilling)
         if request.num_cached_tokens is None:  # a preempted request that finds its own blocks again is no hit
-            request.num_cached_tokens = match.num_tokens
+            request.num_cached_tokens = match.num_tokens + num_loaded
             if self.kv.prefix_caching and request.fork_of is None and request.prompt_logprobs is None:
                 step.prefix_queried_tokens += request.num_tokens
-                step.prefix_hit_tokens += match.num_tokens
+                step.prefix_hit_tokens += match.num_tokens + num_loaded
+                step.host_hit_tokens += num_loaded
         if request.first_scheduled_time is None:
             request.first_scheduled_time = step.now
         if request.status is RequestStatus.prefilling:
@@ -296,7 +311,10 @@ class Scheduler:
         request.num_preemptions += 1
         for in_flight in self._planned.values():
             in_flight.preempted_since.add(request)
-        if request.status is RequestStatus.swapping_in:
+        if request.status is RequestStatus.loading:
+            if not self.kv.is_swapped(request):
+                self._recompute(request)
+                return
             self.kv.undo_swap_in(request)
         else:
             transfer = self.kv.swap_out(request) if self.config.preemption is Preemption.swap else None
@@ -323,8 +341,16 @@ class Scheduler:
         # Whoever collects a step without rows waits for all transfers: those not made by then never will be.
         for transfer_id in result.transfers_done if plan.req_indices else self.kv.transfers:
             moved = self.kv.end_transfer(transfer_id)
-            if moved is not None and moved.status is RequestStatus.swapping_in:
+            if moved is not None and moved.status is RequestStatus.loading:
+                # Of one that was swapped no block is committed.
+                loaded = moved.num_committed_blocks * self.kv.block_size
+                moved.num_computed_tokens = max(moved.num_computed_tokens, loaded)
                 self._batch.move(moved, RequestStatus.prefilling)
+            if transfer_id in self._loads:
+                planned, blocks = self._loads.pop(transfer_id)
+                self._load_costs.loaded(blocks, now - planned)
+        if plan.num_prefill_tokens:
+            self._load_costs.computed(plan.num_tokens, now - max(step.now, self._last_update or step.now))
         seconds = None if self._last_update is None else now - self._last_update
         self._speculator.book(step.rows, plan, result, seconds)
         updates, endings = book_tokens(step, plan, result, now, self.kv)
@@ -344,7 +370,7 @@ class Scheduler:
         ended = [request for request in step.rows if not request.finished]
         for request in ended:
             self.finish(request, FinishReason.error)
-        for moved in self.kv.moved_by(step.transfers):
+        for moved in self.kv.distrust(step.transfers):
             if moved in self._batch:
                 self._batch.leave(moved)
             self._recompute(moved)

@@ -1,4 +1,4 @@
-"""The longest request and the sizes of the KV pool and of the swap space, settled from what is asked for and what there
+"""The longest request and the sizes of the KV pool and of its part in host memory, settled from what is asked for and what there
 is. Without torch: the simulator and the planner ask it too."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from mini_infer.core.config import CacheConfig, EngineConfig, Preemption
+from mini_infer.core.config import EngineConfig, Preemption
 from mini_infer.core.errors import ConfigError
 
 HOST_GIB = 4.0  # of swap space, where nothing else is said
@@ -18,7 +18,7 @@ class Limits:
     max_model_len: int  # tokens of prompt and output
     reason: str  # what sets max_model_len, for the message to who exceeds it
     num_blocks: int
-    num_host_blocks: int
+    num_host_blocks: int  # for swapped requests, and for prefixes
 
 
 def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int, block_bytes: int) -> Limits:
@@ -26,7 +26,7 @@ def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int
     Args:
         model_limit: tokens that the model's positions reach.
         affordable_blocks: KV blocks that fit in memory; used where cache.num_blocks is not given.
-        block_bytes: of a block in host memory; 0 where it takes none.
+        block_bytes: of a block in host memory.
 
     Raises:
         ConfigError: what is asked for contradicts itself, or the machine.
@@ -62,30 +62,37 @@ def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int
             f"speculation.num_tokens={drafts} drafts do not fit in a request of {length} tokens "
             f"(model.max_model_len): lower the first to {max(1, length - 2)} or less, or raise the second"
         )
-    num_host_blocks = 0
-    if scheduler.preemption is Preemption.swap:
-        num_host_blocks = _host_blocks(cache, num_blocks, block_bytes)
-    return Limits(length, reason, num_blocks, num_host_blocks)
+    return Limits(length, reason, num_blocks, _host_blocks(config, num_blocks, block_bytes))
 
 
-def _host_blocks(cache: CacheConfig, num_blocks: int, block_bytes: int) -> int:
+def _host_blocks(config: EngineConfig, num_blocks: int, block_bytes: int) -> int:
     """Page-locked memory is taken from everybody else on the machine: unasked no more than HOST_GIB, and never more
     than half of what is free."""
-    room = psutil.virtual_memory().available // 2
-    blocks, gib = cache.num_host_blocks, cache.host_memory_gib
-    if blocks is None and gib is None:
-        room = min(room, int(HOST_GIB * 2**30))
-        return max(1, min(num_blocks, room // block_bytes)) if block_bytes else num_blocks
-    asked, key = blocks, f"cache.num_host_blocks={blocks}"
-    if gib is not None:
-        asked, key = int(gib * 2**30) // block_bytes if block_bytes else num_blocks, f"cache.host_memory_gib={gib}"
-    assert asked is not None
-    if asked < 1:
-        raise ConfigError(f"{key} is less than one KV block of {block_bytes} bytes: raise it")
-    if asked * block_bytes > room:
+    cache, room = config.cache, psutil.virtual_memory().available // 2
+    asked: dict[str, tuple[int, str]] = {}  # blocks by setting, and how to do without
+    recompute, unset = "set scheduler.preemption=recompute", "leave it unset"
+    if cache.host_prefix_gib is not None:
+        asked[f"cache.host_prefix_gib={cache.host_prefix_gib}"] = _blocks(cache.host_prefix_gib, block_bytes), unset
+    if config.scheduler.preemption is Preemption.swap:
+        if cache.num_host_blocks is not None:
+            asked[f"cache.num_host_blocks={cache.num_host_blocks}"] = cache.num_host_blocks, recompute
+        elif cache.host_memory_gib is not None:
+            blocks = _blocks(cache.host_memory_gib, block_bytes)
+            asked[f"cache.host_memory_gib={cache.host_memory_gib}"] = blocks, recompute
+    for key, (blocks, _) in asked.items():
+        if blocks < 1:
+            raise ConfigError(f"{key} is less than one KV block of {block_bytes} bytes: raise it")
+    total = sum(blocks for blocks, _ in asked.values())
+    if total * block_bytes > room:
         raise ConfigError(
-            f"{key} takes {asked * block_bytes / 2**30:.1f} GiB of page-locked host memory, and no more than "
-            f"{room / 2**30:.1f} GiB, half of what is free, may be taken: lower it, or set "
-            "scheduler.preemption=recompute"
+            f"{' and '.join(asked)} takes {total * block_bytes / 2**30:.1f} GiB of page-locked host memory, and no more "
+            f"than {room / 2**30:.1f} GiB, half of what is free, may be taken: lower it, or "
+            f"{' and '.join(way_out for _, way_out in asked.values())}"
         )
-    return asked
+    if config.scheduler.preemption is Preemption.swap and cache.num_host_blocks is None and cache.host_memory_gib is None:
+        total += max(1, min(num_blocks, room // block_bytes - total, _blocks(HOST_GIB, block_bytes)))
+    return total
+
+
+def _blocks(gib: float, block_bytes: int) -> int:
+    return int(gib * 2**30) // block_bytes

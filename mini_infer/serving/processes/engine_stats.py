@@ -25,6 +25,11 @@ class EngineStats:
         self._generation_tokens = 0
         self._prefix_queried_tokens = 0
         self._prefix_hit_tokens = 0
+        self._host_hit_tokens = 0
+        self._saved_blocks = 0
+        self._loaded_blocks = 0
+        startup = engine.startup
+        self._block_bytes = (startup.kv_bytes + startup.draft_kv_bytes) // startup.num_kv_blocks
         self._preemptions = 0
         self._evictions = 0
         self._drafted: Counter[int] = Counter()  # by place
@@ -44,6 +49,9 @@ class EngineStats:
         self._generation_tokens += record.sampled_tokens
         self._prefix_queried_tokens += record.prefix_queried_tokens
         self._prefix_hit_tokens += record.prefix_hit_tokens
+        self._host_hit_tokens += record.host_hit_tokens
+        self._saved_blocks += record.saved_blocks
+        self._loaded_blocks += record.loaded_blocks
         self._preemptions += len(record.preempted)
         self._evictions += record.evictions
 
@@ -92,6 +100,10 @@ class EngineStats:
             generation_tokens=self._generation_tokens,
             prefix_queried_tokens=self._prefix_queried_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
+            host_hit_tokens=self._host_hit_tokens,
+            saved_bytes=self._saved_blocks * self._block_bytes,
+            loaded_bytes=self._loaded_blocks * self._block_bytes,
+            host_cached_blocks=kv.host_cached_blocks,
             preemptions=self._preemptions,
             evictions=self._evictions,
             drafts=self._drafted[0],

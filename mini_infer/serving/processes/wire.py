@@ -173,6 +173,10 @@ class Stats(Message):
     generation_tokens: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    host_hit_tokens: int = 0  # of them
+    saved_bytes: int = 0  # of prefixes, to host memory
+    loaded_bytes: int = 0
+    host_cached_blocks: int = 0
     preemptions: int = 0
     evictions: int = 0
     drafts: int = 0  # times that a request's last token had drafts behind it
