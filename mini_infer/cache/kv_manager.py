@@ -7,9 +7,10 @@ A request's block table, block_size = 4, after a prefix hit of two blocks and tw
                     \\---- shared with other requests ----/   \\-- own --/
     block_hashes  [     h0      |      h1     |      h2     ]               full blocks only; h1 = H(h0, t4..t7)
 
-Host memory, where there is any, is a second block pool. A swapped request holds blocks there; all others hold copies of
-prefixes (`save`), which stay when the device's block is given to somebody else, and come back when a prompt asks for them
-(`load`). They are copied when they are filled, not when they are evicted: then nobody waits for a block.
+Host memory, where there is any, is a second block pool. A swapped request holds blocks there; all others hold copies
+of prefixes (`save`), which stay when the device's block is given to somebody else, and come back when a prompt asks
+for them (`load`). They are copied when they are filled, not when they are evicted: then nobody waits for a block. From there
+they may go to files (`write`), and come back through host memory.
 
 With the contiguous layout (a baseline) a request takes one region of max_model_len slots for its whole life: the
 pool then counts regions, and a table is the region's run of consecutive blocks.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -37,6 +38,13 @@ class PrefixMatch(NamedTuple):
     num_tokens: int
 
 
+class Saved(NamedTuple):
+    """A block of a prefix that the device does not hold."""
+
+    block_hash: bytes
+    block: int | None  # of host memory; None: in a file alone
+
+
 @dataclass
 class _UnderWay:
     """A transfer whose copies have not ended, and blocks that nobody else owns but they still read or write."""
@@ -45,11 +53,12 @@ class _UnderWay:
     table: list[int] = field(default_factory=list)  # of the device
     num_tokens: int = 0  # that lie in it
     host: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)  # what `host` holds when the copies have ended
+    brings: dict[int, bytes] = field(default_factory=dict)  # host block -> what it holds when the copies have ended
 
 
 NO_MATCH = PrefixMatch([], 0)
 SAVED_AT_ONCE = 32  # blocks: a copy of few takes the host as long as one of many
+WRITTEN_AT_ONCE = 64  # at most: as long as it takes they cannot be given to others
 _block_table, _num_computed_tokens = attrgetter("block_table"), attrgetter("num_computed_tokens")
 
 
@@ -66,6 +75,7 @@ class KVManager:
         prefix_caching: bool = True,
         num_host_blocks: int = 0,
         host_prefixes: bool = False,  # what swapped requests leave of host memory is for prefixes
+        files: Container[bytes] | None = None,  # hashes of prefixes that lie in files, and where more can be written
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -81,6 +91,10 @@ class KVManager:
         self._saves = host_prefixes and self.prefix_caching
         self._unsaved: dict[bytes, None] = {}  # filled since the last `save`, in that order
         self._saves_now = False  # somebody has ended whose next turn may ask for its blocks
+        self._files: Container[bytes] = () if files is None else files
+        self._writes = files is not None
+        self._unwritten: dict[bytes, None] = {}  # saved and in no file, in that order
+        self._writing: int | None = None  # id of the one transfer to files that may be under way
 
     @property
     def num_evictions(self) -> int:
@@ -210,7 +224,7 @@ class KVManager:
         whose blocks they move are returned."""
         known = [self._under_way.get(transfer.transfer_id) for transfer in transfers]
         for parked in filter(None, known):
-            parked.hashes = []
+            parked.brings = {}
         return [parked.request for parked in known if parked is not None and parked.request is not None]
 
     def is_swapped(self, request: Request) -> bool:
@@ -242,24 +256,31 @@ class KVManager:
         assert parked is not None
         self._park_table(request, parked)
 
-    def end_transfer(self, transfer_id: int) -> Request | None:
+    def end_transfer(self, transfer_id: int, unread: Collection[int] = ()) -> Request | None:
         """The copies have ended, or were never made: the request, whose blocks can be used now; None where it was freed
-        meanwhile, there is none, or nobody knows of the transfer."""
+        meanwhile, there is none, or nobody knows of the transfer. `unread` are host blocks that files were to fill, and
+        did not: nothing from the first of them on has arrived."""
         parked = self._under_way.pop(transfer_id, None)
         if parked is None:
             return None
         self._pool.release(self._units(parked.table))
-        self._host.register(parked.host[: len(parked.hashes)], parked.hashes)
+        brings = {block: block_hash for block, block_hash in parked.brings.items() if block not in unread}
+        self._host.register(brings, brings.values())
         self._host.release(parked.host)
         request = parked.request
+        if transfer_id == self._writing:
+            self._writing = None
+        elif request is None and self._writes:
+            self._unwritten.update(dict.fromkeys(brings.values()))
         if request is not None and request.block_table:
             if request in self._host_tables:
                 self._host.release(self._host_tables.pop(request))
             else:
-                self.commit(request, (request.num_committed_blocks + len(parked.host)) * self.block_size)
+                arrived = next((i for i, block in enumerate(parked.host) if block in unread), len(parked.host))
+                self.commit(request, (request.num_committed_blocks + arrived) * self.block_size)
         return request
 
-    # --- prefixes in host memory --------------------------------------------------------------------------------
+    # --- prefixes in host memory and in files ----------------------------------------------------------------------
 
     def save(self) -> Transfer | None:
         """Starts to copy prefixes that steps have filled to host memory, once there are enough, or one of them may be
@@ -275,22 +296,64 @@ class KVManager:
             return None
         table, hashes = [block for block, _ in held], [block_hash for _, block_hash in held]
         self._pool.share(table)
-        parked = _UnderWay(None, table, len(table) * self.block_size, host, hashes)
+        parked = _UnderWay(None, table, len(table) * self.block_size, host, dict(zip(host, hashes, strict=True)))
         return self._start(parked, True, list(zip(table, host, strict=True)), of_prefixes=True)
 
-    def find_saved(self, request: Request) -> list[int]:
-        """Host blocks that hold what comes behind the blocks that an admitted request shares."""
-        if not self._saves:
-            return []
-        missing = slice(request.num_committed_blocks, request.num_reusable_tokens // self.block_size)
-        return self._host.find(request.block_hashes[missing])
+    def find_saved(self, request: Request) -> list[Saved]:
+        """What lies in host memory or in files of what comes behind the blocks that an admitted request shares."""
+        found: list[Saved] = []
+        if self._saves:
+            for block_hash in request.block_hashes[
+                request.num_committed_blocks : request.num_reusable_tokens // self.block_size
+            ]:
+                block = self._host.block_of(block_hash)
+                if block is None and block_hash not in self._files:
+                    break
+                found.append(Saved(block_hash, block))
+        return found
 
-    def load(self, request: Request, saved: list[int]) -> Transfer:
-        """Starts to fill an admitted request's table with what `find_saved` has found."""
-        self._host.share(saved)
+    def load(self, request: Request, saved: Sequence[Saved]) -> Transfer | None:
+        """Starts to fill an admitted request's table with what `find_saved` has found, or as much of it as host memory
+        has room for. None: for nothing."""
+        self._host.share([one.block for one in saved if one.block is not None])
+        room = self._host.num_free
+        for count, one in enumerate(saved):
+            room -= one.block is None
+            if room < 0:
+                self._host.release([other.block for other in saved[count:] if other.block is not None])
+                saved = saved[:count]
+                break
+        if not saved:
+            return None
+        to_read = [one.block_hash for one in saved if one.block is None]
+        fresh = self._host.allocate(len(to_read))
+        assert fresh is not None
+        files = list(zip(fresh, to_read, strict=True))
+        rest = iter(fresh)
+        host = [next(rest) if one.block is None else one.block for one in saved]
         first = request.num_committed_blocks
-        pairs = list(zip(saved, request.block_table[first : first + len(saved)], strict=True))
-        return self._start(_UnderWay(request, host=saved), False, pairs, of_prefixes=True)
+        pairs = list(zip(host, request.block_table[first : first + len(host)], strict=True))
+        return self._start(_UnderWay(request, host=host, brings=dict(files)), False, pairs, True, files)
+
+    def write(self) -> Transfer | None:
+        """Starts to write to files what has been saved since; their blocks in host memory stay as they are until then.
+        What is evicted there before its turn comes is lost."""
+        if self._writing is not None or not self._unwritten:
+            return None
+        files: list[tuple[int, bytes]] = []
+        while self._unwritten and len(files) < WRITTEN_AT_ONCE:
+            block_hash = next(iter(self._unwritten))
+            del self._unwritten[block_hash]
+            block = self._host.block_of(block_hash)
+            if block is not None and block_hash not in self._files:
+                files.append((block, block_hash))
+        if not files:
+            return None
+        host = [block for block, _ in files]
+        self._host.share(host)
+        transfer = self._start(_UnderWay(None, host=host), True, [], True, files)
+        self._writing = transfer.transfer_id
+        return transfer
 
     def _keep_saved(self, request: Request) -> None:
         """What the request has used is the last to be overwritten in host memory, its beginning last of all."""
@@ -302,11 +365,16 @@ class KVManager:
     # --- transfers under way ------------------------------------------------------------------------------------
 
     def _start(
-        self, parked: _UnderWay, to_host: bool, pairs: list[tuple[int, int]], of_prefixes: bool = False
+        self,
+        parked: _UnderWay,
+        to_host: bool,
+        pairs: list[tuple[int, int]],
+        of_prefixes: bool = False,
+        files: Sequence[tuple[int, bytes]] = (),
     ) -> Transfer:
         self._num_transfers += 1
         self._under_way[self._num_transfers] = parked
-        return Transfer(self._num_transfers, to_host, pairs, of_prefixes)
+        return Transfer(self._num_transfers, to_host, pairs, of_prefixes, files)
 
     def _transfer_of(self, request: Request) -> _UnderWay | None:
         for parked in self._under_way.values():

@@ -1,21 +1,24 @@
-"""Copies of blocks between the device and the host, beside the steps."""
+"""Copies of blocks between the device and the host, and between the host and files, beside the steps."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mini_infer.cache.block_files import BlockFiles
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Transfer
 
 _STAGED_BYTES = 32 * 2**20  # of device memory, or one block
 _CHUNK_BYTES = 256 * 2**20  # of host memory
+_FILE_THREADS = 8
 
 
 class AtOnce:
@@ -59,14 +62,23 @@ class KVTransfer:
         device   [layers, planes, num_blocks, ...] --gather--> staged [n, layers, planes, ...]
                                                                   |  one copy for neighbouring host blocks
         host                                     [num_host_blocks, layers, planes, ...], page-locked on a GPU
+                                                                  |  threads, which wait for the disk
+        files                                                     one a block
 
     A block's layers lie apart on the device: gathered there, a block is one copy over PCIe instead of one a layer.
 
-    Transfers end in the order in which they were started. A block must not be written to (source), nor read or written
-    to (destination), before `poll` has named its transfer. Raises ConfigError where the host has too little memory.
+    Transfers end in the order in which they were started, but for those with files. A block must not be written to
+    (source), nor read or written to (destination), before `poll` has named its transfer. Raises ConfigError where the
+    host has too little memory.
     """
 
-    def __init__(self, stores: Sequence[KVStore], num_host_blocks: int, stream: AtOnce | None = None) -> None:
+    def __init__(
+        self,
+        stores: Sequence[KVStore],
+        num_host_blocks: int,
+        stream: AtOnce | None = None,
+        files: BlockFiles | None = None,
+    ) -> None:
         self._device = stores[0].device
         on_gpu = self._device.type == "cuda"
         self._stream = stream or (SideStream(self._device) if on_gpu else AtOnce())
@@ -90,9 +102,24 @@ class KVTransfer:
         for part in self._parts:
             self._stream.uses(part.blocks)
             self._stream.uses(part.staged)
+        self._files = files
+        self._threads = ThreadPoolExecutor(_FILE_THREADS, "kv files") if files else None
+        self._at_files: list[tuple[Transfer, list[Future[bool]]]] = []
+        self._unread: dict[int, list[int]] = {}  # of transfers that ended since these were taken
 
     def start(self, transfer: Transfer) -> None:
-        """Queues the copies behind what the current stream was given so far, whose writes they see."""
+        """Queues the copies behind what the current stream was given so far, whose writes they see; where files are to
+        be read first, when they have been."""
+        if not transfer.files:
+            self._queue(transfer)
+            return
+        assert self._files is not None, f"{transfer} without files"
+        assert self._threads is not None
+        verb = self._files.write if transfer.to_host else self._files.read
+        jobs = [self._threads.submit(verb, block_hash, self._host_bytes(block)) for block, block_hash in transfer.files]
+        self._at_files.append((transfer, jobs))
+
+    def _queue(self, transfer: Transfer) -> None:
         event = self._stream.run(lambda: self._copy(transfer))
         self._under_way.append((transfer.transfer_id, event))
 
@@ -103,11 +130,31 @@ class KVTransfer:
         passed runs after it, on any stream.
         """
         ended = []
+        for transfer, jobs in self._at_files.copy():
+            if not (wait or all(job.done() for job in jobs)):
+                continue
+            self._at_files.remove((transfer, jobs))
+            there = [job.result() for job in jobs]
+            if transfer.to_host:  # whether there is a file of it now is asked when somebody wants it
+                ended.append(transfer.transfer_id)
+                continue
+            unread = [block for (block, _), is_there in zip(transfer.files, there, strict=True) if not is_there]
+            if unread:
+                self._unread[transfer.transfer_id] = unread
+            self._queue(transfer)
         while self._under_way and (wait or self._under_way[0][1].query()):
             transfer_id, event = self._under_way.popleft()
             event.synchronize()
             ended.append(transfer_id)
         return tuple(ended)
+
+    def take_unread(self, ended: Sequence[int]) -> dict[int, list[int]]:
+        """Of transfers that have ended: id -> host blocks that their files did not give. Each is told once."""
+        return {transfer_id: self._unread.pop(transfer_id) for transfer_id in ended if transfer_id in self._unread}
+
+    def _host_bytes(self, block: int) -> list[memoryview]:
+        """A block in host memory."""
+        return [memoryview(part.on_host(block).numpy()).cast("B") for part in self._parts]
 
     def _copy(self, transfer: Transfer) -> None:
         # (host block, device block), so ordered that copies are few: what order they come in makes no difference.
@@ -131,6 +178,11 @@ class _Part(NamedTuple):
     blocks: Tensor  # [num_blocks, N, W], not contiguous
     staged: Tensor  # [n, N, W] on the device
     chunks: list[Tensor]  # host memory in pieces of equal length, but for the last: [m, N, W] each
+
+    def on_host(self, block: int) -> Tensor:
+        """[N, W]"""
+        size = len(self.chunks[0])
+        return self.chunks[block // size][block % size]
 
     def to_host(self, host: Sequence[int], index: Tensor) -> None:
         """Block index[i] of the device to host[i]; host is ascending."""

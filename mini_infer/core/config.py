@@ -87,6 +87,8 @@ class CacheConfig:
     num_host_blocks: int | None = None  # blocks of swap space, for preemption=swap; or give host_memory_gib
     host_memory_gib: float | None = None  # GiB of it, page-locked; default: the pool's, up to 4
     host_prefix_gib: float | None = None  # GiB of host memory, page-locked, for prefixes that the pool gives up
+    disk_prefix_path: str | None = None  # folder of files that prefixes go to from there; engines may share it
+    disk_prefix_gib: float | None = None  # GiB of them, about; default: half of what the disk has free
     watermark: float = 0.01  # share of the pool that admission leaves free for running requests to grow
 
     def __post_init__(self) -> None:
@@ -95,7 +97,7 @@ class CacheConfig:
         at_least(self, 0, "num_host_blocks")
         if self.num_host_blocks is not None and self.host_memory_gib is not None:
             raise ConfigError("cache.num_host_blocks and cache.host_memory_gib say the same: set one of them")
-        for name in ("memory_gib", "host_memory_gib", "host_prefix_gib"):
+        for name in ("memory_gib", "host_memory_gib", "host_prefix_gib", "disk_prefix_gib"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"cache.{name} must be above 0, got {value}")
@@ -113,6 +115,13 @@ class CacheConfig:
                 f"cache.host_prefix_gib={self.host_prefix_gib} is memory for what the prefix cache gives up, and "
                 "cache.prefix_caching=false. Set it to true, or leave cache.host_prefix_gib unset"
             )
+        if self.disk_prefix_path is not None and self.host_prefix_gib is None:
+            raise ConfigError(
+                f"cache.disk_prefix_path={self.disk_prefix_path}: blocks go to files from host memory, and come back "
+                "through it. Set cache.host_prefix_gib, too"
+            )
+        if self.disk_prefix_gib is not None and self.disk_prefix_path is None:
+            raise ConfigError(f"cache.disk_prefix_gib={self.disk_prefix_gib} bounds files: set cache.disk_prefix_path")
 
 
 @dataclass(frozen=True)
@@ -287,6 +296,11 @@ class EngineConfig:
             raise ConfigError(
                 f"{self.parallel.asked}: a dry model has nothing that ranks could share. Set one rank, or "
                 "model.load_format=dummy for random weights"
+            )
+        if self.parallel.ranks > 1 and self.cache.disk_prefix_path is not None:
+            raise ConfigError(
+                f"cache.disk_prefix_path with {self.parallel.asked}: each rank has a part of every block, and files are one "
+                "rank's so far. Leave it unset (cache.host_prefix_gib works with any number), or set one rank"
             )
         if self.parallel.pipeline > 1 and self.model.count_experts:
             raise ConfigError(

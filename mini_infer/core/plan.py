@@ -52,12 +52,14 @@ class PromptLogprobs(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Blocks to copy between the device and the host."""
+    """Blocks to copy between the device and the host, or between the host and files: `files` are read before blocks are
+    copied to the device, or written where `to_host`."""
 
     transfer_id: int
     to_host: bool
     pairs: list[tuple[int, int]]  # (source block, destination block)
     of_prefixes: bool = False  # they are the prefix cache's; else those of a request that is swapped
+    files: Sequence[tuple[int, bytes]] = ()  # (host block, hash of its tokens)
 
     def copy(self, device: Any, host: Any) -> None:
         """Of arrays by block."""
@@ -100,6 +102,7 @@ class StepPlan(NamedTuple):
     prefix_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache this step
     prefix_hit_tokens: int = 0  # wherever they were found
     host_hit_tokens: int = 0  # of them, those that come back from host memory
+    disk_hit_tokens: int = 0  # ... or from files
 
     @classmethod
     def alike(cls, rows: int, start: int, count: int, *, decode: bool, **others: Any) -> StepPlan:
@@ -152,6 +155,9 @@ class StepPlan(NamedTuple):
         kind = to_host, of_prefixes
         return sum(len(moved.pairs) for moved in self.transfers if (moved.to_host, moved.of_prefixes) == kind)
 
+    def num_files(self, written: bool) -> int:
+        return sum(len(moved.files) for moved in self.transfers if moved.to_host is written)
+
     def drafts_of(self, row: int) -> int:
         """Drafts that the row verifies."""
         return self.counts[row] - 1 if row < self.num_decode_rows else 0
@@ -177,6 +183,7 @@ class StepResult(NamedTuple):
     prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = NONE  # row -> as the plan asks for them
     draft_s: float = 0.0  # of the step's time, what proposing took a draft model
     transfers_done: tuple[int, ...] = ()  # ids of those whose copies have ended since the step collected before
+    unread: Mapping[int, Sequence[int]] = NONE  # of those: id -> host blocks that their files did not give
     expert_tokens: tuple[tuple[int, ...], ...] = ()  # as in StepRecord
     expert_traffic: ExpertTraffic | None = None  # as in StepRecord
 
@@ -233,8 +240,12 @@ class StepRecord(NamedTuple):
     prompt_reach: int = 0
     prompt_pairs: int = 0
     host_hit_tokens: int = 0  # of prefix_hit_tokens
+    disk_hit_tokens: int = 0  # of prefix_hit_tokens
     saved_blocks: int = 0  # of prefixes: to host memory
     loaded_blocks: int = 0  # and back
+    written_blocks: int = 0  # to files
+    read_blocks: int = 0  # and back
+    lost_blocks: int = 0  # that were to be read, and whose files were gone or broken
 
     @property
     def decode_rows(self) -> int:

@@ -185,8 +185,12 @@ class EngineCore:
             prompt_reach=plan.prompt_reach,
             prompt_pairs=plan.prompt_pairs,
             host_hit_tokens=plan.host_hit_tokens,
+            disk_hit_tokens=plan.disk_hit_tokens,
             saved_blocks=plan.num_blocks_moved(to_host=True, of_prefixes=True),
             loaded_blocks=plan.num_blocks_moved(to_host=False, of_prefixes=True),
+            written_blocks=plan.num_files(written=True),
+            read_blocks=plan.num_files(written=False),
+            lost_blocks=sum(map(len, result.unread.values())),
         )
         self.records.append(record)
         for observer in self.observers:

@@ -89,7 +89,8 @@ class LLMEngine:
     def _make_scheduler(self) -> Scheduler:
         executor = self.executor
         speculator = make_speculator(self.config.speculation, self.vocab_size, executor.step_costs)
-        return Scheduler.of_engine(self.config, executor.limits, speculator, executor.overlap, executor.stages)
+        limits, overlap, stages = executor.limits, executor.overlap, executor.stages
+        return Scheduler.of_engine(self.config, limits, speculator, overlap, stages, executor.files)
 
     @property
     def scheduler(self) -> Scheduler:

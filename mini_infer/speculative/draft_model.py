@@ -55,6 +55,8 @@ class DraftKV:
         """Takes in what has been swapped, who has come, which tables have grown, and where requests stand now. For
         every plan, in order."""
         for transfer in plan.transfers:
+            if not transfer.to_host:  # what was computed of a block is not written to its file
+                self._on_host[[block for block, _ in transfer.files]] = False
             transfer.copy(self._complete, self._on_host)
         for req_index, first, blocks in plan.growths:
             self._tables[req_index, first : first + len(blocks)] = blocks

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import Draft, StepPlan, StepResult, Transfer
 from mini_infer.core.request import CompletionOutput, FinishReason, Request, RequestOutput, TokenLogprob
 from mini_infer.runtime.executor.dry import DryModel
+from mini_infer.runtime.scheduler.load_costs import LoadCosts
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.speculative.draft_model import DraftKV, DraftModel
@@ -110,6 +111,7 @@ def machines(draw: st.DrawFn) -> dict[str, Any]:
         "swap": {"num_host_blocks": draw(st.one_of(st.none(), st.integers(1, smallest)))},
         "transfer_polls": draw(st.sampled_from([0, 1, 4])),
         "host_prefixes": draw(st.one_of(st.none(), st.integers(1, 4 * smallest))),  # blocks
+        "files": draw(st.booleans()),
         "drafts": {
             "most": draw(st.sampled_from([0, 1, 3, 8])),
             "right": draw(st.sampled_from([0.5, 0.9, 1.0])),
@@ -156,6 +158,9 @@ class LateTransfers:
         self._make_due(wait)
         return self._transfers.poll(wait)
 
+    def take_unread(self, ended: Sequence[int]) -> dict[int, list[int]]:
+        return self._transfers.take_unread(ended)
+
     def _make_due(self, wait: bool) -> None:
         while self._waiting and (wait or self._waiting[0][1] <= self._num_polls):
             self._transfers.start(self._waiting.popleft()[0])
@@ -169,11 +174,14 @@ class BothModels:
 
     def start(self, transfer: Transfer) -> None:
         self._target.start(transfer)
-        self._draft.start(transfer)
+        self._draft.start(transfer._replace(files=()))  # what comes from files has no draft's part, as DraftKV has it
 
     def poll(self, wait: bool = False) -> tuple[int, ...]:
         self._draft.poll(wait=True)
         return self._target.poll(wait)
+
+    def take_unread(self, ended: Sequence[int]) -> dict[int, list[int]]:
+        return self._target.take_unread(ended)
 
 
 def with_draft_model(engine: LLMEngine, right: float) -> None:
@@ -281,18 +289,33 @@ class Oracle:
         pass
 
 
-class Coin:
-    """Loads what host memory holds, or does not."""
+class Coin(LoadCosts):
+    """Loads what host memory and files hold, or does not."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self._random = random.Random(seed)
 
-    def loading_pays(self, blocks: int, tokens: int) -> bool:
+    def loading_pays(self, source: Hashable, blocks: int, tokens: int) -> bool:
         return self._random.random() < 0.8
 
-    def loaded(self, blocks: int, seconds: float) -> None: ...
 
-    computed = loaded
+class SomeFiles(dict[bytes, bytes]):
+    """Block files, without a disk: some cannot be written, and some are found broken when they are read."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+
+    def write(self, block_hash: bytes, parts: Sequence[memoryview]) -> bool:
+        if self._random.random() < 0.9:
+            self[block_hash] = bytes(parts[0])
+        return block_hash in self
+
+    def read(self, block_hash: bytes, parts: Sequence[memoryview]) -> bool:
+        known = self.pop(block_hash) if self._random.random() < 0.2 else self.get(block_hash)
+        parts[0][:] = self._random.randbytes(len(parts[0])) if known is None or block_hash not in self else known
+        return block_hash in self
 
 
 ROOMY = {"block_size": 16, "num_blocks": 100, "prefix_caching": False}
@@ -388,6 +411,8 @@ def test_traffic_changes_no_token_and_loses_no_block(
         memory["host_prefix_gib"] = machine["host_prefixes"] * block_bytes / 2**30
     oracle = Oracle(traffic, **machine["drafts"])
     engine = make_engine(memory, scheduler, oracle.most)
+    if "host_prefix_gib" in memory and machine["files"]:
+        engine.executor.files = engine.executor.runner._model._files = SomeFiles(len(traffic))  # type: ignore
     engine.executor.stages = machine["stages"]
     if machine["stages"] > 1 and oracle.most:  # as a Worker has it
         engine.executor.overlap = False

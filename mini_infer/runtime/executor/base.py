@@ -9,6 +9,7 @@ from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:  # the loop needs no torch
+    from mini_infer.cache.block_files import BlockFiles
     from mini_infer.runtime.text.tokenizer import Tokenizer
     from mini_infer.runtime.worker.limits import Limits
     from mini_infer.runtime.worker.model_runner import Runner
@@ -25,6 +26,7 @@ class Executor:
         stages: that compute a step one after the other, each another step at a time. A request is in no more than one
             of so many steps in a row, but for the parts of its prompt.
         runner: what computes, where that is in this process.
+        files: of prefixes, where there are any.
         step_costs: what steps cost by rows and drafts, measured when first asked for. It overwrites KV: nobody may
             hold any.
     """
@@ -35,6 +37,7 @@ class Executor:
     limits: Limits
     overlap: bool
     stages: int = 1
+    files: BlockFiles | None = None
     startup: StartupReport
     runner: Runner
     step_costs: Callable[[], StepCosts]

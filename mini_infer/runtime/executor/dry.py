@@ -11,12 +11,14 @@ state, so a single wrong block, missing token, stale slot or lost swap changes e
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mini_infer.cache.block_files import BlockFiles, open_block_files
 from mini_infer.core.config import DryConfig, EngineConfig, When
 from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import Transfer
@@ -42,19 +44,28 @@ class DryModel:
     """Stands where a model and its KV store stand.
 
     Args:
-        num_blocks, block_size, num_host_blocks: as in the KVManager.
+        num_blocks, block_size, num_host_blocks, files: as in the KVManager.
     """
 
     expert_counts = None
     expert_meter = None
     samples = True
 
-    def __init__(self, config: DryConfig, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        config: DryConfig,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        files: BlockFiles | None = None,
+    ) -> None:
         self.config = config
+        self._files = files
         self._eos = ByteTokenizer(config.vocab_size).eos_token_ids[0]
         self._states = np.zeros((num_blocks + 1, block_size), dtype=np.uint64)  # the last one for padding
         self._host_states = np.zeros((num_host_blocks, block_size), dtype=np.uint64)
         self._transfers_done: list[int] = []
+        self._unread: dict[int, list[int]] = {}
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Writes the step's states and returns them, [T] int64, on the CPU."""
@@ -84,13 +95,26 @@ class DryModel:
         return torch.from_numpy(new.view(np.int64))
 
     def start(self, transfer: Transfer) -> None:
-        """Copies at once."""
+        """Reads or writes files, and copies, at once."""
+        unread = []
+        for block, block_hash in transfer.files:
+            assert self._files is not None
+            state = [memoryview(self._host_states[block]).cast("B")]
+            if transfer.to_host:
+                self._files.write(block_hash, state)
+            elif not self._files.read(block_hash, state):
+                unread.append(block)
+        if unread:
+            self._unread[transfer.transfer_id] = unread
         transfer.copy(self._states, self._host_states)
         self._transfers_done.append(transfer.transfer_id)
 
     def poll(self, wait: bool = False) -> tuple[int, ...]:
         done, self._transfers_done = self._transfers_done, []
         return tuple(done)
+
+    def take_unread(self, ended: Sequence[int]) -> dict[int, list[int]]:
+        return {transfer_id: self._unread.pop(transfer_id) for transfer_id in ended if transfer_id in self._unread}
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """States [N] -> float32 [N, vocab_size]: noise in [0, 4) over the vocabulary and a peak at the greedy token, a
@@ -127,7 +151,8 @@ class DryExecutor(Executor):
         self.tokenizer: Tokenizer = ByteTokenizer(dry.vocab_size)
         self.vocab_size, self.eos_token_ids = dry.vocab_size, tuple(self.tokenizer.eos_token_ids)
         self.overlap = scheduler.overlap is When.always
-        model = DryModel(dry, limits.num_blocks, block_size, limits.num_host_blocks)
+        self.files = open_block_files(config.cache, repr((dry, block_size)), block_size * DRY_TOKEN_BYTES)
+        model = DryModel(dry, limits.num_blocks, block_size, limits.num_host_blocks, self.files)
         sampler = make_sampler(scheduler.max_num_seqs, dry.vocab_size, cpu, TorchKernels())
         states = RequestStates.of(config, limits, sampler)
         self.runner = Runner(model, states, sampler, model, rate=config.speculation.rate, follows=self.overlap)

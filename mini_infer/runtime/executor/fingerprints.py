@@ -1,9 +1,11 @@
-"""Ranks of different code, settings or models would compute different things, or wait for each other without end."""
+"""What two engines must have alike. Ranks of different code, settings or models would compute different things,
+or wait for each other without end; KV in files is what one code made of one model, in one layout and numerics."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import mini_infer
@@ -24,6 +26,17 @@ def require_same(parallel: ParallelContext, config: EngineConfig, model: ServedM
                     f"rank {rank} has other {what} than rank 0: ranks run the same package ({_ROOT}), with the same "
                     "settings and model files. Start the engine again when nobody changes them"
                 )
+
+
+def kv_identity(config: EngineConfig, models: Sequence[ServedModel]) -> str:
+    """All that the bytes of a block depend on, beside its tokens."""
+    settings = config.to_dict()
+    about = [settings[section] for section in ("model", "attention", "numerics")]
+    of_models = [
+        (_model(model), model.kv_layout, model.device.type, *map(str, model.backends), model.kv_dtype)
+        for model in models
+    ]
+    return repr((about, config.cache.block_size, of_models, _number(_code())))
 
 
 _ROOT = Path(mini_infer.__file__).parent

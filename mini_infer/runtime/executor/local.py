@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+from mini_infer.cache.block_files import open_block_files
 from mini_infer.core.config import EngineConfig
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.runtime.executor.base import Executor
-from mini_infer.runtime.executor.fingerprints import require_same
+from mini_infer.runtime.executor.fingerprints import kv_identity, require_same
 from mini_infer.runtime.worker.limits import Limits, settle_limits
 from mini_infer.runtime.worker.worker import Worker
 
@@ -36,7 +37,8 @@ class LocalExecutor(Executor):
         worker.load(limits.max_model_len)
         # The weights have taken their share, and steps will take theirs.
         self.limits = settle(worker.affordable_blocks(limits))
-        worker.allocate(self.limits)
+        self.files = open_block_files(config.cache, kv_identity(config, worker.served), worker.block_bytes)
+        worker.allocate(self.limits, self.files)
         worker.capture()
         self.runner = worker.runner
         self.tokenizer, self.vocab_size = worker.tokenizer, spec.vocab_size

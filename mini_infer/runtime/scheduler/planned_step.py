@@ -45,7 +45,7 @@ class PlannedStep:
         self.preempted: list[str] = []
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
-        self.host_hit_tokens = 0
+        self.host_hit_tokens = self.disk_hit_tokens = 0
 
     def add_decode_rows(self, requests: list[Request]) -> None:
         """The next token of each; they are the step's first rows. A row a request and step: the engine's hottest loop,

@@ -8,9 +8,9 @@ a request's `num_computed_tokens` chases its `num_tokens`, under one token budge
        +-- recompute ---+------|------------------------------------+--- swap ---> swapped
                                +-- its blocks are there --- loading <---- room -------+
 
-A newcomer, too, may be loading first: what host memory holds of its prompt, where that is there sooner than it would be
-computed. Blocks move beside the steps: until the copies have ended a swapped request's device blocks stay taken, and one
-that is loading is not computed.
+A newcomer, too, may be loading first: what host memory and files hold of its prompt, where that is there sooner than it
+would be computed. Blocks move beside the steps: until the copies have ended a swapped request's device blocks stay
+taken, and one that is loading is not computed.
 
 Steps may overlap: a request with a token in flight, whose place is known though its value is not, has its next token
 planned behind it. What was computed for a request that has meanwhile ended is dropped. One with a grammar sits out the
@@ -26,11 +26,11 @@ and a simulator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Batching, EngineConfig, Policy, Preemption, SchedulerConfig
-from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult
+from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult, Transfer
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, Rank, WaitingLine
 from mini_infer.runtime.scheduler.load_costs import LoadCosts
@@ -68,7 +68,7 @@ class Scheduler:
         self._decodes_sat_out = False  # in the step before, for a whole prompt
         self._last_update: float | None = None  # None: there was nothing to do since
         self._load_costs = LoadCosts()
-        self._loads: dict[int, tuple[float, int]] = {}  # transfer id -> when it was planned, and its blocks
+        self._loads: dict[int, tuple[float, bool, int]] = {}  # id -> when planned, whether files are read, blocks
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -80,6 +80,7 @@ class Scheduler:
         speculator: NoSpeculation | None = None,
         follows: bool = False,
         stages: int = 1,
+        files: Container[bytes] | None = None,
     ) -> Scheduler:
         """With a KVManager of its own, for an executor of these limits."""
         kv = KVManager(
@@ -90,6 +91,7 @@ class Scheduler:
             prefix_caching=config.cache.prefix_caching,
             num_host_blocks=limits.num_host_blocks,
             host_prefixes=config.cache.host_prefix_gib is not None,
+            files=files,
         )
         return cls(config.scheduler, kv, config.cache.watermark, speculator, follows, stages)
 
@@ -163,6 +165,8 @@ class Scheduler:
         elif prompts:
             # Drafts may have taken the blocks that were there for the newcomer.
             self._schedule_prompts(step, self._admission.newcomer() if newcomer and step.num_drafts else newcomer)
+        if step.rows and (written := self.kv.write()) is not None:
+            step.transfers.append(written)
         idle = not (step.rows or step.transfers or self._planned)
         step.awaits_transfers = idle and bool(self._requests and self.kv.transfers)
         plan = step.plan()
@@ -276,31 +280,49 @@ class Scheduler:
         if whole and newcomer.missing_tokens > step.budget:
             return False
         self._line.admit_head()
-        num_loaded = 0
+        loads: Transfer | None = None
         if request.status is RequestStatus.swapped:
             step.transfers.append(self.kv.swap_in(request))
             self._batch.join(request, RequestStatus.loading)
         else:
             self.kv.admit(request, match)
             request.num_computed_tokens = match.num_tokens
-            saved = self.kv.find_saved(request)
-            if saved and self._load_costs.loading_pays(len(saved), len(saved) * self.kv.block_size):
-                transfer = self.kv.load(request, saved)
-                step.transfers.append(transfer)
-                self._loads[transfer.transfer_id] = step.now, len(saved)
-                num_loaded = len(saved) * self.kv.block_size
-            self._batch.join(request, RequestStatus.loading if num_loaded else RequestStatus.prefilling)
+            loads = self._load(request, step)
+            self._batch.join(request, RequestStatus.loading if loads else RequestStatus.prefilling)
         if request.num_cached_tokens is None:  # a preempted request that finds its own blocks again is no hit
-            request.num_cached_tokens = match.num_tokens + num_loaded
+            read = len(loads.files) * self.kv.block_size if loads else 0
+            loaded = len(loads.pairs) * self.kv.block_size if loads else 0
+            request.num_cached_tokens = match.num_tokens + loaded
             if self.kv.prefix_caching and request.fork_of is None and request.prompt_logprobs is None:
                 step.prefix_queried_tokens += request.num_tokens
-                step.prefix_hit_tokens += match.num_tokens + num_loaded
-                step.host_hit_tokens += num_loaded
+                step.prefix_hit_tokens += match.num_tokens + loaded
+                step.host_hit_tokens += loaded - read
+                step.disk_hit_tokens += read
         if request.first_scheduled_time is None:
             request.first_scheduled_time = step.now
         if request.status is RequestStatus.prefilling:
             self._compute(request, step)
         return True
+
+    def _load(self, request: Request, step: PlannedStep) -> Transfer | None:
+        """Starts to bring back what host memory and files hold of an admitted request's prompt, where that is sooner
+        done than computing it."""
+        saved, size = self.kv.find_saved(request), self.kv.block_size
+        in_host = next((count for count, one in enumerate(saved) if one.block is None), len(saved))
+        for count, reads in ((len(saved), True), (in_host, False)):  # where files are too slow, what needs none
+            part = saved[:count]
+            if (
+                not part
+                or (reads and count == in_host)
+                or not self._load_costs.loading_pays(reads, count, count * size)
+            ):
+                continue
+            transfer = self.kv.load(request, part)
+            if transfer is not None:
+                self._loads[transfer.transfer_id] = step.now, reads, len(transfer.pairs)
+                step.transfers.append(transfer)
+            return transfer
+        return None
 
     # --- giving way -----------------------------------------------------------------------------------------------
 
@@ -340,15 +362,18 @@ class Scheduler:
         step = self._planned.pop(plan.step)
         # Whoever collects a step without rows waits for all transfers: those not made by then never will be.
         for transfer_id in result.transfers_done if plan.req_indices else self.kv.transfers:
-            moved = self.kv.end_transfer(transfer_id)
+            unread = result.unread.get(transfer_id, ())
+            moved = self.kv.end_transfer(transfer_id, unread)
             if moved is not None and moved.status is RequestStatus.loading:
                 # Of one that was swapped no block is committed.
                 loaded = moved.num_committed_blocks * self.kv.block_size
                 moved.num_computed_tokens = max(moved.num_computed_tokens, loaded)
+                if unread:
+                    moved.num_cached_tokens = min(moved.num_cached_tokens or 0, moved.num_computed_tokens)
                 self._batch.move(moved, RequestStatus.prefilling)
             if transfer_id in self._loads:
-                planned, blocks = self._loads.pop(transfer_id)
-                self._load_costs.loaded(blocks, now - planned)
+                planned, reads, blocks = self._loads.pop(transfer_id)
+                self._load_costs.loaded(reads, blocks, now - planned)
         if plan.num_prefill_tokens:
             self._load_costs.computed(plan.num_tokens, now - max(step.now, self._last_update or step.now))
         seconds = None if self._last_update is None else now - self._last_update

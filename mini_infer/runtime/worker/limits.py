@@ -1,5 +1,5 @@
-"""The longest request and the sizes of the KV pool and of its part in host memory, settled from what is asked for and what there
-is. Without torch: the simulator and the planner ask it too."""
+"""The longest request and the sizes of the KV pool and of its part in host memory, settled from what is asked for and
+what there is. Without torch: the simulator and the planner ask it too."""
 
 from __future__ import annotations
 
@@ -69,27 +69,26 @@ def _host_blocks(config: EngineConfig, num_blocks: int, block_bytes: int) -> int
     """Page-locked memory is taken from everybody else on the machine: unasked no more than HOST_GIB, and never more
     than half of what is free."""
     cache, room = config.cache, psutil.virtual_memory().available // 2
-    asked: dict[str, tuple[int, str]] = {}  # blocks by setting, and how to do without
-    recompute, unset = "set scheduler.preemption=recompute", "leave it unset"
-    if cache.host_prefix_gib is not None:
-        asked[f"cache.host_prefix_gib={cache.host_prefix_gib}"] = _blocks(cache.host_prefix_gib, block_bytes), unset
-    if config.scheduler.preemption is Preemption.swap:
-        if cache.num_host_blocks is not None:
-            asked[f"cache.num_host_blocks={cache.num_host_blocks}"] = cache.num_host_blocks, recompute
-        elif cache.host_memory_gib is not None:
-            blocks = _blocks(cache.host_memory_gib, block_bytes)
-            asked[f"cache.host_memory_gib={cache.host_memory_gib}"] = blocks, recompute
-    for key, (blocks, _) in asked.items():
-        if blocks < 1:
+    swaps = config.scheduler.preemption is Preemption.swap
+    asked = {"host_prefix_gib": cache.host_prefix_gib}
+    if swaps:
+        asked |= {"host_memory_gib": cache.host_memory_gib, "num_host_blocks": cache.num_host_blocks}
+    counts = {
+        f"cache.{name}={value}": value if name == "num_host_blocks" else _blocks(value, block_bytes)
+        for name, value in asked.items()
+        if value is not None
+    }
+    for key, count in counts.items():
+        if count < 1:
             raise ConfigError(f"{key} is less than one KV block of {block_bytes} bytes: raise it")
-    total = sum(blocks for blocks, _ in asked.values())
+    total = int(sum(counts.values()))
     if total * block_bytes > room:
         raise ConfigError(
-            f"{' and '.join(asked)} takes {total * block_bytes / 2**30:.1f} GiB of page-locked host memory, and no more "
-            f"than {room / 2**30:.1f} GiB, half of what is free, may be taken: lower it, or "
-            f"{' and '.join(way_out for _, way_out in asked.values())}"
+            f"{' and '.join(counts)} takes {total * block_bytes / 2**30:.1f} GiB of page-locked host memory, and no "
+            f"more than {room / 2**30:.1f} GiB, half of what is free, may be taken: lower it, or do without "
+            "(scheduler.preemption=recompute, cache.host_prefix_gib unset)"
         )
-    if config.scheduler.preemption is Preemption.swap and cache.num_host_blocks is None and cache.host_memory_gib is None:
+    if swaps and cache.num_host_blocks is None and cache.host_memory_gib is None:
         total += max(1, min(num_blocks, room // block_bytes - total, _blocks(HOST_GIB, block_bytes)))
     return total
 

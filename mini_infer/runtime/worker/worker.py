@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 
+from mini_infer.cache.block_files import BlockFiles
 from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import AllReduce, EngineConfig, Numerics, When
 from mini_infer.core.errors import ConfigError
@@ -70,8 +71,8 @@ class Worker:
         self.draft = plan_draft(config, self.target, self.tokenizer, self._kernels)
         spec = self.target.spec
         self.eos_token_ids = spec.eos_token_ids or tuple(self.tokenizer.eos_token_ids)
-        self._served = [self.target] if self.draft is None else [self.target, self.draft]
-        self.block_bytes = sum(model.block_bytes for model in self._served)
+        self.served = [self.target] if self.draft is None else [self.target, self.draft]
+        self.block_bytes = sum(model.block_bytes for model in self.served)
         self._sampler = make_sampler(config.scheduler.max_num_seqs, spec.vocab_size, self.device, self._kernels)
         parameters = self.target.weight_bytes // self.target.dtype.itemsize
         counts = parameters if self.device.type == "cpu" else None
@@ -105,7 +106,7 @@ class Worker:
                 dtypes = [torch.float32, dtype] if ordered else [dtype]
                 collectives.open(self._kernels, self.target.spec.hidden_size, dtypes)
         self._weights: list[Model] = []
-        for name, served in zip(("load", "load draft"), self._served, strict=False):
+        for name, served in zip(("load", "load draft"), self.served, strict=False):
             with self._phase(name):
                 self._weights.append(served.load(max_len, self._kernels))
         if not self.target.spec.is_first:
@@ -163,19 +164,21 @@ class Worker:
 
     def _bytes_of_graphs(self) -> int:
         """What graphs of prompts will take of a GPU's memory, and those of rows with drafts where they are captured."""
-        models = self._served if self._captures_rows else self._served[:1]
+        models = self.served if self._captures_rows else self.served[:1]
         taken = sum(graph_bytes(model.spec, model.dtype, self._prefill_sizes) for model in models)
         if self._captures_rows:
             for model, tokens in zip(models, _logits_rows(self._draft_grid), strict=False):
                 taken += tokens * model.spec.vocab_size * model.dtype.itemsize
         return taken
 
-    def allocate(self, limits: Limits) -> None:
+    def allocate(self, limits: Limits, files: BlockFiles | None = None) -> None:
         self.limits = limits
         with self._phase("allocate"):
-            self.runner, self._models = self._make_runner(limits, self.overlap)
+            self.runner, self._models = self._make_runner(limits, self.overlap, files)
 
-    def _make_runner(self, limits: Limits, follows: bool) -> tuple[Runner, list[TorchModel]]:
+    def _make_runner(
+        self, limits: Limits, follows: bool, files: BlockFiles | None = None
+    ) -> tuple[Runner, list[TorchModel]]:
         """What computes steps, with KV memory of its own; the target, and the draft model where there is one."""
         config, sampler = self._config, self._sampler
         store = allocate_kv(self._weights[0], limits.num_blocks, config.cache.block_size)
@@ -187,7 +190,7 @@ class Worker:
             models.append(draft)
         transfers = None
         if limits.num_host_blocks:  # one for both models: a block is there when it is there for both
-            transfers = KVTransfer([model.store for model in models], limits.num_host_blocks)
+            transfers = KVTransfer([model.store for model in models], limits.num_host_blocks, files=files)
         stage, rate = None, config.speculation.rate
         if self._parallel.pipe is not None:
             stage = PipelineStage(self._parallel.pipe, self._weights[0], states, self._parallel.stages)
@@ -234,7 +237,7 @@ class Worker:
 
     @property
     def _captures_rows(self) -> bool:
-        return all(model.no_graphs is None for model in self._served)
+        return all(model.no_graphs is None for model in self.served)
 
     # --- serving --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,182 @@
+"""Blocks of KV in files, one a block, which outlive an engine and which engines beside each other share.
+
+    PATH/4f1c62.../c2/c2a91b...    header: magic, identity, hash, length, CRC-32    then the block's bytes
+
+A file has the name of its block's hash, and stands in the folder of what computed it: model, layout, numerics and code
+make an identity, so engines that differ in any of it see none of each other's. It appears whole or not at all, since it
+is renamed when it is written: whoever else writes the same block, and whoever is killed meanwhile. What was read is
+compared with the header before anybody may use it, and a file that is not as it was written is deleted.
+
+There is no index beside the files that could disagree with them: whether a block is there is asked of the file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mini_infer.core.config import CacheConfig
+from mini_infer.core.errors import ConfigError
+
+_HEADER = struct.Struct("<8s32s32sQI")
+_MAGIC = b"minikv 1"
+_PART = ".part"  # of a file that is being written
+_ABANDONED_S = 3600.0
+_RETRY_S = 60.0  # after a write has failed
+_LOOKS = 16  # at the folder, while as much is written as it may hold
+
+logger = logging.getLogger(__name__)
+
+
+class BlockFiles:
+    """Files of one identity. Any thread may call any of it.
+
+    Args:
+        path: a folder; others may use it, too.
+        identity: all that the values of a block depend on, beside its tokens.
+        block_bytes: of a block.
+        max_bytes: of all files of this identity, about: the least recently used go first. None: half of what is free.
+
+    Raises ConfigError where nothing can be written there.
+    """
+
+    def __init__(self, path: str, identity: str, block_bytes: int, max_bytes: int | None = None) -> None:
+        self._identity = hashlib.sha256(identity.encode()).digest()
+        self.folder = Path(path).expanduser() / self._identity.hex()[:16]
+        self._file_bytes = _HEADER.size + block_bytes
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.folder).free
+            if not os.access(self.folder, os.W_OK):
+                raise PermissionError("it may not be written to")
+        except OSError as error:
+            raise ConfigError(
+                f"cache.disk_prefix_path={path}: {error}. Name a folder that can be written to"
+            ) from error
+        self._lock = threading.Lock()
+        self._full_until = 0.0
+        self._bytes = self._written = 0  # as of the last look, and since
+        self.max_bytes = free // 2 if max_bytes is None else max_bytes
+        if self.max_bytes < self._file_bytes:
+            raise ConfigError(
+                f"cache.disk_prefix_path={path}: {self.max_bytes} bytes of files hold no KV block of {block_bytes} "
+                "bytes. Raise cache.disk_prefix_gib, or free some of the disk"
+            )
+        self._make_room()
+        others = [entry.name for entry in self.folder.parent.iterdir() if entry.is_dir() and entry != self.folder]
+        logger.info(
+            "%d KV blocks of this model in %s%s",
+            self._bytes // self._file_bytes,
+            self.folder,
+            f"; {len(others)} folders of other models or settings beside it are left alone" if others else "",
+        )
+
+    def __contains__(self, block_hash: object) -> bool:
+        """Whether there is a file for it, whatever is in it."""
+        assert isinstance(block_hash, bytes)
+        return os.path.exists(self._file(block_hash))
+
+    def write(self, block_hash: bytes, parts: Sequence[memoryview]) -> bool:
+        """Whether there is a file for it now. Where the disk is full, or fails, nothing is written for a while."""
+        path = self._file(block_hash)
+        if os.path.exists(path):
+            return True
+        if time.monotonic() < self._full_until:
+            return False
+        unfinished = f"{path}.{os.getpid()}-{threading.get_ident()}{_PART}"
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(unfinished, "wb") as file:
+                file.writelines([self._header(block_hash, parts), *parts])
+            os.rename(unfinished, path)
+        except OSError as error:
+            self._full_until = time.monotonic() + _RETRY_S
+            logger.warning("no KV block is written to %s for %.0f s: %s", self.folder, _RETRY_S, error)
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            return False
+        with self._lock:
+            self._written += self._file_bytes
+            if self._bytes + self._written > self.max_bytes or self._written > self.max_bytes // _LOOKS:
+                self._make_room()
+        return True
+
+    def read(self, block_hash: bytes, parts: Sequence[memoryview]) -> bool:
+        """Whether `parts` hold the block now. If not, whatever is in them is nobody's, and there is no such file."""
+        path = self._file(block_hash)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                header = file.read(_HEADER.size)
+                whole = os.fstat(file.fileno()).st_size == self._file_bytes and all(_fill(file, part) for part in parts)
+            if whole and header == self._header(block_hash, parts):
+                os.utime(path)  # used just now
+                return True
+        except FileNotFoundError:  # others have made room
+            return False
+        except OSError as error:
+            logger.warning("a KV block cannot be read: %s", error)
+        else:
+            logger.warning("%s is no KV block as it was written: it is deleted", path)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        return False
+
+    def _file(self, block_hash: bytes) -> str:
+        name = block_hash.hex()
+        return f"{self.folder}/{name[:2]}/{name}"
+
+    def _header(self, block_hash: bytes, parts: Iterable[memoryview]) -> bytes:
+        crc = 0
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+        return _HEADER.pack(_MAGIC, self._identity, block_hash, self._file_bytes, crc)
+
+    def _make_room(self) -> None:
+        """Deletes what was used longest ago, down to the bound and a little below, and what somebody was killed
+        over."""
+        files: list[tuple[float, int, str]] = []
+        now = time.time()
+        for folder in os.scandir(self.folder):
+            for entry in os.scandir(folder):
+                with contextlib.suppress(OSError):
+                    about = entry.stat()
+                    if not entry.name.endswith(_PART):
+                        files.append((about.st_mtime, about.st_size, entry.path))
+                    elif now - about.st_mtime > _ABANDONED_S:
+                        os.unlink(entry.path)
+        self._bytes, self._written = sum(size for _, size, _ in files), 0
+        if self._bytes <= self.max_bytes - self.max_bytes // _LOOKS:
+            return
+        for _, size, path in sorted(files):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            self._bytes -= size
+            if self._bytes <= self.max_bytes - 2 * self.max_bytes // _LOOKS:
+                return
+
+
+def _fill(file: object, part: memoryview) -> bool:
+    """Reads on until `part` is full; False where the file ends before."""
+    while len(part):
+        count = file.readinto(part)  # type: ignore[attr-defined]
+        if not count:
+            return False
+        part = part[count:]
+    return True
+
+
+def open_block_files(cache: CacheConfig, identity: str, block_bytes: int) -> BlockFiles | None:
+    """Those of the settings; None where they ask for none."""
+    if cache.disk_prefix_path is None:
+        return None
+    most = None if cache.disk_prefix_gib is None else int(cache.disk_prefix_gib * 2**30)
+    return BlockFiles(cache.disk_prefix_path, identity, block_bytes, most)

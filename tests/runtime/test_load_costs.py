@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from mini_infer.runtime.scheduler.load_costs import LoadCosts
+
+
+def test_a_load_is_tried_until_both_ways_are_known() -> None:
+    costs = LoadCosts()
+    assert costs.loading_pays("host", 4, 64)
+    costs.loaded("host", 4, 1.0)
+    assert costs.loading_pays("host", 4, 64), "nobody knows what a token takes"
+    costs.computed(100, 0.1)
+    assert not costs.loading_pays("host", 4, 64)
+    assert costs.loading_pays("file", 4, 64), "each source for itself"
+
+
+def test_what_a_load_takes_beside_its_blocks_counts_against_short_ones() -> None:
+    costs = LoadCosts()
+    costs.computed(1000, 1.0)
+    for _ in range(20):
+        costs.loaded("host", 512, 0.02)
+        costs.loaded("host", 1, 0.02)
+    assert costs.loading_pays("host", 512, 8192)
+    assert not costs.loading_pays("host", 1, 16)
+
+
+def test_a_source_that_was_slow_once_is_tried_again() -> None:
+    costs = LoadCosts()
+    costs.computed(1000, 1.0)
+    costs.loaded("file", 10, 100.0)
+    tries = next(number for number in range(1000) if costs.loading_pays("file", 10, 160))
+    assert 100 < tries < 500
