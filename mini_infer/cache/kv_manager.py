@@ -8,9 +8,9 @@ A request's block table, block_size = 4, after a prefix hit of two blocks and tw
     block_hashes  [     h0      |      h1     |      h2     ]               full blocks only; h1 = H(h0, t4..t7)
 
 Host memory, where there is any, is a second block pool. A swapped request holds blocks there; all others hold copies
-of prefixes (`save`), which stay when the device's block is given to somebody else, and come back when a prompt asks
-for them (`load`). They are copied when they are filled, not when they are evicted: then nobody waits for a block. From there
-they may go to files (`write`), and come back through host memory.
+of prefixes (`save`), which stay when the device's block is given to somebody else, and come back when a prompt asks for
+them (`load`). They are copied when they are filled, not when they are evicted: then nobody waits for a block. From
+there they may go to files (`write`), and come back through host memory.
 
 With the contiguous layout (a baseline) a request takes one region of max_model_len slots for its whole life: the
 pool then counts regions, and a table is the region's run of consecutive blocks.

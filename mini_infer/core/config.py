@@ -299,8 +299,8 @@ class EngineConfig:
             )
         if self.parallel.ranks > 1 and self.cache.disk_prefix_path is not None:
             raise ConfigError(
-                f"cache.disk_prefix_path with {self.parallel.asked}: each rank has a part of every block, and files are one "
-                "rank's so far. Leave it unset (cache.host_prefix_gib works with any number), or set one rank"
+                f"cache.disk_prefix_path with {self.parallel.asked}: each rank has a part of every block, and files "
+                "are one rank's so far. Leave it unset (cache.host_prefix_gib works with any number), or set one rank"
             )
         if self.parallel.pipeline > 1 and self.model.count_experts:
             raise ConfigError(

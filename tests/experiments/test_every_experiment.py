@@ -35,6 +35,10 @@ FEW = {
     ],
     "text": ["workload.count=4"],
     "shared_prefix": ["workload.count=4", "workload.prefix_tokens=160", "workload.suffix_tokens=40"],
+    "multi_turn": [
+        *("workload.conversations=2", "workload.turns=2", "workload.prompt_tokens=40", "workload.user_tokens=8"),
+        *("workload.answer_tokens=12", "workload.think_s=0"),
+    ],
     "mixed": [
         *("workload.streams=2", "workload.stream_output_tokens=6", "workload.prompts=2"),
         *("workload.prompt_every_s=0.01", "workload.prompt_tokens=1024"),
@@ -222,7 +226,12 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
 
 
 def _kind(config) -> str:
-    return OmegaConf.get_type(config.workload).__name__.lower().replace("sharedprefix", "shared_prefix")
+    return (
+        OmegaConf.get_type(config.workload)
+        .__name__.lower()
+        .replace("sharedprefix", "shared_prefix")
+        .replace("multiturn", "multi_turn")
+    )
 
 
 def _leave_out_peers(experiment) -> None:

@@ -47,6 +47,7 @@ from mini_infer.core.speculation_config import DraftConfig, SpeculationConfig, S
 
 MOST_REQUESTS = 24  # of a point's own
 MOST_TOKENS = 32  # of an answer
+SMALL_TIER_GIB = 2**-6  # of host memory for prefixes
 CHUNK = 256  # tokens of a step, where probes are computed in chunks
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "logprobs": 2},
@@ -217,7 +218,15 @@ def _stressed(config: EngineConfig) -> EngineConfig:
         model=model,
         attention=replace(config.attention, mla=MLAForm.auto),  # it has no latents
         cache=replace(
-            cache, num_blocks=blocks, memory_gib=None, num_host_blocks=None, host_memory_gib=None, watermark=0.0
+            cache,
+            num_blocks=blocks,
+            memory_gib=None,
+            num_host_blocks=None,
+            host_memory_gib=None,
+            host_prefix_gib=None if cache.host_prefix_gib is None else SMALL_TIER_GIB,
+            disk_prefix_path=None,  # files of earlier gates would answer
+            disk_prefix_gib=None,
+            watermark=0.0,
         ),
         scheduler=replace(
             scheduler, max_num_seqs=8, max_num_batched_tokens=CHUNK if scheduler.chunked_prefill else 640

@@ -151,6 +151,14 @@ def _mean_over_time(value: Callable[[StepRecord], float], per: Callable[[StepRec
     return of_engine(compute)
 
 
+def _hits(tokens: Callable[[StepRecord], int]) -> Callable[[Served], float | Missing]:
+    def compute(served: Served) -> float | Missing:
+        asked = sum(request.prompt_tokens for request in served.requests)
+        return sum(tokens(record) for record in served.records) / asked if asked else NOTHING
+
+    return compute
+
+
 def _batch_size(served: Served) -> float | Missing:
     decoding = [record.decode_rows for record in served.records if record.decode_rows]
     return sum(decoding) / len(decoding) if decoding else NOTHING
@@ -270,6 +278,27 @@ SERVING: dict[str, Formula] = {
         _LOW,
         total(lambda r: r.swapped_out_blocks + r.swapped_in_blocks),
     ),
+    "host_hit_rate": of_pass(
+        "share of prompt tokens that came back from host memory",
+        "",
+        _HIGH,
+        of_engine(_hits(lambda r: r.host_hit_tokens)),
+    ),
+    "disk_hit_rate": of_pass(
+        "share of prompt tokens that came back from files", "", _HIGH, of_engine(_hits(lambda r: r.disk_hit_tokens))
+    ),
+    "tier_blocks": of_pass(
+        "KV blocks of prefixes copied to host memory or back",
+        "blocks",
+        _LOW,
+        total(lambda r: r.saved_blocks + r.loaded_blocks),
+    ),
+    "file_blocks": of_pass(
+        "KV blocks of prefixes written to files or read",
+        "blocks",
+        _LOW,
+        total(lambda r: r.written_blocks + r.read_blocks),
+    ),
     "steps": of_pass("engine steps", "steps", _LOW, total(lambda r: 1)),
     "step_ms": of_pass("time of an engine step, mean", "ms", _LOW, mean(lambda r: 1e3 * (r.end_time - r.start_time))),
     "schedule_ms": of_pass("time to schedule a step, mean", "ms", _LOW, mean(lambda r: 1e3 * r.schedule_s)),
@@ -324,7 +353,16 @@ SERVING: dict[str, Formula] = {
 }
 
 SHARES = (
-    *("slo_share", "prefix_hit_rate", "kv_utilization", "kv_used_share", "client_busy", "gpu_idle_share"),
+    *(
+        "slo_share",
+        "prefix_hit_rate",
+        "host_hit_rate",
+        "disk_hit_rate",
+        "kv_utilization",
+        "kv_used_share",
+        "client_busy",
+        "gpu_idle_share",
+    ),
     *("accepted_of_drafted", "draft_time_share", *(name for name in DRAFTS if name.startswith("acceptance"))),
 )
 SERVING |= {name: replace(SERVING[name], metric=replace(SERVING[name].metric, share=True)) for name in SHARES}

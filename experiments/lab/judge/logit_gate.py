@@ -86,7 +86,15 @@ def shrunk(config: EngineConfig) -> EngineConfig:
     return replace(
         config,
         model=replace(model, hf_config=shape, load_format=LoadFormat.dummy, max_model_len=length),
-        cache=replace(config.cache, num_blocks=blocks, memory_gib=None, num_host_blocks=None),
+        cache=replace(
+            config.cache,
+            num_blocks=blocks,
+            memory_gib=None,
+            num_host_blocks=None,
+            host_prefix_gib=None,
+            disk_prefix_path=None,
+            disk_prefix_gib=None,
+        ),
         scheduler=replace(config.scheduler, max_num_seqs=SEQUENCES),
     )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +48,11 @@ class EngineSubject:
     """One engine. Whatever it has cached stays from pass to pass, until it is to forget it."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self._folder: TemporaryDirectory[str] | None = None
+        if (path := config.cache.disk_prefix_path) is not None:  # in there, one of its own: nothing of other passes
+            Path(path).mkdir(parents=True, exist_ok=True)
+            self._folder = TemporaryDirectory(dir=path, ignore_cleanup_errors=True)
+            config = replace(config, cache=replace(config.cache, disk_prefix_path=self._folder.name))
         self.engine = LLMEngine(config)
         self._step_costs = _measured_costs(self.engine)
         self.about = _facts(self.engine.startup)
@@ -63,12 +71,16 @@ class EngineSubject:
     def forget(self) -> None:
         """An empty block pool, and nothing of what was drafted and accepted: as it was when it had started."""
         self.engine.core.reset()
+        if self.engine.executor.files is not None:
+            shutil.rmtree(self.engine.executor.files.folder, ignore_errors=True)
 
     def reserve_memory(self) -> None:
         self.engine.executor.reserve_memory()
 
     def close(self) -> None:
         self.engine.close()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 class MemoryWatch:
