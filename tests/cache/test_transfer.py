@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from mini_infer.cache import transfer as transfers
+from mini_infer.cache.block_files import BlockFiles
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout, Plane
 from mini_infer.cache.transfer import AtOnce, KVTransfer
@@ -147,6 +149,31 @@ class TestPoll:
         assert transfer.poll() == (3,)
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_blocks_go_to_files_and_come_back(name: str, device: torch.device, tmp_path: Path) -> None:
+    store = filled(LAYOUTS[name], 10, device)
+    files = BlockFiles(str(tmp_path), name, LAYOUTS[name].bytes_per_block(3), 10**8)
+    hashes = [bytes([number]) * 32 for number in range(5)]
+    first = KVTransfer([store], num_host_blocks=4, files=files)
+    before = contents(store)
+    first.start(Transfer(0, True, [(7, 3), (2, 0), (5, 1)], True))
+    assert first.poll(wait=True) == (0,)
+    first.start(Transfer(1, True, [], True, [(3, hashes[0]), (0, hashes[1]), (1, hashes[2])]))
+    assert first.poll(wait=True) == (1,)
+    second = KVTransfer([store], num_host_blocks=4, files=files)
+    lost = Path(files._file(hashes[1]))
+    lost.write_bytes(lost.read_bytes()[:-1])
+    read = [(2, hashes[0]), (1, hashes[1]), (0, hashes[2]), (3, hashes[4])]
+    second.start(Transfer(2, False, [(2, 9), (1, 4), (0, 6), (3, 8)], True, read))
+    assert second.poll(wait=True) == (2,)
+    assert second.take_unread([2]) == {2: [1, 3]}
+    assert second.take_unread([2]) == {}
+    for now, then in zip(contents(store), before, strict=True):
+        for source, target in ((7, 9), (5, 6)):
+            assert torch.equal(now[:, :, target], then[:, :, source])
+
+
 def test_too_little_host_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("cannot allocate memory")
@@ -155,7 +182,7 @@ def test_too_little_host_memory_names_the_setting(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "empty", fails)
     with pytest.raises(
         ConfigError,
-        match=r"7 KV blocks in host memory take .* GiB.*lower cache\.num_host_blocks .*preemption=recompute",
+        match=r"7 KV blocks in host memory take .* GiB.*lower .*cache\.num_host_blocks .*preemption=recompute",
     ):
         KVTransfer([store], num_host_blocks=7)
 

@@ -46,6 +46,10 @@ TABLE: dict[str, dict[str, Any]] = {
         "scheduler": {"preemption": "swap"},
         "model": {"path": "tiny-target", "max_model_len": 64},
     },
+    "prefixes in host memory": {
+        "cache": {"num_blocks": 20, "block_size": 4, "host_prefix_gib": 2**-8},
+        "model": {"path": "tiny-target", "max_model_len": 64},
+    },
     "overlap": {"scheduler": {"overlap": "always"}},
     "overlap and swap": {
         "cache": {"num_blocks": 20, "block_size": 4, "num_host_blocks": 16},
@@ -111,6 +115,7 @@ def test_ranks_give_the_tokens_of_one_process(make_engine: MakeEngine, name: str
     assert (preempted > 0) == (settings.get("cache", {}).get("num_blocks") == 20)
     swapped = sum(record.swapped_in_blocks for record in engine.records)
     assert (swapped > 0) == ("swap" in name)
+    assert (sum(record.loaded_blocks for record in engine.records) > 0) == ("host memory" in name)
     if not (settings.get("speculation", {}).get("adaptive") and "pipeline" in parallel):  # where drafts may not pay
         assert any(record.accepted for record in engine.records) == ("speculation" in settings)
     startup = engine.startup

@@ -106,6 +106,13 @@ MECHANISMS: dict[str, dict[str, Any]] = {
         "cache": {"prefix_caching": True, "block_size": 8, "num_blocks": 8, "watermark": 0.0},
         "scheduler": {"overlap": "always", "max_num_batched_tokens": 13, "max_num_seqs": 3},
     },
+    "short of memory, prefixes in host memory": {
+        "cache": {
+            **{"prefix_caching": True, "block_size": 8, "num_blocks": 8, "watermark": 0.0},
+            "host_prefix_gib": 2**-12,
+        },
+        "scheduler": {"overlap": "always", "max_num_batched_tokens": 13, "max_num_seqs": 3},
+    },
     "drafts, swap": {
         "cache": {"block_size": 4, "num_blocks": 10, "watermark": 0.0},
         "scheduler": {"preemption": "swap", "max_num_seqs": 3, "max_num_batched_tokens": 30},
@@ -202,6 +209,11 @@ ON_A_GPU: dict[str, dict[str, Any]] = {
     "short of memory, swap": {
         "cache": {"num_blocks": 250, "prefix_caching": True, "watermark": 0.0},
         "scheduler": {"overlap": "always", "preemption": "swap"},
+        "graphs": {"capture": "auto"},
+    },
+    "short of memory, prefixes in host memory": {
+        "cache": {"num_blocks": 250, "prefix_caching": True, "watermark": 0.0, "host_prefix_gib": 1.0},
+        "scheduler": {"overlap": "always"},
         "graphs": {"capture": "auto"},
     },
     "n-gram drafts": {"speculation": {"method": "ngram", "num_tokens": 4}, "graphs": {"capture": "auto"}},

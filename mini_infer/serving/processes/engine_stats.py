@@ -13,6 +13,13 @@ from mini_infer.serving.histograms import BOUNDS, Histogram
 from mini_infer.serving.processes.wire import DEADLINE, Stats
 
 
+# Of StepRecords.
+TIERS = (
+    *("host_hit_tokens", "disk_hit_tokens", "saved_blocks", "loaded_blocks"),
+    *("written_blocks", "read_blocks", "lost_blocks"),
+)
+
+
 class EngineStats:
     """Counts since the engine started."""
 
@@ -25,9 +32,7 @@ class EngineStats:
         self._generation_tokens = 0
         self._prefix_queried_tokens = 0
         self._prefix_hit_tokens = 0
-        self._host_hit_tokens = 0
-        self._saved_blocks = 0
-        self._loaded_blocks = 0
+        self._tiers = dict.fromkeys(TIERS, 0)
         startup = engine.startup
         self._block_bytes = (startup.kv_bytes + startup.draft_kv_bytes) // startup.num_kv_blocks
         self._preemptions = 0
@@ -49,9 +54,8 @@ class EngineStats:
         self._generation_tokens += record.sampled_tokens
         self._prefix_queried_tokens += record.prefix_queried_tokens
         self._prefix_hit_tokens += record.prefix_hit_tokens
-        self._host_hit_tokens += record.host_hit_tokens
-        self._saved_blocks += record.saved_blocks
-        self._loaded_blocks += record.loaded_blocks
+        for name in TIERS:
+            self._tiers[name] += getattr(record, name)
         self._preemptions += len(record.preempted)
         self._evictions += record.evictions
 
@@ -100,9 +104,13 @@ class EngineStats:
             generation_tokens=self._generation_tokens,
             prefix_queried_tokens=self._prefix_queried_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
-            host_hit_tokens=self._host_hit_tokens,
-            saved_bytes=self._saved_blocks * self._block_bytes,
-            loaded_bytes=self._loaded_blocks * self._block_bytes,
+            host_hit_tokens=self._tiers["host_hit_tokens"],
+            disk_hit_tokens=self._tiers["disk_hit_tokens"],
+            saved_bytes=self._tiers["saved_blocks"] * self._block_bytes,
+            loaded_bytes=self._tiers["loaded_blocks"] * self._block_bytes,
+            written_bytes=self._tiers["written_blocks"] * self._block_bytes,
+            read_bytes=self._tiers["read_blocks"] * self._block_bytes,
+            lost_blocks=self._tiers["lost_blocks"],
             host_cached_blocks=kv.host_cached_blocks,
             preemptions=self._preemptions,
             evictions=self._evictions,

@@ -174,8 +174,12 @@ class Stats(Message):
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     host_hit_tokens: int = 0  # of them
+    disk_hit_tokens: int = 0
     saved_bytes: int = 0  # of prefixes, to host memory
-    loaded_bytes: int = 0
+    loaded_bytes: int = 0  # and back
+    written_bytes: int = 0  # to files
+    read_bytes: int = 0  # and back
+    lost_blocks: int = 0  # as in StepRecord
     host_cached_blocks: int = 0
     preemptions: int = 0
     evictions: int = 0
