@@ -58,7 +58,7 @@ class _UnderWay:
 
 NO_MATCH = PrefixMatch([], 0)
 SAVED_AT_ONCE = 32  # blocks: a copy of few takes the host as long as one of many
-WRITTEN_AT_ONCE = 64  # at most: as long as it takes they cannot be given to others
+WRITTEN_AT_ONCE = 1 / 8  # of host memory, at most: as long as it takes these blocks cannot be given to others
 _block_table, _num_computed_tokens = attrgetter("block_table"), attrgetter("num_computed_tokens")
 
 
@@ -256,15 +256,15 @@ class KVManager:
         assert parked is not None
         self._park_table(request, parked)
 
-    def end_transfer(self, transfer_id: int, unread: Collection[int] = ()) -> Request | None:
+    def end_transfer(self, transfer_id: int, failed: Collection[int] = ()) -> Request | None:
         """The copies have ended, or were never made: the request, whose blocks can be used now; None where it was freed
-        meanwhile, there is none, or nobody knows of the transfer. `unread` are host blocks that files were to fill, and
-        did not: nothing from the first of them on has arrived."""
+        meanwhile, there is none, or nobody knows of the transfer. `failed` are host blocks that files did not fill:
+        nothing from the first of them on has arrived."""
         parked = self._under_way.pop(transfer_id, None)
         if parked is None:
             return None
         self._pool.release(self._units(parked.table))
-        brings = {block: block_hash for block, block_hash in parked.brings.items() if block not in unread}
+        brings = {block: block_hash for block, block_hash in parked.brings.items() if block not in failed}
         self._host.register(brings, brings.values())
         self._host.release(parked.host)
         request = parked.request
@@ -272,11 +272,13 @@ class KVManager:
             self._writing = None
         elif request is None and self._writes:
             self._unwritten.update(dict.fromkeys(brings.values()))
+            while len(self._unwritten) > self.num_host_blocks:  # the oldest are there no more
+                del self._unwritten[next(iter(self._unwritten))]
         if request is not None and request.block_table:
             if request in self._host_tables:
                 self._host.release(self._host_tables.pop(request))
             else:
-                arrived = next((i for i, block in enumerate(parked.host) if block in unread), len(parked.host))
+                arrived = next((i for i, block in enumerate(parked.host) if block in failed), len(parked.host))
                 self.commit(request, (request.num_committed_blocks + arrived) * self.block_size)
         return request
 
@@ -341,7 +343,7 @@ class KVManager:
         if self._writing is not None or not self._unwritten:
             return None
         files: list[tuple[int, bytes]] = []
-        while self._unwritten and len(files) < WRITTEN_AT_ONCE:
+        while self._unwritten and len(files) < max(1, WRITTEN_AT_ONCE * self.num_host_blocks):
             block_hash = next(iter(self._unwritten))
             del self._unwritten[block_hash]
             block = self._host.block_of(block_hash)

@@ -18,7 +18,7 @@ from mini_infer.core.plan import Transfer
 
 _STAGED_BYTES = 32 * 2**20  # of device memory, or one block
 _CHUNK_BYTES = 256 * 2**20  # of host memory
-_FILE_THREADS = 8
+_FILE_THREADS = 16
 
 
 class AtOnce:
@@ -104,8 +104,8 @@ class KVTransfer:
             self._stream.uses(part.staged)
         self._files = files
         self._threads = ThreadPoolExecutor(_FILE_THREADS, "kv files") if files else None
-        self._at_files: list[tuple[Transfer, list[Future[bool]]]] = []
-        self._unread: dict[int, list[int]] = {}  # of transfers that ended since these were taken
+        self._at_files: list[tuple[Transfer, list[Future[list[int]]]]] = []
+        self._failed: dict[int, list[int]] = {}  # of transfers that ended since these were taken
 
     def start(self, transfer: Transfer) -> None:
         """Queues the copies behind what the current stream was given so far, whose writes they see; where files are to
@@ -113,11 +113,16 @@ class KVTransfer:
         if not transfer.files:
             self._queue(transfer)
             return
-        assert self._files is not None, f"{transfer} without files"
-        assert self._threads is not None
-        verb = self._files.write if transfer.to_host else self._files.read
-        jobs = [self._threads.submit(verb, block_hash, self._host_bytes(block)) for block, block_hash in transfer.files]
+        assert self._threads is not None, f"{transfer} without files"
+        shares = [transfer.files[first::_FILE_THREADS] for first in range(min(_FILE_THREADS, len(transfer.files)))]
+        jobs = [self._threads.submit(self._through_files, share, transfer.to_host) for share in shares]
         self._at_files.append((transfer, jobs))
+
+    def _through_files(self, files: Sequence[tuple[int, bytes]], to_host: bool) -> list[int]:
+        """Writes host blocks, or reads them. Those with which it did not work. On a thread, which mostly waits."""
+        assert self._files is not None
+        verb = self._files.write if to_host else self._files.read
+        return [block for block, block_hash in files if not verb(block_hash, self._host_bytes(block))]
 
     def _queue(self, transfer: Transfer) -> None:
         event = self._stream.run(lambda: self._copy(transfer))
@@ -134,23 +139,21 @@ class KVTransfer:
             if not (wait or all(job.done() for job in jobs)):
                 continue
             self._at_files.remove((transfer, jobs))
-            there = [job.result() for job in jobs]
-            if transfer.to_host:  # whether there is a file of it now is asked when somebody wants it
+            if failed := [block for job in jobs for block in job.result()]:
+                self._failed[transfer.transfer_id] = failed
+            if transfer.to_host:
                 ended.append(transfer.transfer_id)
-                continue
-            unread = [block for (block, _), is_there in zip(transfer.files, there, strict=True) if not is_there]
-            if unread:
-                self._unread[transfer.transfer_id] = unread
-            self._queue(transfer)
+            else:
+                self._queue(transfer)
         while self._under_way and (wait or self._under_way[0][1].query()):
             transfer_id, event = self._under_way.popleft()
             event.synchronize()
             ended.append(transfer_id)
         return tuple(ended)
 
-    def take_unread(self, ended: Sequence[int]) -> dict[int, list[int]]:
-        """Of transfers that have ended: id -> host blocks that their files did not give. Each is told once."""
-        return {transfer_id: self._unread.pop(transfer_id) for transfer_id in ended if transfer_id in self._unread}
+    def take_failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
+        """Of transfers that have ended: id -> host blocks that files did not give, or take. Each is told once."""
+        return {transfer_id: self._failed.pop(transfer_id) for transfer_id in ended if transfer_id in self._failed}
 
     def _host_bytes(self, block: int) -> list[memoryview]:
         """A block in host memory."""

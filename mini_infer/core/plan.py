@@ -183,7 +183,7 @@ class StepResult(NamedTuple):
     prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = NONE  # row -> as the plan asks for them
     draft_s: float = 0.0  # of the step's time, what proposing took a draft model
     transfers_done: tuple[int, ...] = ()  # ids of those whose copies have ended since the step collected before
-    unread: Mapping[int, Sequence[int]] = NONE  # of those: id -> host blocks that their files did not give
+    failed: Mapping[int, Sequence[int]] = NONE  # of those: id -> host blocks that files did not give, or take
     expert_tokens: tuple[tuple[int, ...], ...] = ()  # as in StepRecord
     expert_traffic: ExpertTraffic | None = None  # as in StepRecord
 
@@ -245,7 +245,7 @@ class StepRecord(NamedTuple):
     loaded_blocks: int = 0  # and back
     written_blocks: int = 0  # to files
     read_blocks: int = 0  # and back
-    lost_blocks: int = 0  # that were to be read, and whose files were gone or broken
+    lost_blocks: int = 0  # of both, those with which it did not work
 
     @property
     def decode_rows(self) -> int:

@@ -190,7 +190,7 @@ class EngineCore:
             loaded_blocks=plan.num_blocks_moved(to_host=False, of_prefixes=True),
             written_blocks=plan.num_files(written=True),
             read_blocks=plan.num_files(written=False),
-            lost_blocks=sum(map(len, result.unread.values())),
+            lost_blocks=sum(map(len, result.failed.values())),
         )
         self.records.append(record)
         for observer in self.observers:

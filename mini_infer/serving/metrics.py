@@ -55,7 +55,7 @@ COUNTERS = {
     "prefix_cache_loaded_bytes": "KV of prefixes copied back.",
     "prefix_cache_written_bytes": "KV of prefixes written to files.",
     "prefix_cache_read_bytes": "KV of prefixes read from files.",
-    "prefix_cache_lost_blocks": "KV blocks whose files were gone or broken when they were to be read.",
+    "prefix_cache_lost_blocks": "KV blocks that files did not give, being broken or gone, or take, on a full disk.",
     "prefix_cache_evictions": "Cached KV blocks given to others.",
     "engine_steps": "Steps of the engine.",
     "spec_decode_num_drafts": "Times that a request's last token was verified with drafts behind it.",

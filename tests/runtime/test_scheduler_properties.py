@@ -158,8 +158,8 @@ class LateTransfers:
         self._make_due(wait)
         return self._transfers.poll(wait)
 
-    def take_unread(self, ended: Sequence[int]) -> dict[int, list[int]]:
-        return self._transfers.take_unread(ended)
+    def take_failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
+        return self._transfers.take_failed(ended)
 
     def _make_due(self, wait: bool) -> None:
         while self._waiting and (wait or self._waiting[0][1] <= self._num_polls):
@@ -180,8 +180,8 @@ class BothModels:
         self._draft.poll(wait=True)
         return self._target.poll(wait)
 
-    def take_unread(self, ended: Sequence[int]) -> dict[int, list[int]]:
-        return self._target.take_unread(ended)
+    def take_failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
+        return self._target.take_failed(ended)
 
 
 def with_draft_model(engine: LLMEngine, right: float) -> None:

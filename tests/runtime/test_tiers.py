@@ -1,4 +1,4 @@
-"""Prefixes that the pool gives up and that come back from host memory and from files: the tokens are those that a request
+"""Prefixes that the pool gives up and that come back from host memory and from files: tokens are those that a request
 gets alone, whatever else goes on."""
 
 from __future__ import annotations

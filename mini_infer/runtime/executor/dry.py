@@ -65,7 +65,7 @@ class DryModel:
         self._states = np.zeros((num_blocks + 1, block_size), dtype=np.uint64)  # the last one for padding
         self._host_states = np.zeros((num_host_blocks, block_size), dtype=np.uint64)
         self._transfers_done: list[int] = []
-        self._unread: dict[int, list[int]] = {}
+        self._failed: dict[int, list[int]] = {}
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Writes the step's states and returns them, [T] int64, on the CPU."""
@@ -96,16 +96,14 @@ class DryModel:
 
     def start(self, transfer: Transfer) -> None:
         """Reads or writes files, and copies, at once."""
-        unread = []
+        failed = []
         for block, block_hash in transfer.files:
             assert self._files is not None
-            state = [memoryview(self._host_states[block]).cast("B")]
-            if transfer.to_host:
-                self._files.write(block_hash, state)
-            elif not self._files.read(block_hash, state):
-                unread.append(block)
-        if unread:
-            self._unread[transfer.transfer_id] = unread
+            verb = self._files.write if transfer.to_host else self._files.read
+            if not verb(block_hash, [memoryview(self._host_states[block]).cast("B")]):
+                failed.append(block)
+        if failed:
+            self._failed[transfer.transfer_id] = failed
         transfer.copy(self._states, self._host_states)
         self._transfers_done.append(transfer.transfer_id)
 
@@ -113,8 +111,8 @@ class DryModel:
         done, self._transfers_done = self._transfers_done, []
         return tuple(done)
 
-    def take_unread(self, ended: Sequence[int]) -> dict[int, list[int]]:
-        return {transfer_id: self._unread.pop(transfer_id) for transfer_id in ended if transfer_id in self._unread}
+    def take_failed(self, ended: Sequence[int]) -> dict[int, list[int]]:
+        return {transfer_id: self._failed.pop(transfer_id) for transfer_id in ended if transfer_id in self._failed}
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """States [N] -> float32 [N, vocab_size]: noise in [0, 4) over the vocabulary and a peak at the greedy token, a

@@ -362,13 +362,13 @@ class Scheduler:
         step = self._planned.pop(plan.step)
         # Whoever collects a step without rows waits for all transfers: those not made by then never will be.
         for transfer_id in result.transfers_done if plan.req_indices else self.kv.transfers:
-            unread = result.unread.get(transfer_id, ())
-            moved = self.kv.end_transfer(transfer_id, unread)
+            failed = result.failed.get(transfer_id, ())
+            moved = self.kv.end_transfer(transfer_id, failed)
             if moved is not None and moved.status is RequestStatus.loading:
                 # Of one that was swapped no block is committed.
                 loaded = moved.num_committed_blocks * self.kv.block_size
                 moved.num_computed_tokens = max(moved.num_computed_tokens, loaded)
-                if unread:
+                if failed:
                     moved.num_cached_tokens = min(moved.num_cached_tokens or 0, moved.num_computed_tokens)
                 self._batch.move(moved, RequestStatus.prefilling)
             if transfer_id in self._loads:

@@ -242,10 +242,10 @@ class Runner:
         }
         draft_s = 0.0 if launched.drafting is None else launched.drafting.read()
         ended = () if self._transfers is None else self._transfers.poll(wait=not tokens)
-        unread = NONE if self._transfers is None else self._transfers.take_unread(ended)
+        failed = NONE if self._transfers is None else self._transfers.take_failed(ended)
         counts = () if launched.expert_counts is None else tuple(map(tuple, launched.expert_counts.tolist()))
         traffic = None if launched.expert_traffic is None else launched.expert_traffic.read()
-        return StepResult(tokens, logprobs, of_prompts, draft_s, ended, unread, counts, traffic)
+        return StepResult(tokens, logprobs, of_prompts, draft_s, ended, failed, counts, traffic)
 
     def settle(self) -> None:
         """Takes in whatever other stages have to tell of the steps so far."""

@@ -12,7 +12,6 @@ from mini_infer.runtime.llm_engine import LLMEngine
 from mini_infer.serving.histograms import BOUNDS, Histogram
 from mini_infer.serving.processes.wire import DEADLINE, Stats
 
-
 # Of StepRecords.
 TIERS = (
     *("host_hit_tokens", "disk_hit_tokens", "saved_blocks", "loaded_blocks"),
