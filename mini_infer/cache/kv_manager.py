@@ -86,7 +86,7 @@ class KVManager:
         self._host = BlockPool(num_host_blocks)
         self._host_tables: dict[Request, list[int]] = {}  # host blocks of swapped requests
         self._under_way: dict[int, _UnderWay] = {}  # by transfer id
-        self._num_transfers = 0
+        self.num_transfers = 0  # that were ever started; the last one's id
         self.num_host_blocks = num_host_blocks
         self._saves = host_prefixes and self.prefix_caching
         self._unsaved: dict[bytes, None] = {}  # filled since the last `save`, in that order
@@ -374,9 +374,9 @@ class KVManager:
         of_prefixes: bool = False,
         files: Sequence[tuple[int, bytes]] = (),
     ) -> Transfer:
-        self._num_transfers += 1
-        self._under_way[self._num_transfers] = parked
-        return Transfer(self._num_transfers, to_host, pairs, of_prefixes, files)
+        self.num_transfers += 1
+        self._under_way[self.num_transfers] = parked
+        return Transfer(self.num_transfers, to_host, pairs, of_prefixes, files)
 
     def _transfer_of(self, request: Request) -> _UnderWay | None:
         for parked in self._under_way.values():

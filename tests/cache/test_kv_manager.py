@@ -7,6 +7,7 @@ from integrity import check_kv
 
 from mini_infer.cache.kv_manager import NO_MATCH, KVManager, PrefixMatch
 from mini_infer.core.config import Layout
+from mini_infer.core.plan import Transfer
 from mini_infer.core.request import Request, SamplingParams
 
 
@@ -196,7 +197,8 @@ class TestHostPrefixes:
         found = kv.find_saved(again)
         back = kv.load(again, found)
         assert (back.to_host, back.of_prefixes) == (False, True)
-        assert back.pairs == [(found[0], again.block_table[2])]
+        assert back is not None
+        assert back.pairs == [(found[0].block, again.block_table[2])]
         assert kv.is_under_way(again)
         check_kv(kv, [again])
         assert kv.usage([again]).host_blocks_used == 1
@@ -275,12 +277,96 @@ class TestHostPrefixes:
         again = request(list(range(13)))
         assert admitted(kv, again)
         back = kv.load(again, kv.find_saved(again))
+        assert back is not None
         kv.free(again)
         check_kv(kv, [])
         assert kv.usage([]).host_blocks_used == 3
         assert kv.end_transfer(back.transfer_id) is None
         assert (kv.usage([]).used_blocks, kv.usage([]).host_blocks_used) == (0, 0)
         check_kv(kv, [])
+
+
+class TestFiles:
+    def pools(self, num_host_blocks: int = 8) -> tuple[KVManager, set[bytes]]:
+        files: set[bytes] = set()
+        kv = KVManager(4, 4, 16, num_host_blocks=num_host_blocks, host_prefixes=True, files=files)
+        return kv, files
+
+    def written(self, kv: KVManager, files: set[bytes], tokens: list[int]) -> None:
+        kv.free(computed(kv, tokens))
+        transfer = kv.save()
+        while transfer is not None:
+            files.update(block_hash for _, block_hash in transfer.files)
+            kv.end_transfer(transfer.transfer_id)
+            transfer = kv.write()
+        check_kv(kv, [])
+
+    def loading(self, kv: KVManager, tokens: list[int]) -> tuple[Request, Transfer]:
+        again = request(tokens)
+        assert admitted(kv, again)
+        transfer = kv.load(again, kv.find_saved(again))
+        assert transfer is not None
+        check_kv(kv, [again])
+        return again, transfer
+
+    def test_what_host_memory_has_given_up_comes_from_files_through_it(self) -> None:
+        kv, files = self.pools(num_host_blocks=4)
+        self.written(kv, files, list(range(12)))
+        self.written(kv, files, [100 + i for i in range(16)])
+        assert len(files) == 7
+        again, transfer = self.loading(kv, list(range(13)))
+        assert len(transfer.pairs) == len(transfer.files) == 3
+        kv.end_transfer(transfer.transfer_id)
+        assert again.num_committed_blocks == 3
+        assert kv.usage([again]).host_cached_blocks == 4
+        assert [one.block is None for one in kv.find_saved(request([*range(13)]))] == []
+        check_kv(kv, [again])
+
+    def test_nothing_behind_a_file_that_gave_nothing_has_arrived(self) -> None:
+        kv, files = self.pools(num_host_blocks=4)
+        self.written(kv, files, list(range(12)))
+        self.written(kv, files, [100 + i for i in range(16)])
+        again, transfer = self.loading(kv, list(range(13)))
+        second, third = transfer.files[1], transfer.files[2]
+        kv.end_transfer(transfer.transfer_id, failed=[second[0]])
+        assert again.num_committed_blocks == 1
+        assert kv._host.block_of(second[1]) is None
+        assert kv._host.block_of(third[1]) is not None, "it is as good as any"
+        check_kv(kv, [again])
+
+    def test_one_transfer_to_files_at_a_time_and_of_nothing_that_is_there(self) -> None:
+        kv, files = self.pools()
+        kv.free(computed(kv, list(range(12))))
+        saved = kv.save()
+        assert saved is not None
+        assert kv.write() is None, "it is on its way to the host"
+        kv.end_transfer(saved.transfer_id)
+        first = kv.write()
+        assert first is not None
+        assert len(first.files) == 1, "an eighth of host memory"
+        assert kv.usage([]).host_blocks_used == 1
+        assert kv.write() is None
+        kv.end_transfer(first.transfer_id)
+        files.update(kv._unwritten)  # by somebody else
+        assert kv.write() is None
+        check_kv(kv, [])
+
+    def test_where_host_memory_is_taken_what_needs_none_is_loaded(self) -> None:
+        kv, files = self.pools(num_host_blocks=4)
+        self.written(kv, files, list(range(12)))
+        self.written(kv, files, [100 + i for i in range(16)])
+        kv.free(computed(kv, list(range(5))))  # the first block is there again
+        saved = kv.save()
+        assert saved is not None
+        kv.end_transfer(saved.transfer_id)
+        other = computed(kv, [200 + i for i in range(12)])
+        assert kv.swap_out(other) is not None
+        kv.end_transfer(kv.transfers[0])
+        kv.free(computed(kv, [300 + i for i in range(16)]))  # nothing is left on the device
+        again, transfer = self.loading(kv, list(range(13)))
+        assert (len(transfer.pairs), len(transfer.files)) == (1, 0)
+        kv.end_transfer(transfer.transfer_id)
+        check_kv(kv, [again])
 
 
 def test_sibling_shares_the_leaders_full_prompt_blocks_without_a_prefix_cache() -> None:

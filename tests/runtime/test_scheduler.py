@@ -24,13 +24,26 @@ BLOCK = 4
 class Bench:
     """A scheduler that is stepped by hand, checked after every step."""
 
-    def __init__(self, num_blocks: int = 64, num_host_blocks: int = 0, prefix_caching: bool = False, **config) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        num_host_blocks: int = 0,
+        prefix_caching: bool = False,
+        host_prefixes: bool = False,
+        **config,
+    ) -> None:
         settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **config}
         layout = settings.pop("layout", Layout.paged)
         max_len = settings.pop("max_model_len", 64)
         watermark = settings.pop("watermark", 0.0)
         kv = KVManager(
-            num_blocks, BLOCK, max_len, layout=layout, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks
+            num_blocks,
+            BLOCK,
+            max_len,
+            layout=layout,
+            prefix_caching=prefix_caching,
+            num_host_blocks=num_host_blocks,
+            host_prefixes=host_prefixes,
         )
         transfer_steps = settings.pop("transfer_steps", 0)
         speculator, follows = settings.pop("speculator", None), settings.pop("follows", False)
@@ -670,3 +683,91 @@ def test_plan_is_a_plain_record() -> None:
 def test_scheduler_and_cache_bookkeeping_need_no_torch() -> None:
     code = "import sys, mini_infer.runtime.scheduler.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# --- prefixes in host memory ----------------------------------------------------------------------------------------
+
+
+def returning(**config) -> tuple[Bench, Request]:
+    """A prompt of 12 tokens that was computed and evicted, and that somebody asks for again."""
+    bench = Bench(num_blocks=6, max_model_len=24, prefix_caching=True, num_host_blocks=16, host_prefixes=True, **config)
+    for first in (0, 100):
+        bench.add("before", [first + i for i in range(12 if first == 0 else 20)], max_tokens=1)
+        while bench.scheduler.num_unfinished:
+            bench.step()
+    bench.add("last", [200], max_tokens=1)  # what is left to be saved is
+    while bench.scheduler.num_unfinished:
+        bench.step()
+    bench.transfer_steps = config.get("transfer_steps", 0)
+    return bench, bench.add("again", list(range(13)), max_tokens=4)
+
+
+def test_a_prompt_comes_back_from_host_memory_while_others_go_on() -> None:
+    bench, again = returning()
+    bench.transfer_steps = 2
+    other = bench.add("other", [300, 301], max_tokens=8)
+    plan = bench.step()
+    assert again.status is RequestStatus.loading
+    assert (plan.prefix_hit_tokens, plan.host_hit_tokens) == (12, 12)
+    assert plan.num_blocks_moved(to_host=False, of_prefixes=True) == 3
+    assert plan.req_indices == [other.req_index]
+    while again.status is RequestStatus.loading:
+        plan = bench.step()
+        assert plan.req_indices == [other.req_index]
+    assert again.status is RequestStatus.prefilling
+    plan = bench.step()
+    assert (plan.starts[-1], plan.counts[-1]) == (12, 1)
+    assert again.num_cached_tokens == 12
+    while bench.scheduler.num_unfinished:
+        bench.step()
+    for transfer_id in bench.scheduler.kv.transfers:  # of blocks that the last steps have filled
+        bench.scheduler.kv.end_transfer(transfer_id)
+    assert bench.scheduler.usage().host_blocks_used == 0
+
+
+def test_one_that_is_loading_alone_is_waited_for() -> None:
+    bench, again = returning()
+    bench.transfer_steps = 9
+    plan = bench.step()
+    assert not plan.empty
+    assert not plan.req_indices
+    assert again.status is RequestStatus.prefilling
+
+
+def test_what_is_computed_sooner_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, again = returning()
+    monkeypatch.setattr(bench.scheduler._load_costs, "loading_pays", lambda *known: False)
+    plan = bench.step()
+    assert again.status is RequestStatus.running
+    assert plan.counts == [13 - (again.num_cached_tokens or 0)]
+    assert plan.host_hit_tokens == 0
+
+
+@pytest.mark.parametrize("way", ["abort", "failure", "preemption"])
+def test_one_that_is_loading_may_go_at_any_moment(way: str) -> None:
+    bench, again = returning(policy="priority")
+    bench.transfer_steps = 3
+    other = bench.add("other", [300, 301], max_tokens=12)
+    again.priority = 1
+    plan = bench.plan()
+    assert again.status is RequestStatus.loading
+    if way == "abort":
+        bench.abort(again)
+    elif way == "failure":
+        bench.scheduler.fail(plan)
+        check_scheduler(bench.scheduler)
+        assert again.status is RequestStatus.waiting
+        assert other.finished
+    if way != "failure":
+        bench.book(plan)
+    if way == "preemption":
+        bench.add("urgent", [400 + i for i in range(17)], max_tokens=1, priority=-1)
+        assert again.request_id in bench.step().preempted
+        assert again.status is RequestStatus.waiting
+    while bench.scheduler.num_unfinished:
+        bench.step()
+    for transfer_id in bench.scheduler.kv.transfers:
+        bench.scheduler.kv.end_transfer(transfer_id)
+    usage = bench.scheduler.usage()
+    assert (usage.used_blocks, usage.host_blocks_used) == (0, 0)
+    assert way == "abort" or again.num_output_tokens == 4

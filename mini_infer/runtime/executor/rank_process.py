@@ -151,8 +151,9 @@ def follow(runner: Runner, ring: PlanRing, stages: int) -> None:
         if not isinstance(record, StepPlan):
             runner.force_token(*record)
             continue
-        if transfers_done < done:  # rank 0's copies have ended, and the plan may write where they read
-            transfers_done += len(runner.collect(runner.launch(StepPlan(record.step))).transfers_done)
+        for wait in (False, True):
+            if transfers_done < done:  # rank 0's copies have ended, and the plan may write where they read
+                transfers_done += len(runner.end_transfers(wait))
         launched.append((number, runner.launch(record)))
         if len(launched) > stages:
             number, step = launched.popleft()

@@ -25,6 +25,7 @@ class PlannedStep:
         self.rows: list[Request] = []
         self.preempted_since: set[Request] = set()  # after it was planned: their blocks are somebody else's now
         self.short_of_blocks = False  # somebody waits for a block of the next token, or has given way for one
+        self.last_transfer = 0  # that was planned by then
         self.promised = 0  # blocks that will be free soon, and for whom is settled
         self.req_indices: list[int] = []
         self.starts: list[int] = []

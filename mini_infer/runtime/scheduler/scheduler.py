@@ -169,6 +169,7 @@ class Scheduler:
             step.transfers.append(written)
         idle = not (step.rows or step.transfers or self._planned)
         step.awaits_transfers = idle and bool(self._requests and self.kv.transfers)
+        step.last_transfer = self.kv.num_transfers
         plan = step.plan()
         if not plan.empty:
             self._planned[step.step] = step
@@ -360,8 +361,10 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenUpdate]:
         """Books a step's tokens at time `now`, and ends the requests that are done."""
         step = self._planned.pop(plan.step)
-        # Whoever collects a step without rows waits for all transfers: those not made by then never will be.
-        for transfer_id in result.transfers_done if plan.req_indices else self.kv.transfers:
+        ended = set(result.transfers_done)
+        if not plan.req_indices:  # its collection has waited for all transfers: those not made by then never will be
+            ended.update(transfer_id for transfer_id in self.kv.transfers if transfer_id <= step.last_transfer)
+        for transfer_id in sorted(ended):
             failed = result.failed.get(transfer_id, ())
             moved = self.kv.end_transfer(transfer_id, failed)
             if moved is not None and moved.status is RequestStatus.loading:

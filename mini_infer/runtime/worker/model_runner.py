@@ -241,11 +241,15 @@ class Runner:
             for row, slices in launched.prompt_logprobs.items()
         }
         draft_s = 0.0 if launched.drafting is None else launched.drafting.read()
-        ended = () if self._transfers is None else self._transfers.poll(wait=not tokens)
+        ended = self.end_transfers(wait=not tokens)
         failed = NONE if self._transfers is None else self._transfers.take_failed(ended)
         counts = () if launched.expert_counts is None else tuple(map(tuple, launched.expert_counts.tolist()))
         traffic = None if launched.expert_traffic is None else launched.expert_traffic.read()
         return StepResult(tokens, logprobs, of_prompts, draft_s, ended, failed, counts, traffic)
+
+    def end_transfers(self, wait: bool) -> tuple[int, ...]:
+        """Ids of transfers that have ended and were not named before; where it is to wait, of all."""
+        return () if self._transfers is None else self._transfers.poll(wait)
 
     def settle(self) -> None:
         """Takes in whatever other stages have to tell of the steps so far."""
