@@ -42,6 +42,7 @@ NAMES = {
     "block-size": Ours("--cache.block_size"),
     "num-gpu-blocks-override": Ours("--cache.num_blocks"),
     "swap-space": Ours("--cache.host_memory_gib"),
+    "kv-offloading-size": Ours("--cache.host_prefix_gib"),
     "enable-prefix-caching": Ours("--cache.prefix_caching", ON),
     "no-enable-prefix-caching": Ours("--cache.prefix_caching", OFF),
     "max-num-seqs": Ours("--scheduler.max_num_seqs"),

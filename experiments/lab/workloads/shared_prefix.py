@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from experiments.lab.workloads import check
 from experiments.lab.workloads.base import START, Arriving, Inputs, Item, Vocabulary, generator
 from experiments.lab.workloads.tokens import RandomTokens
@@ -19,7 +21,9 @@ class SharedPrefix(Arriving):
     them has left anything yet. `prime: true` computes every prefix before the clock starts.
 
     Attributes:
-        groups: different prefixes; requests take them in turns.
+        groups: different prefixes.
+        skew: at 0 requests take them in turns; else each draws its own, the i-th with a weight of 1 / i**skew, as
+            prefixes are asked for in recorded traces: some all the time, many once in a while.
         hit_rate: share of requests that begin with a shared prefix. Which ones is drawn by the seed.
     """
 
@@ -31,12 +35,13 @@ class SharedPrefix(Arriving):
     output_tokens: int = 32
     hit_rate: float = 1.0
     groups: int = 1
+    skew: float = 0.0
     prime: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check.at_least(self, 1, "count", "suffix_tokens", "output_tokens", "groups")
-        check.at_least(self, 0, "prefix_tokens")
+        check.at_least(self, 0, "prefix_tokens", "skew")
         check.share(self, "hit_rate")
 
     @property
@@ -54,8 +59,13 @@ class SharedPrefix(Arriving):
         shares = round(self.hit_rate * self.count) if self.prefix_tokens else 0
         order = generator(seed, "hits").permutation(self.count).tolist()  # a higher rate adds requests, moves none
         sharing = sorted(order[:shares])
-        group_of = {index: turn % self.groups for turn, index in enumerate(sharing)}
-        prefixes = [tokens.draw(self.prefix_tokens) for _ in range(min(self.groups, shares))]
+        turns = [turn % self.groups for turn in range(shares)]
+        if self.skew:
+            weights = 1 / np.arange(1, self.groups + 1) ** self.skew
+            drawn = generator(seed, "groups").choice(self.groups, size=shares, p=weights / weights.sum())
+            turns = [sorted(set(drawn.tolist())).index(group) for group in drawn.tolist()]  # without those of nobody
+        group_of = dict(zip(sharing, turns, strict=True))
+        prefixes = [tokens.draw(self.prefix_tokens) for _ in range(max(turns, default=-1) + 1)]
         computed = set(range(len(prefixes))) if self.prime else set()
         measured = []
         for index in range(self.count):
