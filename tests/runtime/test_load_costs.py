@@ -15,7 +15,7 @@ def test_a_load_is_tried_until_both_ways_are_known() -> None:
 
 def test_what_a_load_takes_beside_its_blocks_counts_against_short_ones() -> None:
     costs = LoadCosts()
-    costs.computed(1000, 1.0)
+    costs.computed(1000, 0.3)
     for _ in range(20):
         costs.loaded("host", 512, 0.02)
         costs.loaded("host", 1, 0.02)

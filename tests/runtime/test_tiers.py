@@ -23,7 +23,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "chunks": {"scheduler": {"max_num_batched_tokens": 24, "max_num_seqs": 2}},
     "overlap": {"scheduler": {"overlap": "always"}},
     "whole prompts": {"scheduler": {"chunked_prefill": False, "max_num_batched_tokens": 160}},
-    "swap": {"scheduler": {"preemption": "swap"}, "cache": {"num_host_blocks": 30}},
+    "swap": {"scheduler": {"preemption": "swap"}, "cache": {"num_host_blocks": 4}},
     "suffix drafts": {"speculation": {"method": "suffix", "num_tokens": 3, "adaptive": False}},
     "a draft model": {
         "speculation": {"method": "draft", "num_tokens": 2, "adaptive": False, "draft": {"path": "tiny-draft"}},
@@ -65,15 +65,14 @@ def test_conversations_come_back(alone: list[list[int]], mechanism: str, files: 
     changes = MECHANISMS[mechanism]
     tier: dict[str, Any] = {"host_prefix_gib": 2**-4}
     if files:  # host memory holds few of them
-        tier = {"host_prefix_gib": 2**-9, "disk_prefix_path": str(tmp_path)}
+        tier = {"host_prefix_gib": 2**-11, "disk_prefix_path": str(tmp_path)}
     engine = make(**{**changes, "cache": {**changes.get("cache", {}), **tier}})
     assert talk(engine) == alone
     assert total(engine, "evictions") > 0
-    assert total(engine, "host_hit_tokens") > 0
     assert (total(engine, "disk_hit_tokens") > 0) == files
     assert total(engine, "lost_blocks") == 0
     hits = sum(total(engine, f"{tier}_hit_tokens") for tier in ("host", "disk"))
-    assert 0 < hits < total(engine, "prefix_hit_tokens")
+    assert 0 < hits <= total(engine, "prefix_hit_tokens")
     engine.close()
 
 
