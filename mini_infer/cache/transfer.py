@@ -157,7 +157,7 @@ class KVTransfer:
 
     def _host_bytes(self, block: int) -> list[memoryview]:
         """A block in host memory."""
-        return [memoryview(part.on_host(block).numpy()).cast("B") for part in self._parts]
+        return [part.on_host(block).numpy().data.cast("B") for part in self._parts]
 
     def _copy(self, transfer: Transfer) -> None:
         # (host block, device block), so ordered that copies are few: what order they come in makes no difference.
