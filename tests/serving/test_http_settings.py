@@ -41,6 +41,8 @@ def test_every_setting_is_a_flag_and_a_variable() -> None:
         "model.hf_config",
         "cache.layout",
         "cache.host_memory_gib",
+        "cache.disk_prefix_path",
+        "cache.disk_prefix_gib",
         "speculation.acceptance",
         "speculation.ngram_min",
     }
