@@ -127,9 +127,9 @@ PAIRED = {
     "quantization_speed": [],
     "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
 }
-NEEDS_A_TRACE = {"simulator_trace"}  # test_lab_simulated.py makes one up
+NEEDS_A_TRACE = {"simulator_trace", "replicas_trace"}  # test_lab_simulated.py makes one up
 COMPUTED = {"mla", "expert_parallel"}  # by a model with weights, for which the points' prompts are long
-OVER_RANKS = {"expert_parallel", "pipeline_parallel"}  # a dry model has nothing to share: tests/parallel has engines
+OVER_RANKS = {"expert_parallel", "pipeline_parallel", "scaling"}  # a dry model has nothing to share: tests/parallel has engines
 NEEDS_TRITON = {"flash_decode", "kv_fp8", "mla_decode"}  # test_lab_kernels.py runs it in Triton's interpreter
 LEFT_OUT = NEEDS_TRITON | NEEDS_A_TRACE
 
