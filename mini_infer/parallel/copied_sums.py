@@ -82,9 +82,9 @@ class CopiedSums:
 
     def work(self, exchange: Exchange, rank: int) -> bool:
         """Whether both ranks get what they should, as often as there are slots and once more."""
-        right = []
+        right, size = [], self._slot_bytes // self._dtype.itemsize
         for _ in range(SLOTS + 1):
-            x = torch.full((self._slot_bytes // self._dtype.itemsize,), rank + 1, dtype=self._dtype, device=self._device)
+            x = torch.full((size,), rank + 1, dtype=self._dtype, device=self._device)
             self.begin(x)()
             right.append((x == 3).all())
         if self._stream is not None:

@@ -109,9 +109,7 @@ class _OnGpu:
         return address.value
 
 
-def copy_to(
-    address: int, x: Tensor, flag: int, number: int, stream: torch.cuda.Stream | None
-) -> Callable[[], object]:
+def copy_to(address: int, x: Tensor, flag: int, number: int, stream: torch.cuda.Stream | None) -> Callable[[], object]:
     """Copies x, contiguous, to an address, and then writes `number`, of 32 bits, to another one: on a GPU on `stream`,
     behind what the current one has to do. What is returned makes the current one wait until x has been read."""
     if stream is None:

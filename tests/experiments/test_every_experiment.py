@@ -129,7 +129,8 @@ PAIRED = {
 }
 NEEDS_A_TRACE = {"simulator_trace", "replicas_trace"}  # test_lab_simulated.py makes one up
 COMPUTED = {"mla", "expert_parallel"}  # by a model with weights, for which the points' prompts are long
-OVER_RANKS = {"expert_parallel", "pipeline_parallel", "scaling"}  # a dry model has nothing to share: tests/parallel has engines
+# A dry model has nothing to share: tests/parallel has engines.
+OVER_RANKS = {"expert_parallel", "pipeline_parallel", "scaling"}
 NEEDS_TRITON = {"flash_decode", "kv_fp8", "mla_decode"}  # test_lab_kernels.py runs it in Triton's interpreter
 LEFT_OUT = NEEDS_TRITON | NEEDS_A_TRACE
 

@@ -187,4 +187,3 @@ def test_a_lost_rank_does_not_keep_the_gpu_waiting(number: int, parallel: dict[s
         engine.generate(PROMPTS * 100, params)
     engine.close()
     assert not any(ending.is_alive() for ending in engine.executor._ranks._aborts)
-

@@ -42,9 +42,7 @@ class Relay:
         key: of KEY_BYTES, with which connections begin here; None: they need none.
     """
 
-    def __init__(
-        self, listener: socket.socket, connect: Callable[[], socket.socket], key: bytes | None = None
-    ) -> None:
+    def __init__(self, listener: socket.socket, connect: Callable[[], socket.socket], key: bytes | None = None) -> None:
         self._listener, self._connect, self._key = listener, connect, key
         self._closed = False
         _in_thread(self._accept)
