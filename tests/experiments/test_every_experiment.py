@@ -35,6 +35,7 @@ FEW = {
     ],
     "text": ["workload.count=4"],
     "shared_prefix": ["workload.count=4", "workload.prefix_tokens=160", "workload.suffix_tokens=40"],
+    "multiturn": ["workload.conversations=2", "workload.turns=2", "workload.concurrency=2"],
     "mixed": [
         *("workload.streams=2", "workload.stream_output_tokens=6", "workload.prompts=2"),
         *("workload.prompt_every_s=0.01", "workload.prompt_tokens=1024"),
