@@ -18,8 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mini_infer.cli.server_process import read_address, start_server
 
 ROOT = Path(__file__).resolve().parents[2]
-ANY = ("--port", "0", "--shutdown-timeout", "5")
-DRY = ("--dry-run", *ANY)
+DRY = ("--dry-run", "--port", "0", "--shutdown-timeout", "5")
 
 
 class Server:
@@ -110,16 +109,13 @@ def wait_for(condition: Callable[[], bool], timeout: float = 10.0) -> None:
 
 
 @contextmanager
-def running(
-    *flags: str, environ: dict[str, str] | None = None, forked: bool = True, dry: bool = True
-) -> Iterator[Server]:
+def running(*flags: str, environ: dict[str, str] | None = None, forked: bool = True) -> Iterator[Server]:
     """A server with the dry model and these flags; whatever the test did with it, it is gone at the end.
 
     Args:
         forked: from a process that has imported everything, and not in a new interpreter.
-        dry: or with the model that the flags say.
     """
-    server = Server((*(DRY if dry else ANY), *flags), environ, forked)
+    server = Server((*DRY, *flags), environ, forked)
     try:
         yield server
     finally:

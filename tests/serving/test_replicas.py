@@ -307,23 +307,6 @@ def test_a_supervisor_that_is_killed_leaves_nobody() -> None:
         assert not folder.exists()
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_killed_costs_its_replica_which_comes_back() -> None:
-    model = ("--model", "tiny-draft", "--model.device", "cpu", "--model.threads", "1", "--cache.num_blocks", "64")
-    with running(*model, "--parallel.replicas", "2", "--parallel.tensor", "2", dry=False) as server:
-        old = pids(server)
-        (rank,) = psutil.Process(old[0]).children()
-        rank.kill()
-        for number in range(4):  # who meets the loss is asked of the other one
-            assert server.complete(f"{number}", max_tokens=3)["usage"]["completion_tokens"] == 3
-        wait_until_whole(server, unlike=old[:1])
-        assert old[1] in pids(server)
-        assert any(f"rank 1 (process {rank.pid}) was killed by SIGKILL" in line for line in server.log)
-        processes = psutil.Process(server.process.pid).children(recursive=True)
-        assert server.stop() == 0
-        assert not psutil.wait_procs(processes, timeout=5)[1]
-
-
 # --- rolling restart ----------------------------------------------------------------------------------------------
 
 
