@@ -1,5 +1,6 @@
 """What ranks say to each other in a decode step, one kernel each: a sum over the ranks, with the residual addition and
-the norm behind it, and the columns that they gather.
+the norm behind it, and the columns that they gather. (And what is left of a prompt's sums where copies bring the parts:
+`add_copied`, for parallel/copied_sums.py.)
 
 Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053) needs two sums a layer. A decode step's are some kilobytes, of which
 the links take a microsecond and a collective ten. Here every rank stores its part where the others look for it, in
@@ -36,6 +37,7 @@ _TURNS = tl.constexpr(TURNS)
 # Between two looks at `stop`, which lies in the host's memory.
 _LOOKS = tl.constexpr(16 if triton.knobs.runtime.interpret else 1024)
 _GATHERED = 4096  # columns a program gathers
+_COPIED = 4096  # numbers a program adds
 _INTS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32)}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -177,6 +179,25 @@ def _gather_kernel(
     tl.store(out_ptr + row.to(tl.int64) * OUT + to, found, mask=real)
 
 
+@triton.jit(do_not_specialize=["number"])
+def _add_copied_kernel(x_ptr, inbox, flag, stop_ptr, number, size, BLOCK: tl.constexpr):
+    flag_ptr = flag.to(tl.pointer_type(tl.int32))
+    seen = tl.load(flag_ptr, volatile=True)
+    looks = seen * 0
+    while seen < number:
+        seen = tl.load(flag_ptr, volatile=True)
+        looks += 1
+        if looks % _LOOKS == 0:
+            seen = tl.where(tl.load(stop_ptr, volatile=True) == 0, seen, number)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    inbox_ptr = tl.multiple_of(inbox.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
+    # Not from a cache that an earlier sum has filled.
+    other = tl.load(inbox_ptr + at, mask=inside, other=0.0, volatile=True).to(tl.float32)
+    own = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x_ptr + at, (own + other).to(x_ptr.dtype.element_ty), mask=inside)
+
+
 class Mailbox(NamedTuple):
     """Of one rank: where it and its peers find what they send each other.
 
@@ -242,6 +263,13 @@ def gather_columns(mailbox: Mailbox, x: Tensor, out: Tensor) -> Tensor:
             OUT=out.shape[1], **_constants(mailbox, x), num_warps=8,
         )  # fmt: skip
     return out
+
+
+def add_copied(x: Tensor, inbox: int, flag: int, number: int, stop: Tensor) -> None:
+    """Adds to x, contiguous, as many numbers at the address `inbox`, a multiple of 16, once the int32 at the address
+    `flag` has come to `number`. `stop` as in Mailbox."""
+    grid = (triton.cdiv(x.numel(), _COPIED),)
+    _add_copied_kernel[grid](x, inbox, flag, stop, number, x.numel(), BLOCK=_COPIED, num_warps=8)
 
 
 def _launch_sum(

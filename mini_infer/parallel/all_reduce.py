@@ -6,7 +6,9 @@ Process groups are made here as objects, not as torch.distributed's global one: 
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,9 +22,11 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from mini_infer.kernels.interface import Kernels, Norm, Stream
 from mini_infer.parallel.context import tree_sum
+from mini_infer.parallel.copied_sums import RANKS, CopiedSums
 from mini_infer.parallel.mailboxes import Mailboxes
 from mini_infer.parallel.peer_memory import NoPeerAccess
 
+COPIED_ON = ("cuda",)  # devices with an engine for copies
 LOOK_S = 0.02  # between two looks at the store
 START_TIMEOUT = timedelta(minutes=30)  # for the slowest rank's weights; steps are watched by the executor
 
@@ -35,6 +39,7 @@ class Collectives:
 
     Attributes:
         about: how sums are made, for a run's record.
+        over_nccl: the groups that a GPU may wait in.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
@@ -42,14 +47,18 @@ class Collectives:
         self._host = host_group(store, rank, size)
         self._device: Any = self._host
         self._mailboxes: Mailboxes | None = None
-        self.about = "gloo"
+        self._copied: CopiedSums | None = None
+        self.about, self.over_nccl = "gloo", []
         if device.type == "cuda":
             self._device = nccl_group("device", store, rank, size)
-            self.about = "NCCL"
+            self.about, self.over_nccl = "NCCL", [self._device]
 
-    def open(self, kernels: Kernels, width: int, dtypes: list[torch.dtype], most_rows: int | None = None) -> None:
+    def open(
+        self, kernels: Kernels, width: int, dtypes: list[torch.dtype], most_rows: int | None = None, tokens: int = 0
+    ) -> None:
         """Finds out which sums of rows of so many numbers our own kernel makes, or has it make those of `most_rows`. Of
-        `dtypes` the last is the model's. Every rank calls it at once, before the first sum."""
+        `dtypes` the last is the model's. The largest step has `tokens`; with some, halves of prompts are summed up by
+        copies where they can be. Every rank calls it at once, before the first sum."""
         if kernels.all_reduce is None:
             return
         try:
@@ -67,6 +76,15 @@ class Collectives:
         above = f"our kernel up to {boxes.most_rows} rows of {width}, {self.about} above"
         self.about = boxes.settle(library) if self._where.type == "cuda" else above
         boxes.most_rows = most_rows or boxes.most_rows
+        if tokens and self._size == RANKS and self._where.type in COPIED_ON:
+            half = -(-tokens // 2)
+            try:
+                copied = CopiedSums(kernels.all_reduce, self._rank, self._where, self.exchange, half, width, dtypes[-1])
+            except NoPeerAccess:  # there is too little memory
+                return
+            if copied.work(self.exchange, self._rank):
+                self._copied = copied
+                self.about += "; halves of prompts by copies"
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum, in x's place or elsewhere."""
@@ -82,6 +100,8 @@ class Collectives:
 
     def begin_all_reduce(self, x: Tensor) -> Callable[[], object]:
         """As Ranks (kernels/interface.py): beside what this stream, or this thread, does meanwhile."""
+        if self._copied is not None and self._copied.fits(x):
+            return self._copied.begin(x)
         wait: Callable[[], object] = self._device.allreduce([x], dist.AllreduceOptions()).wait
         return wait
 
@@ -137,13 +157,9 @@ class Collectives:
 
     def stop_kernels(self) -> None:
         """Ends the waiting of our own kernels. May be called in any thread."""
-        if self._mailboxes is not None:
-            self._mailboxes.stop()
-
-    def abort(self) -> None:
-        """As ParallelContext."""
-        if self._device is not self._host:
-            self._device.abort()
+        for own in (self._mailboxes, self._copied):
+            if own is not None:
+                own.stop()
 
 
 def host_group(store: dist.Store, rank: int, size: int) -> Any:
@@ -161,6 +177,18 @@ def nccl_group(name: str, store: dist.Store, rank: int, size: int, timeout: time
     if timeout is not None:
         options._timeout = timeout
     return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
+
+
+def abort_group(group: Any) -> threading.Thread:
+    """Ends what a GPU waits for in a group over NCCL, of which nothing can be used afterwards.
+
+    The thread goes on until NCCL has let go of it: it waits for all that the GPU does, in other groups too, and until
+    there is no CUDA graph any more that has captured it.
+    """
+    thread = threading.Thread(target=group.abort, daemon=True)
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and the group with it
+        thread.start()
+    return thread
 
 
 def gather(group: Any, x: Tensor, size: int) -> Tensor:

@@ -19,6 +19,8 @@ from torch import Tensor
 Rows = TypeVar("Rows", Tensor, range)
 
 if TYPE_CHECKING:  # one rank says nothing
+    from threading import Thread
+
     import torch.distributed as dist
 
     from mini_infer.core.config import ParallelConfig
@@ -141,13 +143,15 @@ class ParallelContext:
         """Whether it is so on all ranks of this stage. Waits for them."""
         return here if self.collectives is None else all(there for (there,) in self.collectives.exchange([here]))
 
-    def abort(self) -> None:
-        """Ends what a GPU waits for. May be called in any thread."""
+    def abort(self) -> list[Thread]:
+        """Ends what a GPU waits for, and what ranks can say to each other. Returns at once, with what `abort_group` has
+        begun. May be called in any thread."""
+        from mini_infer.parallel.all_reduce import abort_group
+
         if self.collectives is not None:
-            self.collectives.stop_kernels()  # first: NCCL, whoever's, waits for graphs that they are in
-        for group in (self.pipe, self.collectives):
-            if group is not None:
-                group.abort()
+            self.collectives.stop_kernels()
+        groups = [group for part in (self.pipe, self.collectives) if part is not None for group in part.over_nccl]
+        return [abort_group(group) for group in groups]
 
     def part(self, whole: int, own: int) -> slice:
         """Which `own` of `whole` neighbours are this rank's. Where there are fewer parts than ranks, neighbouring ranks

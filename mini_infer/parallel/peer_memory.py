@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Exchange = Callable[[Sequence[int]], list[list[int]]]  # ParallelContext.exchange
 
@@ -106,6 +107,22 @@ class _OnGpu:
         _driver("cuIpcOpenMemHandle_v2", ctypes.byref(address), own, ctypes.c_uint(_LAZY_PEER_ACCESS))
         weakref.finalize(self, _free, "cuIpcCloseMemHandle", address)
         return address.value
+
+
+def copy_to(address: int, x: Tensor, flag: int, number: int, stream: torch.cuda.Stream | None) -> Callable[[], object]:
+    """Copies x, contiguous, to an address, and then writes `number`, of 32 bits, to another one: on a GPU on `stream`,
+    behind what the current one has to do. What is returned makes the current one wait until x has been read."""
+    if stream is None:
+        ctypes.memmove(address, x.data_ptr(), x.nbytes)
+        ctypes.c_int32.from_address(flag).value = number
+        return lambda: None
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    there, source = ctypes.c_uint64(address), ctypes.c_uint64(x.data_ptr())
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    _driver("cuMemcpyDtoDAsync_v2", there, source, ctypes.c_size_t(x.nbytes), handle)
+    _driver("cuStreamWriteValue32_v2", handle, ctypes.c_uint64(flag), ctypes.c_uint32(number), ctypes.c_uint(0))
+    sent = stream.record_event()
+    return lambda: torch.cuda.current_stream(x.device).wait_event(sent)
 
 
 class _Handle(ctypes.Structure):  # CUipcMemHandle

@@ -35,6 +35,9 @@ class Pipe:
         store: through which all ranks of all stages find each other.
         parallel: this process's place among them.
         device: its own.
+
+    Attributes:
+        over_nccl: as of Collectives.
     """
 
     def __init__(self, store: dist.Store, parallel: ParallelContext, device: torch.device) -> None:
@@ -45,7 +48,9 @@ class Pipe:
         if device.type == "cuda":  # a group orders what is sent in it, and these two must not wait for each other
             names = ("hidden", "tokens")
             self._groups = [nccl_group(name, own, parallel.stage, parallel.stages, NEVER) for name in names]
+            self.over_nccl = self._groups
         else:
+            self.over_nccl = []
             self._groups = [host_group(own, parallel.stage, parallel.stages)] * 2
         self._sent: deque[tuple[Any, Tensor]] = deque()  # which must stay where it is until it has arrived
         self._most_sent = 2 * parallel.stages * parallel.stages  # more than there can be whom nobody waits for
@@ -70,12 +75,6 @@ class Pipe:
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """As ParallelContext."""
         return exchange(self._everybody, values, self._num_ranks)
-
-    def abort(self) -> None:
-        """As ParallelContext."""
-        if self._device.type == "cuda":
-            for group in self._groups:
-                group.abort()
 
     def _send(self, x: Tensor, kind: int, stage: int) -> None:
         self._sent.append((self._groups[kind].send([x], stage, kind), x))

@@ -20,6 +20,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mini_infer.core.config import ParallelConfig
+from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepPlan
 from mini_infer.speculative.policy.costs import interpolate
 
@@ -28,6 +30,15 @@ OUTLIERS = 5.0  # times the median error: a step that is further off met somethi
 MIN_STEPS = 20  # of each kind, for a fit
 
 Array = NDArray[np.float64]
+
+
+def require_shared_layers(parallel: ParallelConfig) -> None:
+    """Raises ConfigError where ranks share anything else: nobody knows what their steps cost."""
+    if parallel.ranks > parallel.tensor:
+        raise ConfigError(
+            f"{parallel.asked}: of ranks only those are simulated that share layers. Set parallel.pipeline=1 and "
+            "parallel.expert=1"
+        )
 
 
 class Work(NamedTuple):

@@ -25,7 +25,7 @@ from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.scheduler.planned_step import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.worker.limits import Limits
-from mini_infer.simulation.costs import StepCosts, Work
+from mini_infer.simulation.costs import StepCosts, Work, require_shared_layers
 from mini_infer.simulation.executor import TOKEN, SimulatedExecutor, VirtualClock
 
 FEWEST_SKIPPED = 3  # steps, for which it is worth looking
@@ -73,12 +73,7 @@ class Replica:
                 f"speculation.method={config.speculation.method.value}: a simulated engine has no text, and nobody can "
                 "say how many drafts it would accept. Set speculation.method=none"
             )
-        parallel = config.parallel
-        if parallel.ranks > parallel.tensor:
-            raise ConfigError(
-                f"{parallel.asked}: of ranks only those are simulated that share layers. Set parallel.pipeline=1 and "
-                "parallel.expert=1"
-            )
+        require_shared_layers(config.parallel)
         self.clock = VirtualClock()
         self.limits, self._costs = limits, costs
         self._executor = SimulatedExecutor(costs, limits, self.clock, overlap)

@@ -131,9 +131,10 @@ PAIRED = {
     "quantization_speed": [],
     "composition": ["engine.model.max_model_len=400", "workload.output_tokens=12", _DRAFT],
 }
-NEEDS_A_TRACE = {"simulator_trace"}  # test_lab_simulated.py makes one up
-COMPUTED = {"mla", "expert_parallel"}  # by a model with weights, for which the points' prompts are long
-OVER_RANKS = {"expert_parallel", "pipeline_parallel"}  # a dry model has nothing to share: tests/parallel has engines
+NEEDS_A_TRACE = {"simulator_trace", "replicas_trace"}  # test_lab_simulated.py makes one up
+HEAVY = {"mla", "expert_parallel", "scaling"}  # whose points are more than a test can take
+# A dry model has nothing to share: tests/parallel has engines.
+OVER_RANKS = {"expert_parallel", "pipeline_parallel", "scaling"}
 NEEDS_TRITON = {"flash_decode", "kv_fp8", "mla_decode"}  # test_lab_kernels.py runs it in Triton's interpreter
 LEFT_OUT = NEEDS_TRITON | NEEDS_A_TRACE
 
@@ -201,7 +202,7 @@ def test_it_runs(compose_config, tmp_path: Path, name: str, scale: str) -> None:
         config.experiment.claims = []  # they are about points and sizes that this run does not have
         if name not in OWN:
             _leave_out_peers(config.experiment)
-        if name in PAIRED or name in COMPUTED:
+        if name in PAIRED or name in HEAVY:
             config.experiment.points = {}
         for changes in config.experiment.variants.values() if name in OVER_RANKS else ():
             changes.pop("parallel", None)

@@ -19,7 +19,7 @@ if torch.cuda.is_available():
 
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.errors import RankError
-from mini_infer.parallel import all_reduce, peer_memory
+from mini_infer.parallel import all_reduce, context, peer_memory
 from mini_infer.parallel.all_reduce import Collectives, open_store
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.parallel.peer_memory import NoPeerAccess, PeerMemory
@@ -57,21 +57,28 @@ def test_a_killed_rank_is_not_waited_for(make_engine: MakeEngine) -> None:
         engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
 
 
-class Calls:
-    """Says under `name` what is called."""
+def test_kernels_are_stopped_and_no_group_that_ends_waits_for_another() -> None:
+    """As NCCL's do, each of which waits for all that the GPU has to do."""
+    stopped, all_are_ended = threading.Event(), threading.Barrier(3, timeout=20)
+    group = SimpleNamespace(abort=all_are_ended.wait)
+    own: Any = SimpleNamespace(stop_kernels=stopped.set, over_nccl=[group])
+    pipe: Any = SimpleNamespace(over_nccl=[group, group])
+    for thread in ParallelContext(0, 2, own, 0, 2, pipe).abort():
+        thread.join()
+    assert stopped.is_set()
+    assert not all_are_ended.broken
 
-    def __init__(self, name: str, calls: list[str]) -> None:
-        self._name, self._calls = name, calls
 
-    def __getattr__(self, method: str) -> Any:
-        return lambda *given: self._calls.append(f"{self._name}.{method}")
-
-
-def test_kernels_are_told_to_stop_before_any_library() -> None:
-    calls: list[str] = []
-    context: Any = ParallelContext(0, 2, Calls("own", calls), 0, 2, Calls("pipe", calls))  # type: ignore[arg-type]
-    context.abort()
-    assert calls == ["own.stop_kernels", "pipe.abort", "own.abort"]
+def test_halves_of_prompts_are_summed_up_by_copies(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "COPIED_ON", ("cpu",))
+    monkeypatch.setattr(context, "IN_HALVES", 9)
+    expected = tokens(make_engine(1, model=MODEL, scheduler=SMALL))
+    own = make_engine(model=MODEL, scheduler=SMALL)
+    assert own.startup.all_reduce.endswith("; halves of prompts by copies")
+    collectives: Any = own.executor._worker.target.parallel.collectives
+    before = collectives._copied._number
+    assert tokens(own) == expected
+    assert collectives._copied._number >= before + 2 * 2, "of two products a layer two halves each"
 
 
 def test_kernels_that_are_measured_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

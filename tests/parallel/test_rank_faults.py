@@ -17,6 +17,7 @@ from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.errors import ModelError, RankError
 from mini_infer.runtime.executor import fingerprints, rank_process
 from mini_infer.runtime.worker.model_runner import Runner
+from mini_infer.runtime.worker.worker import Worker
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -89,6 +90,23 @@ def test_a_killed_rank_is_named(make_engine: MakeEngine, parallel: dict[str, int
     assert shared_memory() == before
     with pytest.raises(RankError, match=f"rank {rank}"):  # the engine is at its end
         engine.generate("def f(", SHORT)
+
+
+@pytest.mark.parametrize("phase", ["__init__", "load", "capture"])
+def test_a_rank_that_is_killed_while_it_starts_is_named(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    serve = rank_process._serve
+
+    def planted(about: dict[str, Any]) -> None:
+        setattr(Worker, phase, lambda *given: os.kill(os.getpid(), signal.SIGKILL))
+        serve(about)
+
+    monkeypatch.setattr(rank_process, "_serve", planted)
+    before = shared_memory()
+    with pytest.raises(RankError, match=r"^rank 1 \(process \d+\) was killed by SIGKILL"):
+        make_engine().generate("def f(", SHORT)  # who dies last is missed then
+    assert shared_memory() == before
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, STAGES])

@@ -46,8 +46,9 @@ def sums(rank: int, port: int, store: Any = None) -> None:
     late_end = threading.Timer(90, context.abort)  # whoever fails leaves the other waiting
     late_end.daemon = True
     late_end.start()
-    context.collectives.open(kernels, WIDTH, [DTYPE])
+    context.collectives.open(kernels, WIDTH, [DTYPE], tokens=4096)
     assert context.about.startswith("our kernel up to"), context.about
+    assert context.about.endswith("by copies"), context.about
     draw, late = random.Random(0), random.Random(rank)
     norm = Norm(torch.rand(WIDTH, device=device, generator=torch.Generator(device).manual_seed(0)).to(DTYPE), 1e-6)
     inputs = torch.empty(3, 1024, WIDTH, device=device, dtype=DTYPE)
@@ -90,8 +91,23 @@ def sums(rank: int, port: int, store: Any = None) -> None:
     found = context.look_up(torch.tensor([0, 9, 10, 18], device=device), table, 10 * rank, 10 - rank)
     assert found is not None
     assert found[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0]
+    for step in range(50):
+        rows = draw.choice([1025, 1500, 2048])
+        parts = torch.randn(2, 2, rows, WIDTH, device=device, generator=torch.Generator(device).manual_seed(step))
+        own = parts[rank].to(DTYPE)
+        if late.random() < 0.2:
+            time.sleep(late.random() * 0.02)
+        waits = [context.begin_all_reduce(half) for half in own]
+        for half, wait in enumerate(waits):
+            wait()
+            whole = parts.to(DTYPE)[:, half].float().sum(0).to(DTYPE)
+            assert torch.equal(own[half], whole), (step, half)
     torch.cuda.synchronize()
     context.exchange([])
+    late_end.cancel()
+    graphs.clear()
+    for ending in context.abort():
+        ending.join()
 
 
 def test_sums_of_any_size_called_and_replayed() -> None:
@@ -115,7 +131,8 @@ LAYOUTS: list[dict[str, int]] = [{"tensor": 2}, {"pipeline": 2}]
 
 
 def answers(parallel: dict[str, int], **sections: Any) -> list[Any]:
-    values = {"model": {"path": "tiny-target"}, "seed": 0, "cache": {"num_blocks": 256}, **sections}
+    small = {"max_batch": 8, "max_prefill_tokens": 256}  # graphs take most of a start
+    values = {"model": {"path": "tiny-target"}, "seed": 0, "cache": {"num_blocks": 256}, "graphs": small, **sections}
     engine = LLMEngine(EngineConfig.from_dict({**values, "parallel": parallel}))
     try:
         outputs = engine.generate(PROMPTS, PARAMS)
@@ -169,3 +186,4 @@ def test_a_lost_rank_does_not_keep_the_gpu_waiting(number: int, parallel: dict[s
     with pytest.raises(RankError, match="rank 1"):
         engine.generate(PROMPTS * 100, params)
     engine.close()
+    assert not any(ending.is_alive() for ending in engine.executor._ranks._aborts)

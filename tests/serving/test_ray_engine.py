@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,20 +65,3 @@ def test_what_the_cluster_has_no_room_for_is_refused(cluster: Any, monkeypatch: 
         ray_engine.require_cluster(EngineConfig.from_dict(wide))
     with pytest.raises(ConfigError, match=r"parallel\.launcher=ray places engines behind mini-infer-serve"):
         LLMEngine(EngineConfig.from_dict({"parallel": {"launcher": "ray"}}))
-
-
-def test_a_relay_ends_with_either_end() -> None:
-    far = socket.create_server(("127.0.0.1", 0))
-    near = socket.create_server(("127.0.0.1", 0))
-    connect = lambda: socket.create_connection(far.getsockname())  # noqa: E731
-    threading.Thread(target=ray_engine._relay, args=(near, connect), daemon=True).start()
-    for first_to_end in (0, 1):
-        ends = socket.create_connection(near.getsockname()), far.accept()[0]
-        for one, other in (ends, ends[::-1]):
-            one.sendall(b"x" * 10**5)
-            assert len(other.recv(10**5, socket.MSG_WAITALL)) == 10**5
-        ends[first_to_end].close()
-        assert ends[1 - first_to_end].recv(1) == b""
-    far.close()
-    assert socket.create_connection(near.getsockname()).recv(1) == b""  # nobody is at the other end
-    ray_engine._close(near)

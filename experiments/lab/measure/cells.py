@@ -89,7 +89,7 @@ def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Co
     spec = load_spec(cell.engine.model)
     device = device_of(cell.engine, simulated=cell.kind is Kind.simulated)
     dtype = resolve_dtype(cell.engine.model, spec, device)
-    together = ceilings.of(cell.engine.parallel.tensor)
+    together = ceilings.of(cell.engine.parallel.ranks)
     return Context(slo, lambda records: roofline.floors(spec, dtype, records, together))
 
 

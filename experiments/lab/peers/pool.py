@@ -236,5 +236,5 @@ def gpu_memory(config: EngineConfig) -> float:
         return cache.gpu_memory_utilization * torch.cuda.mem_get_info()[1]
     spec = load_spec(model)
     dtype = resolve_dtype(model, spec, resolve_device(model))
-    weights = outline(spec, dtype).weight_bytes() / config.parallel.tensor
+    weights = outline(spec, dtype).weight_bytes() / config.parallel.ranks
     return weights + (cache.memory_gib + BESIDE_GIB) * 2**30

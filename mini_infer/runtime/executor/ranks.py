@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from mini_infer.runtime.graphs.step_graphs import StepGraphs
 from mini_infer.runtime.worker.model_runner import LaunchedStep, Runner
 
 LOOK_S = 0.1  # between two looks at the other ranks
+ABORT_S = 10.0  # that a group may take to end
 SAY_S = 2.0  # that a rank which fails has to say so, once others have noticed
 # In the trace of a rank that waits for others.
 _WAITING = ("all_reduce.py", "pipeline.py", "plan_ring.py", "streams.py")
@@ -65,6 +66,7 @@ class RanksExecutor(LocalExecutor):
         late = parallel.stages if device.type == "cpu" and parallel.stages > 1 else 0
         runner: Any = RankedRunner(self.runner, PlanRing(files, 0, size), ranks, late)
         self.runner = self._worker.runner = runner
+        ranks.release = self._worker.release_graphs
 
     def close(self) -> None:
         self._end()
@@ -76,6 +78,8 @@ class Ranks:
     def __init__(self, config: EngineConfig, port: int, files: RingFiles) -> None:
         self.parallel: ParallelContext | None = None  # of rank 0, once all are connected
         self.started = False  # a start may take as long as it takes
+        self.release: Callable[[], None] = lambda: None  # rank 0's graphs, once it has any
+        self._aborts: list[threading.Thread] = []
         self._timeout_s = config.parallel.timeout_s
         weakref.finalize(self, files.close)  # who sends plans knows this one, too
         self._busy_since: float | None = None  # of rank 0, which is in a step
@@ -178,16 +182,23 @@ class Ranks:
         self._abort()
 
     def _abort(self) -> None:
-        if self.parallel is not None:
-            self.parallel.abort()
+        with self._finding:
+            parallel, self.parallel = self.parallel, None
+            if parallel is not None:
+                self._aborts = parallel.abort()
 
     def stop(self) -> None:
-        """Returns when no rank is left."""
+        """Returns when no rank is left, and nothing on rank 0's device that waits for one."""
         if self._stopping.is_set():
             return
         self._stopping.set()
         for process in self.processes:
             process.stop()
+        self._abort()
+        self.release()
+        for abort in self._aborts:
+            if abort.ident is not None:
+                abort.join(ABORT_S)
 
 
 @dataclass(eq=False)

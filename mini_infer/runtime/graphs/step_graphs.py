@@ -100,6 +100,10 @@ class StepGraphs:
         self._fits.clear()
         return report
 
+    def release(self) -> None:
+        self._captured.clear()
+        self._fits.clear()
+
     def _capture(
         self, descriptor: BatchDescriptor, logits: Tensor, draft_out: Tensor | None, memory: GraphMemory
     ) -> _Captured:

@@ -77,6 +77,9 @@ class TorchModel:
         self._pieces = pieces
         return report
 
+    def release_pieces(self) -> None:
+        self._pieces = None
+
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [N, hidden_size] -> [N, vocab_size], in `out` where it is given."""
         return self._model.compute_logits(hidden, out)

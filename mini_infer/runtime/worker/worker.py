@@ -104,7 +104,8 @@ class Worker:
             ordered = self._config.numerics is Numerics.batch_invariant
             with self._phase("all-reduce"):
                 dtypes = [torch.float32, dtype] if ordered else [dtype]
-                collectives.open(self._kernels, self.target.spec.hidden_size, dtypes)
+                tokens = 0 if ordered else self._most_tokens()
+                collectives.open(self._kernels, self.target.spec.hidden_size, dtypes, tokens=tokens)
         self._weights: list[Model] = []
         for name, served in zip(("load", "load draft"), self.served, strict=False):
             with self._phase(name):
@@ -248,6 +249,12 @@ class Worker:
             padding_block = self.limits.num_blocks
             for plan in largest_steps(self._config, self.limits.max_model_len, padding_block):
                 self.runner.collect(self.runner.launch(plan))
+
+    def release_graphs(self) -> None:
+        """Nothing is computed afterwards."""
+        self.runner.graphs.release()
+        for model in self._models:
+            model.release_pieces()
 
     def measure_step_costs(self) -> StepCosts:
         captured = self.runner.graphs.with_drafts

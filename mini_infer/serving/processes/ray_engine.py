@@ -14,15 +14,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.processes.devices import needs_no_gpu
 from mini_infer.serving.processes.launch import BACKLOG, EngineProcess
+from mini_infer.serving.processes.relay import Relay, connect_with, new_key
 
 try:
     import ray
@@ -30,7 +29,6 @@ try:
 except ImportError as error:
     raise ConfigError("parallel.launcher=ray needs Ray: pip install 'mini-infer[ray]'") from error
 
-_PIECE = 2**16  # bytes
 _LOOK_S = 0.2  # of an actor at its engine
 
 
@@ -41,15 +39,24 @@ class RayEngine:
         self.socket_path = socket_path
         needs = _needs(config)
         host = ray.remote(_Host).options(num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_concurrency=4)
-        self._actor = host.remote(config.to_dict(), max_queued)
+        key = new_key()
+        self._actor = host.remote(config.to_dict(), max_queued, key)
         self._address = self._actor.address.remote()
         self._end = self._actor.end.remote()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(socket_path)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(socket_path)
-        self._listener.listen(BACKLOG)
-        _in_thread(_relay, self._listener, lambda: socket.create_connection(ray.get(self._address)))
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(socket_path)
+        listener.listen(BACKLOG)
+        self._relay = Relay(listener, lambda: connect_with(key, self._there()))
+
+    def _there(self) -> tuple[str, int]:
+        """Where the actor listens. Waits until it does; raises OSError where it is lost."""
+        try:
+            address: tuple[str, int] = ray.get(self._address)
+        except RayError as error:
+            raise ConnectionError("the engine's machine is lost") from error
+        return address
 
     def ending(self) -> str | None:
         """As EngineProcess.ending."""
@@ -66,16 +73,16 @@ class RayEngine:
             with contextlib.suppress(RayError):
                 ray.get(self._actor.stop.remote(), timeout=timeout)
         ray.kill(self._actor)
-        _close(self._listener)
+        self._relay.close()
 
 
 class _Host:
     """The actor."""
 
-    def __init__(self, config: dict[str, Any], max_queued: int) -> None:
+    def __init__(self, config: dict[str, Any], max_queued: int, key: bytes) -> None:
         self._engine = EngineProcess(EngineConfig.from_dict(config), max_queued)
         self._listener = socket.create_server((ray.util.get_node_ip_address(), 0), backlog=BACKLOG)
-        _in_thread(_relay, self._listener, self._connect)
+        Relay(self._listener, self._connect, key)
 
     def address(self) -> tuple[str, int]:
         return self._listener.getsockname()
@@ -122,43 +129,3 @@ def _needs(config: EngineConfig) -> dict[str, int]:
     if config.model.device is Device.auto and not ray.cluster_resources().get("GPU"):
         on_cpu = True
     return {"CPU": ranks, "GPU": 0 if on_cpu else ranks}
-
-
-# --- what is said between two machines --------------------------------------------------------------------------------
-
-
-def _relay(listener: socket.socket, connect: Callable[[], socket.socket]) -> None:
-    """Joins whoever connects to a connection that `connect` makes, until the listener is closed."""
-    with contextlib.suppress(OSError):
-        while True:
-            _in_thread(_join, listener.accept()[0], connect)
-
-
-def _join(near: socket.socket, connect: Callable[[], socket.socket]) -> None:
-    try:
-        far = connect()
-    except (OSError, RayError):
-        _close(near)
-        return
-    _in_thread(_pump, far, near)
-    _pump(near, far)
-
-
-def _pump(source: socket.socket, sink: socket.socket) -> None:
-    """Until either end is closed; then the other is, too."""
-    with contextlib.suppress(OSError):
-        while piece := source.recv(_PIECE):
-            sink.sendall(piece)
-    _close(source)
-    _close(sink)
-
-
-def _close(sock: socket.socket) -> None:
-    """Also wakes who waits at it."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
-
-
-def _in_thread(target: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=target, args=args, daemon=True).start()
