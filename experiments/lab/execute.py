@@ -129,7 +129,8 @@ def _result(
         processes=tuple(findings.processes),
         aa=experiment.aa,
     )
-    return Result(info, tuple(findings.rows), tuple(findings.steps), tuple(findings.requests), tuple(findings.kernels))
+    tables = findings.rows, findings.steps, findings.requests, findings.kernels, findings.experts
+    return Result(info, *map(tuple, tables))
 
 
 def _command(overrides: Sequence[str], paths: schema.Paths) -> str:

@@ -161,7 +161,7 @@ class TokenPlaces(NamedTuple):
 class Routes(NamedTuple):
     """Where tokens go. An expert may come up any number of times."""
 
-    ids: Tensor  # [T, k] int32, of experts
+    ids: Tensor  # [T, k] int32, of experts; -1: no expert that is here, and nothing is added for it
     weights: Tensor  # [T, k] float32
 
 
@@ -191,6 +191,7 @@ class Kernels(Protocol):
     invariant: bool  # a token's numbers are the same in any company, to the bit
     gemv: ModuleType | None  # kernels/gemv.py, where products of few rows with unquantized weights may use it
     all_reduce: ModuleType | None  # kernels/all_reduce.py, for sums over ranks
+    dispatch: ModuleType | None  # kernels/moe/dispatch.py, for experts of other ranks
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, *, chunks: int = 1

@@ -35,6 +35,7 @@ class Collectives:
 
     Attributes:
         about: how sums are made, for a run's record.
+        stops: of other kernels that wait for ranks: int32 [1] each, above 0 once nobody is to be waited for.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
@@ -42,6 +43,7 @@ class Collectives:
         self._host = host_group(store, rank, size)
         self._device: Any = self._host
         self._mailboxes: Mailboxes | None = None
+        self.stops: list[Tensor] = []
         self.about = "gloo"
         if device.type == "cuda":
             self._device = nccl_group("device", store, rank, size)
@@ -139,6 +141,8 @@ class Collectives:
         """Ends the waiting of our own kernels. May be called in any thread."""
         if self._mailboxes is not None:
             self._mailboxes.stop()
+        for stop in self.stops:
+            stop.fill_(1)
 
     def abort(self) -> None:
         """As ParallelContext."""

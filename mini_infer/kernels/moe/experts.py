@@ -157,17 +157,24 @@ def _many(
     h, y = x.new_empty((pairs, gate_up.codes.shape[1] // 2)), x.new_empty((pairs, size))
     product(x, gate_up, h, tiles[0], gated=True)
     product(h, down, y, tiles[1], gated=False)
-    add_experts(y.view(tokens, chosen, size), routes.weights, residual, out)
+    add_experts(y.view(tokens, chosen, size), routes.weights, residual, out, ids)
 
 
-def add_experts(results: Tensor, shares: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Arguments, contiguous, and result as of Kernels.add_experts, plus residual [T, H]; in `out` where it is given."""
+def add_experts(
+    results: Tensor,
+    shares: Tensor,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """Arguments, contiguous, and result as of Kernels.add_experts, plus residual [T, H]; in `out` where it is given.
+    Of `ids` -1 there is no result, whatever stands in its place."""
     tokens, chosen, size = results.shape
     out = results.new_empty(tokens, size) if out is None else out
     if tokens:
         block = min(triton.next_power_of_2(size), 1024)
         combine_kernel[(tokens, triton.cdiv(size, block))](
-            results, shares, residual, out, CHOSEN=chosen, SIZE=size, BLOCK=block, num_warps=4,
+            results, ids, shares, residual, out, CHOSEN=chosen, SIZE=size, BLOCK=block, num_warps=4,
             **launch_options(out.device),
         )  # fmt: skip
     return out
