@@ -56,7 +56,7 @@ class ExpertExchangeSpec(RanksSpec):
         super().__post_init__()
         if not self.tokens or min(self.tokens) < 1 or Routing.learned in self.routing or self.experts % self.ranks:
             raise ConfigError(
-                "experiment.tokens must be a list of numbers from 1 on, experiment.routing one of uniform and zipf, and "
+                "experiment.tokens must be a list of numbers from 1 on, experiment.routing of uniform and zipf, and "
                 f"experiment.ranks divide experiment.experts; got {self.tokens}, "
                 f"{[routing.value for routing in self.routing]}, and {self.ranks} ranks of {self.experts} experts"
             )
@@ -76,10 +76,10 @@ class ExpertExchangeExperiment(OverRanks):
         self.variants = LABELS
         self.metrics = {
             "time_us": Metric("time of a layer's experts, there and back", "µs", Better.lower),
-            "exchange_us": Metric("of it dispatch and combine: with experts that give back what they get", "µs", Better.lower),
+            "exchange_us": Metric("of it dispatch and combine: experts give back what they get", "µs", Better.lower),
             "exchange_mb": Metric("sent to other ranks and back, for a rank's tokens", "MB", Better.lower),
             "exchange_excess": Metric("sent, by the least there could be", "x", Better.lower),
-        }  # fmt: skip
+        }
         self.points = [
             points.point({"routing": routing.value, "tokens": tokens})
             for routing in self.spec.routing

@@ -13,8 +13,8 @@ travel to where theirs are.
 
 A token's results are added up where they were computed, and one row comes back from each rank. Where sums have one
 order (numerics=batch_invariant) the results come back one by one, and are added up as one process does it. There is
-always room, so no token is dropped: slots are as many as a step can have tokens, buffers as large as the counts say. The
-host reads these, so that no CUDA graph has them in it; it does not in the direct form.
+always room, so no token is dropped: slots are as many as a step can have tokens, buffers as large as the counts say.
+These the host reads, so that no CUDA graph has them in it.
 """
 
 from __future__ import annotations
@@ -121,9 +121,7 @@ class ExpertExchange:
         self._ends("combine")
         return y
 
-    def _direct(
-        self, x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None, count: int
-    ) -> Tensor:
+    def _direct(self, x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None, count: int) -> Tensor:
         kernel, inboxes = self._kernels.dispatch, self._inboxes
         assert kernel is not None
         assert inboxes is not None, "they are opened before a model is loaded"

@@ -120,9 +120,7 @@ class Mailboxes:
         )
 
 
-def time_us(
-    call: Callable[[], object], device: torch.device, exchange: Exchange, in_graph: bool = True
-) -> float:
+def time_us(call: Callable[[], object], device: torch.device, exchange: Exchange, in_graph: bool = True) -> float:
     """Of one of many calls, which all ranks make, on the slowest: in a CUDA graph on a GPU, but for calls in which the
     host has a part."""
     call()  # which compiles

@@ -43,7 +43,8 @@ def layers(rank: int, port: int, store: Any = None) -> None:
     late_end.daemon = True
     late_end.start()
     ranks = {
-        form: ExpertRanks(context, form).opened(kernels, device, DTYPE, HIDDEN, CHOSEN, max(COUNTS)) for form in Dispatch
+        form: ExpertRanks(context, form).opened(kernels, device, DTYPE, HIDDEN, CHOSEN, max(COUNTS))
+        for form in Dispatch
     }
     exchanges = {form: ExpertExchange(own, EXPERTS, kernels) for form, own in ranks.items()}
     generator = torch.Generator(device).manual_seed(0)
