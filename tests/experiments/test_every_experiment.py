@@ -89,7 +89,8 @@ OWN = {
     ],
     "expert_exchange": [
         *("engine.model.device=cpu", "measure.repeats=1", "experiment.dtype=float32", "experiment.hidden=16"),
-        *("experiment.inner=8", "experiment.experts=4", "experiment.chosen=2", "experiment.tokens=[3]"),
+        *("experiment.inner=8", "experiment.experts=4", "experiment.chosen=2", "experiment.tokens=[1]"),
+        "experiment.routing=[zipf]",
     ],
     "moe_layer": [
         *(option for option in KERNELS if option != "~experiment.variants.triton"),
