@@ -129,8 +129,14 @@ def _result(
         processes=tuple(findings.processes),
         aa=experiment.aa,
     )
-    tables = findings.rows, findings.steps, findings.requests, findings.kernels, findings.experts
-    return Result(info, *map(tuple, tables))
+    return Result(
+        info,
+        rows=tuple(findings.rows),
+        steps=tuple(findings.steps),
+        requests=tuple(findings.requests),
+        kernels=tuple(findings.kernels),
+        experts=tuple(findings.experts),
+    )
 
 
 def _command(overrides: Sequence[str], paths: schema.Paths) -> str:

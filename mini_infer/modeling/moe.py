@@ -62,8 +62,8 @@ class MoE(nn.Module):
 
     def forward(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor | Part, Tensor | None]:
         if self._exchange is None:
-            x, base, residual, routes = self._routed(stream, tokens)
-            return self._kernels.experts(x, routes, self.experts.weights, base), residual
+            part, base, total, routes = self._routed(stream, tokens)
+            return self._kernels.experts(part, routes, self.experts.weights, base), total
         (x, residual, norm), (token_ids, positions, real), own = stream, tokens, self._ranks.rows_of
         assert isinstance(x, Tensor), "these ranks share no other layers"
         part, base, total, routes = self._routed(

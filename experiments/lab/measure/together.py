@@ -96,7 +96,8 @@ def largest(error: float, context: ParallelContext) -> float:
 @contextmanager
 def _together(size: int, make: Callable[[int, Store], Rank]) -> Iterator[tuple[Rank, list[Connection]]]:
     """Rank 0, and what the others are told through; they end with it."""
-    context, store = mp.get_context(START), open_store()
+    context: Any = mp.get_context(START)
+    store = open_store()
     pipes = [context.Pipe() for _ in range(1, size)]
     others = [
         context.Process(target=_follow, args=(make, rank, store.port, pipe[1]), daemon=True)
