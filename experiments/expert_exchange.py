@@ -165,5 +165,5 @@ class _Echo:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, elsewhere: bool = False) -> Tensor:
         return x

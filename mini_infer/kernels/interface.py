@@ -161,7 +161,7 @@ class TokenPlaces(NamedTuple):
 class Routes(NamedTuple):
     """Where tokens go. An expert may come up any number of times."""
 
-    ids: Tensor  # [T, k] int32, of experts; -1: no expert that is here, and nothing is added for it
+    ids: Tensor  # [T, k] int32, of experts
     weights: Tensor  # [T, k] float32
 
 
@@ -263,9 +263,17 @@ class Kernels(Protocol):
         """(the stream's norm, its value, and `route` of the norm's product with gate [E, H]), where one kernel for all
         is the fastest; else None."""
 
-    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None = None) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        residual: Tensor | None = None,
+        *,
+        elsewhere: bool = False,
+    ) -> Tensor:
         """x [T, H] -> [T, H] of its dtype: the sum over a token's experts of their weight times down(silu(gate x) *
-        up x), plus residual [T, H]."""
+        up x), plus residual [T, H]. `elsewhere`: some experts are -1, for which nothing is added, whatever x is."""
 
     def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
         """The last part of `experts`: results [T, k, H] of a token's experts and their weights [T, k] -> [T, H], summed

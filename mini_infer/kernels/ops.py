@@ -137,7 +137,15 @@ class TorchKernels:
     ) -> tuple[Tensor, Tensor, Routes] | None:
         return None
 
-    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None = None) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        residual: Tensor | None = None,
+        *,
+        elsewhere: bool = False,
+    ) -> Tensor:
         return experts_reference(x, routes, weights, residual)
 
     def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
@@ -256,8 +264,16 @@ class TritonKernels(TorchKernels):
             return None
         return self._router.norm_and_route(stream, gate, bias, router, tokens)
 
-    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None = None) -> Tensor:
-        return self._experts(x, routes, weights, residual, few_tokens=self._few_tokens)
+    def experts(
+        self,
+        x: Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        residual: Tensor | None = None,
+        *,
+        elsewhere: bool = False,
+    ) -> Tensor:
+        return self._experts(x, routes, weights, residual, elsewhere=elsewhere, few_tokens=self._few_tokens)
 
     def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
         return self._add_experts(results, shares)

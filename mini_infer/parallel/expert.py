@@ -129,9 +129,10 @@ class ExpertExchange:
         self._ends("dispatch")
         if inboxes.one_by_one:
             chosen = routes.ids.shape[1]
-            y = self._kernels.experts(rows.repeat_interleave(chosen, 0), _only(arrived.ids.flatten()), weights)
+            single = rows.repeat_interleave(chosen, 0), _only(arrived.ids.flatten())
+            y = self._kernels.experts(*single, weights, elsewhere=True)
         else:
-            y = self._kernels.experts(rows, arrived, weights)
+            y = self._kernels.experts(rows, arrived, weights, elsewhere=True)
         self._ends("experts")
         if self._meter is not None:
             self._count_slots(x, routes, count)

@@ -170,10 +170,10 @@ def test_what_has_no_expert_here_adds_nothing(few: int, device: torch.device) ->
     expected = Routes(layer.routes.ids.clamp(min=0), layer.routes.weights * here)
     whole = experts_reference(layer.x, expected, layer.weights)
     layer.x[4] = torch.nan
-    for found in (experts(*layer.some(), few_tokens=few), experts_reference(*layer.some())):
+    for found in (experts(*layer.some(), few_tokens=few, elsewhere=True), experts_reference(*layer.some())):
         torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
     none = Routes(torch.full_like(layer.routes.ids, -1), layer.routes.weights)
-    assert not experts(layer.x, none, layer.weights, few_tokens=few).any()
+    assert not experts(layer.x, none, layer.weights, few_tokens=few, elsewhere=True).any()
 
 
 def test_a_token_is_the_same_to_the_bit_in_any_company(device: torch.device) -> None:

@@ -92,6 +92,7 @@ def few_gate_up_kernel(
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     FORM: tl.constexpr,
+    ELSEWHERE: tl.constexpr,  # some experts are -1, and nothing is read of them
     BLOCK_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -103,11 +104,14 @@ def few_gate_up_kernel(
     pair = tl.program_id(1)
     outs, rows, real = _owned(tl.program_id(0), BLOCK_OUT, True, INNER)
     expert = tl.load(ids_ptr + pair)
-    real = real & (expert >= 0)
+    if ELSEWHERE:
+        real = real & (expert >= 0)
     sums = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
     for k in tl.range(0, SIZE, BLOCK_K, loop_unroll_factor=UNROLL):
         columns = k + tl.arange(0, BLOCK_K)
-        inside = (columns < SIZE) & (expert >= 0)
+        inside = columns < SIZE
+        if ELSEWHERE:
+            inside = inside & (expert >= 0)
         x = tl.load(x_ptr + pair // CHOSEN * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
         sums += _weights(weight, expert, rows, real, k, 2 * INNER, SIZE, BLOCK_K, FORM).to(tl.float32) * x[None, :]
     both = _scaled(tl.sum(sums, axis=1), weight, expert, rows, real, 2 * INNER, FORM)
@@ -128,6 +132,7 @@ def few_down_kernel(
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     FORM: tl.constexpr,
+    ELSEWHERE: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -143,7 +148,9 @@ def few_down_kernel(
     for place in tl.static_range(CHOSEN):
         pair = token * CHOSEN + place
         expert, share = tl.load(ids_ptr + pair), tl.load(shares_ptr + pair)
-        there = real & (expert >= 0)
+        there = real
+        if ELSEWHERE:
+            there = there & (expert >= 0)
         for k in tl.range(0, INNER, BLOCK_K, loop_unroll_factor=UNROLL):
             columns = k + tl.arange(0, BLOCK_K)
             h = tl.load(h_ptr + pair * INNER + columns, mask=columns < INNER, other=0.0).to(tl.float32) * share
