@@ -16,7 +16,7 @@ from mini_infer.parallel.peer_memory import Exchange, NoPeerAccess, PeerMemory
 SIZES = {"cuda": (8, 16, 32, 64, 128, 256, 512, 1024), "cpu": (8,)}  # rows that are tried, the last as many as can be
 GATHERED_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}  # of the inboxes for what is gathered
 CALLS, REPLAYS = {"cuda": 100, "cpu": 2}, {"cuda": 5, "cpu": 1}  # that are timed
-FEW_CALLS = 10  # where the host has a part in each
+FEW_CALLS = 4  # where the host has a part in each
 ANSWER_S = 60.0  # in which peers must have compiled and launched their first call
 
 
