@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_ranks_gpu import PARAMS, PROMPTS, answers, on_two_gpus
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import Dispatch, KernelChoice
@@ -19,7 +20,7 @@ from mini_infer.core.errors import RankError
 from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, TokenPlaces
 from mini_infer.kernels.moe.reference import experts_reference, route_reference
 from mini_infer.kernels.ops import select_kernels
-from mini_infer.parallel.all_reduce import Collectives, join_store, open_store
+from mini_infer.parallel.all_reduce import Collectives, join_store
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.parallel.expert import ExpertExchange, ExpertRanks
 
@@ -97,50 +98,32 @@ def layers(rank: int, port: int, store: Any = None) -> None:
 
 
 def test_every_form_called_and_replayed() -> None:
-    processes, store = torch.multiprocessing.get_context("spawn"), open_store()
-    other = processes.Process(target=layers, args=(1, store.port), daemon=True)
-    other.start()
-    layers(0, store.port, store)
-    other.join(60)
-    assert other.exitcode == 0
+    on_two_gpus(layers)
 
 
-PROMPTS = ["def read(path):\n    with open(", "import os\n\nclass Cache:", "for i in range("]
-PARAMS = [
-    SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=3),
-    SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=48, ignore_eos=True, logprobs=3),
-    SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, prompt_logprobs=1, logprobs=3),
-]
-
-
-def engine_of(parallel: dict[str, Any], **sections: Any) -> LLMEngine:
-    model = {"path": "tiny-moe", "max_model_len": 128, **sections.pop("model", {})}
-    values = {"model": model, "seed": 0, "cache": {"num_blocks": 256}, "parallel": parallel, **sections}
-    return LLMEngine(EngineConfig.from_dict(values))
-
-
-def answers(parallel: dict[str, Any], **sections: Any) -> list[Any]:
-    engine = engine_of(parallel, numerics="batch_invariant", **sections)
-    try:
-        assert bool(engine.startup.graphs.batch_sizes) == (parallel.get("dispatch", "direct") == "direct")
-        outputs = engine.generate(PROMPTS, PARAMS)
-    finally:
-        engine.close()
-    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
+MODEL = {"path": "tiny-moe", "max_model_len": 128}
 
 
 @functools.cache
 def of_one_gpu() -> list[Any]:
-    return answers({})
+    return answers({}, numerics="batch_invariant", model=MODEL)
 
 
 @pytest.mark.parametrize("form", Dispatch)
 def test_two_gpus_give_the_bits_of_one(form: Dispatch) -> None:
-    assert answers({"expert": 2, "dispatch": form.value}) == of_one_gpu()
+    parallel: dict[str, Any] = {"expert": 2, "dispatch": form.value}
+    assert answers(parallel, numerics="batch_invariant", model=MODEL) == of_one_gpu()
+
+
+def engine_of(timeout_s: float = 60.0, **model: Any) -> LLMEngine:
+    parallel = {"expert": 2, "dispatch": "direct", "timeout_s": timeout_s}
+    values = {"model": {**MODEL, **model}, "seed": 0, "cache": {"num_blocks": 4096}, "parallel": parallel}
+    return LLMEngine(EngineConfig.from_dict(values))
 
 
 def test_steps_in_graphs_are_counted() -> None:
-    engine = engine_of({"expert": 2, "dispatch": "direct"}, model={"count_experts": True, "routing": "uniform"})
+    engine = engine_of(count_experts=True, routing="uniform")
+    assert engine.startup.graphs.batch_sizes
     try:
         engine.generate(PROMPTS, PARAMS)
         traffic = [record.expert_traffic for record in engine.records if record.decode_tokens == 3]
@@ -154,7 +137,7 @@ def test_steps_in_graphs_are_counted() -> None:
 
 
 def test_a_lost_rank_does_not_keep_the_gpu_waiting() -> None:
-    engine = engine_of({"expert": 2, "dispatch": "direct", "timeout_s": 3.0}, model={"max_model_len": 2048})
+    engine = engine_of(timeout_s=3.0, max_model_len=2048)
     (process,) = engine.executor._ranks.processes
     threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL)).start()
     with pytest.raises(RankError, match="rank 1"):
