@@ -34,10 +34,10 @@ from mini_infer.kernels.rms_norm import add_rms_norm_reference, num_warps
 TURNS = 3
 _TURNS = tl.constexpr(TURNS)
 # Between two looks at `stop`, which lies in the host's memory.
-LOOKS = tl.constexpr(16 if triton.knobs.runtime.interpret else 1024)
+_LOOKS = tl.constexpr(16 if triton.knobs.runtime.interpret else 1024)
 _GATHERED = 4096  # columns a program gathers
-INTS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32)}
-FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_INTS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32)}
+_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _of_all_ranks(
         found = tl.load(own + now + parts, mask=there, other=0, volatile=True)
         missing = tl.max(tl.max((found == -1).to(tl.int32), axis=1), axis=0)
         looks += 1
-        if looks % LOOKS == 0:  # what is computed then nobody reads
+        if looks % _LOOKS == 0:  # what is computed then nobody reads
             missing = tl.where(tl.load(stop_ptr, volatile=True) == 0, missing, 0)
     tl.debug_barrier()  # all threads have read which turn it is
     tl.store(turns_ptr + place, (turn + 1) % _TURNS)
@@ -238,7 +238,7 @@ def gather_columns(mailbox: Mailbox, x: Tensor, out: Tensor) -> Tensor:
     assert size == mailbox.size
     if places:
         _gather_kernel[(places,)](
-            as_ints(x), as_ints(out), mailbox.inboxes, mailbox.turns, mailbox.stop, OWN=x.shape[1],
+            _as_ints(x), _as_ints(out), mailbox.inboxes, mailbox.turns, mailbox.stop, OWN=x.shape[1],
             OUT=out.shape[1], **_constants(mailbox, x), num_warps=8,
         )  # fmt: skip
     return out
@@ -262,14 +262,14 @@ def _launch_sum(
     if rows:
         block, constants = triton.next_power_of_2(size), _constants(mailbox, x)
         _sum_kernel[(rows,)](
-            as_ints(x), token_ids, residual, weight, total, normed, mailbox.inboxes, mailbox.turns, mailbox.stop,
-            eps, first, known, BLOCK=block, LEVELS=constants["RANKS"].bit_length() - 1, DTYPE=FLOATS[x.dtype],
+            _as_ints(x), token_ids, residual, weight, total, normed, mailbox.inboxes, mailbox.turns, mailbox.stop,
+            eps, first, known, BLOCK=block, LEVELS=constants["RANKS"].bit_length() - 1, DTYPE=_FLOATS[x.dtype],
             num_warps=num_warps(block), **constants,
         )  # fmt: skip
 
 
-def as_ints(x: Tensor) -> Tensor:
-    return x.view(INTS[x.element_size()][0])
+def _as_ints(x: Tensor) -> Tensor:
+    return x.view(_INTS[x.element_size()][0])
 
 
 def _constants(mailbox: Mailbox, x: Tensor) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def _constants(mailbox: Mailbox, x: Tensor) -> dict[str, Any]:
         "RANK": mailbox.rank,
         "WORLD": world,
         "RANKS": triton.next_power_of_2(world),
-        "BITS": INTS[x.element_size()][1],
+        "BITS": _INTS[x.element_size()][1],
         "NAN": 2 ** (8 * x.element_size() - 1) - 1,
         **launch_options(x.device),
     }

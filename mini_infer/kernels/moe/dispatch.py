@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.all_reduce import FLOATS, INTS, LOOKS, as_ints
+from mini_infer.kernels.all_reduce import _FLOATS, _INTS, _LOOKS, _as_ints
 from mini_infer.kernels.interface import Routes
 from mini_infer.kernels.moe.experts_kernels import with_residual
 from mini_infer.kernels.pdl import launch_options
@@ -55,7 +55,7 @@ def _received(ptrs, mask, stop_ptr):
         found = tl.load(ptrs, mask=mask, other=0, volatile=True)
         missing = tl.max((found == -1).to(tl.int32), axis=0)
         looks += 1
-        if looks % LOOKS == 0:  # what is computed then nobody reads
+        if looks % _LOOKS == 0:  # what is computed then nobody reads
             missing = tl.where(tl.load(stop_ptr, volatile=True) == 0, missing, 0)
     tl.debug_barrier()  # no thread looks any more
     tl.store(ptrs, tl.zeros_like(found) - 1, mask=mask)
@@ -291,7 +291,7 @@ def dispatch(inboxes: Inboxes, x: Tensor, routes: Routes, per_rank: int, count: 
     if places:
         notes, *_ = _sections(inboxes, x)
         _dispatch_kernel[(places,)](
-            as_ints(x), routes.ids, routes.weights.view(torch.int32), as_ints(rows), ids, shares.view(torch.int32),
+            _as_ints(x), routes.ids, routes.weights.view(torch.int32), _as_ints(rows), ids, shares.view(torch.int32),
             inboxes.addresses, inboxes.turns, inboxes.stop, count, NOTES=notes,
             **_constants(inboxes, x, routes, per_rank),
         )  # fmt: skip
@@ -321,8 +321,8 @@ def combine(
     if count:
         _, behind_notes, behind_results, _ = _sections(inboxes, results)
         _combine_kernel[(len(slot_ids) // len(inboxes.addresses),)](
-            as_ints(results), slot_ids, *routes, residual, as_ints(out), inboxes.addresses, inboxes.stop, count,
-            RESULTS=behind_notes, TOTALS=behind_results, ONE_BY_ONE=inboxes.one_by_one, DTYPE=FLOATS[results.dtype],
+            _as_ints(results), slot_ids, *routes, residual, _as_ints(out), inboxes.addresses, inboxes.stop, count,
+            RESULTS=behind_notes, TOTALS=behind_results, ONE_BY_ONE=inboxes.one_by_one, DTYPE=_FLOATS[results.dtype],
             **_constants(inboxes, results, routes, per_rank),
         )  # fmt: skip
     return out
@@ -344,7 +344,7 @@ def _constants(inboxes: Inboxes, x: Tensor, routes: Routes, per_rank: int) -> di
         "PER_RANK": per_rank,
         "RANK": inboxes.rank,
         "WORLD": len(inboxes.addresses),
-        "BITS": INTS[x.element_size()][1],
+        "BITS": _INTS[x.element_size()][1],
         "NAN": 2 ** (8 * x.element_size() - 1) - 1,
         "num_warps": num_warps(block),
         **launch_options(x.device),
