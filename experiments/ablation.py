@@ -184,6 +184,7 @@ class Ablation(Experiment):
             error_gates=error_gates,
             profiles=session.profiles,
             kernels=session.kernels,
+            experts=[row for found in ledger.rounds for row in found.experts],
             procedure=KEPT if spec.keep_engines else "",
             peers=session.peers,
             points=[point for point in self.points if point.name not in not_visited],

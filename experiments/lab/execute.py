@@ -129,7 +129,14 @@ def _result(
         processes=tuple(findings.processes),
         aa=experiment.aa,
     )
-    return Result(info, tuple(findings.rows), tuple(findings.steps), tuple(findings.requests), tuple(findings.kernels))
+    return Result(
+        info,
+        rows=tuple(findings.rows),
+        steps=tuple(findings.steps),
+        requests=tuple(findings.requests),
+        kernels=tuple(findings.kernels),
+        experts=tuple(findings.experts),
+    )
 
 
 def _command(overrides: Sequence[str], paths: schema.Paths) -> str:

@@ -17,7 +17,7 @@ from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure import hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.measure.steps import RequestRow, StepRow
+from experiments.lab.measure.steps import ExpertRow, RequestRow, StepRow
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
@@ -46,6 +46,7 @@ class Findings:
     error_gates: Sequence[ErrorGate] = ()
     profiles: Sequence[StepProfile] = ()
     kernels: Sequence[KernelRow] = ()  # of the profiles
+    experts: Sequence[ExpertRow] = ()  # of a pass of each variant whose engine counts
     procedure: str = ""  # how a measurement begins, where not with a fresh engine
     peers: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)  # variant -> version and settings
     points: Sequence[Point] | None = None  # that were measured; None: all of the experiment's

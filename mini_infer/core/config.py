@@ -187,6 +187,7 @@ class Dispatch(str, Enum):
     grouped = "grouped"  # just those that go, each once a rank; one grouped product over what arrived
     packed = "packed"  # the same, a product for each expert
     padded = "padded"  # baseline: equal buffers for all experts
+    direct = "direct"  # kernels write them into the other ranks' memory; the host counts nothing, so CUDA graphs do it
 
 
 class RouterPolicy(str, Enum):

@@ -191,6 +191,7 @@ class Kernels(Protocol):
     invariant: bool  # a token's numbers are the same in any company, to the bit
     gemv: ModuleType | None  # kernels/gemv.py, where products of few rows with unquantized weights may use it
     all_reduce: ModuleType | None  # kernels/all_reduce.py, for sums over ranks
+    dispatch: ModuleType | None  # kernels/moe/dispatch.py, for experts of other ranks
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None, *, chunks: int = 1
@@ -262,9 +263,17 @@ class Kernels(Protocol):
         """(the stream's norm, its value, and `route` of the norm's product with gate [E, H]), where one kernel for all
         is the fastest; else None."""
 
-    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None = None) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        residual: Tensor | None = None,
+        *,
+        elsewhere: bool = False,
+    ) -> Tensor:
         """x [T, H] -> [T, H] of its dtype: the sum over a token's experts of their weight times down(silu(gate x) *
-        up x), plus residual [T, H]."""
+        up x), plus residual [T, H]. `elsewhere`: some experts are -1, for which nothing is added, whatever x is."""
 
     def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
         """The last part of `experts`: results [T, k, H] of a token's experts and their weights [T, k] -> [T, H], summed

@@ -40,6 +40,7 @@ class TorchKernels:
     invariant = False
     gemv: ModuleType | None = None
     all_reduce: ModuleType | None = None
+    dispatch: ModuleType | None = None
 
     def __init__(self, fallback: str | None = None) -> None:
         self.fallback = fallback
@@ -136,7 +137,15 @@ class TorchKernels:
     ) -> tuple[Tensor, Tensor, Routes] | None:
         return None
 
-    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None = None) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        residual: Tensor | None = None,
+        *,
+        elsewhere: bool = False,
+    ) -> Tensor:
         return experts_reference(x, routes, weights, residual)
 
     def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
@@ -159,12 +168,12 @@ class TritonKernels(TorchKernels):
     def __init__(self) -> None:
         super().__init__()
         from mini_infer.kernels import all_reduce, gemv, rms_norm, rope_and_store, rope_and_store_latent, silu_mul
-        from mini_infer.kernels.moe import experts, route
+        from mini_infer.kernels.moe import dispatch, experts, route
         from mini_infer.kernels.quantized import gemv as quantized_gemv
         from mini_infer.kernels.quantized import linear as quantized_linear
         from mini_infer.kernels.quantized.tokens import quantize_tokens
 
-        self.gemv, self.all_reduce = gemv, all_reduce
+        self.gemv, self.all_reduce, self.dispatch = gemv, all_reduce, dispatch
         self._quantized, self._quantized_gemv = quantized_linear, quantized_gemv
         self._quantize_tokens = quantize_tokens
         self._rms_norm, self._add_rms_norm = rms_norm.rms_norm, rms_norm.add_rms_norm
@@ -255,8 +264,16 @@ class TritonKernels(TorchKernels):
             return None
         return self._router.norm_and_route(stream, gate, bias, router, tokens)
 
-    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None = None) -> Tensor:
-        return self._experts(x, routes, weights, residual, few_tokens=self._few_tokens)
+    def experts(
+        self,
+        x: Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        residual: Tensor | None = None,
+        *,
+        elsewhere: bool = False,
+    ) -> Tensor:
+        return self._experts(x, routes, weights, residual, elsewhere=elsewhere, few_tokens=self._few_tokens)
 
     def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
         return self._add_experts(results, shares)

@@ -209,7 +209,8 @@ class Decoder(Model):
         layers = [module for module in self.modules() if isinstance(module, MoE)]
         shape = len(layers), layers[0].num_experts
         self.expert_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        self.expert_meter = None if self._build.experts.context.size == 1 else Meter(self.device)
+        ranks = self._build.experts.context
+        self.expert_meter = None if ranks.size == 1 else Meter(self.device, self._build.kernels)
         for layer, counts in zip(layers, self.expert_counts, strict=True):
             layer.counts, layer.meter = counts, self.expert_meter
 

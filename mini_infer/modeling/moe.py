@@ -62,35 +62,36 @@ class MoE(nn.Module):
 
     def forward(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor | Part, Tensor | None]:
         if self._exchange is None:
-            return self._of(stream, tokens)
+            part, base, total, routes = self._routed(stream, tokens)
+            return self._kernels.experts(part, routes, self.experts.weights, base), total
         (x, residual, norm), (token_ids, positions, real), own = stream, tokens, self._ranks.rows_of
         assert isinstance(x, Tensor), "these ranks share no other layers"
-        y, total = self._of(
+        part, base, total, routes = self._routed(
             Stream(own(x), None if residual is None else own(residual), norm),
             TokenPlaces(own(token_ids), own(positions), None if real is None else own(real)),
         )
-        gathered = self._ranks.gather_rows
-        return gathered(y, len(x)), None if total is None else gathered(total, len(x))
+        y = self._exchange.experts(part, routes, self.experts.weights, base, len(x), self.meter)
+        if total is None:
+            return y, None
+        return y, x if residual is None else residual + x  # of all tokens, with no need to ask the others
 
-    def _of(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor, Tensor | None]:
+    def _routed(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor, Tensor, Tensor | None, Routes]:
+        """(x that experts read, base to which their sum is added, residual to which that is, where x goes)."""
         if self.meter is not None:
             self.meter.start()
         x, total, routes = self.gate.of_stream(stream, tokens)
         if self.counts is not None and tokens.real is not None:
             self.counts.index_add_(0, routes.ids.flatten(), tokens.real[:, None].expand_as(routes.ids).flatten())
-        exchanged = None
-        if self._exchange is not None:
-            exchanged = self._exchange.experts(x, routes, self.experts.weights, self.meter)
-        base: Tensor | Part = total  # to which the experts' sum is added
+        if self.meter is not None:
+            self.meter.ends("route")
+        base: Tensor | Part = total
         residual = None
         if self.shared is not None and self.shared_gate is not None:
             base, residual = self.shared_gate.of(x).sigmoid() * self.shared.of(x), total
         elif self.shared is not None:
             base, residual = self.shared.add(x, total)
         assert isinstance(base, Tensor), "ranks do not share the parts of an expert"
-        if exchanged is not None:
-            return base + exchanged, residual
-        return self._kernels.experts(x, routes, self.experts.weights, base), residual
+        return x, base, residual, routes
 
 
 class Router(Layer):

@@ -40,6 +40,7 @@ class Collectives:
     Attributes:
         about: how sums are made, for a run's record.
         over_nccl: the groups that a GPU may wait in.
+        stops: of other kernels that wait for ranks: int32 [1] each, above 0 once nobody is to be waited for.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
@@ -48,6 +49,7 @@ class Collectives:
         self._device: Any = self._host
         self._mailboxes: Mailboxes | None = None
         self._copied: CopiedSums | None = None
+        self.stops: list[Tensor] = []
         self.about, self.over_nccl = "gloo", []
         if device.type == "cuda":
             self._device = nccl_group("device", store, rank, size)
@@ -160,6 +162,8 @@ class Collectives:
         for own in (self._mailboxes, self._copied):
             if own is not None:
                 own.stop()
+        for stop in self.stops:
+            stop.fill_(1)
 
 
 def host_group(store: dist.Store, rank: int, size: int) -> Any:

@@ -8,23 +8,28 @@ travel to where theirs are.
     packed     counts first, then just the tokens that go, each once to a rank however many experts it has there; a
                product for each expert
     grouped    packed, and one grouped product over all that arrived
+    direct     kernels write the tokens that go into slots in the other rank's memory (kernels/moe/dispatch.py); one
+               grouped product over all slots, of which those that nobody wrote to have no expert
 
 A token's results are added up where they were computed, and one row comes back from each rank. Where sums have one
-order (numerics=batch_invariant) the results come back one by one, and are added up as one process does it. The host
-reads the counts, so no CUDA graph has this in it; and since there is always room, no token is dropped.
+order (numerics=batch_invariant) the results come back one by one, and are added up as one process does it. There is
+always room, so no token is dropped: slots are as many as a step can have tokens, buffers as large as the counts say.
+These the host reads, so that no CUDA graph has them in it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mini_infer.core.config import Dispatch
+from mini_infer.core.errors import ConfigError
 from mini_infer.kernels.interface import ExpertWeights, Kernels, Routes
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.parallel.expert_meter import Meter
+from mini_infer.parallel.peer_memory import NoPeerAccess, PeerMemory
 
 
 class Parts(NamedTuple):
@@ -39,6 +44,42 @@ class ExpertRanks(NamedTuple):
 
     context: ParallelContext = ONE_RANK
     dispatch: Dispatch = Dispatch.grouped
+    inboxes: Any = None  # of kernels/moe/dispatch.py, where they are open
+
+    @property
+    def host_counts(self) -> bool:
+        """Whether the host reads how many tokens go where."""
+        return self.context.size > 1 and self.dispatch is not Dispatch.direct
+
+    def opened(
+        self, kernels: Kernels, device: torch.device, dtype: torch.dtype, hidden: int, chosen: int, most_tokens: int
+    ) -> ExpertRanks:
+        """With memory in which ranks find what others send, in the direct form. Every rank calls it at once.
+
+        Args:
+            dtype, hidden: of a token's row.
+            chosen: experts of a token, at most.
+            most_tokens: of a step, those of all ranks.
+
+        Raises:
+            ConfigError: the ranks cannot reach each other's memory.
+        """
+        rank, size, collectives = self.context.rank, self.context.size, self.context.collectives
+        if collectives is None or self.host_counts:
+            return self
+        assert kernels.dispatch is not None, "refused before"
+        inboxes, places = kernels.dispatch.Inboxes, -(-most_tokens // size)
+        *_, num_bytes = inboxes.sections(places, size, hidden, chosen, kernels.invariant, dtype.itemsize)
+        try:
+            memory = PeerMemory(num_bytes, rank, device, collectives.exchange)
+        except NoPeerAccess as why:
+            raise ConfigError(f"parallel.dispatch=direct: {why}. Set parallel.dispatch=grouped") from why
+        stop = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        collectives.stops.append(stop)
+        addresses = torch.tensor(memory.addresses, dtype=torch.int64, device=device)
+        turns = torch.zeros(places, dtype=torch.int32, device=device)
+        about = hidden, chosen, kernels.invariant
+        return self._replace(inboxes=inboxes(rank, memory, addresses, turns, stop, *about))
 
 
 ALL_EXPERTS = ExpertRanks()  # of a model that is on one rank
@@ -50,17 +91,52 @@ class ExpertExchange:
     _meter: Meter | None
 
     def __init__(self, ranks: ExpertRanks, num_experts: int, kernels: Kernels) -> None:
-        self._ranks, self._form = ranks
+        self._ranks, self._form, self._inboxes = ranks
         self._num_experts, self._per_rank, self._kernels = num_experts, num_experts // self._ranks.size, kernels
 
-    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, meter: Meter | None = None) -> Tensor:
-        """As Kernels.experts, of this rank's tokens x [T, H], who may go to any rank's experts; `weights` are of this
-        rank's. All ranks call it at once, each with as many tokens as it has."""
+    def experts(
+        self,
+        x: Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        residual: Tensor | None,
+        count: int,
+        meter: Meter | None = None,
+    ) -> Tensor:
+        """As Kernels.experts, of `count` tokens that ranks have by parts -> [count, H] on all of them.
+
+        Args:
+            x, routes, residual: of this rank's tokens, as ParallelContext.rows_of gives them, who may go to any rank's
+                experts.
+            weights: of this rank's.
+        """
         self._meter = meter
-        self._ends("route")
-        y = (self._padded if self._form is Dispatch.padded else self._packed)(x, routes, weights)
+        if meter is not None:
+            meter.start()
+        if self._form is Dispatch.direct:
+            y = self._direct(x, routes, weights, residual, count)
+        else:
+            y = (self._padded if self._form is Dispatch.padded else self._packed)(x, routes, weights)
+            y = self._ranks.gather_rows(y if residual is None else residual + y, count)
         self._ends("combine")
         return y
+
+    def _direct(self, x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None, count: int) -> Tensor:
+        kernel, inboxes = self._kernels.dispatch, self._inboxes
+        assert kernel is not None
+        assert inboxes is not None, "they are opened before a model is loaded"
+        rows, arrived = kernel.dispatch(inboxes, x, routes, self._per_rank, count)
+        self._ends("dispatch")
+        if inboxes.one_by_one:
+            chosen = routes.ids.shape[1]
+            single = rows.repeat_interleave(chosen, 0), _only(arrived.ids.flatten())
+            y = self._kernels.experts(*single, weights, elsewhere=True)
+        else:
+            y = self._kernels.experts(rows, arrived, weights, elsewhere=True)
+        self._ends("experts")
+        if self._meter is not None:
+            self._count_slots(x, routes, count)
+        return kernel.combine(inboxes, y, arrived.ids, routes, self._per_rank, count, residual)
 
     def _padded(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
         size, (tokens, chosen) = self._ranks.size, routes.ids.shape
@@ -145,11 +221,21 @@ class ExpertExchange:
 
     def _count_bytes(self, x: Tensor, rows: list[int]) -> None:
         if self._meter is not None:
-            self._meter.sent_bytes += self._to_others(rows) * x.shape[1] * x.element_size()
+            self._meter.add_bytes(self._to_others(rows) * x.shape[1] * x.element_size(), 0)
 
     def _count_ideal(self, x: Tensor, rows: list[int]) -> None:
         assert self._meter is not None
-        self._meter.ideal_bytes += 2 * self._to_others(rows) * x.shape[1] * x.element_size()
+        self._meter.add_bytes(0, 2 * self._to_others(rows) * x.shape[1] * x.element_size())
+
+    def _count_slots(self, x: Tensor, routes: Routes, count: int) -> None:
+        """Of the direct form, on the device. A note of its experts goes to every rank from every place."""
+        assert self._meter is not None
+        row, size = x.shape[1] * x.element_size(), self._ranks.size
+        goes = torch.cat((self._goes(routes)[: self._ranks.rank], self._goes(routes)[self._ranks.rank + 1 :]))
+        there = goes.any(-1).sum()
+        back = goes.sum() if self._inboxes.one_by_one else there
+        notes = (size - 1) * -(-count // size) * 2 * routes.ids.shape[1] * routes.ids.element_size()
+        self._meter.add_bytes((there + back) * row + notes, 2 * there * row)
 
     def _to_others(self, rows: list[int]) -> int:
         return sum(rows) - rows[self._ranks.rank]

@@ -15,7 +15,8 @@ from mini_infer.parallel.peer_memory import Exchange, NoPeerAccess, PeerMemory
 
 SIZES = {"cuda": (8, 16, 32, 64, 128, 256, 512, 1024), "cpu": (8,)}  # rows that are tried, the last as many as can be
 GATHERED_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}  # of the inboxes for what is gathered
-CALLS, REPLAYS = {"cuda": 100, "cpu": 2}, 5  # that are timed
+CALLS, REPLAYS = {"cuda": 100, "cpu": 2}, {"cuda": 5, "cpu": 1}  # that are timed
+FEW_CALLS = 4  # where the host has a part in each
 ANSWER_S = 60.0  # in which peers must have compiled and launched their first call
 
 
@@ -119,23 +120,24 @@ class Mailboxes:
         )
 
 
-def time_us(call: Callable[[], object], device: torch.device, exchange: Exchange) -> float:
-    """Of one of many calls, which all ranks make, on the slowest: in a CUDA graph on a GPU."""
+def time_us(call: Callable[[], object], device: torch.device, exchange: Exchange, in_graph: bool = True) -> float:
+    """Of one of many calls, which all ranks make, on the slowest: in a CUDA graph on a GPU, but for calls in which the
+    host has a part."""
     call()  # which compiles
-    on_gpu, number = device.type == "cuda", CALLS[device.type]
+    on_gpu, number = device.type == "cuda", CALLS[device.type] if in_graph else min(CALLS[device.type], FEW_CALLS)
 
     def calls() -> None:
         for _ in range(number):
             call()
 
     run = calls
-    if on_gpu:
+    if on_gpu and in_graph:
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             calls()
         run = graph.replay
-    own = min(_once_us(call, run, on_gpu, exchange) for _ in range(REPLAYS)) / number
+    own = min(_once_us(call, run, on_gpu, exchange) for _ in range(REPLAYS[device.type])) / number
     return max(ns for (ns,) in exchange([round(own * 1e3)])) / 1e3
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf, open_dict
 
-from experiments import all_reduce
 from experiments.lab import axes, catalog
 from experiments.lab.execute import execute
 from experiments.lab.judge import exact_gate, logit_gate
 from experiments.lab.kernels import timer as kernel_timer
+from experiments.lab.measure import together
 from experiments.lab.store import result as store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_figures")]  # together they take a minute
@@ -91,6 +91,11 @@ OWN = {
         *("engine.model.device=cpu", "measure.repeats=1", "experiment.dtype=float32", "experiment.hidden=32"),
         "experiment.rows=[1,3]",
     ],
+    "expert_exchange": [
+        *("engine.model.device=cpu", "measure.repeats=1", "experiment.dtype=float32", "experiment.hidden=16"),
+        *("experiment.inner=8", "experiment.experts=4", "experiment.chosen=2", "experiment.tokens=[1]"),
+        "experiment.routing=[zipf]",
+    ],
     "moe_layer": [
         *(option for option in KERNELS if option != "~experiment.variants.triton"),
         *("~experiment.variants.few", "~experiment.variants.grouped"),
@@ -143,7 +148,7 @@ LEFT_OUT = NEEDS_TRITON | NEEDS_A_TRACE
 def quick_kernels(monkeypatch) -> None:
     monkeypatch.setattr(kernel_timer, "PASS_US", 10.0)
     monkeypatch.setattr(kernel_timer, "MAX_COPIES", 2)
-    monkeypatch.setattr(all_reduce, "START", "fork")
+    monkeypatch.setattr(together, "START", "fork")
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Figures that are made from whatever a result holds: how much better, load, memory, and what the pointer is told."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -10,7 +11,8 @@ from matplotlib.colors import to_hex
 from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.show.figures import bars, forest, frame, gallery, load, matrix, memory, panels, profile
+from experiments.lab.measure.steps import ExpertRow, expert_rows
+from experiments.lab.show.figures import bars, experts, forest, frame, gallery, load, matrix, memory, panels, profile
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
 
@@ -241,3 +243,18 @@ def test_what_points_say_stands_in_the_svg_as_often_as_there_are_points():
     assert len(uses) == len(of_lines[0].split(frame.NEXT)) == 2
     assert any(tip.startswith('a "b" <c>, 1: ') for tip in of_lines)
     assert "<metadata>" not in text
+
+
+def test_a_heat_map_shows_where_tokens_went():
+    loads = [((3, 1), (0, 0)), (), ((1, 3), (9, 1))]  # by step, layer and expert; nobody counted in the second
+    served = SimpleNamespace(records=[SimpleNamespace(expert_tokens=load) for load in loads])
+    rows = expert_rows("base", "concurrency=8", served)
+    assert rows == [
+        ExpertRow("base", "concurrency=8", 0, ("4", "4")),
+        ExpertRow("base", "concurrency=8", 1, ("9", "1")),
+    ]
+    counted = replace(result(), experts=(*rows, *expert_rows("new", "concurrency=8", served)))
+    picture = next(picture for picture in gallery.of(counted).every if picture.title == experts.TITLE)
+    ax, *_ = picture.draw().axes
+    assert ax.images[0].get_array().tolist() == [[1.0, 1.0], [1.8, 0.2]]
+    assert ax.get_title() == "concurrency=8: busiest 1.8x"

@@ -160,6 +160,22 @@ def test_one_expert_that_takes_everything(few: int, device: torch.device) -> Non
     assert experts(*layer.some(slice(0, 0)), few_tokens=few).shape == (0, 32)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("few", [0, 100])
+def test_what_has_no_expert_here_adds_nothing(few: int, device: torch.device) -> None:
+    """Whatever stands in the row of a token that has none at all."""
+    layer = Layer(7, 3, 5, 24, 16, torch.float32, device)
+    layer.routes.ids[1, 0], layer.routes.ids[2, 1:], layer.routes.ids[4:6] = -1, -1, -1
+    here = layer.routes.ids >= 0
+    expected = Routes(layer.routes.ids.clamp(min=0), layer.routes.weights * here)
+    whole = experts_reference(layer.x, expected, layer.weights)
+    layer.x[4] = torch.nan
+    for found in (experts(*layer.some(), few_tokens=few, elsewhere=True), experts_reference(*layer.some())):
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    none = Routes(torch.full_like(layer.routes.ids, -1), layer.routes.weights)
+    assert not experts(layer.x, none, layer.weights, few_tokens=few, elsewhere=True).any()
+
+
 def test_a_token_is_the_same_to_the_bit_in_any_company(device: torch.device) -> None:
     layer = Layer(21, 2, 6, 24, 16, torch.float32, device)
     every = experts(*layer.some(), few_tokens=0)

@@ -23,13 +23,15 @@ from mini_infer.kernels.ops import InvariantKernels, Kernels, TorchKernels
 from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.sharding import require_shared_experts
+from mini_infer.parallel import peer_memory
 from mini_infer.parallel.all_reduce import Collectives, join_store, open_store
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.parallel.expert import ExpertExchange, ExpertRanks
-from mini_infer.parallel.expert_meter import Meter
+from mini_infer.parallel.expert_meter import Meter, traffic_of
 
 CPU = torch.device("cpu")
 EXPERTS, CHOSEN, HIDDEN, INNER = 6, 3, 16, 8
+OVER_GROUPS = [form for form in Dispatch if form is not Dispatch.direct]  # which takes processes
 T = TypeVar("T")
 
 
@@ -94,18 +96,17 @@ class Layer(NamedTuple):
             own = context.rows_of(range(EXPERTS))
             weights = ExpertWeights(*(part[own.start : own.stop] for part in self.weights[:2]))
             routes = Routes(*map(context.rows_of, self.routes))
-            meter = Meter(CPU)
-            meter.start()
+            meter = Meter(CPU, kernels)
             exchange = ExpertExchange(ExpertRanks(context, form), EXPERTS, kernels)
-            y = exchange.experts(context.rows_of(self.x), routes, weights, meter)
-            return context.gather_rows(y, len(self.x)), meter.take().read()
+            y = exchange.experts(context.rows_of(self.x), routes, weights, None, len(self.x), meter)
+            return y, traffic_of(meter.take())
 
         found = together(size, work)
         assert all(torch.equal(y, found[0][0]) for y, _ in found)
         return found[0][0], [traffic for _, traffic in found]
 
 
-@pytest.mark.parametrize("form", Dispatch)
+@pytest.mark.parametrize("form", OVER_GROUPS)
 @pytest.mark.parametrize(("size", "tokens"), [(2, 11), (3, 7), (2, 1)])  # of one token, the second rank has none
 def test_every_form_computes_every_token(form: Dispatch, size: int, tokens: int) -> None:
     layer = Layer.made(tokens)
@@ -113,14 +114,14 @@ def test_every_form_computes_every_token(form: Dispatch, size: int, tokens: int)
     torch.testing.assert_close(y, experts_reference(*layer), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", Dispatch)
+@pytest.mark.parametrize("form", OVER_GROUPS)
 def test_one_expert_may_take_everything(form: Dispatch) -> None:
     layer = Layer.made(9, one_expert=True)
     y, _ = layer.over(2, form, TorchKernels())
     torch.testing.assert_close(y, experts_reference(*layer), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", Dispatch)
+@pytest.mark.parametrize("form", OVER_GROUPS)
 def test_sums_in_one_order_are_those_of_one_rank_to_the_bit(form: Dispatch) -> None:
     layer, kernels = Layer.made(5), OneAtATime()
     y, _ = layer.over(2, form, kernels)
@@ -187,9 +188,13 @@ MODEL = {**SHAPE, "count_experts": True, "routing": "uniform"}
 
 @pytest.mark.parametrize("form", Dispatch)
 def test_engines_over_ranks_give_the_tokens_of_one_process(make_engine: MakeEngine, form: Dispatch) -> None:
+    model, few = MODEL, {"max_num_batched_tokens": 32, "max_num_seqs": 4}
+    if form is Dispatch.direct:
+        pytest.importorskip("triton")
+        model = {**MODEL, "kernels": "triton"}
     engine, alone = (
-        make_engine(tensor=1, model=MODEL, parallel={"expert": 2, "dispatch": form}),
-        one_process(model=MODEL),
+        make_engine(tensor=1, model=model, scheduler=few, parallel={"expert": 2, "dispatch": form}),
+        one_process(model=model, scheduler=few),
     )
     ours, theirs = generated(engine), generated(alone)
     assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
@@ -204,9 +209,27 @@ def test_engines_over_ranks_give_the_tokens_of_one_process(make_engine: MakeEngi
     assert alone.records[0].expert_traffic is None
 
 
-def test_batch_invariant_engines_agree_to_the_bit(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("form", ["grouped", "direct"])
+def test_batch_invariant_engines_agree_to_the_bit(make_engine: MakeEngine, form: str) -> None:
     sections: dict[str, Any] = {"model": SHAPE, "numerics": "batch_invariant"}
-    assert generated(make_engine(tensor=1, parallel={"expert": 2}, **sections)) == generated(one_process(**sections))
+    engine = make_engine(tensor=1, parallel={"expert": 2, "dispatch": form}, **sections)
+    assert generated(engine) == generated(one_process(**sections))
+
+
+def test_memory_that_ranks_cannot_reach_is_an_error_that_says_so(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct = {"expert": 2, "dispatch": "direct"}
+    with pytest.raises(ConfigError, match=r"dispatch=direct: .* torch's\. Set parallel\.dispatch=grouped"):
+        make_engine(tensor=1, model=SHAPE, parallel=direct)
+    pytest.importorskip("triton")
+
+    def refuse(own: Any, handle: list[int]) -> int:
+        raise OSError("there is no way from here to there")
+
+    monkeypatch.setattr(peer_memory._OnCpu, "open", refuse)
+    with pytest.raises(ConfigError, match=r"dispatch=direct: there is no way .* Set parallel\.dispatch=grouped"):
+        make_engine(tensor=1, model={**SHAPE, "kernels": "triton"}, parallel=direct)
 
 
 def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:

@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,13 +111,18 @@ def sums(rank: int, port: int, store: Any = None) -> None:
         ending.join()
 
 
-def test_sums_of_any_size_called_and_replayed() -> None:
+def on_two_gpus(work: Callable[..., None]) -> None:
+    """`work` of a rank, the port of a store that the ranks find each other through, and rank 0's own."""
     processes, store = torch.multiprocessing.get_context("spawn"), open_store()
-    other = processes.Process(target=sums, args=(1, store.port), daemon=True)
+    other = processes.Process(target=work, args=(1, store.port), daemon=True)
     other.start()
-    sums(0, store.port, store)
+    work(0, store.port, store)
     other.join(60)
     assert other.exitcode == 0
+
+
+def test_sums_of_any_size_called_and_replayed() -> None:
+    on_two_gpus(sums)
 
 
 def test_sums_are_our_own() -> None:

@@ -234,6 +234,7 @@ def merged(found: Sequence[Findings], planned: int, notes: Sequence[str]) -> Fin
         notes=[*notes, *_notes(found)],
         profiles=_first(f.profiles for f in found),
         kernels=_first(f.kernels for f in found),
+        experts=_first(f.experts for f in found),
         peers={name: about for f in reversed(found) for name, about in f.peers.items()},
         points=_points(found),
         processes=[about for f in found for about in f.processes],

@@ -1,4 +1,5 @@
-"""Step by step, one pass of every engine variant, for the timeline and the trace; and the requests of every pass."""
+"""Step by step, one pass of every engine variant, for the timeline and the trace; the requests of every pass; and where
+tokens went, in one pass of each."""
 
 from __future__ import annotations
 
@@ -69,6 +70,16 @@ class RequestRow:
     decode_s: float | None = None
 
 
+@dataclass(frozen=True)
+class ExpertRow:
+    """A layer's experts in a pass, and the tokens that went to each."""
+
+    variant: str
+    point: str
+    layer: int  # of those with experts, from the first on
+    tokens: tuple[str, ...]  # whole numbers, by expert
+
+
 _OF_RECORD = [f.name for f in fields(StepRow)][5:]  # what a row has as its record has it; `kv_...` of its kv
 
 
@@ -107,6 +118,16 @@ def request_rows(variant: str, point: str, repeat: int, served: Served) -> list[
             decode_s=trace.token_times[-1] - trace.token_times[0] if trace.token_times else None,
         )
         for trace in served.requests
+    ]
+
+
+def expert_rows(variant: str, point: str, served: Served) -> list[ExpertRow]:
+    """No rows where nobody counts."""
+    counted = [record.expert_tokens for record in served.records if record.expert_tokens]
+    layers = (zip(*steps, strict=True) for steps in zip(*counted, strict=True))  # by layer: of each expert its steps
+    return [
+        ExpertRow(variant, point, layer, tuple(str(sum(steps)) for steps in experts))
+        for layer, experts in enumerate(layers)
     ]
 
 

@@ -13,7 +13,7 @@ from experiments.lab.judge.timing import Evidence
 from experiments.lab.measure import cells
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import HOST_BESIDE_GPU, MAX_DRIFT
-from experiments.lab.measure.steps import RequestRow, StepRow, request_rows, step_rows
+from experiments.lab.measure.steps import ExpertRow, RequestRow, StepRow, expert_rows, request_rows, step_rows
 from experiments.lab.measure.traces import RAMP
 from experiments.lab.store.rows import Row
 
@@ -30,6 +30,7 @@ class Round:
     tokens: dict[Key, Tokens] = field(default_factory=dict)
     steps: list[StepRow] = field(default_factory=list)
     requests: list[RequestRow] = field(default_factory=list)
+    experts: list[ExpertRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -74,6 +75,8 @@ class Ledger:
             found.requests.extend(request_rows(cell.variant, cell.point.name, repeat, attempts[-1].served))
             if repeat == 0 and cell.kind.can.steps and cell.point.name == self._terms.timeline:
                 found.steps.extend(step_rows(cell.variant, cell.point.name, attempts[-1].served))
+            if repeat == 0:
+                found.experts.extend(expert_rows(cell.variant, cell.point.name, attempts[-1].served))
             told = _told(attempts[-1])
             if told is None:
                 label = self._terms.labels[cell.variant]

@@ -6,6 +6,7 @@
         <run>.steps.csv      one row per engine step of one point: where the experiment asks for it
         <run>.requests.csv   one per request of every pass
         <run>.profile.csv    one per kernel of a decode step: likewise
+        <run>.experts.csv    one per layer with experts: where the engine counts their tokens
 
 The JSON names each table's row count and SHA-256, so a file that was cut short or edited is found out. All are written
 beside their places first and then renamed into them, so that a disk that fills up costs no earlier result; numbers are
@@ -32,7 +33,7 @@ from experiments.lab.judge.claims import Claim, Judgement, joined, judge
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
-from experiments.lab.measure.steps import RequestRow, StepRow
+from experiments.lab.measure.steps import ExpertRow, RequestRow, StepRow
 from experiments.lab.points import short_names
 from experiments.lab.spec import PlotSpec
 from experiments.lab.store import tables
@@ -51,6 +52,7 @@ TABLES: dict[str, tuple[str, type]] = {  # the ending of the file's name -> a Re
     ".steps.csv": ("steps", StepRow),
     ".requests.csv": ("requests", RequestRow),
     ".profile.csv": ("kernels", KernelRow),
+    ".experts.csv": ("experts", ExpertRow),
 }
 
 
@@ -135,6 +137,7 @@ class Result:
     steps: tuple[StepRow, ...] = ()
     requests: tuple[RequestRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()  # of the profiled decode steps
+    experts: tuple[ExpertRow, ...] = ()  # where tokens went, by layer
     runs: tuple[RunInfo, ...] = ()  # that were put together, where it is not one run
     remarks: str = ""  # written by hand in <run>.remarks.md: what stands behind these rows, as markdown
 

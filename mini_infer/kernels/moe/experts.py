@@ -83,6 +83,7 @@ def experts(
     weights: ExpertWeights,
     residual: Tensor | None = None,
     *,
+    elsewhere: bool = False,
     few_tokens: int = FEW_TOKENS,
     tiles: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
@@ -94,13 +95,15 @@ def experts(
     """
     out = torch.empty_like(x)
     if len(x) > few_tokens:
-        _many(x, routes, weights, residual, out, tiles)
+        _many(x, routes, weights, residual, out, elsewhere, tiles)
     elif len(x):
-        _few(x, routes, weights, residual, out)
+        _few(x, routes, weights, residual, out, elsewhere)
     return out
 
 
-def _few(x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None, out: Tensor) -> None:
+def _few(
+    x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None, out: Tensor, elsewhere: bool
+) -> None:
     gate_up, down, activations = _Weight.of(weights.gate_up), _Weight.of(weights.down), weights.activations
     (tokens, chosen), size, inner = routes.ids.shape, x.shape[1], gate_up.codes.shape[1] // 2
     x, h = _as_quantized(x, activations), x.new_empty((tokens * chosen, inner))
@@ -109,7 +112,7 @@ def _few(x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | N
         block_k = weight.block_k(min(triton.next_power_of_2(in_size), tile.k))
         unroll = min(tile.unroll, triton.cdiv(in_size, block_k))
         shape = {"CHOSEN": chosen, "SIZE": size, "INNER": inner, "FORM": weight.form, "BLOCK_OUT": tile.outs}
-        more = {"BLOCK_K": block_k, "UNROLL": unroll, "num_warps": tile.num_warps}
+        more = {"ELSEWHERE": elsewhere, "BLOCK_K": block_k, "UNROLL": unroll, "num_warps": tile.num_warps}
         return shape | more | launch_options(x.device)
 
     few_gate_up_kernel[(triton.cdiv(2 * inner, FEW_GATE_UP.outs), tokens * chosen)](
@@ -127,6 +130,7 @@ def _many(
     weights: ExpertWeights,
     residual: Tensor | None,
     out: Tensor,
+    elsewhere: bool,
     tiles: tuple[Tile, Tile] | None,
 ) -> None:
     gate_up, down, activations = _Weight.of(weights.gate_up), _Weight.of(weights.down), weights.activations
@@ -157,17 +161,24 @@ def _many(
     h, y = x.new_empty((pairs, gate_up.codes.shape[1] // 2)), x.new_empty((pairs, size))
     product(x, gate_up, h, tiles[0], gated=True)
     product(h, down, y, tiles[1], gated=False)
-    add_experts(y.view(tokens, chosen, size), routes.weights, residual, out)
+    add_experts(y.view(tokens, chosen, size), routes.weights, residual, out, ids if elsewhere else None)
 
 
-def add_experts(results: Tensor, shares: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Arguments, contiguous, and result as of Kernels.add_experts, plus residual [T, H]; in `out` where it is given."""
+def add_experts(
+    results: Tensor,
+    shares: Tensor,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """Arguments, contiguous, and result as of Kernels.add_experts, plus residual [T, H]; in `out` where it is given.
+    Of `ids` -1 there is no result, whatever stands in its place."""
     tokens, chosen, size = results.shape
     out = results.new_empty(tokens, size) if out is None else out
     if tokens:
         block = min(triton.next_power_of_2(size), 1024)
         combine_kernel[(tokens, triton.cdiv(size, block))](
-            results, shares, residual, out, CHOSEN=chosen, SIZE=size, BLOCK=block, num_warps=4,
+            results, ids, shares, residual, out, CHOSEN=chosen, SIZE=size, BLOCK=block, num_warps=4,
             **launch_options(out.device),
         )  # fmt: skip
     return out

@@ -92,6 +92,7 @@ def few_gate_up_kernel(
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     FORM: tl.constexpr,
+    ELSEWHERE: tl.constexpr,  # some experts are -1, and nothing is read of them
     BLOCK_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -103,10 +104,15 @@ def few_gate_up_kernel(
     pair = tl.program_id(1)
     outs, rows, real = _owned(tl.program_id(0), BLOCK_OUT, True, INNER)
     expert = tl.load(ids_ptr + pair)
+    if ELSEWHERE:
+        real = real & (expert >= 0)
     sums = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
     for k in tl.range(0, SIZE, BLOCK_K, loop_unroll_factor=UNROLL):
         columns = k + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + pair // CHOSEN * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+        inside = columns < SIZE
+        if ELSEWHERE:
+            inside = inside & (expert >= 0)
+        x = tl.load(x_ptr + pair // CHOSEN * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
         sums += _weights(weight, expert, rows, real, k, 2 * INNER, SIZE, BLOCK_K, FORM).to(tl.float32) * x[None, :]
     both = _scaled(tl.sum(sums, axis=1), weight, expert, rows, real, 2 * INNER, FORM)
     gate, up = _halves(both, tl.float32, BLOCK_OUT // 2, 1)
@@ -126,6 +132,7 @@ def few_down_kernel(
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     FORM: tl.constexpr,
+    ELSEWHERE: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -141,23 +148,31 @@ def few_down_kernel(
     for place in tl.static_range(CHOSEN):
         pair = token * CHOSEN + place
         expert, share = tl.load(ids_ptr + pair), tl.load(shares_ptr + pair)
+        there = real
+        if ELSEWHERE:
+            there = there & (expert >= 0)
         for k in tl.range(0, INNER, BLOCK_K, loop_unroll_factor=UNROLL):
             columns = k + tl.arange(0, BLOCK_K)
             h = tl.load(h_ptr + pair * INNER + columns, mask=columns < INNER, other=0.0).to(tl.float32) * share
-            part = _weights(weight, expert, outs, real, k, SIZE, INNER, BLOCK_K, FORM).to(tl.float32) * h[None, :]
-            sums += _scaled(part, weight, expert, outs, real, SIZE, FORM)
+            part = _weights(weight, expert, outs, there, k, SIZE, INNER, BLOCK_K, FORM).to(tl.float32) * h[None, :]
+            sums += _scaled(part, weight, expert, outs, there, SIZE, FORM)
     places = out_ptr + token.to(tl.int64) * SIZE + outs
     _store_sums(places, tl.sum(sums, axis=1), residual_ptr, token, outs, real, SIZE)
 
 
 @triton.jit
 def _store_sums(places, sums, residual_ptr, token, columns, real, SIZE: tl.constexpr):
-    """Sums of a token's experts, plus the residual where there is one, after rounding as between two operations."""
     dtype: tl.constexpr = places.dtype.element_ty
+    tl.store(places, with_residual(sums, residual_ptr, token, columns, real, SIZE, dtype), mask=real)
+
+
+@triton.jit
+def with_residual(sums, residual_ptr, token, columns, real, SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """Sums of a token's experts, plus the residual where there is one, after rounding as between two operations."""
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + token.to(tl.int64) * SIZE + columns, mask=real, other=0.0)
-        sums = sums.to(dtype).to(tl.float32) + residual.to(tl.float32)
-    tl.store(places, sums.to(dtype), mask=real)
+        sums = sums.to(DTYPE).to(tl.float32) + residual.to(tl.float32)
+    return sums.to(DTYPE)
 
 
 # --- many tokens -----------------------------------------------------------------------------------------------
@@ -176,7 +191,7 @@ def place_kernel(
 ):
     """A program is an expert. It counts the pairs of those before it, which is where its own begin, and leaves room for
     a tile that is not full at the end of each: its tiles begin at (pairs before) // BLOCK_ROWS + expert, which nobody
-    else's can reach."""
+    else's can reach. Pairs without an expert, -1, come last and get no tile."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -184,12 +199,14 @@ def place_kernel(
     before, own = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_pairs, BLOCK):
         pairs = start + tl.arange(0, BLOCK)
-        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=2**30)
-        before += (ids < expert).to(tl.int32)
+        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
+        before += ((ids < expert) & (ids >= 0)).to(tl.int32)
         own += (ids == expert).to(tl.int32)
     begin = tl.sum(before)
     end = begin + tl.sum(own)
     first, last = begin // BLOCK_ROWS + expert, end // BLOCK_ROWS + expert + 1  # the last is the next expert's first
+    if expert == tl.num_programs(0) - 1:
+        last = num_tiles
     for start in range(first, last, BLOCK):
         tile = start + tl.arange(0, BLOCK)
         row = begin + (tile - first) * BLOCK_ROWS
@@ -199,7 +216,7 @@ def place_kernel(
     at = begin
     for start in range(0, num_pairs, BLOCK):
         pairs = start + tl.arange(0, BLOCK)
-        mine = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=2**30) == expert
+        mine = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1) == expert
         tl.store(order_ptr + at + tl.cumsum(mine.to(tl.int32), 0) - 1, pairs, mask=mine)
         at += tl.sum(mine.to(tl.int32))
 
@@ -299,6 +316,7 @@ def _product(
 @triton.jit
 def combine_kernel(
     y_ptr,
+    ids_ptr,  # None: each pair has an expert
     shares_ptr,
     residual_ptr,
     out_ptr,
@@ -316,6 +334,9 @@ def combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for place in tl.static_range(CHOSEN):
         pair = token * CHOSEN + place
-        y = tl.load(y_ptr + pair * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+        there = inside
+        if ids_ptr is not None:
+            there = inside & (tl.load(ids_ptr + pair) >= 0)
+        y = tl.load(y_ptr + pair * SIZE + columns, mask=there, other=0.0).to(tl.float32)
         total += y * tl.load(shares_ptr + pair)
     _store_sums(out_ptr + token * SIZE + columns, total, residual_ptr, token, columns, inside, SIZE)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mini_infer.core.plan import NO_DRAFT, NONE, StepPlan, StepResult
 from mini_infer.core.request import TokenLogprob
+from mini_infer.parallel.expert_meter import traffic_of
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, StepGraphs
 from mini_infer.runtime.sampling.logprobs import Logprobs, prompt_logprobs
 from mini_infer.runtime.sampling.sampler import Sampler
@@ -32,7 +33,6 @@ from mini_infer.speculative.draft_model import Drafter, Stopwatch
 
 if TYPE_CHECKING:  # it is handed them
     from mini_infer.cache.transfer import KVTransfer
-    from mini_infer.parallel.expert_meter import Measured
     from mini_infer.runtime.executor.dry import DryModel
     from mini_infer.runtime.worker.torch_model import TorchModel
 
@@ -51,7 +51,7 @@ class LaunchedStep(NamedTuple):
     prompt_logprobs: Mapping[int, list[Logprobs]] = NONE  # by row
     drafting: Stopwatch | None = None  # None where no model drafted
     expert_counts: Tensor | None = None  # as StepResult.expert_tokens; None where nobody counts
-    expert_traffic: Measured | None = None  # None where there is none
+    expert_traffic: Tensor | None = None  # as Meter takes it; None where there is none
 
 
 class Runner:
@@ -110,6 +110,8 @@ class Runner:
             return self._launched(plan)
         if (counts := self._model.expert_counts) is not None:
             counts.zero_()
+        if (meter := self._model.expert_meter) is not None:
+            meter.clear()
         descriptor = self._rows_alone(plan)
         launch = self._launch_any(plan, params) if descriptor is None else self._launch_rows(plan, params, descriptor)
         self._drafter.book(plan)
@@ -212,9 +214,9 @@ class Runner:
         tokens, counts = (
             None if tensor is None else tensor.to("cpu", non_blocking=True, copy=True) for tensor in (token_ids, counts)
         )
-        done = record_event(self._states.device)
-        meter = self._model.expert_meter
+        meter = self._model.expert_meter if plan.req_indices else None
         traffic = None if meter is None else meter.take()
+        done = record_event(self._states.device)
         about |= {"real": real, "expert_counts": counts, "expert_traffic": traffic}
         return LaunchedStep(plan, done, tokens=tokens, **about)
 
@@ -244,7 +246,7 @@ class Runner:
         ended = self.end_transfers(wait=not tokens)
         failed = NONE if self._transfers is None else self._transfers.take_failed(ended)
         counts = () if launched.expert_counts is None else tuple(map(tuple, launched.expert_counts.tolist()))
-        traffic = None if launched.expert_traffic is None else launched.expert_traffic.read()
+        traffic = None if launched.expert_traffic is None else traffic_of(launched.expert_traffic)
         return StepResult(tokens, logprobs, of_prompts, draft_s, ended, failed, counts, traffic)
 
     def end_transfers(self, wait: bool) -> tuple[int, ...]:

@@ -11,14 +11,14 @@ import torch
 
 from mini_infer.attention.backend import Requirements
 from mini_infer.cache.layout import KVLayout
-from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig, Numerics, When
+from mini_infer.core.config import Dispatch, EngineConfig, LoadFormat, ModelConfig, Numerics, When
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.ops import Kernels
 from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.loader import as_served, load_model, load_spec, outline, resolve_dtype
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.sharding import of_each_rank, require_shared_experts
-from mini_infer.modeling.spec import ModelSpec
+from mini_infer.modeling.spec import ModelSpec, MoESpec
 from mini_infer.modeling.stages import of_stage
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.parallel.expert import ALL_EXPERTS, ExpertRanks
@@ -31,7 +31,7 @@ from mini_infer.runtime.worker.torch_model import AttentionBackends, TorchModel
 from mini_infer.speculative.draft_model import DraftKV, DraftModel
 
 NEEDS_GPU = "CUDA graphs need a GPU, not cpu"
-HOST_COUNTS = "with parallel.expert the host reads how many tokens go where"
+HOST_COUNTS = "the host reads how many tokens go where; parallel.dispatch=direct leaves that to the device"
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,11 @@ class ServedModel:
         experts = ALL_EXPERTS
         if config.parallel.expert > 1:
             experts, parallel = ExpertRanks(parallel, config.parallel.dispatch), ONE_RANK
+            if config.parallel.dispatch is Dispatch.direct and kernels.dispatch is None:
+                raise ConfigError(
+                    f"parallel.dispatch=direct: kernels of ours write to other ranks' memory, and these are "
+                    f"{kernels.name}'s. Set parallel.dispatch=grouped"
+                )
         spec = of_each_rank(as_served(load_spec(model), config), parallel.size)
         require_shared_experts(spec, experts.context.size)
         dtype = resolve_dtype(model, spec, device)
@@ -101,11 +106,16 @@ class ServedModel:
         """For a run's record."""
         return "float8_e4m3fn, a scale a head" if self.spec.fp8_kv else str(self.dtype).removeprefix("torch.")
 
-    def load(self, max_len: int, kernels: Kernels) -> Model:
-        """The weights, for positions below `max_len`. Raises ConfigError where they will not fit."""
+    def load(self, max_len: int, kernels: Kernels, most_tokens: int) -> Model:
+        """The weights, for positions below `max_len` and steps of so many tokens. Raises ConfigError where they will
+        not fit."""
         require_room_for_weights(self.weight_bytes, self.config.path, self.dtype, self.device)
+        blocks = [layer.feed_forward for layer in self.spec.layers]
+        chosen = max((block.router.top_k for block in blocks if isinstance(block, MoESpec)), default=0)
+        widths = self.spec.hidden_size, chosen
+        experts = self.experts.opened(kernels, self.device, self.dtype, *widths, most_tokens)
         what = self.config, self.spec, self.dtype, self.device, max_len, kernels
-        return load_model(*what, parallel=self.parallel, experts=self.experts)
+        return load_model(*what, parallel=self.parallel, experts=experts)
 
 
 def _select_attention(
@@ -119,7 +129,7 @@ def _select_attention(
         reason = NEEDS_GPU
     elif kernels.name != "triton":
         reason = "the torch sampler cannot be captured"
-    elif experts.context.size > 1:
+    elif experts.host_counts:
         reason = HOST_COUNTS
     else:
         try:

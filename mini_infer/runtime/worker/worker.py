@@ -82,7 +82,7 @@ class Worker:
         self._most_rows = min(graphs.max_batch or scheduler.max_num_seqs, scheduler.max_num_seqs)
         self._draft_grid = draft_grid(self._most_rows, config.speculation.most)
         self._prefill_sizes = token_ladder(graphs.max_prefill_tokens, scheduler.max_num_batched_tokens)
-        if graphs.capture is When.never or self.target.experts.context.size > 1:
+        if graphs.capture is When.never or self.target.experts.host_counts:
             self._prefill_sizes = []
         overlap = scheduler.overlap
         # On a CPU the model computes in the caller's thread: a step launched early would only make its tokens late.
@@ -109,7 +109,7 @@ class Worker:
         self._weights: list[Model] = []
         for name, served in zip(("load", "load draft"), self.served, strict=False):
             with self._phase(name):
-                self._weights.append(served.load(max_len, self._kernels))
+                self._weights.append(served.load(max_len, self._kernels, self._most_tokens()))
         if not self.target.spec.is_first:
             size = self._most_tokens(), self.target.spec.hidden_size
             self._weights[0].inbox = torch.zeros(size, dtype=self.target.dtype, device=self.device)
@@ -206,7 +206,7 @@ class Worker:
             no_pieces = NEEDS_GPU
         elif self._config.graphs.capture is When.never:
             no_pieces = "graphs.capture=never"
-        elif self.target.experts.context.size > 1:
+        elif self.target.experts.host_counts:
             no_pieces = HOST_COUNTS
         self._captured = {
             "graphs": CaptureReport(limits=(self.target.no_graphs or NEEDS_GPU,)),

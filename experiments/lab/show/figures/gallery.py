@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from experiments.lab.judge import distributions
 from experiments.lab.show import effects, wording
-from experiments.lab.show.figures import forest, frame, load, memory, panels, profile, timeline
+from experiments.lab.show.figures import experts, forest, frame, load, memory, panels, profile, timeline
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result
@@ -93,6 +93,8 @@ def _under_load(result: Result) -> Iterator[Picture]:
             yield Picture("waits", title, partial(panels.draw, plot, own))
     if memory.of(result):
         yield Picture("memory-map", "Where the memory goes", partial(memory.draw, result))
+    if result.experts:
+        yield Picture("experts", experts.TITLE, partial(experts.draw, result))
 
 
 def _named(kind: str, point: str) -> str:

@@ -1,0 +1,169 @@
+"""The experts of one layer over ranks: what it costs to bring tokens to them and back, by form, number of tokens and
+skew. No engine runs; every rank is a process that makes the same calls at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.distributed import Store
+
+from experiments.lab import points, schema
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.kernels.case import row_error
+from experiments.lab.measure import hardware
+from experiments.lab.measure.together import ERROR, OverRanks, RanksSpec, largest
+from mini_infer.core.config import Device, Dispatch, KernelChoice, ModelConfig
+from mini_infer.core.errors import ConfigError
+from mini_infer.core.model_config import Routing
+from mini_infer.kernels.interface import ExpertWeights, RouterSpec, Routes, TokenPlaces
+from mini_infer.kernels.moe.reference import experts_reference, route_reference
+from mini_infer.kernels.ops import select_kernels
+from mini_infer.modeling.loader import resolve_device
+from mini_infer.parallel.all_reduce import Collectives
+from mini_infer.parallel.context import ParallelContext
+from mini_infer.parallel.expert import ExpertExchange, ExpertRanks
+from mini_infer.parallel.expert_meter import Meter, traffic_of
+from mini_infer.parallel.mailboxes import time_us
+
+ONE = "one"
+LABELS = {ONE: "one rank", **{form.value: form.value for form in Dispatch}}
+CHECKED_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class ExpertExchangeSpec(RanksSpec):
+    """
+    Attributes:
+        tokens: of each rank.
+        routing: how tokens choose experts.
+        experts, chosen, hidden, inner: of the layer, of a token, and numbers of a token and of an expert's.
+    """
+
+    tokens: tuple[int, ...] = ()
+    routing: tuple[Routing, ...] = (Routing.uniform,)
+    experts: int = 128
+    chosen: int = 8
+    hidden: int = 2048
+    inner: int = 768
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.tokens or min(self.tokens) < 1 or Routing.learned in self.routing or self.experts % self.ranks:
+            raise ConfigError(
+                "experiment.tokens must be a list of numbers from 1 on, experiment.routing of uniform and zipf, and "
+                f"experiment.ranks divide experiment.experts; got {self.tokens}, "
+                f"{[routing.value for routing in self.routing]}, and {self.ranks} ranks of {self.experts} experts"
+            )
+
+
+class ExpertExchangeExperiment(OverRanks):
+    spec_class = ExpertExchangeSpec
+    spec: ExpertExchangeSpec
+    baseline = Dispatch.padded.value
+    reference = "the layer on one rank in fp32"
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        model = schema.engine_config(config.engine).model
+        self.device = Device(hardware.resolve(model.device))
+        self.make = partial(_Rank, model=model, spec=self.spec)
+        self.variants = LABELS
+        self.metrics = {
+            "time_us": Metric("time of a layer's experts, there and back", "µs", Better.lower),
+            "exchange_us": Metric("of it dispatch and combine: experts give back what they get", "µs", Better.lower),
+            "exchange_mb": Metric("sent to other ranks and back, for a rank's tokens", "MB", Better.lower),
+            "exchange_excess": Metric("sent, by the least there could be", "x", Better.lower),
+        }
+        self.points = [
+            points.point({"routing": routing.value, "tokens": tokens})
+            for routing in self.spec.routing
+            for tokens in self.spec.tokens
+        ]
+        self.timed = [(variant, point) for variant in self.variants for point in self.points]
+
+
+class _Rank:
+    def __init__(self, rank: int, store: Store, model: ModelConfig, spec: ExpertExchangeSpec) -> None:
+        one = ParallelContext(rank, spec.ranks)
+        device, self._dtype, self._spec = resolve_device(model, one), getattr(torch, spec.dtype.value), spec
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._device, self._kernels = device, select_kernels(KernelChoice.triton, device)
+        self._context = ParallelContext(rank, spec.ranks, Collectives(store, rank, spec.ranks, device))
+        sizes = spec.hidden, spec.chosen, spec.ranks * max(spec.tokens)
+        self._ranks = {
+            form.value: ExpertRanks(self._context, form).opened(self._kernels, device, self._dtype, *sizes)
+            for form in Dispatch
+        }
+        self._generator = torch.Generator(device).manual_seed(0)
+        gate_up = self._drawn(spec.experts, 2 * spec.inner, spec.hidden, scale=spec.hidden**-0.5)
+        self._whole = ExpertWeights(gate_up, self._drawn(spec.experts, spec.hidden, spec.inner, scale=spec.inner**-0.5))
+        own = self._context.rows_of(range(spec.experts))
+        self._own = ExpertWeights(*(part[own.start : own.stop] for part in (gate_up, self._whole.down)))
+
+    def notes(self) -> Sequence[str]:
+        return ()
+
+    def measure(self, variant: str, routing: str, tokens: int) -> Mapping[str, float | None]:
+        """Times of a call, on the slowest rank."""
+        spec, context = self._spec, self._context
+        count = spec.ranks * tokens
+        self._generator.manual_seed(count)
+        every = torch.arange(count, device=self._device)
+        router = RouterSpec(spec.experts, spec.chosen, normalize=True, routing=Routing(routing))
+        logits = torch.randn(count, spec.experts, device=self._device, generator=self._generator)
+        routes = route_reference(logits, None, router, TokenPlaces(every, every))
+        x = self._drawn(count, spec.hidden)
+        if variant == ONE:
+            compute = partial(self._kernels.experts, x, routes, self._whole)
+            exchange_us, sent, ideal = None, 0, 0
+        else:
+            mine, own = context.rows_of(x), Routes(*(context.rows_of(part).contiguous() for part in routes))
+            asked = mine, own, self._own, None, count
+
+            def exchange(kernels: Any) -> Callable[..., Tensor]:
+                return partial(ExpertExchange(self._ranks[variant], spec.experts, kernels).experts, *asked)
+
+            compute, meter = exchange(self._kernels), Meter(self._device, self._kernels)
+            compute(meter=meter)
+            sent, ideal = traffic_of(meter.take())[:2]
+            echo = None if variant == Dispatch.packed.value else exchange(_Echo(self._kernels))
+            exchange_us = None if echo is None else self._time(variant, echo)
+        some = torch.linspace(0, count - 1, min(count, CHECKED_TOKENS), device=self._device).round().long()
+        exact = ExpertWeights(*(part.float() for part in self._whole[:2]))
+        expected = experts_reference(x[some].float(), Routes(*(part[some] for part in routes)), exact)
+        return {
+            "time_us": self._time(variant, compute),
+            "exchange_us": exchange_us,
+            "exchange_mb": sent / 1e6 if ideal else None,
+            "exchange_excess": sent / ideal if ideal else None,
+            ERROR: largest(row_error(compute()[some], expected), context),
+        }
+
+    def _time(self, variant: str, call: Callable[[], object]) -> float:
+        """In a CUDA graph, where the host need not count."""
+        in_graph = variant in (ONE, Dispatch.direct.value)
+        return time_us(call, self._device, self._context.exchange, in_graph)
+
+    def _drawn(self, *shape: int, scale: float = 1.0) -> Tensor:
+        drawn = torch.randn(shape, device=self._device, dtype=self._dtype, generator=self._generator)
+        return drawn * scale
+
+
+class _Echo:
+    """Kernels whose experts compute nothing."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def experts(self, x: Tensor, routes: Routes, weights: ExpertWeights, elsewhere: bool = False) -> Tensor:
+        return x
