@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.limits import FP8_CACHE, AttentionLimits
+from mini_infer.kernels.quantized.unpack import fp8_pairs
 
 # Heads are padded to a power of two by masks; one of 512 would not fit into the registers.
 LIMITS = AttentionLimits(
@@ -82,46 +83,60 @@ def attend(
     """
     TILE: tl.constexpr = SLICES * SLICE
     PACKS: tl.constexpr = (GROUP * QUERY_LEN + ROWS - 1) // ROWS
-    dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_V)
+    PAIRS: tl.constexpr = keys.dtype.element_ty == tl.int16  # of float8
+    PARTS: tl.constexpr = 2 if PAIRS else 1  # a head's dimensions are i * PARTS + part
+    dims, value_dims = tl.arange(0, BLOCK_D // PARTS), tl.arange(0, BLOCK_V // PARTS)
     lanes = tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)
     position = begin + lanes
     blocks = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
     token, line, real = query_rows(row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, ROWS)
-    own = tl.load(q + line[:, None] * HEAD_DIM + dims, mask=real[:, None] & (dims < HEAD_DIM), other=0.0)
-    if _INTERPRETED:  # the interpreter's products take bfloat16 for integers
-        own = own.to(tl.float32)
+    own = ()
+    for part in tl.static_range(PARTS):
+        there = real[:, None] & (dims < HEAD_DIM // PARTS)
+        own += (tl.load(q + line[:, None] * HEAD_DIM + dims * PARTS + part, mask=there, other=0.0),)  # type: ignore[assignment]
     v_scale = 1.0
     if kv_scales is not None:
         scale_log2 *= tl.load(kv_scales + pack // PACKS)
         v_scale = tl.load(kv_scales + NUM_KV_HEADS + pack // PACKS)
-        if q.dtype.element_ty == tl.bfloat16:
-            # e4m3 becomes float16 in an instruction for two numbers, and bfloat16 in several for each. A query that is
-            # divided by its largest number is in the range of float16, too.
-            largest = tl.maximum(tl.max(tl.abs(own.to(tl.float32)), 1), 1e-30)
-            own = (own.to(tl.float32) / largest[:, None]).to(tl.float16)
-            scale_log2 *= largest[None, :, None]
-    own = tl.broadcast_to(own[None, :, :], (SLICES, ROWS, BLOCK_D))
+    if PAIRS and q.dtype.element_ty == tl.bfloat16:
+        # A query that is divided by its largest number is in the range of float16.
+        largest = tl.maximum(tl.max(tl.abs(own[0].to(tl.float32)), 1), tl.max(tl.abs(own[1].to(tl.float32)), 1))
+        largest = tl.maximum(largest, 1e-30)[:, None]
+        own = ((own[0].to(tl.float32) / largest).to(tl.float16), (own[1].to(tl.float32) / largest).to(tl.float16))
+        scale_log2 *= largest[None, :, :]
+    DOT: tl.constexpr = tl.float32 if _INTERPRETED else own[0].dtype  # whose products take bfloat16 for integers
+    wide = ()
+    for part in tl.static_range(PARTS):
+        wide += (tl.broadcast_to(own[part].to(DOT)[None, :, :], (SLICES, ROWS, BLOCK_D // PARTS)),)  # type: ignore[assignment]
     last_seen = (length - QUERY_LEN + token)[None, :, None]
-    keys += pack // PACKS * HEAD_DIM + dims
-    values += pack // PACKS * VALUE_DIM + value_dims
+    keys += pack // PACKS * (HEAD_DIM // PARTS) + dims
+    values += pack // PACKS * (VALUE_DIM // PARTS) + value_dims
     # A finite floor, not -inf: a slice that sees nothing then needs no guard against inf - inf.
     top = tl.full((SLICES, ROWS), -1e30, tl.float32)
     total = tl.zeros((SLICES, ROWS), tl.float32)
-    acc = tl.zeros((SLICES, ROWS, BLOCK_V), tl.float32)
+    accs = (tl.zeros((SLICES, ROWS, BLOCK_V // PARTS), tl.float32),) * PARTS
     for start in tl.range(begin, end, TILE):
         position = start + lanes
         inside = position < end
         slots = (blocks * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)[:, :, None]
         # What lies past the end is not even read: it may hold NaN, and 0 * NaN is NaN.
         owned = inside[:, :, None]
-        k = tl.load(keys + slots * (NUM_KV_HEADS * HEAD_DIM), mask=owned & (dims < HEAD_DIM), other=0.0)
-        v = tl.load(values + slots * (NUM_KV_HEADS * VALUE_DIM), mask=owned & (value_dims < VALUE_DIM), other=0.0)
+        k = tl.load(keys + slots * (NUM_KV_HEADS * HEAD_DIM // PARTS), mask=owned & (dims < HEAD_DIM // PARTS), other=0)
+        v = tl.load(
+            values + slots * (NUM_KV_HEADS * VALUE_DIM // PARTS),
+            mask=owned & (value_dims < VALUE_DIM // PARTS),
+            other=0,
+        )
         # The next tile's blocks, a turn ahead: loads whose addresses are still being loaded would halve the pipeline.
         upcoming = position + TILE
         blocks = tl.load(table + upcoming // BLOCK_SIZE, mask=upcoming < end, other=0)
-        k, v = k.to(own.dtype), v.to(own.dtype)
-        scores = tl.dot(own, tl.permute(k, (0, 2, 1)), input_precision="tf32x3") * scale_log2
+        ks, vs = (tl.permute(k, (0, 2, 1)),), (v,)
+        if PAIRS:
+            ks, vs = fp8_pairs(ks[0]), fp8_pairs(v)
+        scores = tl.dot(wide[0], ks[0].to(DOT), input_precision="tf32x3")
+        if PAIRS:
+            scores = tl.dot(wide[1], ks[1].to(DOT), scores, input_precision="tf32x3")
+        scores *= scale_log2
         visible = inside[:, None, :]
         if QUERY_LEN > 1:  # one token sees all of [begin, end)
             key = position[:, None, :]
@@ -131,10 +146,17 @@ def attend(
         weights = tl.exp2(scores - new_top[:, :, None])
         rescale = tl.exp2(top - new_top)
         total = total * rescale + tl.sum(weights, 2)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, :, None], input_precision="tf32x3")
+        new = ()
+        for part in tl.static_range(PARTS):
+            decayed = accs[part] * rescale[:, :, None]
+            new += (tl.dot(weights.to(DOT), vs[part].to(DOT), decayed, input_precision="tf32x3"),)  # type: ignore[assignment]
+        accs = new
         top = new_top
     best = tl.max(top, 0)
     rescale = tl.exp2(top - best)
+    acc = accs[0]
+    if PAIRS:
+        acc = tl.reshape(tl.join(accs[0], accs[1]), (SLICES, ROWS, BLOCK_V))
     acc *= (rescale * v_scale)[:, :, None]
     return sum_slices(acc, SLICES, ROWS, BLOCK_V), best, tl.sum(total * rescale, 0)
 
@@ -234,8 +256,7 @@ def paged_decode(
         _paged_decode_kernel[(packs(shape), seq_lens.shape[0])](
             out,
             q,
-            keys,
-            values,
+            *stored(keys, values),
             block_tables,
             kv_scales,
             seq_lens,
@@ -257,7 +278,11 @@ def decode_shape(q: Tensor, keys: Tensor, values: Tensor, query_len: int) -> dic
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
     group = num_heads // num_kv_heads
-    block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
+    byte = keys.element_size() == 1
+    if byte and (head_dim % 2 or value_dim % 2):
+        raise ValueError(f"paged decode: heads of float8 are of even sizes, not {head_dim} and {value_dim}")
+    # A matrix product sums over at least 16 numbers, and of float8 takes half a head.
+    block_d, block_v = (max(32 if byte else 16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
     widest = max(block_d, block_v)
     # A matrix product has at least 16 rows. More than this do not fit into the registers.
     rows = 16 if group * query_len <= 16 or widest > 128 else 32
@@ -279,6 +304,11 @@ def decode_shape(q: Tensor, keys: Tensor, values: Tensor, query_len: int) -> dic
         # Three programs an SM instead of two. The compiler would take a few registers more, and needs none of them.
         "maxnreg": 168 if rows == 16 and widest <= 128 and keys.element_size() == 2 else None,
     }
+
+
+def stored(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """As kernels read them: of float8 pairs, int16 [..., head_dim / 2]."""
+    return (keys, values) if keys.element_size() > 1 else (keys.view(torch.int16), values.view(torch.int16))
 
 
 def unscaled(keys: Tensor, values: Tensor, kv_scales: Tensor | None) -> tuple[Tensor, Tensor]:

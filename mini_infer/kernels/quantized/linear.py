@@ -33,7 +33,16 @@ from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
 from mini_infer.kernels.pdl import bring_to_l2, launch_options
 from mini_infer.kernels.quantized.split import added_up, scratch
 from mini_infer.kernels.quantized.tokens import quantize_tokens
-from mini_infer.kernels.quantized.unpack import CHUNK, PLANE, group_scales, scaled_sum, unpacked, unpacked_planes
+from mini_infer.kernels.quantized.unpack import (
+    CHUNK,
+    PLANE,
+    group_scales,
+    scaled,
+    scaled_sum,
+    unpacked,
+    unpacked_planes,
+    waited,
+)
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
@@ -70,6 +79,7 @@ def _quant_linear_kernel(
     GROUP_ROWS: tl.constexpr,
     X_GROUP: tl.constexpr,  # ... of the activations
     SPLITS: tl.constexpr,  # of K, axis 1 of the grid
+    SCALED: tl.constexpr,  # weights before the product, each rounded to DOT
     DOT: tl.constexpr,  # dtype of the factors
     PDL: tl.constexpr,
 ):
@@ -107,7 +117,11 @@ def _quant_linear_kernel(
                 w = unpacked_planes(
                     words, column // PLANE, BLOCK_K // PLANE, zeros_ptr, w_rows, k + column, IN_SIZE, GROUP, DOT
                 )
-                sums = scaled_sum(tl.dot(w, x.T, input_precision="ieee"), now, column, sums, GROUP)
+                if SCALED:
+                    w = scaled(w, now[column // GROUP], DOT)
+                    sums = waited(tl.dot(w, x.T, sums, input_precision="ieee"))
+                else:
+                    sums = scaled_sum(tl.dot(w, x.T, input_precision="ieee"), now, column, sums, GROUP)
     else:
         for k in range(k_begin, k_end, BLOCK_K):  # descriptors give zeros beyond the ends
             codes, x = codes_desc.load([out, k]), x_desc.load([row, k])
@@ -236,6 +250,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     splits: int = 1  # of K
+    scaled: bool = False  # int4 weights before the product, rounded to x's dtype, as if they had been made floating
 
 
 def tile_for(rows: int, number: Number, out_size: int, in_size: int, activations: bool = True) -> Tile:
@@ -312,7 +327,7 @@ def quantized_linear(
         dot = tl.int8 if form.number is Number.int8 else tl.float8e4nv
     tile = tile or tile_for(rows, form.number, out_size, in_size, activations is not None)
     if one_order:
-        tile = tile._replace(splits=1)
+        tile = tile._replace(splits=1, scaled=False)
     codes, block_k, code_columns = weight.codes, tile.k, tile.k
     if packed:
         codes, block_k, code_columns = codes.view(torch.int16), form.columns or CHUNK.value, PLANE.value
@@ -327,7 +342,8 @@ def quantized_linear(
         TensorDescriptor.from_tensor(codes, [tile.outs, code_columns]), codes, weight.scales, weight.zeros, bias,
         residual, out, parts, tickets, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows,
         BLOCK_OUT=tile.outs, BLOCK_K=block_k, TALL=8, PACKED=packed, GROUP=form.columns, GROUP_ROWS=form.rows,
-        X_GROUP=None if activations is None else activations.columns, SPLITS=tile.splits, DOT=dot,
+        X_GROUP=None if activations is None else activations.columns, SPLITS=tile.splits,
+        SCALED=tile.scaled and packed and form.columns is not None, DOT=dot,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(values.device),
     )  # fmt: skip
     return out
