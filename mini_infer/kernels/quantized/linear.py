@@ -37,7 +37,6 @@ from mini_infer.kernels.quantized.unpack import (
     CHUNK,
     PLANE,
     group_scales,
-    scaled,
     scaled_sum,
     unpacked,
     unpacked_planes,
@@ -115,10 +114,10 @@ def _quant_linear_kernel(
             for column in tl.static_range(0, CHUNK, BLOCK_K):
                 x = x_desc.load([row, k + column]).to(DOT)
                 w = unpacked_planes(
-                    words, column // PLANE, BLOCK_K // PLANE, zeros_ptr, w_rows, k + column, IN_SIZE, GROUP, DOT
-                )
+                    words, column // PLANE, BLOCK_K // PLANE, zeros_ptr, w_rows, k + column, IN_SIZE, GROUP, DOT,
+                    now[column // GROUP] if SCALED else None,
+                )  # fmt: skip
                 if SCALED:
-                    w = scaled(w, now[column // GROUP], DOT)
                     sums = waited(tl.dot(w, x.T, sums, input_precision="ieee"))
                 else:
                     sums = scaled_sum(tl.dot(w, x.T, input_precision="ieee"), now, column, sums, GROUP)

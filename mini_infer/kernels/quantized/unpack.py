@@ -15,10 +15,14 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def unpacked(words, plane: tl.constexpr, zeros_ptr, rows, k, K: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr):
-    """A plane of words [N, PLANE] int16 of the columns from k on, less its zeros or 8: whole numbers, exact in DOT.
+def unpacked(
+    words, plane: tl.constexpr, zeros_ptr, rows, k, K: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr,
+    scales=None,
+):  # fmt: skip
+    """A plane of words [N, PLANE] int16 of the columns from k on, less its zeros or 8: whole numbers, exact in DOT; or
+    these times their scales, rounded.
 
-    zeros_ptr: None, or [rows, groups] int8.
+    zeros_ptr: None, or [rows, groups] int8. scales: None, or [N].
     """
     if tl.float32 == DOT or _INTERPRETED:
         codes = ((words >> (4 * plane)) & 15).to(DOT)
@@ -44,21 +48,38 @@ def unpacked(words, plane: tl.constexpr, zeros_ptr, rows, k, K: tl.constexpr, GR
         GROUPS: tl.constexpr = 1 if GROUP is None else K // GROUP
         group = 0 if GROUP is None else k // GROUP
         codes -= tl.load(zeros_ptr + rows * GROUPS + group).to(DOT)[:, None]
+    if scales is not None:
+        codes = _scaled(codes, scales, DOT)
     return codes
 
 
 @triton.jit
 def unpacked_planes(
     words, first: tl.constexpr, COUNT: tl.constexpr, zeros_ptr, rows, k, K: tl.constexpr, GROUP: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, scales=None,
 ):  # fmt: skip
     """As `unpacked`, 1, 2 or 4 planes beside each other, [N, COUNT * PLANE]."""
-    w = unpacked(words, first, zeros_ptr, rows, k, K, GROUP, DOT)
+    w = unpacked(words, first, zeros_ptr, rows, k, K, GROUP, DOT, scales)
     if COUNT > 1:
-        w = _beside(w, unpacked(words, first + 1, zeros_ptr, rows, k + PLANE, K, GROUP, DOT))
+        w = _beside(w, unpacked(words, first + 1, zeros_ptr, rows, k + PLANE, K, GROUP, DOT, scales))
     if COUNT > 2:
-        third = unpacked(words, first + 2, zeros_ptr, rows, k + 2 * PLANE, K, GROUP, DOT)
-        w = _beside(w, _beside(third, unpacked(words, first + 3, zeros_ptr, rows, k + 3 * PLANE, K, GROUP, DOT)))
+        third = unpacked(words, first + 2, zeros_ptr, rows, k + 2 * PLANE, K, GROUP, DOT, scales)
+        fourth = unpacked(words, first + 3, zeros_ptr, rows, k + 3 * PLANE, K, GROUP, DOT, scales)
+        w = _beside(w, _beside(third, fourth))
+    return w
+
+
+@triton.jit
+def _scaled(w, scales, DOT: tl.constexpr):
+    """w [N, C] times scales [N], rounded to DOT."""
+    scales = tl.broadcast_to(scales.to(DOT)[:, None], w.shape)
+    if tl.float32 == DOT or _INTERPRETED:
+        w *= scales
+    else:
+        OF: tl.constexpr = "bf16x2" if tl.bfloat16 == DOT else "f16x2"
+        w, scales = w.to(tl.int16, bitcast=True), scales.to(tl.int16, bitcast=True)
+        w = tl.inline_asm_elementwise(f"mul.rn.{OF} $0, $1, $2;", "=r,r,r", [w, scales], tl.int16, True, 2)
+        w = w.to(DOT, bitcast=True)
     return w
 
 
@@ -102,20 +123,6 @@ def scaled_sum(part, scales, column: tl.constexpr, sums, GROUP: tl.constexpr):
     else:
         scale = scales[column // GROUP].to(tl.float32)[:, None]
     return tl.fma(part, tl.broadcast_to(scale, part.shape), sums)
-
-
-@triton.jit
-def scaled(w, scales, DOT: tl.constexpr):
-    """w [N, C] times scales [N], rounded to DOT."""
-    scales = tl.broadcast_to(scales.to(DOT)[:, None], w.shape)
-    if tl.float32 == DOT or _INTERPRETED:
-        w *= scales
-    else:
-        OF: tl.constexpr = "bf16x2" if tl.bfloat16 == DOT else "f16x2"
-        w, scales = w.to(tl.int16, bitcast=True), scales.to(tl.int16, bitcast=True)
-        w = tl.inline_asm_elementwise(f"mul.rn.{OF} $0, $1, $2;", "=r,r,r", [w, scales], tl.int16, True, 2)
-        w = w.to(DOT, bitcast=True)
-    return w
 
 
 @triton.jit
