@@ -84,37 +84,39 @@ def attend(
     TILE: tl.constexpr = SLICES * SLICE
     PACKS: tl.constexpr = (GROUP * QUERY_LEN + ROWS - 1) // ROWS
     PAIRS: tl.constexpr = keys.dtype.element_ty == tl.int16  # of float8
-    PARTS: tl.constexpr = 2 if PAIRS else 1  # a head's dimensions are i * PARTS + part
+    PARTS: tl.constexpr = 2 if PAIRS else 1  # of a head's dimensions, the even ones and the odd ones
     dims, value_dims = tl.arange(0, BLOCK_D // PARTS), tl.arange(0, BLOCK_V // PARTS)
     lanes = tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)
     position = begin + lanes
     blocks = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
     token, line, real = query_rows(row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, ROWS)
-    own = ()
-    for part in tl.static_range(PARTS):
-        there = real[:, None] & (dims < HEAD_DIM // PARTS)
-        own += (tl.load(q + line[:, None] * HEAD_DIM + dims * PARTS + part, mask=there, other=0.0),)  # type: ignore[assignment]
+    asked = q + line[:, None] * HEAD_DIM + dims * PARTS
+    there = real[:, None] & (dims < HEAD_DIM // PARTS)
+    own = tl.load(asked, mask=there, other=0.0)
+    own_odd = own
+    if PAIRS:
+        own_odd = tl.load(asked + 1, mask=there, other=0.0)
     v_scale = 1.0
     if kv_scales is not None:
         scale_log2 *= tl.load(kv_scales + pack // PACKS)
         v_scale = tl.load(kv_scales + NUM_KV_HEADS + pack // PACKS)
     if PAIRS and q.dtype.element_ty == tl.bfloat16:
         # A query that is divided by its largest number is in the range of float16.
-        largest = tl.maximum(tl.max(tl.abs(own[0].to(tl.float32)), 1), tl.max(tl.abs(own[1].to(tl.float32)), 1))
-        largest = tl.maximum(largest, 1e-30)[:, None]
-        own = ((own[0].to(tl.float32) / largest).to(tl.float16), (own[1].to(tl.float32) / largest).to(tl.float16))
+        own, own_odd = own.to(tl.float32), own_odd.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.maximum(tl.abs(own), tl.abs(own_odd)), 1), 1e-30)[:, None]
+        own, own_odd = (own / largest).to(tl.float16), (own_odd / largest).to(tl.float16)
         scale_log2 *= largest[None, :, :]
-    DOT: tl.constexpr = tl.float32 if _INTERPRETED else own[0].dtype  # whose products take bfloat16 for integers
-    wide = ()
-    for part in tl.static_range(PARTS):
-        wide += (tl.broadcast_to(own[part].to(DOT)[None, :, :], (SLICES, ROWS, BLOCK_D // PARTS)),)  # type: ignore[assignment]
+    DOT: tl.constexpr = tl.float32 if _INTERPRETED else own.dtype  # whose products take bfloat16 for integers
+    own = tl.broadcast_to(own.to(DOT)[None, :, :], (SLICES, ROWS, BLOCK_D // PARTS))
+    own_odd = tl.broadcast_to(own_odd.to(DOT)[None, :, :], (SLICES, ROWS, BLOCK_D // PARTS))
     last_seen = (length - QUERY_LEN + token)[None, :, None]
     keys += pack // PACKS * (HEAD_DIM // PARTS) + dims
     values += pack // PACKS * (VALUE_DIM // PARTS) + value_dims
     # A finite floor, not -inf: a slice that sees nothing then needs no guard against inf - inf.
     top = tl.full((SLICES, ROWS), -1e30, tl.float32)
     total = tl.zeros((SLICES, ROWS), tl.float32)
-    accs = (tl.zeros((SLICES, ROWS, BLOCK_V // PARTS), tl.float32),) * PARTS
+    acc = tl.zeros((SLICES, ROWS, BLOCK_V // PARTS), tl.float32)
+    acc_odd = acc
     for start in tl.range(begin, end, TILE):
         position = start + lanes
         inside = position < end
@@ -130,12 +132,14 @@ def attend(
         # The next tile's blocks, a turn ahead: loads whose addresses are still being loaded would halve the pipeline.
         upcoming = position + TILE
         blocks = tl.load(table + upcoming // BLOCK_SIZE, mask=upcoming < end, other=0)
-        ks, vs = (tl.permute(k, (0, 2, 1)),), (v,)
+        k = tl.permute(k, (0, 2, 1))
+        k_odd, v_odd = k, v
         if PAIRS:
-            ks, vs = fp8_pairs(ks[0]), fp8_pairs(v)
-        scores = tl.dot(wide[0], ks[0].to(DOT), input_precision="tf32x3")
+            k, k_odd = fp8_pairs(k)
+            v, v_odd = fp8_pairs(v)
+        scores = tl.dot(own, k.to(DOT), input_precision="tf32x3")
         if PAIRS:
-            scores = tl.dot(wide[1], ks[1].to(DOT), scores, input_precision="tf32x3")
+            scores = tl.dot(own_odd, k_odd.to(DOT), scores, input_precision="tf32x3")
         scores *= scale_log2
         visible = inside[:, None, :]
         if QUERY_LEN > 1:  # one token sees all of [begin, end)
@@ -146,17 +150,15 @@ def attend(
         weights = tl.exp2(scores - new_top[:, :, None])
         rescale = tl.exp2(top - new_top)
         total = total * rescale + tl.sum(weights, 2)
-        new = ()
-        for part in tl.static_range(PARTS):
-            decayed = accs[part] * rescale[:, :, None]
-            new += (tl.dot(weights.to(DOT), vs[part].to(DOT), decayed, input_precision="tf32x3"),)  # type: ignore[assignment]
-        accs = new
+        weights = weights.to(DOT)
+        acc = tl.dot(weights, v.to(DOT), acc * rescale[:, :, None], input_precision="tf32x3")
+        if PAIRS:
+            acc_odd = tl.dot(weights, v_odd.to(DOT), acc_odd * rescale[:, :, None], input_precision="tf32x3")
         top = new_top
     best = tl.max(top, 0)
     rescale = tl.exp2(top - best)
-    acc = accs[0]
     if PAIRS:
-        acc = tl.reshape(tl.join(accs[0], accs[1]), (SLICES, ROWS, BLOCK_V))
+        acc = tl.reshape(tl.join(acc, acc_odd), (SLICES, ROWS, BLOCK_V))
     acc *= (rescale * v_scale)[:, :, None]
     return sum_slices(acc, SLICES, ROWS, BLOCK_V), best, tl.sum(total * rescale, 0)
 

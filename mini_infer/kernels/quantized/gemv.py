@@ -246,7 +246,7 @@ def _fixed_point(x_ptrs, left, DTYPE: tl.constexpr, BLOCK_W: tl.constexpr):
         digits += _bytes(
             _whole(numbers[2 * plane], inverse), _whole(numbers[2 * plane + 1], inverse),
             _whole(numbers[2 * plane + 4], inverse), _whole(numbers[2 * plane + 5], inverse),
-        )  # type: ignore[assignment]  # fmt: skip
+        )  # fmt: skip
     return digits, largest / 32767.0
 
 
