@@ -147,7 +147,7 @@ def test_tiles_that_share_an_sm_leave_each_others_registers_alone(pair, device):
     x = torch.randn(256, 3584, device=device, dtype=torch.bfloat16)
     weight = made(form, 18944, 3584, device)
     expected = quantized_linear_reference(x.float(), weight, None, activations)
-    for tile in (None, Tile(128, 128, 128, 8, 3), Tile(128, 128, 128, 8, 3, scaled=True)):
+    for tile in (None, Tile(128, 128, 128, 8, 3)):
         found = [quantized_linear(x, weight, None, activations, tile=tile) for _ in range(10)]
         assert all(torch.equal(y, found[0]) for y in found)
         assert (found[0] - expected).abs().max() < 0.01 * expected.abs().max()
@@ -169,9 +169,7 @@ def test_what_does_not_go_together_is_named(form, activations, in_size, message)
 
 
 @pytest.mark.parametrize("form", [WeightFormat(Number.int8), WeightFormat(Number.int4, 64)], ids=str)
-@pytest.mark.parametrize(
-    "tile", [Tile(16, 64, 128, 4, 2), Tile(16, 64, 128, 4, 2, splits=3), Tile(16, 64, 128, 4, 2, scaled=True)]
-)
+@pytest.mark.parametrize("tile", [Tile(16, 64, 128, 4, 2), Tile(16, 64, 128, 4, 2, splits=3)])
 def test_a_tile_of_ones_own(tile, form, device):
     x, weight = torch.randn(3, 896, device=device), made(form, 24, 896, device)
     assert tile != tile_for(3, form.number, 24, 896)

@@ -444,8 +444,10 @@ def tile_for(rows: int, number: Number, out_size: int, in_size: int) -> FmaTile 
     few, long = out_size <= 8192, in_size > 8192  # rows of W, too few for all SMs; rows that go a long way
     if number is Number.int4:
         return _int4_tile_for(rows, most, few, long)
-    if rows <= (4 if number is Number.int8 else 1):
-        return FmaTile(4, 1, 8 if long else 4 if few else 1)
+    if number is Number.int8 and rows <= 4:
+        return FmaTile(2, 1, 8) if long else FmaTile(4, 1, 4)
+    if number is Number.fp8 and rows == 1:
+        return FmaTile(8 if long else 2, 1, 4)
     if rows <= 16:
         if not few:
             return DotTile(16, 512, most, 1, 4, 1)
@@ -456,12 +458,12 @@ def tile_for(rows: int, number: Number, out_size: int, in_size: int) -> FmaTile 
 
 
 def _int4_tile_for(rows: int, most: int, few: bool, long: bool) -> FmaTile | DotTile | None:
-    if rows == 1 and few:
-        return FmaTile(8, 1, 4)
+    if rows == 1:
+        return FmaTile(8 if few and not long else 16, 1, 4)
     if rows <= 16:
         if not few:
             return DotTile(32, 256, most, 2, 4, 1)
-        return DotTile(32, 256, most, 2, 4, 12) if long else DotTile(64, 512, most, 4, 3, 7)
+        return DotTile(64, 512, most, 4, 3, 12 if long else 7)
     if rows <= 64:
         return DotTile(64, 128, most, 4, 4 if long else 3, 4 if few else 1)
     return None
@@ -469,13 +471,14 @@ def _int4_tile_for(rows: int, most: int, few: bool, long: bool) -> FmaTile | Dot
 
 def worth_it(weight: QuantizedWeight, activations: ActivationFormat | None, rows: int, dtype: torch.dtype) -> bool:
     """Whether `quant_gemv` has these formats, and is the fastest."""
-    form, (out_size, width) = weight.form, weight.codes.shape
+    form, (out_size, in_size) = weight.form, weight.codes.shape
     if form.number is Number.int4:
+        in_size *= 2
         fits = activations is None and dtype != torch.float32
     else:
         fits = activations is not None and form.columns is None and form.rows == 1 and activations.columns is None
-        fits &= width % 16 == 0
-    return bool(fits) and rows > 0 and tile_for(rows, form.number, out_size, width) is not None
+        fits &= in_size % 16 == 0
+    return bool(fits) and rows > 0 and tile_for(rows, form.number, out_size, in_size) is not None
 
 
 def quant_gemv(

@@ -78,7 +78,6 @@ def _quant_linear_kernel(
     GROUP_ROWS: tl.constexpr,
     X_GROUP: tl.constexpr,  # ... of the activations
     SPLITS: tl.constexpr,  # of K, axis 1 of the grid
-    SCALED: tl.constexpr,  # weights before the product, each rounded to DOT
     DOT: tl.constexpr,  # dtype of the factors
     PDL: tl.constexpr,
 ):
@@ -114,13 +113,9 @@ def _quant_linear_kernel(
             for column in tl.static_range(0, CHUNK, BLOCK_K):
                 x = x_desc.load([row, k + column]).to(DOT)
                 w = unpacked_planes(
-                    words, column // PLANE, BLOCK_K // PLANE, zeros_ptr, w_rows, k + column, IN_SIZE, GROUP, DOT,
-                    now[column // GROUP] if SCALED else None,
-                )  # fmt: skip
-                if SCALED:
-                    sums = waited(tl.dot(w, x.T, sums, input_precision="ieee"))
-                else:
-                    sums = scaled_sum(tl.dot(w, x.T, input_precision="ieee"), now, column, sums, GROUP)
+                    words, column // PLANE, BLOCK_K // PLANE, zeros_ptr, w_rows, k + column, IN_SIZE, GROUP, DOT
+                )
+                sums = scaled_sum(tl.dot(w, x.T, input_precision="ieee"), now, column, sums, GROUP)
     else:
         for k in range(k_begin, k_end, BLOCK_K):  # descriptors give zeros beyond the ends
             codes, x = codes_desc.load([out, k]), x_desc.load([row, k])
@@ -129,7 +124,7 @@ def _quant_linear_kernel(
             if tl.int8 == DOT:
                 sums = tl.dot(codes, x.T, sums, out_dtype=tl.int32)
             elif GROUP is None and X_GROUP is None and tl.float8e4nv != DOT:
-                sums = scaled_sum(tl.dot(codes.to(DOT), x.to(DOT).T, input_precision="ieee"), (), 0, sums, None)
+                sums = waited(tl.dot(codes.to(DOT), x.to(DOT).T, sums, input_precision="ieee"))
             else:
                 part = tl.dot(codes, x.T)
                 scale = tl.full([BLOCK_OUT, BLOCK_ROWS], 1.0, tl.float32)
@@ -249,7 +244,6 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     splits: int = 1  # of K
-    scaled: bool = False  # int4 weights before the product, rounded to x's dtype, as if they had been made floating
 
 
 def tile_for(rows: int, number: Number, out_size: int, in_size: int, activations: bool = True) -> Tile:
@@ -326,7 +320,7 @@ def quantized_linear(
         dot = tl.int8 if form.number is Number.int8 else tl.float8e4nv
     tile = tile or tile_for(rows, form.number, out_size, in_size, activations is not None)
     if one_order:
-        tile = tile._replace(splits=1, scaled=False)
+        tile = tile._replace(splits=1)
     codes, block_k, code_columns = weight.codes, tile.k, tile.k
     if packed:
         codes, block_k, code_columns = codes.view(torch.int16), form.columns or CHUNK.value, PLANE.value
@@ -341,8 +335,7 @@ def quantized_linear(
         TensorDescriptor.from_tensor(codes, [tile.outs, code_columns]), codes, weight.scales, weight.zeros, bias,
         residual, out, parts, tickets, rows, OUT_SIZE=out_size, IN_SIZE=in_size, BLOCK_ROWS=tile.rows,
         BLOCK_OUT=tile.outs, BLOCK_K=block_k, TALL=8, PACKED=packed, GROUP=form.columns, GROUP_ROWS=form.rows,
-        X_GROUP=None if activations is None else activations.columns, SPLITS=tile.splits,
-        SCALED=tile.scaled and packed and form.columns is not None, DOT=dot,
+        X_GROUP=None if activations is None else activations.columns, SPLITS=tile.splits, DOT=dot,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(values.device),
     )  # fmt: skip
     return out

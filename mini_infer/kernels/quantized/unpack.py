@@ -15,14 +15,10 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def unpacked(
-    words, plane: tl.constexpr, zeros_ptr, rows, k, K: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr,
-    scales=None,
-):  # fmt: skip
-    """A plane of words [N, PLANE] int16 of the columns from k on, less its zeros or 8: whole numbers, exact in DOT; or
-    these times their scales, rounded.
+def unpacked(words, plane: tl.constexpr, zeros_ptr, rows, k, K: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr):
+    """A plane of words [N, PLANE] int16 of the columns from k on, less its zeros or 8: whole numbers, exact in DOT.
 
-    zeros_ptr: None, or [rows, groups] int8. scales: None, or [N].
+    zeros_ptr: None, or [rows, groups] int8.
     """
     if tl.float32 == DOT or _INTERPRETED:
         codes = ((words >> (4 * plane)) & 15).to(DOT)
@@ -48,38 +44,21 @@ def unpacked(
         GROUPS: tl.constexpr = 1 if GROUP is None else K // GROUP
         group = 0 if GROUP is None else k // GROUP
         codes -= tl.load(zeros_ptr + rows * GROUPS + group).to(DOT)[:, None]
-    if scales is not None:
-        codes = _scaled(codes, scales, DOT)
     return codes
 
 
 @triton.jit
 def unpacked_planes(
     words, first: tl.constexpr, COUNT: tl.constexpr, zeros_ptr, rows, k, K: tl.constexpr, GROUP: tl.constexpr,
-    DOT: tl.constexpr, scales=None,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """As `unpacked`, 1, 2 or 4 planes beside each other, [N, COUNT * PLANE]."""
-    w = unpacked(words, first, zeros_ptr, rows, k, K, GROUP, DOT, scales)
+    w = unpacked(words, first, zeros_ptr, rows, k, K, GROUP, DOT)
     if COUNT > 1:
-        w = _beside(w, unpacked(words, first + 1, zeros_ptr, rows, k + PLANE, K, GROUP, DOT, scales))
+        w = _beside(w, unpacked(words, first + 1, zeros_ptr, rows, k + PLANE, K, GROUP, DOT))
     if COUNT > 2:
-        third = unpacked(words, first + 2, zeros_ptr, rows, k + 2 * PLANE, K, GROUP, DOT, scales)
-        fourth = unpacked(words, first + 3, zeros_ptr, rows, k + 3 * PLANE, K, GROUP, DOT, scales)
-        w = _beside(w, _beside(third, fourth))
-    return w
-
-
-@triton.jit
-def _scaled(w, scales, DOT: tl.constexpr):
-    """w [N, C] times scales [N], rounded to DOT."""
-    scales = tl.broadcast_to(scales.to(DOT)[:, None], w.shape)
-    if tl.float32 == DOT or _INTERPRETED:
-        w *= scales
-    else:
-        OF: tl.constexpr = "bf16x2" if tl.bfloat16 == DOT else "f16x2"
-        w, scales = w.to(tl.int16, bitcast=True), scales.to(tl.int16, bitcast=True)
-        w = tl.inline_asm_elementwise(f"mul.rn.{OF} $0, $1, $2;", "=r,r,r", [w, scales], tl.int16, True, 2)
-        w = w.to(DOT, bitcast=True)
+        third = unpacked(words, first + 2, zeros_ptr, rows, k + 2 * PLANE, K, GROUP, DOT)
+        w = _beside(w, _beside(third, unpacked(words, first + 3, zeros_ptr, rows, k + 3 * PLANE, K, GROUP, DOT)))
     return w
 
 
@@ -127,8 +106,8 @@ def scaled_sum(part, scales, column: tl.constexpr, sums, GROUP: tl.constexpr):
 
 @triton.jit
 def waited(sums):
-    """sums: to Triton a use of them, which it has tensor cores finish for, and no instruction. Without it a loop may
-    begin to overwrite registers with the weights of the next step while wgmma still reads them (Triton 3.6, Hopper)."""
+    """sums, of a loop whose weights are made in registers: a use that tensor cores have to finish for, and no
+    instruction. Without it the next step may overwrite weights while wgmma reads them (Triton 3.6 on Hopper)."""
     if not _INTERPRETED:
         sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], tl.float32, True, 1)
     return sums
