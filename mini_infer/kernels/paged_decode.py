@@ -300,7 +300,7 @@ def decode_shape(q: Tensor, keys: Tensor, values: Tensor, query_len: int) -> dic
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
         "SLICES": slices,
-        # Of bytes, twice as many keys are as large a tile, and what a tile costs beside its products is paid half as often.
+        # Of bytes twice as many keys are as large a tile, and what a tile costs beside its products is paid less often.
         "SLICE": 32 if byte and rows == 16 and widest <= 128 else 16,
         "num_warps": slices,
         "num_stages": 3,
