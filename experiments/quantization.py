@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from experiments.lab import points, schema
-from experiments.lab.axes import CONF
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.rounds import Probe
@@ -28,10 +27,10 @@ from experiments.lab.show.beside import Beside
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
 from experiments.lab.store.rows import Row
+from mini_infer import LLMEngine
 from mini_infer.assets.evaluate import load
 from mini_infer.assets.prompts import draw_prompts, heldout_sources
 from mini_infer.assets.tokens import document_stream
-from mini_infer.cache.layout import KVLayout
 from mini_infer.calibration.accuracy import (
     Generated,
     Reading,
@@ -46,16 +45,15 @@ from mini_infer.calibration.recipe import Method, Recipe
 from mini_infer.calibration.sensitivity import sensitivities, worth_leaving
 from mini_infer.calibration.streamed import StreamedDecoder
 from mini_infer.calibration.text import calibration_ids, shipped_text
-from mini_infer.core.config import Device, ModelConfig
+from mini_infer.core.config import CacheConfig, CacheDType, Device, DType, EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import Quantization as Rounding
 from mini_infer.modeling.checkpoint import read_json, resolve_folder
-from mini_infer.modeling.loader import load_spec, outline
+from mini_infer.modeling.loader import load_model, load_spec
 
 CPU = torch.device("cpu")
 METRICS = {
     "agreement": Metric("equal greedy tokens, teacher-forced", "", Better.higher, share=True),
-    "different_pct": Metric("other greedy tokens, teacher-forced", "%", Better.lower),
     "perplexity_increase_pct": Metric("perplexity of held-out text over the reference's", "%", Better.lower),
     "divergence_mnats": Metric("KL from the reference, mean of a token", "mnats", Better.lower),
     "share_of_rtn": Metric("KL, as a share of that of RTN in the same format", "", Better.lower, share=True),
@@ -86,7 +84,6 @@ class QuantizationSpec(ExperimentSpec):
         windows, window_tokens: of held-out text, read teacher-forced; others in each process and repeat.
         few_windows: so many of them are enough where a layer or a kind is quantized alone.
         prompts, prompt_tokens, new_tokens: continued greedily, from the last prompt_tokens on.
-        memory: the model in conf/model/ of which it is told how many bytes of weights are saved.
         beside: what another experiment has measured of the same schemes, for the page.
     """
 
@@ -102,7 +99,6 @@ class QuantizationSpec(ExperimentSpec):
     prompts: int = 16
     prompt_tokens: int = 96
     new_tokens: int = 64
-    memory: str = "qwen2_5_1_5b"
     beside: tuple[Beside, ...] = ()
 
     def __post_init__(self) -> None:
@@ -116,8 +112,6 @@ class QuantizationSpec(ExperimentSpec):
         unknown = sorted(set(self.single) - set(self.variants))
         if unknown:
             raise ConfigError(f"experiment.single names {unknown[0]}; variants are {', '.join(self.variants)}")
-        if not (CONF / "model" / f"{self.memory}.yaml").is_file():
-            raise ConfigError(f"experiment.memory={self.memory} is no model in conf/model")
 
 
 class Quantization(Probe):
@@ -168,7 +162,6 @@ class Quantization(Probe):
                 "perplexity_increase_pct": 100 * found.increase,
                 "divergence_mnats": 1000 * found.divergence,
                 "agreement": found.agreement,
-                "different_pct": 100 * (1 - found.agreement),
             }
             if whole or "left" in point.values:
                 values["bits_per_weight"] = bits
@@ -194,21 +187,34 @@ class Quantization(Probe):
         ]
 
     def _memory(self, recipe: Recipe | None, kv: bool) -> dict[str, float | None]:
-        """By the shape of `spec.memory`, in bf16: the same in every repeat."""
+        """Of the model as the engine has it in bf16: the same in every repeat."""
+        plain = ModelConfig(path=str(self._folder), device=Device.cpu, dtype=DType.bfloat16)
         if kv:
-            whole, half = (KVLayout.of_heads(1, 2, 128, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn))
-            return {"kv_tokens": whole.bytes_per_token / half.bytes_per_token}
+            blocks = [_kv_blocks(plain, dtype) for dtype in (CacheDType.auto, CacheDType.fp8)]
+            return {"kv_tokens": blocks[1] / blocks[0]}
         if recipe is None or recipe.kept:
             return {}
-        plain = ModelConfig(**schema.plain(OmegaConf.load(CONF / "model" / f"{self.spec.memory}.yaml")))
         held = replace(
             plain,
             quantization=Rounding(recipe.scheme),
             quantization_group=recipe.group,
             quantization_symmetric=recipe.symmetric,
         )
-        before, after = (outline(load_spec(each), torch.bfloat16).weight_bytes() for each in (plain, held))
-        return {"memory_saved": 1 - after / before}
+        return {"memory_saved": 1 - _loaded_bytes(held) / _loaded_bytes(plain)}
+
+
+def _loaded_bytes(config: ModelConfig) -> int:
+    """The memory that the weights lie in, once they are loaded."""
+    model = load_model(config, load_spec(config), torch.bfloat16, CPU)
+    stores = [weight.untyped_storage() for weight in model.parameters()]
+    return sum({store.data_ptr(): store.nbytes() for store in stores}.values())
+
+
+def _kv_blocks(model: ModelConfig, dtype: CacheDType) -> int:
+    """For how many blocks an engine finds room in the same memory."""
+    config = EngineConfig(model=model, cache=CacheConfig(memory_gib=2**-6, dtype=dtype))
+    with closing(LLMEngine(config)) as engine:
+        return engine.startup.num_kv_blocks
 
 
 class _Study:

@@ -31,6 +31,7 @@ from mini_infer.kernels.paged_decode import (
     paged_decode,
     paged_decode_reference,
     store_rows,
+    stored,
 )
 
 WHOLE_TILES = 6  # a row of no more is not worth a merge
@@ -332,8 +333,7 @@ def flash_decode(
     _flash_decode_kernel[(num_packs, parts.fields.shape[0])](
         out,
         q,
-        keys,
-        values,
+        *stored(keys, values),
         block_tables,
         kv_scales,
         parts.fields,

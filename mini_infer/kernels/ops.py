@@ -163,7 +163,6 @@ class TritonKernels(TorchKernels):
     """One Triton kernel each. Raises ImportError where Triton is not installed."""
 
     name = "triton"
-    _one_order = False  # of the sums of quantized products, whatever the number of rows
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +194,7 @@ class TritonKernels(TorchKernels):
         for_library = activations is None or x.dtype == torch.bfloat16
         if self.adds_residual(weight, activations, rows) or not for_library:
             return self._quantized.quantized_linear(
-                x, weight, bias, activations, residual=residual, one_order=self._one_order
+                x, weight, bias, activations, residual=residual, one_order=self.invariant
             )
         if activations is None:
             assert isinstance(x, Tensor)
@@ -289,7 +288,6 @@ class InvariantKernels(TritonKernels):
     """Those of TritonKernels that compute a token alike in any company, and products that do."""
 
     invariant = True
-    _one_order = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.limits import FP8_CACHE, AttentionLimits
+from mini_infer.kernels.quantized.unpack import fp8_pairs
 
 # Heads are padded to a power of two by masks; one of 512 would not fit into the registers.
 LIMITS = AttentionLimits(
@@ -82,46 +83,64 @@ def attend(
     """
     TILE: tl.constexpr = SLICES * SLICE
     PACKS: tl.constexpr = (GROUP * QUERY_LEN + ROWS - 1) // ROWS
-    dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_V)
+    PAIRS: tl.constexpr = keys.dtype.element_ty == tl.int16  # of float8
+    PARTS: tl.constexpr = 2 if PAIRS else 1  # of a head's dimensions, the even ones and the odd ones
+    dims, value_dims = tl.arange(0, BLOCK_D // PARTS), tl.arange(0, BLOCK_V // PARTS)
     lanes = tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)
     position = begin + lanes
     blocks = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
     token, line, real = query_rows(row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, ROWS)
-    own = tl.load(q + line[:, None] * HEAD_DIM + dims, mask=real[:, None] & (dims < HEAD_DIM), other=0.0)
-    if _INTERPRETED:  # the interpreter's products take bfloat16 for integers
-        own = own.to(tl.float32)
+    asked = q + line[:, None] * HEAD_DIM + dims * PARTS
+    there = real[:, None] & (dims < HEAD_DIM // PARTS)
+    own = tl.load(asked, mask=there, other=0.0)
+    own_odd = own
+    if PAIRS:
+        own_odd = tl.load(asked + 1, mask=there, other=0.0)
     v_scale = 1.0
     if kv_scales is not None:
         scale_log2 *= tl.load(kv_scales + pack // PACKS)
         v_scale = tl.load(kv_scales + NUM_KV_HEADS + pack // PACKS)
-        if q.dtype.element_ty == tl.bfloat16:
-            # e4m3 becomes float16 in an instruction for two numbers, and bfloat16 in several for each. A query that is
-            # divided by its largest number is in the range of float16, too.
-            largest = tl.maximum(tl.max(tl.abs(own.to(tl.float32)), 1), 1e-30)
-            own = (own.to(tl.float32) / largest[:, None]).to(tl.float16)
-            scale_log2 *= largest[None, :, None]
-    own = tl.broadcast_to(own[None, :, :], (SLICES, ROWS, BLOCK_D))
+    if PAIRS and q.dtype.element_ty == tl.bfloat16:
+        # A query that is divided by its largest number is in the range of float16.
+        own, own_odd = own.to(tl.float32), own_odd.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.maximum(tl.abs(own), tl.abs(own_odd)), 1), 1e-30)[:, None]
+        own, own_odd = (own / largest).to(tl.float16), (own_odd / largest).to(tl.float16)
+        scale_log2 *= largest[None, :, :]
+    DOT: tl.constexpr = tl.float32 if _INTERPRETED else own.dtype  # whose products take bfloat16 for integers
+    own = tl.broadcast_to(own.to(DOT)[None, :, :], (SLICES, ROWS, BLOCK_D // PARTS))
+    own_odd = tl.broadcast_to(own_odd.to(DOT)[None, :, :], (SLICES, ROWS, BLOCK_D // PARTS))
     last_seen = (length - QUERY_LEN + token)[None, :, None]
-    keys += pack // PACKS * HEAD_DIM + dims
-    values += pack // PACKS * VALUE_DIM + value_dims
+    keys += pack // PACKS * (HEAD_DIM // PARTS) + dims
+    values += pack // PACKS * (VALUE_DIM // PARTS) + value_dims
     # A finite floor, not -inf: a slice that sees nothing then needs no guard against inf - inf.
     top = tl.full((SLICES, ROWS), -1e30, tl.float32)
     total = tl.zeros((SLICES, ROWS), tl.float32)
-    acc = tl.zeros((SLICES, ROWS, BLOCK_V), tl.float32)
+    acc = tl.zeros((SLICES, ROWS, BLOCK_V // PARTS), tl.float32)
+    acc_odd = acc
     for start in tl.range(begin, end, TILE):
         position = start + lanes
         inside = position < end
         slots = (blocks * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)[:, :, None]
         # What lies past the end is not even read: it may hold NaN, and 0 * NaN is NaN.
         owned = inside[:, :, None]
-        k = tl.load(keys + slots * (NUM_KV_HEADS * HEAD_DIM), mask=owned & (dims < HEAD_DIM), other=0.0)
-        v = tl.load(values + slots * (NUM_KV_HEADS * VALUE_DIM), mask=owned & (value_dims < VALUE_DIM), other=0.0)
+        k = tl.load(keys + slots * (NUM_KV_HEADS * HEAD_DIM // PARTS), mask=owned & (dims < HEAD_DIM // PARTS), other=0)
+        v = tl.load(
+            values + slots * (NUM_KV_HEADS * VALUE_DIM // PARTS),
+            mask=owned & (value_dims < VALUE_DIM // PARTS),
+            other=0,
+        )
         # The next tile's blocks, a turn ahead: loads whose addresses are still being loaded would halve the pipeline.
         upcoming = position + TILE
         blocks = tl.load(table + upcoming // BLOCK_SIZE, mask=upcoming < end, other=0)
-        k, v = k.to(own.dtype), v.to(own.dtype)
-        scores = tl.dot(own, tl.permute(k, (0, 2, 1)), input_precision="tf32x3") * scale_log2
+        k = tl.permute(k, (0, 2, 1))
+        k_odd, v_odd = k, v
+        if PAIRS:
+            k, k_odd = fp8_pairs(k)
+            v, v_odd = fp8_pairs(v)
+        scores = tl.dot(own, k.to(DOT), input_precision="tf32x3")
+        if PAIRS:
+            scores = tl.dot(own_odd, k_odd.to(DOT), scores, input_precision="tf32x3")
+        scores *= scale_log2
         visible = inside[:, None, :]
         if QUERY_LEN > 1:  # one token sees all of [begin, end)
             key = position[:, None, :]
@@ -131,10 +150,15 @@ def attend(
         weights = tl.exp2(scores - new_top[:, :, None])
         rescale = tl.exp2(top - new_top)
         total = total * rescale + tl.sum(weights, 2)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, :, None], input_precision="tf32x3")
+        weights = weights.to(DOT)
+        acc = tl.dot(weights, v.to(DOT), acc * rescale[:, :, None], input_precision="tf32x3")
+        if PAIRS:
+            acc_odd = tl.dot(weights, v_odd.to(DOT), acc_odd * rescale[:, :, None], input_precision="tf32x3")
         top = new_top
     best = tl.max(top, 0)
     rescale = tl.exp2(top - best)
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, acc_odd), (SLICES, ROWS, BLOCK_V))
     acc *= (rescale * v_scale)[:, :, None]
     return sum_slices(acc, SLICES, ROWS, BLOCK_V), best, tl.sum(total * rescale, 0)
 
@@ -234,8 +258,7 @@ def paged_decode(
         _paged_decode_kernel[(packs(shape), seq_lens.shape[0])](
             out,
             q,
-            keys,
-            values,
+            *stored(keys, values),
             block_tables,
             kv_scales,
             seq_lens,
@@ -257,7 +280,11 @@ def decode_shape(q: Tensor, keys: Tensor, values: Tensor, query_len: int) -> dic
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
     group = num_heads // num_kv_heads
-    block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
+    byte = keys.element_size() == 1
+    if byte and (head_dim % 2 or value_dim % 2):
+        raise ValueError(f"paged decode: heads of float8 are of even sizes, not {head_dim} and {value_dim}")
+    # A matrix product sums over at least 16 numbers, and of float8 takes half a head.
+    block_d, block_v = (max(32 if byte else 16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
     widest = max(block_d, block_v)
     # A matrix product has at least 16 rows. More than this do not fit into the registers.
     rows = 16 if group * query_len <= 16 or widest > 128 else 32
@@ -273,12 +300,18 @@ def decode_shape(q: Tensor, keys: Tensor, values: Tensor, query_len: int) -> dic
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
         "SLICES": slices,
-        "SLICE": 16,
+        # Of bytes twice as many keys are as large a tile, and what a tile costs beside its products is paid less often.
+        "SLICE": 32 if byte and rows == 16 and widest <= 128 else 16,
         "num_warps": slices,
         "num_stages": 3,
         # Three programs an SM instead of two. The compiler would take a few registers more, and needs none of them.
         "maxnreg": 168 if rows == 16 and widest <= 128 and keys.element_size() == 2 else None,
     }
+
+
+def stored(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """As kernels read them: of float8 pairs, int16 [..., head_dim / 2]."""
+    return (keys, values) if keys.element_size() > 1 else (keys.view(torch.int16), values.view(torch.int16))
 
 
 def unscaled(keys: Tensor, values: Tensor, kv_scales: Tensor | None) -> tuple[Tensor, Tensor]:

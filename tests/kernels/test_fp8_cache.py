@@ -56,6 +56,23 @@ def test_decode(cache, scales, dtype, device):
         assert (out - expected).norm() / expected.norm() < (1e-5 if dtype is torch.float32 else 1e-2)
 
 
+def test_heads_are_read_in_pairs(scales, device):
+    """Of which a head may have fewer than a tile has; halves of one there are none."""
+    generator = torch.Generator().manual_seed(3)
+    tables, lengths = torch.tensor([[1, 0]]).int().to(device), torch.tensor([20]).int().to(device)
+    for size in (2, 42, 33):
+        q = torch.randn(1, HEADS, size, generator=generator).to(device)
+        keys, values = (torch.randn(2, BLOCK, KV_HEADS, size, generator=generator) for _ in range(2))
+        keys, values = (t.to(device, torch.float8_e4m3fn) for t in (keys, values))
+        more = {"scale": 0.2, "window": None, "query_len": 1, "kv_scales": scales.to(device)}
+        if size % 2:
+            with pytest.raises(ValueError, match="heads of float8 are of even sizes, not 33 and 33"):
+                flash_decode(q, keys, values, tables, lengths, **more)
+        else:
+            expected = paged_decode_reference(q, keys, values, tables, lengths, **more)
+            torch.testing.assert_close(flash_decode(q, keys, values, tables, lengths, **more), expected)
+
+
 @pytest.mark.parametrize("size", [1e6, 1e-6, 0.0])
 def test_queries_out_of_the_range_of_float16(cache, scales, size, device):
     """In which products of bfloat16 queries are computed."""

@@ -226,6 +226,19 @@ def test_products_of_real_shapes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scheme", QUANTIZED)
+def test_quantized_experts_of_real_shapes(scheme: str) -> None:
+    """Weights become numbers in registers, which tensor cores read as they run."""
+    for tokens in (16, 128, 1024):
+        layer, form = Layer(tokens, 4, 16, 2048, 768, torch.bfloat16, "cuda"), QUANTIZED[scheme]
+        layer.weights = ExpertWeights(*(stacked(part, form.weights) for part in layer.weights[:2]), form.activations)
+        found = [experts(*layer.some(), few_tokens=0) for _ in range(5)]
+        assert all(torch.equal(y, found[0]) for y in found)
+        expected = experts_reference(*layer.some())
+        assert (found[0] - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2, 64])
 def test_steps_can_be_captured_and_replayed_with_other_routes(tokens: int) -> None:
     layer = Layer(tokens, 4, 16, 256, 128, torch.bfloat16, "cuda")

@@ -149,7 +149,22 @@ def test_so_it_is_with_experts() -> None:
     check(model, asked, expected, MECHANISMS["chunks, prefix hits, short of memory, overlap"])
 
 
-SCHEMES = {"w8a8": "auto", "w8a16": "auto", "fp8": "fp8", "fp8_block": "auto", "w4a16": "fp8", "none": "fp8"}
+SCHEMES: dict[str, dict[str, Any]] = {  # model's settings, and the cache's dtype
+    "w8a8": {},
+    "w8a16": {},
+    "mixed": {},
+    "fp8": {"cache": "fp8"},
+    "fp8_block": {},
+    "w4a16": {"cache": "fp8"},
+    "w4a16 with zeros": {"quantization": "w4a16", "quantization_symmetric": False},
+    "none": {"cache": "fp8"},
+}
+
+
+def quantized(scheme: str, shape: dict[str, Any], **model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a model and of its cache."""
+    made = dummy(shape, **model, **({"quantization": scheme} | SCHEMES[scheme]))
+    return made, {"dtype": made.pop("cache", "auto")}
 
 
 @pytest.mark.slow
@@ -157,8 +172,8 @@ SCHEMES = {"w8a8": "auto", "w8a16": "auto", "fp8": "fp8", "fp8_block": "auto", "
 def test_so_it_is_in_fewer_bits(scheme: str) -> None:
     """Of weights and activations, and of keys and values."""
     wide = SMALL | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
-    model = dummy(wide, device="cpu", dtype="float32", quantization=scheme)
-    asked, cache = requests(101, [5, 1, 6], shared=8, max_tokens=2), {"dtype": SCHEMES[scheme]}
+    model, cache = quantized(scheme, wide, device="cpu", dtype="float32")
+    asked = requests(101, [5, 1, 6], shared=8, max_tokens=2)
     engine = make(model, {"cache": {"memory_gib": 0.01, **cache}})
     expected = answers(engine, asked, alone=True)
     engine.close()
@@ -261,11 +276,11 @@ def test_every_mechanism_gives_what_a_request_gets_alone_on_a_gpu(on_a_gpu: Any,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scheme", [*SCHEMES, "mixed"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_gives_what_a_request_gets_alone_on_a_gpu(scheme: str) -> None:
-    model = dummy(SHAPES["qwen2"], device="cuda", dtype="bfloat16", quantization=scheme)
+    model, cache = quantized(scheme, SHAPES["qwen2"], device="cuda", dtype="bfloat16")
     asked = requests(5003, [3, 170, 1040, 61, 350, 16, 33, 1] * 2, shared=300, max_tokens=12)
-    cache = {"memory_gib": 1.0, "dtype": SCHEMES.get(scheme, "auto")}
+    cache["memory_gib"] = 1.0
     engine = make(model, {"cache": cache})
     expected = answers(engine, asked, alone=True)
     engine.close()

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from mini_infer.kernels.gemv_kernels import _halves
+from mini_infer.kernels.quantized.unpack import waited
 
 
 @triton.jit
@@ -303,6 +304,8 @@ def _product(
             sums = tl.dot(x, w.T, sums, input_precision="ieee")
         else:
             sums = tl.dot(w, x.T, sums, input_precision="ieee")
+            if FORM is not None:  # w is made in registers
+                sums = waited(sums)
     if TALL_PAIRS:
         sums = sums.T
     sums = _scaled(sums, weight, expert, w_rows, real, HEIGHT, FORM)

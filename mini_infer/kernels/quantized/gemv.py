@@ -4,7 +4,10 @@ As kernels/gemv.py, whose ends (SiLU-mul, residual, rotation) these kernels have
 have a scale a row, or are int4. Two kernels:
 
     `_fma_kernel`   up to 4 rows of x: 16-byte loads of W into registers and multiply-adds there. int8 four products an
-                    instruction (dp4a), fp8 made float32, int4 made float32 by its bits.
+                    instruction (dp4a), fp8 made float32. Of int4, x becomes fixed-point numbers of 16 bits, whose high
+                    and low bytes are multiplied like int8: an eighth of the instructions of products in float32.
+                    A unit is 1 / 32,767 of the largest of 32 columns, which a sum of them notices 20 times less than
+                    that its result is bfloat16.
     `_dot_kernel`   tensor cores, with as many rows as a tile has. Where W has too few rows for all SMs, a program has a
                     part of K only, by W's shape alone, and the last of a tile to finish adds the parts up, in order.
 
@@ -25,12 +28,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.gemv_kernels import _add_products, _load_places, _owned_rows, _rotate_and_store, _silu_mul
+from mini_infer.kernels.gemv_kernels import _load_places, _owned_rows, _rotate_and_store, _silu_mul
 from mini_infer.kernels.interface import Places
 from mini_infer.kernels.paged_prefill import DOT_DTYPES
 from mini_infer.kernels.pdl import bring_to_l2, launch_options
 from mini_infer.kernels.quantized.split import added_up, scratch
-from mini_infer.kernels.quantized.unpack import CHUNK, PLANE, as_numbers, group_scales, scaled_sum, unpacked_planes
+from mini_infer.kernels.quantized.unpack import CHUNK, PLANE, fp8_pairs, group_scales, scaled_sum, unpacked_planes
 from mini_infer.quantization.formats import ActivationFormat, Number
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
@@ -39,13 +42,27 @@ _PREFETCH = 512  # bytes of a row of W, or of a part of it, that are asked for b
 
 
 @triton.jit
-def _dot4(w, x, sums):
-    """int32 words of four int8 each: sums plus their four products."""
+def _dot4(w, x, sums, UNSIGNED: tl.constexpr = False):
+    """int32 words of four int8 each, or of uint8 those of x: sums plus their four products."""
     if _INTERPRETED:
         for i in tl.static_range(4):
-            sums += (w << (24 - 8 * i) >> 24) * (x << (24 - 8 * i) >> 24)
+            digit = (x >> 8 * i) & 255 if UNSIGNED else x << (24 - 8 * i) >> 24
+            sums += (w << (24 - 8 * i) >> 24) * digit
     else:
-        sums = tl.inline_asm_elementwise("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [w, x, sums], tl.int32, True, 1)
+        OF: tl.constexpr = "s32.u32" if UNSIGNED else "s32.s32"
+        sums = tl.inline_asm_elementwise(f"dp4a.{OF} $0, $1, $2, $3;", "=r,r,r,r", [w, x, sums], tl.int32, True, 1)
+    return sums
+
+
+@triton.jit
+def _add_8_bit_products(sums, w, x, BITS: tl.constexpr):
+    """sums plus products of words of int8, or of pairs of fp8 in float32."""
+    if BITS == 8:
+        sums = _dot4(w, tl.broadcast_to(x, w.shape), sums)
+    else:
+        w_pair, x_pair = fp8_pairs(w), fp8_pairs(x)
+        for i in tl.static_range(2):
+            sums = tl.fma(w_pair[i].to(tl.float32), tl.broadcast_to(x_pair[i].to(tl.float32), w.shape), sums)
     return sums
 
 
@@ -98,10 +115,21 @@ def _row_values(scales_ptr, bias_ptr, w_rows, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _load_tile(w_ptrs, columns, start, WIDTH: tl.constexpr, ZEROS: tl.constexpr):
+    """A tile of W from column `start` on, which is read once; beyond the end zeros or anything."""
+    left = (start + columns < WIDTH)[None, :]
+    if ZEROS:
+        w = tl.load(w_ptrs + start, mask=left, other=0.0, eviction_policy="evict_first")
+    else:
+        w = tl.load(w_ptrs + start, mask=left, eviction_policy="evict_first")
+    return w
+
+
+@triton.jit
 def _fma_kernel(
-    x_ptr,  # [T, K] fp8, or int32 words of int8 or of x's dtype
+    x_ptr,  # int16 pairs of fp8, or int32 words of int8 or of x's dtype
     x_scales_ptr,
-    weight_ptr,  # [N, K] fp8, or int32 words of int8 or int4
+    weight_ptr,  # [N, K / 2] int16 pairs of fp8, or int32 words of int8 or int4
     scales_ptr,
     zeros_ptr,
     bias_ptr,
@@ -116,8 +144,7 @@ def _fma_kernel(
     BITS: tl.constexpr,  # 4, 8; of fp8 0
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # words, or fp8 codes
-    PREFETCH: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # words, or pairs
     SILU_MUL: tl.constexpr,
     ADD: tl.constexpr,
     Q_HEADS: tl.constexpr,
@@ -129,10 +156,16 @@ def _fma_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     outs, w_rows = _owned_rows(N, BLOCK_N, SILU_MUL, HALF)
-    WIDTH: tl.constexpr = K if BITS == 0 else K * BITS // 32  # of a row of W, in its elements
-    VECTOR: tl.constexpr = 16 if BITS == 0 else 4
-    if PREFETCH:
-        bring_to_l2(weight_ptr, w_rows, WIDTH * 16 // VECTOR, PREFETCH)
+    WIDTH: tl.constexpr = K // 2 if BITS == 0 else K * BITS // 32  # of a row of W, in its elements
+    columns = tl.arange(0, BLOCK_K)
+    w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    ZEROS: tl.constexpr = BITS == 0 and WIDTH % BLOCK_K != 0  # whole numbers are multiplied by zeros of x
+    next_w = _load_tile(w_ptrs, columns, 0, WIDTH, ZEROS)
+    next_scales, next_zeros = (), ()
+    if BITS == 4:
+        next_scales = _group_values(scales_ptr, w_rows, 0, K, GROUP, BLOCK_K)
+        if zeros_ptr is not None:
+            next_zeros = _group_values(zeros_ptr, w_rows, 0, K, GROUP, BLOCK_K)
     scales, bias = _row_values(scales_ptr, bias_ptr, w_rows, GROUP)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -143,46 +176,29 @@ def _fma_kernel(
             _early(residual_ptr, out_ptr, places, rotary_stride, outs, token, token < T, N, BLOCK_N,
                    Q_HEADS, KV_HEADS, HALF),
         )  # fmt: skip
-    columns = tl.arange(0, BLOCK_K)
-    w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     SUM: tl.constexpr = tl.int32 if BITS == 8 else tl.float32
-    LANES: tl.constexpr = BLOCK_K if BITS == 8 else BLOCK_K // VECTOR
-    sums = (tl.zeros([BLOCK_N, LANES], SUM),) * T
-    unused = (tl.zeros([LANES], tl.float32),) * T
+    sums = (tl.zeros([BLOCK_N, BLOCK_K // 4 if BITS == 4 else BLOCK_K], SUM),) * T
     for start in range(0, WIDTH, BLOCK_K):
         here = start + columns
         left = here < WIDTH
-        if WIDTH % BLOCK_K == 0:
-            w = tl.load(w_ptrs + start, eviction_policy="evict_first")
+        w, w_scales, w_zeros = next_w, next_scales, next_zeros
+        if BLOCK_K < WIDTH:  # a turn ahead, and the first before the kernel before has ended
+            next_w = _load_tile(w_ptrs, columns, start + BLOCK_K, WIDTH, ZEROS)
+            if BITS == 4:
+                next_scales = _group_values(scales_ptr, w_rows, start + BLOCK_K, K, GROUP, BLOCK_K)
+                if zeros_ptr is not None:
+                    next_zeros = _group_values(zeros_ptr, w_rows, start + BLOCK_K, K, GROUP, BLOCK_K)
+        if BITS == 4:
+            sums = _add_int4_products(
+                sums, w, w_scales, w_zeros, x_ptr, stride_x, start, T, K, GROUP, BLOCK_N, BLOCK_K,
+                out_ptr.dtype.element_ty,
+            )  # fmt: skip
         else:
-            w = tl.load(w_ptrs + start, mask=left[None, :], other=0.0, eviction_policy="evict_first")
-        if BITS == 0:
-            sums, unused = _add_products(
-                sums, unused, w, here, x_ptr, stride_x, here, K, T, BLOCK_N, BLOCK_K, VECTOR, K % BLOCK_K == 0, False
-            )
-        elif BITS == 8:
             more = ()
             for t in tl.static_range(T):
                 x = tl.load(x_ptr + t * stride_x + here, mask=left, other=0, eviction_policy="evict_last")
-                more += (_dot4(w, tl.broadcast_to(x[None, :], w.shape), sums[t]),)  # type: ignore[assignment]
+                more += (_add_8_bit_products(sums[t], w, x[None, :], BITS),)  # type: ignore[assignment]
             sums = more
-        else:
-            sums = _add_int4_products(
-                sums,
-                w,
-                x_ptr,
-                stride_x,
-                scales_ptr,
-                zeros_ptr,
-                w_rows,
-                start,
-                T,
-                K,
-                GROUP,
-                BLOCK_N,
-                BLOCK_K,
-                out_ptr.dtype.element_ty,
-            )
     for t in tl.static_range(T):
         token = t + tl.arange(0, 1)
         y = tl.sum(sums[t], axis=1)[:, None]
@@ -191,47 +207,125 @@ def _fma_kernel(
 
 
 @triton.jit
-def _add_int4_products(
-    sums, words, x_ptr, stride_x, scales_ptr, zeros_ptr, w_rows, start, T: tl.constexpr, K: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """As `_add_products`, of words of eight codes and pairs of x: nibble `plane` of the halves of word w of a chunk is
-    of the columns PLANE * plane + 2 * w and the next."""
-    QUADS: tl.constexpr = BLOCK_W // 4  # of words, which have one group and one thread
+def _group_values(ptr, w_rows, start, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Scales or zeros of the groups of BLOCK_W words from `start` on: for each group of a chunk one of a tuple,
+    [rows, BLOCK_W / 4], as four words are of one chunk. Where GROUP is None, and the scale is not theirs, of all."""
+    QUADS: tl.constexpr = BLOCK_W // 4
+    chunks = (start // 4 + tl.arange(0, QUADS)) // (PLANE // 8) * CHUNK
+    there = tl.broadcast_to((chunks < K)[None, :], [w_rows.shape[0], QUADS])
     GROUPS: tl.constexpr = 1 if GROUP is None else K // GROUP
+    SHARED: tl.constexpr = CHUNK if GROUP is None or GROUP > CHUNK else GROUP
+    found = ()
+    for column in tl.static_range(0, CHUNK, SHARED):
+        at = tl.broadcast_to((w_rows * GROUPS)[:, None], [w_rows.shape[0], QUADS])
+        if GROUP is not None:
+            at += ((chunks + column) // GROUP)[None, :]
+        found += (tl.load(ptr + at, mask=there, other=0),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _fixed_point(x_ptrs, left, DTYPE: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Of the columns of BLOCK_W words: four words of bytes, the low and the high ones of planes 0 and 2 and those of
+    1 and 3, and the unit of each four words, [BLOCK_W / 4]: the largest of their 32 columns is 32,767 units."""
+    QUADS: tl.constexpr = BLOCK_W // 4
+    numbers = ()
+    largest = tl.zeros([BLOCK_W], tl.float32)
+    for plane in tl.static_range(4):
+        pairs = tl.load(x_ptrs + PLANE // 2 * plane, mask=left, other=0)
+        first = pairs.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        second = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        largest = tl.maximum(largest, tl.maximum(tl.abs(first), tl.abs(second)))
+        numbers += (first, second)  # type: ignore[assignment]
+    # Smaller than any product that counts, and with an inverse.
+    largest = tl.maximum(tl.max(tl.reshape(largest, [QUADS, 4]), axis=1), 2.0**-100)
+    inverse = tl.broadcast_to((32767.0 / largest)[:, None], [QUADS, 4])
+    inverse = tl.reshape(inverse, [BLOCK_W])
+    digits = ()
+    for plane in tl.static_range(2):
+        digits += _bytes(
+            _whole(numbers[2 * plane], inverse), _whole(numbers[2 * plane + 1], inverse),
+            _whole(numbers[2 * plane + 4], inverse), _whole(numbers[2 * plane + 5], inverse),
+        )  # fmt: skip
+    return digits, largest / 32767.0
+
+
+@triton.jit
+def _whole(x, inverse):
+    """x in units, rounded, in the low 16 bits."""
+    return tl.fma(x, inverse, tl.full(x.shape, 12582912.0, tl.float32)).to(tl.int32, bitcast=True)  # 1.5 * 2^23
+
+
+@triton.jit
+def _bytes(a, b, c, d):
+    """Of the low 16 bits of four words the low and the high bytes, each a word, in the order a, c, b, d."""
+    if _INTERPRETED:
+        low = (a & 255) | ((c & 255) << 8) | ((b & 255) << 16) | ((d & 255) << 24)
+        high = ((a >> 8) & 255) | (c & 0xFF00) | ((b & 0xFF00) << 8) | ((d & 0xFF00) << 16)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            """{ .reg .b32 p, q; prmt.b32 p, $2, $4, 0x5410; prmt.b32 q, $3, $5, 0x5410;
+            prmt.b32 $0, p, q, 0x6420; prmt.b32 $1, p, q, 0x7531; }""",
+            "=r,=r,r,r,r,r", [a, b, c, d], (tl.int32, tl.int32), True, 1,
+        )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def _byte_products(
+    words, digits, low, high, less, ODD: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
+    """low, high and less plus the products of codes, and of ones, of planes ODD and ODD + 2, of which a word has the
+    codes in its bytes. But those planes alone of which SHARED make up a GROUP."""
+    FIRST: tl.constexpr = 0x00010001 if ODD // SHARED == GROUP else 0
+    SECOND: tl.constexpr = 0x01000100 if (ODD + 2) // SHARED == GROUP else 0
+    if FIRST + SECOND != 0:
+        x_low, x_high = digits[2 * ODD], digits[2 * ODD + 1]
+        codes = (words >> (4 * ODD)) & (15 * (FIRST + SECOND))
+        low = _dot4(codes, tl.broadcast_to(x_low[None, :], codes.shape), low, True)
+        high = _dot4(codes, tl.broadcast_to(x_high[None, :], codes.shape), high)
+        ones = tl.full(less.shape, FIRST + SECOND, tl.int32)
+        less = _dot4(ones, x_low, less + _dot4(ones, x_high, tl.zeros_like(less)) * 256, True)
+    return low, high, less
+
+
+@triton.jit
+def _add_int4_products(
+    sums, words, scales, zeros, x_ptr, stride_x, start, T: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """As `_add_products`, of words of eight codes: nibble `plane` of the halves of word w of a chunk is of the columns
+    PLANE * plane + 2 * w and the next.
+
+    scales, zeros: of `_group_values`, () where there are none.
+    """
+    QUADS: tl.constexpr = BLOCK_W // 4  # of words, which have one group and one thread
     SHARED: tl.constexpr = CHUNK // PLANE if GROUP is None or GROUP > CHUNK else GROUP // PLANE  # planes a group
-    LESS: tl.constexpr = 8 if zeros_ptr is None else 0
     here = start + tl.arange(0, BLOCK_W)
     x_ptrs = x_ptr + here // (PLANE // 2) * (CHUNK // 2) + here % (PLANE // 2)
-    chunks = (start // 4 + tl.arange(0, QUADS)) // (PLANE // 8) * CHUNK
-    there = tl.broadcast_to((chunks < K)[None, :], [BLOCK_N, QUADS])
-    for begin in tl.static_range(0, CHUNK // PLANE, SHARED):
-        at = tl.broadcast_to((w_rows * GROUPS)[:, None], [BLOCK_N, QUADS])
-        if GROUP is not None:
-            at += ((chunks + begin * PLANE) // GROUP)[None, :]
-        parts = (tl.zeros([BLOCK_N, BLOCK_W], tl.float32),) * T
-        for plane in tl.static_range(begin, begin + SHARED):
-            low, high = as_numbers(words, plane, LESS)
-            if zeros_ptr is not None:
-                zero = tl.load(zeros_ptr + at, mask=there, other=0).to(tl.float32)
-                zero = tl.reshape(tl.broadcast_to(zero[:, :, None], [BLOCK_N, QUADS, 4]), [BLOCK_N, BLOCK_W])
-                low, high = low - zero, high - zero
-            more = ()
-            for t in tl.static_range(T):
-                pairs = tl.load(x_ptrs + t * stride_x + PLANE // 2 * plane, mask=here < K // 8, other=0)
-                x_low = pairs.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-                x_high = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-                more += (parts[t] + low * x_low[None, :] + high * x_high[None, :],)  # type: ignore[assignment]
-            parts = more
-        scale = tl.full([BLOCK_N, QUADS], 1.0, tl.float32)
-        if GROUP is not None:
-            scale = tl.load(scales_ptr + at, mask=there, other=0.0).to(tl.float32)
-        new = ()
-        for t in tl.static_range(T):
-            part = tl.sum(tl.reshape(parts[t], [BLOCK_N, QUADS, 4]), axis=2)
-            new += (sums[t] + scale * part,)  # type: ignore[assignment]
-        sums = new
-    return sums
+    new = ()
+    for t in tl.static_range(T):
+        digits, unit = _fixed_point(x_ptrs + t * stride_x, here < K // 8, DTYPE, BLOCK_W)
+        y = sums[t]
+        for begin in tl.static_range(0, CHUNK // PLANE, SHARED):
+            low = tl.zeros([BLOCK_N, BLOCK_W], tl.int32)
+            high = low
+            less = tl.zeros([BLOCK_W], tl.int32)
+            for odd in tl.static_range(2):
+                low, high, less = _byte_products(words, digits, low, high, less, odd, begin // SHARED, SHARED)
+            low = tl.sum(tl.reshape(low, [BLOCK_N, QUADS, 4]), axis=2)
+            high = tl.sum(tl.reshape(high, [BLOCK_N, QUADS, 4]), axis=2)
+            less = tl.sum(tl.reshape(less, [QUADS, 4]), axis=1)[None, :]
+            if len(zeros) == 0:
+                part = high * 256 + (low - less * 8)
+            else:
+                part = high * 256 + (low - less * zeros[begin // SHARED].to(tl.int32))
+            scale = tl.broadcast_to(unit[None, :], [BLOCK_N, QUADS])
+            if GROUP is not None:
+                scale *= scales[begin // SHARED].to(tl.float32)
+            y += scale * part.to(tl.float32)
+        new += (y,)  # type: ignore[assignment]
+    return new
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -350,8 +444,10 @@ def tile_for(rows: int, number: Number, out_size: int, in_size: int) -> FmaTile 
     few, long = out_size <= 8192, in_size > 8192  # rows of W, too few for all SMs; rows that go a long way
     if number is Number.int4:
         return _int4_tile_for(rows, most, few, long)
-    if rows <= (4 if number is Number.int8 else 1):
-        return FmaTile(4, 1, 8 if long else 4 if few else 1)
+    if number is Number.int8 and rows <= 4:
+        return FmaTile(2, 1, 8) if long else FmaTile(4, 1, 4)
+    if number is Number.fp8 and rows == 1:
+        return FmaTile(8 if long else 2, 1, 4)
     if rows <= 16:
         if not few:
             return DotTile(16, 512, most, 1, 4, 1)
@@ -362,12 +458,12 @@ def tile_for(rows: int, number: Number, out_size: int, in_size: int) -> FmaTile 
 
 
 def _int4_tile_for(rows: int, most: int, few: bool, long: bool) -> FmaTile | DotTile | None:
-    if rows == 1 and few:
-        return FmaTile(8, 1, 4)
+    if rows == 1:
+        return FmaTile(8 if few and not long else 16, 1, 4)
     if rows <= 16:
         if not few:
             return DotTile(32, 256, most, 2, 4, 1)
-        return DotTile(32, 256, most, 2, 4, 12) if long else DotTile(64, 512, most, 4, 3, 7)
+        return DotTile(64, 512, most, 4, 3, 12 if long else 7)
     if rows <= 64:
         return DotTile(64, 128, most, 4, 4 if long else 3, 4 if few else 1)
     return None
@@ -375,13 +471,14 @@ def _int4_tile_for(rows: int, most: int, few: bool, long: bool) -> FmaTile | Dot
 
 def worth_it(weight: QuantizedWeight, activations: ActivationFormat | None, rows: int, dtype: torch.dtype) -> bool:
     """Whether `quant_gemv` has these formats, and is the fastest."""
-    form, (out_size, width) = weight.form, weight.codes.shape
+    form, (out_size, in_size) = weight.form, weight.codes.shape
     if form.number is Number.int4:
+        in_size *= 2
         fits = activations is None and dtype != torch.float32
     else:
         fits = activations is not None and form.columns is None and form.rows == 1 and activations.columns is None
-        fits &= width % 16 == 0
-    return bool(fits) and rows > 0 and tile_for(rows, form.number, out_size, width) is not None
+        fits &= in_size % 16 == 0
+    return bool(fits) and rows > 0 and tile_for(rows, form.number, out_size, in_size) is not None
 
 
 def quant_gemv(
@@ -434,16 +531,15 @@ def quant_gemv(
     rotary_stride = 0 if places is None else places.cos.stride(0)
     grid = triton.cdiv(n, tile.rows)
     if isinstance(tile, FmaTile):
-        codes, bits = weight.codes, 0
-        if form.number is not Number.fp8:
-            codes, bits = codes.view(torch.int32), 4 if packed else 8
-            values, stride = values.view(torch.int32), stride * values.element_size() // 4
-        vector = 16 // codes.element_size()
+        bits, element = (0, torch.int16) if form.number is Number.fp8 else (4 if packed else 8, torch.int32)
+        stride = stride * values.element_size() // element.itemsize
+        values, codes = values.view(element), weight.codes.view(element)
+        vector = 16 // element.itemsize
         most = triton.next_power_of_2(triton.cdiv(width, 16)) * vector
         _fma_kernel[(grid,)](
             values, x_scales, codes, weight.scales, weight.zeros, bias, residual, out, places, stride, rotary_stride,
             T=rows, BITS=bits, BLOCK_K=min(32 * tile.num_warps * vector * tile.k, most),
-            PREFETCH=min(prefetch, width) // 16 * 16, **constants,
+            **constants,
         )  # fmt: skip
         return out
     dot = tl.int8 if x_scales is not None else DOT_DTYPES[x.dtype]

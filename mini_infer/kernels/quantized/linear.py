@@ -33,7 +33,15 @@ from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
 from mini_infer.kernels.pdl import bring_to_l2, launch_options
 from mini_infer.kernels.quantized.split import added_up, scratch
 from mini_infer.kernels.quantized.tokens import quantize_tokens
-from mini_infer.kernels.quantized.unpack import CHUNK, PLANE, group_scales, scaled_sum, unpacked, unpacked_planes
+from mini_infer.kernels.quantized.unpack import (
+    CHUNK,
+    PLANE,
+    group_scales,
+    scaled_sum,
+    unpacked,
+    unpacked_planes,
+    waited,
+)
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
@@ -116,7 +124,7 @@ def _quant_linear_kernel(
             if tl.int8 == DOT:
                 sums = tl.dot(codes, x.T, sums, out_dtype=tl.int32)
             elif GROUP is None and X_GROUP is None and tl.float8e4nv != DOT:
-                sums = scaled_sum(tl.dot(codes.to(DOT), x.to(DOT).T, input_precision="ieee"), (), 0, sums, None)
+                sums = waited(tl.dot(codes.to(DOT), x.to(DOT).T, sums, input_precision="ieee"))
             else:
                 part = tl.dot(codes, x.T)
                 scale = tl.full([BLOCK_OUT, BLOCK_ROWS], 1.0, tl.float32)

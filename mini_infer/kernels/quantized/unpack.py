@@ -1,4 +1,5 @@
-"""Packed int4 (quantization/packing.py) to numbers by their bits, without a conversion and in the thread that has them.
+"""Packed int4 (quantization/packing.py) to numbers by their bits, without a conversion and in the thread that has them;
+and pairs of e4m3.
 
 16 bits hold four codes, one of each of the four planes of 32 columns that a chunk of 128 has. A code beside the bits of
 128.0 in bfloat16, (word >> 4 * plane) & 15 | 0x4300, is the number 128 + code: two columns an instruction.
@@ -69,25 +70,22 @@ def _beside(left, right):
 
 
 @triton.jit
-def as_numbers(words, plane: tl.constexpr, LESS: tl.constexpr):
-    """Of int32 words a plane of their low and of their high halves, less LESS, float32."""
-    return _number(words, 4 * plane, LESS), _number(words, 16 + 4 * plane, LESS)
+def fp8_pairs(pairs):
+    """int16 of two e4m3 -> the first and the second of each, float16, which holds them.
 
-
-@triton.jit
-def _number(words, bit: tl.constexpr, LESS: tl.constexpr):
-    """A code at bit p of the float 2^(23 - p) is 2^(23 - p) + code."""
-    if bit > 19:
-        words = words >> 12
-    PLACE: tl.constexpr = bit - 12 if bit > 19 else bit
-    ONE: tl.constexpr = 2.0 ** (23 - PLACE)
+    32 bits, which are neighbours in a dot's K, become one operand of two such neighbours and another: no byte is
+    exchanged between threads, and all of it takes three instructions.
+    """
     if _INTERPRETED:
-        bits = (words & (15 << PLACE)) | ((127 + 23 - PLACE) << 23)
-    else:  # LLVM makes two instructions of it
-        bits = tl.inline_asm_elementwise(
-            f"lop3.b32 $0, $1, {15 << PLACE}, {(127 + 23 - PLACE) << 23}, 0xEA;", "=r,r", [words], tl.int32, True, 1
-        )
-    return bits.to(tl.float32, bitcast=True) - (ONE + LESS)
+        first = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        second = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        first, second = tl.inline_asm_elementwise(
+            """{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;
+            cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }""",
+            "=r,=r,r", [pairs], (tl.float16, tl.float16), True, 2,
+        )  # fmt: skip
+    return first, second
 
 
 @triton.jit
@@ -104,6 +102,15 @@ def scaled_sum(part, scales, column: tl.constexpr, sums, GROUP: tl.constexpr):
     else:
         scale = scales[column // GROUP].to(tl.float32)[:, None]
     return tl.fma(part, tl.broadcast_to(scale, part.shape), sums)
+
+
+@triton.jit
+def waited(sums):
+    """sums, of a loop whose weights are made in registers: a use that tensor cores have to finish for, and no
+    instruction. Without it the next step may overwrite weights while wgmma reads them (Triton 3.6 on Hopper)."""
+    if not _INTERPRETED:
+        sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], tl.float32, True, 1)
+    return sums
 
 
 @triton.jit
