@@ -46,6 +46,7 @@ class DryModel:
 
     expert_counts = None
     expert_meter = None
+    hot_experts = None
     samples = True
 
     def __init__(self, config: DryConfig, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
