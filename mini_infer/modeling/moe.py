@@ -105,7 +105,7 @@ class MoE(nn.Module):
         return x, total, routes
 
     def _base(self, x: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(base to which the sum of x's experts is added, residual to which that is), of the stream of value `total`."""
+        """(base to which the experts' sum is added, residual to which that is), of a stream of value `total`."""
         if self.shared is None:
             return total, None
         if self.shared_gate is not None:

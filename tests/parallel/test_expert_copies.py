@@ -140,7 +140,7 @@ def test_engines_with_copies_give_the_bits_of_one_process(
     monkeypatch.setattr(expert_copies, "PLACE_EVERY", 2)
     model = {**DEEPSEEK, "routing": "zipf"}
     sections = {"model": model, "numerics": "batch_invariant"}
-    engine = make_engine(tensor=1, parallel={"expert": 2, "redundant_experts": 2}, **sections)
+    engine = make_engine(tensor=1, parallel={"expert": 2, "redundant_experts": 2, "dispatch": "direct"}, **sections)
     assert generated(engine) == generated(one_process(**sections))
     (layer,) = engine.executor.runner._runner._model.module.hot_experts._layers
     assert layer.held[1] in ([0], [1]), "these get most tokens, and are rank 0's"
