@@ -74,22 +74,26 @@ class MoE(nn.Module):
             self.shared_gate = Linear(name, size, {f"{names.shared}_gate": 1}, False, Parallel.column, alone)
 
     def forward(self, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor | Part, Tensor | None]:
-        if self._exchange is None:
-            x, total, routes = self._routed(stream, tokens)
-            if self._parallel.size > 1:
-                return self._over_ranks(x, total, routes)
-            base, residual = self._base(x, total)
-            return self._kernels.experts(x, routes, self.experts.weights, base), residual
-        (x, residual, norm), (token_ids, positions, real), own = stream, tokens, self._ranks.rows_of
-        x = x.sum() if isinstance(x, Part) else x
+        if self._exchange is not None:
+            return self._exchanged(self._exchange, stream, tokens)
+        x, total, routes = self._routed(stream, tokens)
+        if self._parallel.size > 1:
+            return self._over_ranks(x, total, routes)
+        base, residual = self._base(x, total)
+        return self._kernels.experts(x, routes, self.experts.weights, base), residual
+
+    def _exchanged(self, exchange: ExpertExchange, stream: Stream, tokens: TokenPlaces) -> tuple[Tensor, Tensor | None]:
+        """By ranks which have some of the experts each."""
+        own, residual, real = self._ranks.rows_of, stream.residual, tokens.real
+        x = stream.x.sum() if isinstance(stream.x, Part) else stream.x
         part, total, routes = self._routed(
-            Stream(own(x), None if residual is None else own(residual), norm),
-            TokenPlaces(own(token_ids), own(positions), None if real is None else own(real)),
+            Stream(own(x), None if residual is None else own(residual), stream.norm),
+            TokenPlaces(own(tokens.token_ids), own(tokens.positions), None if real is None else own(real)),
         )
-        base, total = self._base(part, total)
+        base, behind = self._base(part, total)
         routes = routes if self.copies is None else self.copies.routed(routes)
-        y = self._exchange.experts(part, routes, self.experts.weights, base, len(x), self.meter)
-        if total is None:
+        y = exchange.experts(part, routes, self.experts.weights, base, len(x), self.meter)
+        if behind is None:
             return y, None
         return y, x if residual is None else residual + x  # of all tokens, with no need to ask the others
 
