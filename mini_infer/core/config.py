@@ -212,9 +212,10 @@ class ParallelConfig:
     each other behind one server (docs/replicas.md)."""
 
     tensor: int = 1  # ranks that share every layer's heads and columns
-    expert: int = 1  # ranks that share every layer's experts, with all of its attention each
+    expert: int = 1  # ranks that share every layer's experts; of its attention each has all, or the part of `tensor`
     dispatch: Dispatch = Dispatch.grouped  # how tokens get to the experts of other ranks
-    pipeline: int = 1  # stages of layers, each of `tensor` ranks; as many steps are computed at a time
+    redundant_experts: int = 0  # of each layer, that have a copy on a second rank: those that most tokens went to
+    pipeline: int = 1  # stages of layers, each of the ranks above; as many steps are computed at a time
     all_reduce: AllReduce = AllReduce.auto  # how their sums are made
     timeout_s: float = 60.0  # a step that takes longer ends the engine: some rank hangs
     replicas: int = 1  # engines behind one mini-infer-serve, each with a model and a cache of its own
@@ -226,15 +227,27 @@ class ParallelConfig:
         at_least(self, 1, "tensor", "expert", "pipeline", "replicas")
         if not self.timeout_s > 0:
             raise ConfigError(f"parallel.timeout_s must be above 0, got {self.timeout_s}")
-        if self.expert > 1 and self.tensor * self.pipeline > 1:
+        at_least(self, 0, "redundant_experts")
+        if self.redundant_experts and (self.expert == 1 or self.redundant_experts % self.expert):
             raise ConfigError(
-                f"{self.asked}: ranks that share experts share nothing else yet. Set parallel.expert=1, or the others"
+                f"parallel.redundant_experts={self.redundant_experts} with parallel.expert={self.expert}: each of "
+                "several ranks that share experts has room for as many copies. Set it to a multiple of "
+                f"parallel.expert{', which is to be 2 or more' if self.expert == 1 else ''}, or to 0"
             )
+        if self.expert > 1 and self.tensor not in (1, self.expert):
+            raise ConfigError(
+                f"{self.asked}: ranks that share experts share heads with all of each other or with none. Set "
+                f"parallel.tensor to 1 or {self.expert}, or parallel.expert=1"
+            )
+
+    @property
+    def ranks_of_stage(self) -> int:
+        return max(self.tensor, self.expert)
 
     @property
     def ranks(self) -> int:
         """Processes of one engine."""
-        return self.tensor * self.expert * self.pipeline
+        return self.ranks_of_stage * self.pipeline
 
     @property
     def asked(self) -> str:

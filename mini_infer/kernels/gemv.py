@@ -225,7 +225,7 @@ def _uses_dot(rows: int, n: int, k: int, dtype: torch.dtype) -> bool:
     return rows > _MAX_FMA_ROWS + 1 or (rows > _MAX_FMA_ROWS and n >= 3072)
 
 
-# What two ranks have of Qwen2.5-7B: qkv, o, gate and up, down, and the head. A layer takes 56 us so, and 60 by the rule.
+# What two ranks have of Qwen2.5-7B: qkv, o, gate and up, down, the head. A layer takes 56 us so, and 60 by the rule.
 _HALVES = {
     (2304, 3584): (4, 8, 1, 1),
     (3584, 1792): (2, 4, 1, 1),

@@ -171,6 +171,7 @@ class ExpertWeights(NamedTuple):
     gate_up: Tensor | QuantizedWeight  # [E, 2I, H], gate over up
     down: Tensor | QuantizedWeight  # [E, H, I]
     activations: ActivationFormat | None = None  # of x and of what down takes; None: they stay as they are
+    chunks: int = 1  # of down's I, as in `Kernels.linear`
 
 
 class LatentPlaces(NamedTuple):
@@ -274,6 +275,10 @@ class Kernels(Protocol):
     ) -> Tensor:
         """x [T, H] -> [T, H] of its dtype: the sum over a token's experts of their weight times down(silu(gate x) *
         up x), plus residual [T, H]. `elsewhere`: some experts are -1, for which nothing is added, whatever x is."""
+
+    def expert_results(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+        """The first part of `experts`: what each of a token's experts makes of it, [T, k, H] float32, for sums that go
+        on elsewhere before they are rounded."""
 
     def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
         """The last part of `experts`: results [T, k, H] of a token's experts and their weights [T, k] -> [T, H], summed

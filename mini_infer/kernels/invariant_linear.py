@@ -85,15 +85,28 @@ def _tree(
         x = x_desc.load([row, chunk, k]).reshape(BLOCK_ROWS, BLOCK_K).to(DOT)
         acc = tl.dot(weight, x.T, acc, input_precision="ieee")
         if step % STEPS == STEPS - 1 and chunk < CHUNKS - 1:
-            if chunk % 2 == 0:
-                one = acc
-            else:
-                pair = tl.fma(one, 1.0, acc)  # not as a sum, as above
-                if chunk % 4 == 1:
-                    two = pair
-                else:
-                    four = tl.fma(two, 1.0, pair)
+            one, two, four = wait_in_tree(acc, chunk, one, two, four)
             acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    return end_of_tree(acc, one, two, four, CHUNKS)
+
+
+@triton.jit
+def wait_in_tree(acc, chunk, one, two, four):
+    """(one, two, four) as in `_tree`, after the sum of a chunk that is not the last."""
+    if chunk % 2 == 0:
+        one = acc
+    else:
+        pair = tl.fma(one, 1.0, acc)  # not as a sum, as above
+        if chunk % 4 == 1:
+            two = pair
+        else:
+            four = tl.fma(two, 1.0, pair)
+    return one, two, four
+
+
+@triton.jit
+def end_of_tree(acc, one, two, four, CHUNKS: tl.constexpr):
+    """The sum of all chunks, `acc` being the last one's."""
     acc = tl.fma(one, 1.0, acc)
     if CHUNKS > 2:
         acc = tl.fma(two, 1.0, acc)

@@ -28,7 +28,12 @@ from mini_infer.kernels.interface import (
     TokenPlaces,
 )
 from mini_infer.kernels.limits import FP8_GPUS
-from mini_infer.kernels.moe.reference import add_experts_reference, experts_reference, route_reference
+from mini_infer.kernels.moe.reference import (
+    add_experts_reference,
+    expert_results_reference,
+    experts_reference,
+    route_reference,
+)
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat, as_stored, quantize_tokens
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight, quantized_linear_reference
 
@@ -148,6 +153,9 @@ class TorchKernels:
     ) -> Tensor:
         return experts_reference(x, routes, weights, residual)
 
+    def expert_results(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+        return expert_results_reference(x, routes, weights).float()
+
     def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
         return add_experts_reference(results, shares)
 
@@ -179,7 +187,7 @@ class TritonKernels(TorchKernels):
         self._rope_and_store_latent = rope_and_store_latent.rope_and_store_latent
         self._rope_and_store, self._silu_mul = rope_and_store.rope_and_store, silu_mul.silu_mul
         self._router, self._experts, self._few_tokens = route, experts.experts, experts.FEW_TOKENS
-        self._add_experts = experts.add_experts
+        self._expert_results, self._add_experts = experts.expert_results, experts.add_experts
         self._quantized_norm = rms_norm.quantized_rms_norm
 
     def quantized_linear(
@@ -273,6 +281,9 @@ class TritonKernels(TorchKernels):
         elsewhere: bool = False,
     ) -> Tensor:
         return self._experts(x, routes, weights, residual, elsewhere=elsewhere, few_tokens=self._few_tokens)
+
+    def expert_results(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+        return self._expert_results(x, routes, weights, torch.float32)
 
     def add_experts(self, results: Tensor, shares: Tensor) -> Tensor:
         return self._add_experts(results, shares)

@@ -35,6 +35,7 @@ from mini_infer.modeling.model import CheckpointTensor, Model
 from mini_infer.modeling.moe import Experts, MoE
 from mini_infer.modeling.rope import RotaryTable
 from mini_infer.modeling.spec import AttentionSpec, MLASpec, MLPSpec, ModelSpec, MoESpec
+from mini_infer.parallel.expert_copies import HotExperts
 from mini_infer.parallel.expert_meter import Meter
 
 
@@ -49,13 +50,17 @@ class Attention(nn.Module):
         self.o_proj = Linear(name, q_size, {"o_proj": model.hidden_size}, spec.o_bias, Parallel.row, build)
         self._qk_norm, self._norms_of_all = None, False
         if spec.qk_norm or spec.qk_norm_of_all:
-            q_width, k_width = (q_size, kv_size) if spec.qk_norm_of_all else (spec.head_dim, spec.head_dim)
+            q_width, k_width = spec.head_dim, spec.head_dim
+            if spec.qk_norm_of_all:
+                ranks = build.parallel.size
+                q_width, k_width = q_size * ranks, kv_size * ranks // spec.kv_copies
             self.q_norm = RMSNorm(f"{name}.q_norm", q_width, model.norm_eps, build)
             self.k_norm = RMSNorm(f"{name}.k_norm", k_width, model.norm_eps, build)
             self._norms_of_all = spec.qk_norm_of_all
             if spec.qk_norm:
                 self._qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, model.norm_eps)
-        self._kernels = build.kernels
+        self._kernels, self._parallel, self._sizes = build.kernels, build.parallel, (q_size, kv_size, kv_size)
+        self._kv_copies = spec.kv_copies
 
     def forward(
         self, stream: Stream, cos: Tensor, sin: Tensor, context: AttentionContext
@@ -72,13 +77,14 @@ class Attention(nn.Module):
 
     def _normed(self, qkv: Tensor) -> Tensor:
         """With the norms over all heads of q, and over all of k."""
-        sizes = len(self.q_norm.weight), len(self.k_norm.weight), len(self.k_norm.weight)
-        q, k, v = qkv.split(sizes, dim=1)
-        q, k = (
-            self._kernels.add_rms_norm(Stream(x.contiguous(), None, norm.norm))[0]
-            for x, norm in ((q, self.q_norm), (k, self.k_norm))
-        )
-        return torch.cat((q, k, v), dim=1)
+        q, k, v = qkv.split(self._sizes, dim=1)
+        return torch.cat((self._own_normed(q, self.q_norm, 1), self._own_normed(k, self.k_norm, self._kv_copies), v), 1)
+
+    def _own_normed(self, x: Tensor, norm: RMSNorm, copies: int) -> Tensor:
+        """x [T, size], this rank's heads, which `copies` ranks have alike, with the norm over those of all ranks."""
+        every = self._parallel.all_gather(x)[::copies].transpose(0, 1).flatten(1).contiguous()
+        normed, _ = self._kernels.add_rms_norm(Stream(every, None, norm.norm))
+        return normed[:, self._parallel.part(every.shape[1], x.shape[1])]
 
 
 # A kind of attention or feed-forward, and who computes it.
@@ -137,6 +143,9 @@ class Decoder(Model):
             whole = attention.num_kv_heads * build.parallel.size // attention.kv_copies
             self._stored_scales = KVScales(self.kv_scales, names, brought, build.parallel, whole)
         self._kernels, self._build = build.kernels, build
+        copies = [module.copies for module in self.modules() if isinstance(module, MoE) and module.copies is not None]
+        if copies:
+            self.hot_experts = HotExperts(build.experts.context, copies)
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         cos, sin = self.rotary.forward(positions)

@@ -55,9 +55,9 @@ class RMSNorm(Layer):
 class Shards:
     """A layer of which this rank has a part, `shape`."""
 
-    def __init__(self, name: str, shape: LinearShape, copies: Mapping[str, int], build: Build) -> None:
+    def __init__(self, name: str, shape: LinearShape, build: Build) -> None:
         self._name, self._shape, self._build, self._parallel = name, shape, build, build.parallel
-        self._whole = shape.of_all(build.parallel.size, copies)
+        self._whole = shape.of_all(build.parallel.size)
 
     def apply(self, method: LinearMethod, x: Tensor | Gated) -> Part:
         """This rank's part of what the ranks' products of their own inputs add up to."""
@@ -71,11 +71,11 @@ class Shards:
                 if key.endswith("bias"):
                     weight.zero_()
 
-    def cut(self, tensors: Mapping[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
-        """Those of the rank's method, read from the whole layer's in a checkpoint."""
+    def cut(self, *layers: Mapping[str, CheckpointTensor]) -> list[dict[str, CheckpointTensor]]:
+        """Those of the rank's method, or of several alike, read from the whole layer's in a checkpoint."""
         nowhere = replace(self._build, device=torch.device("meta"), parallel=ONE_RANK)
-        whole = self._build.linear_method(self._name, self._whole, nowhere)
-        return cut(tensors, whole.checkpoint_tensors(), self._parallel)
+        whole = self._build.linear_method(self._name, self._whole, nowhere).checkpoint_tensors()
+        return [cut(tensors, whole, self._parallel) for tensors in layers]
 
     def draw(self, draw: Callable[[Tensor], None], weight: Tensor) -> None:
         """Fills the rank's part, of a weight or of a bias, with its part of what would be drawn for the whole layer."""
@@ -92,7 +92,7 @@ class Linear(Layer):
     """A product from or to the residual stream (kernels/interface.py), with weights that its method owns.
 
     Each operation is the method's, in one go, or made of several where the method declines. `name` is as in
-    LinearMethodFactory; sizes are the rank's own, and `copies` as in LinearShape.of_all.
+    LinearMethodFactory; sizes are the rank's own, and `copies` as in LinearShape.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class Linear(Layer):
     ) -> None:
         super().__init__()
         self._name = name
-        shape = LinearShape(in_size, parts, bias, parallel)
+        shape = LinearShape(in_size, parts, bias, parallel, copies)
         self.method = build.linear_method(name, shape, build)
         for key, weight in self.method.weights().items():
             self.register_parameter(key, weight)
         self._kernels = build.kernels
-        self._shards = None if build.parallel.size == 1 else Shards(name, shape, copies, build)
+        self._shards = None if build.parallel.size == 1 else Shards(name, shape, build)
 
     @overload
     def of_stream(self, stream: Stream) -> tuple[Tensor, Tensor]: ...
@@ -169,7 +169,7 @@ class Linear(Layer):
 
     def checkpoint_tensors(self) -> dict[str, CheckpointTensor]:
         tensors = self.method.checkpoint_tensors()
-        tensors = tensors if self._shards is None else self._shards.cut(tensors)
+        tensors = tensors if self._shards is None else self._shards.cut(tensors)[0]
         return {f"{self._name}.{part}": tensor for part, tensor in tensors.items()}
 
     def loaded(self) -> None:

@@ -35,7 +35,9 @@ class LatentAttention(nn.Module):
         parts = {"q_proj": q_size} if spec.q_rank is None else {"q_a_proj": spec.q_rank}
         self._sizes = (*parts.values(), kv_size)
         parts["kv_a_proj_with_mqa"] = kv_size
-        self.down_proj = Linear(name, model.hidden_size, parts, spec.bias, Parallel.column, build)
+        # Ranks share heads; latents are every rank's.
+        copies = {part: build.parallel.size for part in parts if part != "q_proj"}
+        self.down_proj = Linear(name, model.hidden_size, parts, spec.bias, Parallel.column, build, copies)
         self.q_b_proj = None
         if spec.q_rank is not None:
             self.q_a_norm = RMSNorm(f"{name}.q_a_layernorm", spec.q_rank, _EPS, build)

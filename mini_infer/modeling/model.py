@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mini_infer.attention.context import AttentionContext, ModelAttention
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.modeling.spec import ModelSpec
+from mini_infer.parallel.expert_copies import HotExperts
 from mini_infer.parallel.expert_meter import Meter
 
 
@@ -59,12 +60,14 @@ class Model(nn.Module):
         expert_counts: [layers with experts, E] int32, to which each step adds its tokens by the expert that they went
             to; None where they are not counted.
         expert_meter: of bringing them there, where ranks share experts and tokens are counted.
+        hot_experts: what places copies of experts between steps; None where there is no room for any.
         inbox: [most tokens, H], where a stage that is not the first reads its hidden states; None where it is.
     """
 
     kv_scales: Tensor | None
     expert_counts: Tensor | None = None
     expert_meter: Meter | None = None
+    hot_experts: HotExperts | None = None
     inbox: Tensor | None = None
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:

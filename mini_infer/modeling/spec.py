@@ -78,7 +78,7 @@ class MLASpec:
     interleaved: bool = True  # dimensions 2i and 2i + 1 are rotated together; else i and i + rope_dim / 2
     bias: bool = False  # of all products but those that make heads
     window: int | None = None  # always None
-    kv_copies: ClassVar[int] = 1  # ranks cannot share it yet
+    kv_copies: ClassVar[int] = 1  # each rank has KV heads of its own
     form: MLAForm = MLAForm.absorbed  # of the cache and of attention
     crossover: int = 0  # as AttentionConfig.mla_crossover
 

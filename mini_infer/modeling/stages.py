@@ -15,9 +15,12 @@ from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.loader import outline
 from mini_infer.modeling.spec import ModelSpec
 from mini_infer.parallel.context import ParallelContext
+from mini_infer.parallel.expert import ALL_EXPERTS, ExpertRanks
 
 
-def of_stage(spec: ModelSpec, dtype: torch.dtype, parallel: ParallelContext) -> ModelSpec:
+def of_stage(
+    spec: ModelSpec, dtype: torch.dtype, parallel: ParallelContext, experts: ExpertRanks = ALL_EXPERTS
+) -> ModelSpec:
     """The spec of this rank's stage, of a rank's spec of the whole model. Raises ConfigError, naming what works."""
     stages = parallel.stages
     if stages == 1:
@@ -33,7 +36,7 @@ def of_stage(spec: ModelSpec, dtype: torch.dtype, parallel: ParallelContext) -> 
             f"{asked}: each stage needs a layer, and {spec.architecture} has {spec.num_layers} of them here. Set "
             f"parallel.pipeline to {spec.num_layers} or less"
         )
-    whole = outline(spec, dtype, parallel)
+    whole = outline(spec, dtype, parallel, experts)
     assert isinstance(whole, Decoder)
     sizes = [_bytes(layer) for layer in whole.layers]
     sizes[-1] += _bytes(whole.lm_head)

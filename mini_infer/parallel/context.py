@@ -50,7 +50,7 @@ class ParallelContext:
     @classmethod
     def of(cls, number: int, config: ParallelConfig) -> ParallelContext:
         """Of the process of this number, not connected yet."""
-        size, stages = config.tensor * config.expert, config.pipeline
+        size, stages = config.ranks_of_stage, config.pipeline
         return cls(number % size, size, stage=stages - 1 - number // size, stages=stages)
 
     def connected(self, store: dist.Store, device: torch.device) -> ParallelContext:
@@ -64,6 +64,11 @@ class ParallelContext:
         collectives = Collectives(own, self.rank, self.size, device) if self.size > 1 else None
         pipe = Pipe(store, self, device) if self.stages > 1 else None
         return replace(self, collectives=collectives, pipe=pipe)
+
+    @property
+    def alone(self) -> ParallelContext:
+        """Of a rank that has its stage's layers for itself."""
+        return ParallelContext(stage=self.stage, stages=self.stages)
 
     @property
     def number(self) -> int:

@@ -44,6 +44,7 @@ class ExpertRanks(NamedTuple):
 
     context: ParallelContext = ONE_RANK
     dispatch: Dispatch = Dispatch.grouped
+    redundant: int = 0  # copies that a layer has room for (expert_copies.py)
     inboxes: Any = None  # of kernels/moe/dispatch.py, where they are open
 
     @property
@@ -86,12 +87,12 @@ ALL_EXPERTS = ExpertRanks()  # of a model that is on one rank
 
 
 class ExpertExchange:
-    """Of a layer of num_experts experts, which the ranks have in equal stretches."""
+    """Of a layer of num_experts experts, copies included, which the ranks have in equal stretches."""
 
     _meter: Meter | None
 
     def __init__(self, ranks: ExpertRanks, num_experts: int, kernels: Kernels) -> None:
-        self._ranks, self._form, self._inboxes = ranks
+        self._ranks, self._form, self._inboxes = ranks.context, ranks.dispatch, ranks.inboxes
         self._num_experts, self._per_rank, self._kernels = num_experts, num_experts // self._ranks.size, kernels
 
     def experts(

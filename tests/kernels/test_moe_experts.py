@@ -14,10 +14,11 @@ pytest.importorskip("triton")
 
 from mini_infer.core.model_config import Routing
 from mini_infer.kernels.interface import ExpertWeights, Norm, RouterSpec, Routes, Scores, Stream, TokenPlaces
-from mini_infer.kernels.moe.experts import Tile, experts, tiles_for
+from mini_infer.kernels.moe.experts import Tile, add_experts, expert_results, experts, tiles_for
 from mini_infer.kernels.moe.reference import experts_reference, route_reference
 from mini_infer.kernels.moe.route import norm_and_route, route
 from mini_infer.kernels.rms_norm import add_rms_norm_reference
+from mini_infer.parallel.context import tree_sum
 from mini_infer.quantization.formats import SCHEMES, Scheme, WeightFormat, quantize
 from mini_infer.quantization.weight import QuantizedWeight
 
@@ -250,3 +251,35 @@ def test_steps_can_be_captured_and_replayed_with_other_routes(tokens: int) -> No
         layer.routes.ids.fill_(expert)
         graph.replay()
         assert torch.equal(out, experts(*layer.some()))
+
+
+@pytest.mark.parametrize("inner", [16, 48])  # four chunks of 4; and of 12
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_have_branches_of_each_experts_sum(ranks: int, inner: int, device: torch.device) -> None:
+    layer = Layer(5, 2, 3, 40, inner, torch.float32, device)
+    gate_up, down, *_ = layer.weights
+    own = inner // ranks
+    branches = []
+    for rank in range(ranks):
+        part = slice(rank * own, (rank + 1) * own)
+        gate, up = gate_up.chunk(2, dim=1)
+        weights = ExpertWeights(
+            torch.cat((gate[:, part], up[:, part]), 1), down[..., part].contiguous(), None, 4 // ranks
+        )
+        branches.append(expert_results(layer.x, layer.routes, weights, torch.float32))
+    summed = tree_sum(torch.stack(branches))
+    whole = ExpertWeights(gate_up, down, None, 4)
+    assert torch.equal(summed, expert_results(layer.x, layer.routes, whole, torch.float32))
+    got = experts(layer.x, layer.routes, whole, few_tokens=0)
+    assert torch.equal(add_experts(summed, layer.routes.weights), got)
+    assert ((got - layer.exact()).abs() <= layer.bound(5)).all()
+
+
+@pytest.mark.parametrize("rows", [16, 128])
+def test_chunks_of_any_tile_are_one_sum(rows: int, device: torch.device) -> None:
+    """Of 8 chunks of 16 in half precision."""
+    layer = Layer(9, 2, 3, 40, 128, torch.bfloat16, device)
+    weights = layer.weights._replace(chunks=8)
+    tile = Tile(rows, 64, 64, 4, 2)
+    got = experts(layer.x, layer.routes, weights, few_tokens=0, tiles=(tile, tile))
+    assert ((got - layer.exact()).abs() <= layer.bound(9)).all()

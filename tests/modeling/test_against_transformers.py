@@ -154,13 +154,18 @@ CASES = [
     Case("qwen3-moe", Qwen3MoeConfig, QWEN_MOE | {"head_dim": 32, "norm_topk_prob": True}),
     Case("qwen3-moe-every-second", Qwen3MoeConfig, QWEN_MOE | {"decoder_sparse_step": 2, "head_dim": 16}),
     Case("olmoe", OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2}),
-    Case("deepseek-v2", DeepseekV2Config, MLA | {"q_lora_rank": None}),
+    Case("deepseek-v2", DeepseekV2Config, MLA | {"q_lora_rank": None, "routed_scaling_factor": 1.7}),
     Case("deepseek-v2-old-rope-absorbed", DeepseekV2Config, MLA | YARN_MSCALE | GROUPS, old_rope=True, mla="absorbed"),
     Case("deepseek-v2-biases-latent", DeepseekV2Config, MLA | {"attention_bias": True}, mla="latent"),
     Case("deepseek-v2-naive", DeepseekV2Config, MLA | {"q_lora_rank": None} | YARN, mla="naive"),
     Case("deepseek-v3", DeepseekV3Config, MLA | YARN_MSCALE, sharded=True),
     Case("deepseek-v3-halves-absorbed", DeepseekV3Config, MLA | {"rope_interleave": False}, mla="absorbed"),
-    Case("deepseek-v3-latent", DeepseekV3Config, MLA | {"q_lora_rank": None}, mla="latent"),
+    Case(
+        "deepseek-v3-latent",
+        DeepseekV3Config,
+        MLA | {"q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+        mla="latent",
+    ),
     Case("deepseek-v3-naive", DeepseekV3Config, MLA | YARN_MSCALE | {"rope_interleave": False}, mla="naive"),
 ]
 
@@ -221,6 +226,9 @@ def save_checkpoint(case: Case, folder: Path) -> Any:
             parameter.data.normal_(std=0.5)
         else:
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.2)  # which decides who is chosen
     model.save_pretrained(folder, **({"max_shard_size": "60KB"} if case.sharded else {}))
     assert (folder / "model.safetensors.index.json").exists() == case.sharded
     if case.old_rope:

@@ -15,6 +15,8 @@ from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.sharding import of_each_rank
 from mini_infer.parallel.context import ParallelContext, tree_sum
+from mini_infer.runtime.sampling.sampler import Sampler
+from mini_infer.runtime.worker import worker
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -61,25 +63,89 @@ def test_a_row_of_chunks_does_not_depend_on_the_others() -> None:
     assert torch.equal(invariant_linear(x[7:9], weight, chunks=CHUNKS), whole[7:9])
 
 
+LATENTS: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 0,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 128,
+}
+MIXTURE = {  # whose shared expert has a gate
+    **SHAPE,
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+NO_SHARED_EXPERTS = {
+    **SHAPE,
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "attention_bias": False,
+    "hidden_size": 64,
+    "num_key_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+PROMPTS = [[5, 9, 2, 77, 31], [8] * 9, [5, 9, 2, 77, 31, 4]]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=5),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=3, ignore_eos=True, logprobs=5),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=5, prompt_logprobs=2),
+]
+
+
+def answers(
+    make_engine: MakeEngine, shape: dict[str, Any], parallel: dict[str, int], asked: slice = slice(None)
+) -> list[Any]:
+    engine = make_engine(
+        model={"path": "made up", "load_format": "dummy", "hf_config": shape},
+        parallel=parallel,
+        numerics="batch_invariant",
+        scheduler={"max_num_batched_tokens": 8, "max_num_seqs": 4},
+    )
+    outputs = engine.generate(PROMPTS[asked], PARAMS[asked])
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
 def test_one_two_and_four_ranks_give_the_same_bits(make_engine: MakeEngine) -> None:
-    prompts = [[5, 9, 2, 77, 31], [8] * 9, [5, 9, 2, 77, 31, 4]]
-    params = [
-        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=5),
-        SamplingParams(temperature=0.9, seed=3, max_tokens=3, ignore_eos=True, logprobs=5),
-        SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=5, prompt_logprobs=2),
-    ]
-    seen = []
-    for tensor in (1, 2, 4):
-        engine = make_engine(
-            tensor,
-            model={"path": "made up", "load_format": "dummy", "hf_config": SHAPE},
-            numerics="batch_invariant",
-            scheduler={"max_num_batched_tokens": 8, "max_num_seqs": 4},
-        )
-        outputs = engine.generate(prompts, params)
-        seen.append([(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs])
-    assert seen[0] == seen[1] == seen[2]
+    one, two, four = (answers(make_engine, SHAPE, {"tensor": size}) for size in (1, 2, 4))
+    assert one == two == four
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("shape", "layouts"),
+    [
+        pytest.param(LATENTS, [{"tensor": 4}, {"tensor": 2, "expert": 2}], id="latents"),
+        pytest.param(MIXTURE, [{"tensor": 2}], id="mixture"),
+        pytest.param(NO_SHARED_EXPERTS, [{"tensor": 2}], id="mixture without shared experts"),
+    ],
+)
+def test_experts_and_latents_that_ranks_share_give_the_bits_of_one(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], layouts: list[dict[str, int]]
+) -> None:
+    if not torch.cuda.is_available():  # the sampler's kernels would take most of the interpreter's time
+        monkeypatch.setattr(worker, "make_sampler", lambda rows, vocab, device, kernels: Sampler(rows, vocab, device))
+    one, *others = (answers(make_engine, shape, parallel, slice(1, 2)) for parallel in ({"tensor": 1}, *layouts))
+    assert all(other == one for other in others)
 
 
 def test_more_ranks_than_chunks_are_refused() -> None:

@@ -238,8 +238,6 @@ def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
         require_shared_experts(spec, 3)
     with pytest.raises(ConfigError, match=r"Qwen2ForCausalLM has no experts .* Set parallel.expert=1"):
         require_shared_experts(load_spec(ModelConfig(path="tiny-target")), 2)
-    with pytest.raises(ConfigError, match="share nothing else yet"):
-        EngineConfig.from_dict({"parallel": {"tensor": 2, "expert": 2}})
 
 
 @pytest.mark.parametrize("dummy", [True, False])

@@ -148,8 +148,8 @@ def answers(parallel: dict[str, int], **sections: Any) -> list[Any]:
 
 
 @functools.cache
-def of_one_gpu() -> list[Any]:
-    return answers({}, numerics="batch_invariant", model={"path": "tiny-target", "max_model_len": 128})
+def of_one_gpu(path: str = "tiny-target") -> list[Any]:
+    return answers({}, numerics="batch_invariant", model={"path": path, "max_model_len": 128})
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
@@ -168,6 +168,16 @@ def test_two_gpus_give_the_bits_of_one(sections: dict[str, Any], parallel: dict[
     if sections.get("scheduler", {}).get("preemption"):
         sections = {**sections, "model": {"path": "tiny-target", "max_model_len": 128}}
     assert answers(parallel, numerics="batch_invariant", **sections) == of_one_gpu()
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [*LAYOUTS, {"tensor": 2, "expert": 2}, {"expert": 2}, {"expert": 2, "redundant_experts": 4}],
+    ids=str,
+)
+def test_a_mixture_with_latents_gives_the_bits_of_one(parallel: dict[str, int]) -> None:
+    model = {"path": "tiny-moe", "max_model_len": 128}
+    assert answers(parallel, numerics="batch_invariant", model=model) == of_one_gpu("tiny-moe")
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -19,14 +18,12 @@ from quantized_folders import INT, INT4, awq, compressed_tensors_folder, fp8, gp
 from mini_infer import ConfigError
 from mini_infer.core.config import ModelConfig, Quantization
 from mini_infer.core.errors import ModelError
-from mini_infer.kernels.interface import RouterSpec
 from mini_infer.modeling import checkpoint
 from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.kv_scales import KVScales
 from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.sharding import of_each_rank
-from mini_infer.modeling.spec import MoESpec
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.quantization.formats import Number, WeightFormat
 
@@ -210,14 +207,6 @@ def test_models_that_ranks_cannot_share_are_refused() -> None:
     through = ModelConfig(path="made up", load_format="dummy", hf_config=SHAPE, implementation="transformers")
     with pytest.raises(ConfigError, match="runs through transformers' code, whose layers ranks cannot share"):
         of_each_rank(load_spec(through), 2)
-    spec = load_spec(ModelConfig(path="made up", load_format="dummy", hf_config=SHAPE))
-    (layer,) = spec.layers
-    normed = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, qk_norm_of_all=True))
-    with pytest.raises(ConfigError, match="norms all heads of q and of k together"):
-        of_each_rank(dataclasses.replace(spec, layers=(normed,)), 2)
-    mixture = dataclasses.replace(layer, feed_forward=MoESpec(RouterSpec(4, 2), 64))
-    with pytest.raises(ConfigError, match="ranks cannot share a MoESpec yet"):
-        of_each_rank(dataclasses.replace(spec, layers=(mixture,)), 2)
 
 
 def test_scales_of_keys_go_with_their_heads() -> None:

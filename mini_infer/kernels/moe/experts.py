@@ -14,7 +14,8 @@ A pair is a token and one of its k experts: pair p is token p // k. Few tokens a
 
 In both the host knows the number of pairs and nothing of where they go: a CUDA graph has them all. Nothing is added up
 by atomics, and a token's pairs are added in their order, so that equal inputs give equal bits. In the second way a sum
-over K is taken from first to last as in invariant_linear.py, so that it is also the same in any company.
+over K is taken from first to last as in invariant_linear.py, so that it is also the same in any company; down's inputs,
+which ranks may share, in chunks where the weights say so.
 
 Quantized weights are made floating as they are loaded. Activations that have a format are rounded to it first.
 """
@@ -95,7 +96,8 @@ def experts(
     """
     out = torch.empty_like(x)
     if len(x) > few_tokens:
-        _many(x, routes, weights, residual, out, elsewhere, tiles)
+        results = expert_results(x, routes, weights, x.dtype, tiles=tiles)
+        add_experts(results, routes.weights, residual, out, routes.ids if elsewhere else None)
     elif len(x):
         _few(x, routes, weights, residual, out, elsewhere)
     return out
@@ -124,20 +126,17 @@ def _few(
     )
 
 
-def _many(
-    x: Tensor,
-    routes: Routes,
-    weights: ExpertWeights,
-    residual: Tensor | None,
-    out: Tensor,
-    elsewhere: bool,
-    tiles: tuple[Tile, Tile] | None,
-) -> None:
+def expert_results(
+    x: Tensor, routes: Routes, weights: ExpertWeights, dtype: torch.dtype, *, tiles: tuple[Tile, Tile] | None = None
+) -> Tensor:
+    """The way of many, but for its last part: as Kernels.expert_results, of `dtype`."""
     gate_up, down, activations = _Weight.of(weights.gate_up), _Weight.of(weights.down), weights.activations
     ids = routes.ids
     (tokens, chosen), size = ids.shape, x.shape[1]
     pairs, count, options = tokens * chosen, len(down.codes), launch_options(x.device)
     tiles = tiles or tiles_for(pairs, count, x.element_size())
+    if weights.chunks > 1:  # room in registers for the sums of branches that wait: four accumulators at most
+        tiles = tiles[0], tiles[1]._replace(outs=64)
     rows = tiles[0].rows
     num_tiles = pairs // rows + count  # at most: each expert may leave one that is not full
     order, places = ids.new_empty(pairs), ids.new_empty((3, num_tiles))
@@ -146,22 +145,22 @@ def _many(
         ids, order, places, pairs, num_tiles, BLOCK_ROWS=rows, BLOCK=block, num_warps=max(4, block // 512), **options
     )
 
-    def product(source: Tensor, weight: _Weight, target: Tensor, tile: Tile, gated: bool) -> None:
+    def product(source: Tensor, weight: _Weight, target: Tensor, tile: Tile, gated: bool, chunks: int = 1) -> None:
         source = _as_quantized(source, activations)
         if (shared := shared_memory(x.device)) is not None:
             stage = (rows + tile.outs) * tile.k * x.element_size()
             tile = tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
         grouped_kernel[(triton.cdiv(weight.codes.shape[1], tile.outs), num_tiles)](
             source, weight[:3], order, places, target, num_tiles, GATED=gated, CHOSEN=chosen, OUT=target.shape[1],
-            IN=source.shape[1], FORM=weight.form, BLOCK_ROWS=rows, BLOCK_OUT=tile.outs,
+            IN=source.shape[1], CHUNKS=chunks, FORM=weight.form, BLOCK_ROWS=rows, BLOCK_OUT=tile.outs,
             BLOCK_K=weight.block_k(tile.k), DOT=DOT_DTYPES[x.dtype], num_warps=tile.num_warps,
             num_stages=tile.num_stages, **options,
         )  # fmt: skip
 
-    h, y = x.new_empty((pairs, gate_up.codes.shape[1] // 2)), x.new_empty((pairs, size))
+    h, y = x.new_empty((pairs, gate_up.codes.shape[1] // 2)), x.new_empty((tokens, chosen, size), dtype=dtype)
     product(x, gate_up, h, tiles[0], gated=True)
-    product(h, down, y, tiles[1], gated=False)
-    add_experts(y.view(tokens, chosen, size), routes.weights, residual, out, ids if elsewhere else None)
+    product(h, down, y.view(pairs, size), tiles[1], gated=False, chunks=weights.chunks)
+    return y
 
 
 def add_experts(

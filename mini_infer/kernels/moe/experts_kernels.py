@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from mini_infer.kernels.gemv_kernels import _halves
+from mini_infer.kernels.invariant_linear import end_of_tree, wait_in_tree
 from mini_infer.kernels.quantized.unpack import waited
 
 
@@ -33,15 +34,24 @@ def _scales(weight, expert, outs, real, group, OUT: tl.constexpr, GROUPS: tl.con
 
 @triton.jit
 def _weights(
-    weight, expert, outs, real, k, OUT: tl.constexpr, IN: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr
+    weight,
+    expert,
+    outs,
+    real,
+    k,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+    CHUNKS: tl.constexpr = 1,
 ):
     """Of an expert's weight [OUT, IN] the rows `outs` and BLOCK columns from k on, which share a scale. Scales of whole
-    rows are left to `_scaled`."""
+    rows are left to `_scaled`. k is a multiple of BLOCK, within each of the CHUNKS of IN."""
     codes, _, zeros = weight
     row = expert.to(tl.int64) * OUT + outs
     columns = k + tl.arange(0, BLOCK)
     mask = real[:, None]
-    if IN % BLOCK != 0:
+    if IN // CHUNKS % BLOCK != 0:
         mask = mask & (columns < IN)[None, :]
     if FORM is None:
         values = tl.load(codes + row[:, None] * IN + columns[None, :], mask=mask, other=0.0)
@@ -234,6 +244,7 @@ def grouped_kernel(
     CHOSEN: tl.constexpr,
     OUT: tl.constexpr,
     IN: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of IN, added up as the tree of invariant_linear.py: 1, 2, 4 or 8
     FORM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -253,14 +264,14 @@ def grouped_kernel(
         if BLOCK_ROWS >= 128:
             # The last tile of an expert is half full or less in every other case.
             if end - begin <= HALF:
-                _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, FORM, HALF,
-                         BLOCK_OUT, BLOCK_K, DOT, True)  # fmt: skip
+                _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, CHUNKS, FORM,
+                         HALF, BLOCK_OUT, BLOCK_K, DOT, True)  # fmt: skip
             else:
-                _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, FORM,
+                _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, CHUNKS, FORM,
                          BLOCK_ROWS, BLOCK_OUT, BLOCK_K, DOT, True)  # fmt: skip
         else:
-            _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, FORM, BLOCK_ROWS,
-                     BLOCK_OUT, BLOCK_K, DOT, False)  # fmt: skip
+            _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, CHUNKS, FORM,
+                     BLOCK_ROWS, BLOCK_OUT, BLOCK_K, DOT, False)  # fmt: skip
 
 
 @triton.jit
@@ -276,6 +287,7 @@ def _product(
     CHOSEN: tl.constexpr,
     OUT: tl.constexpr,
     IN: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of IN, added up as the tree of invariant_linear.py: 1, 2, 4 or 8
     FORM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -292,20 +304,33 @@ def _product(
         source, target = target // CHOSEN, source
     HEIGHT: tl.constexpr = 2 * OUT if GATED else OUT
     outs, w_rows, real = _owned(tl.program_id(0), BLOCK_OUT, GATED, OUT)
-    sums = tl.zeros([BLOCK_ROWS, BLOCK_OUT] if TALL_PAIRS else [BLOCK_OUT, BLOCK_ROWS], tl.float32)
-    for k in range(0, IN, BLOCK_K):
+    zeros = tl.zeros([BLOCK_ROWS, BLOCK_OUT] if TALL_PAIRS else [BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    sums, one, two, four = zeros, zeros, zeros, zeros
+    CHUNK: tl.constexpr = IN // CHUNKS
+    WIDTH: tl.constexpr = (CHUNK + BLOCK_K - 1) // BLOCK_K * BLOCK_K
+    for at in range(0, CHUNKS * WIDTH, BLOCK_K):
+        chunk, k = 0, at
+        if CHUNKS > 1:
+            chunk = at // WIDTH
+            k = chunk * CHUNK + at % WIDTH
         columns = k + tl.arange(0, BLOCK_K)
         mask = exists[:, None]
-        if IN % BLOCK_K != 0:
-            mask = mask & (columns < IN)[None, :]
+        if CHUNK % BLOCK_K != 0:
+            mask = mask & (columns < (chunk + 1) * CHUNK)[None, :]
         x = tl.load(x_ptr + source[:, None] * IN + columns[None, :], mask=mask, other=0.0).to(DOT)
-        w = _weights(weight, expert, w_rows, real, k, HEIGHT, IN, BLOCK_K, FORM).to(DOT)
+        w = _weights(weight, expert, w_rows, real, k, HEIGHT, IN, BLOCK_K, FORM, CHUNKS).to(DOT)
         if TALL_PAIRS:
             sums = tl.dot(x, w.T, sums, input_precision="ieee")
         else:
             sums = tl.dot(w, x.T, sums, input_precision="ieee")
             if FORM is not None:  # w is made in registers
                 sums = waited(sums)
+        if CHUNKS > 1:  # noqa: SIM102 Triton looks at both sides of an `and`
+            if at % WIDTH == WIDTH - BLOCK_K and chunk < CHUNKS - 1:
+                one, two, four = wait_in_tree(sums, chunk, one, two, four)
+                sums = zeros
+    if CHUNKS > 1:
+        sums = end_of_tree(sums, one, two, four, CHUNKS)
     if TALL_PAIRS:
         sums = sums.T
     sums = _scaled(sums, weight, expert, w_rows, real, HEIGHT, FORM)

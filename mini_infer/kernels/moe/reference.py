@@ -56,7 +56,13 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def experts_reference(x: Tensor, routes: Routes, weights: ExpertWeights, residual: Tensor | None = None) -> Tensor:
-    """The definition. Arguments and result as of Kernels.experts.
+    """The definition. Arguments and result as of Kernels.experts."""
+    total = add_experts_reference(expert_results_reference(x, routes, weights), routes.weights)
+    return total if residual is None else residual + total
+
+
+def expert_results_reference(x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:
+    """As Kernels.expert_results, rounded to x's dtype.
 
     On a GPU nothing may wait for the counts of tokens, so that every expert computes every token there.
     """
@@ -69,8 +75,7 @@ def experts_reference(x: Tensor, routes: Routes, weights: ExpertWeights, residua
             results = torch.where(own[..., None], _expert(x, expert, weights)[:, None], results)
         elif len(pairs := own.flatten().nonzero()[:, 0]):
             results.view(tokens * chosen, -1)[pairs] = _expert(x[pairs // chosen], expert, weights)
-    total = add_experts_reference(results, routes.weights)
-    return total if residual is None else residual + total
+    return results
 
 
 def add_experts_reference(results: Tensor, shares: Tensor) -> Tensor:
@@ -79,7 +84,7 @@ def add_experts_reference(results: Tensor, shares: Tensor) -> Tensor:
 
 
 def _expert(x: Tensor, expert: int, weights: ExpertWeights) -> Tensor:
-    gate_up, down, activations = weights
+    gate_up, down, activations, _ = weights
     gate, up = _product(x, expert, gate_up, activations).chunk(2, dim=-1)
     return _product(F.silu(gate) * up, expert, down, activations)
 

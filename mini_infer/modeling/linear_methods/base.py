@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -28,24 +28,24 @@ class LinearShape:
     """x [T, in_size] -> [T, sum of parts].
 
     `parts` names the checkpoint's projections that lie side by side in this one, with their output sizes: one product
-    for q, k and v, one for gate and up.
+    for q, k and v, one for gate and up. `copies`: of a part that several ranks have alike, how many.
     """
 
     in_size: int
     parts: Mapping[str, int]
     bias: bool
     parallel: Parallel
+    copies: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def out_size(self) -> int:
         return sum(self.parts.values())
 
-    def of_all(self, size: int, copies: Mapping[str, int]) -> LinearShape:
-        """Of the layer of which each of `size` ranks has this one. `copies`: of a part that several ranks have alike,
-        how many."""
+    def of_all(self, size: int) -> LinearShape:
+        """Of the layer of which each of `size` ranks has this one."""
         if self.parallel is Parallel.row:
             return replace(self, in_size=self.in_size * size)
-        parts = {part: own * size // copies.get(part, 1) for part, own in self.parts.items()}
+        parts = {part: own * size // self.copies.get(part, 1) for part, own in self.parts.items()}
         return replace(self, parts=parts)
 
 

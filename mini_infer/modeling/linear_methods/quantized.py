@@ -158,7 +158,7 @@ class QuantizedLinear(LinearMethod):
         else:
             unit = math.lcm(form.scheme.weights.rows, _WORD)
             for part, size in shape.parts.items():
-                if size % unit:
+                if size % unit and shape.copies.get(part, 1) < ranks:
                     raise ConfigError(f"{asked}: {part} has {size} outputs a rank, no multiple of {unit}: take fewer")
 
     @property
@@ -418,8 +418,7 @@ class SideBySide(LinearMethod):
     def __init__(self, name: str, shape: LinearShape, build: Build, create: LinearMethodFactory) -> None:
         self._name, self._shape, self._build = name, shape, build
         self._methods = {
-            part: create(name, LinearShape(shape.in_size, {part: size}, shape.bias, shape.parallel), build)
-            for part, size in shape.parts.items()
+            part: create(name, replace(shape, parts={part: size}), build) for part, size in shape.parts.items()
         }
 
     def weights(self) -> dict[str, nn.Parameter]:

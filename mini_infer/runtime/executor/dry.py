@@ -49,6 +49,7 @@ class DryModel:
 
     expert_counts = None
     expert_meter = None
+    hot_experts = None
     samples = True
 
     def __init__(

@@ -112,6 +112,8 @@ class Runner:
             counts.zero_()
         if (meter := self._model.expert_meter) is not None:
             meter.clear()
+        if self._model.hot_experts is not None:
+            self._model.hot_experts.before_step()
         descriptor = self._rows_alone(plan)
         launch = self._launch_any(plan, params) if descriptor is None else self._launch_rows(plan, params, descriptor)
         self._drafter.book(plan)

@@ -61,17 +61,19 @@ class ServedModel:
             folder = resolve_folder(model.path, weights=model.load_format is LoadFormat.auto)
             model = dataclasses.replace(model, path=str(folder))
         experts = ALL_EXPERTS
-        if config.parallel.expert > 1:
-            experts, parallel = ExpertRanks(parallel, config.parallel.dispatch), ONE_RANK
+        if config.parallel.expert > 1 and parallel.size > 1:  # no draft model's
+            experts = ExpertRanks(parallel, config.parallel.dispatch, config.parallel.redundant_experts)
+            parallel = parallel if config.parallel.tensor > 1 else parallel.alone
             if config.parallel.dispatch is Dispatch.direct and kernels.dispatch is None:
                 raise ConfigError(
                     f"parallel.dispatch=direct: kernels of ours write to other ranks' memory, and these are "
                     f"{kernels.name}'s. Set parallel.dispatch=grouped"
                 )
-        spec = of_each_rank(as_served(load_spec(model), config), parallel.size)
-        require_shared_experts(spec, experts.context.size)
+        shared, redundant = experts.context.size, experts.redundant
+        spec = of_each_rank(as_served(load_spec(model), config), parallel.size, whole_experts=shared > 1)
+        require_shared_experts(spec, shared, redundant)
         dtype = resolve_dtype(model, spec, device)
-        spec = of_stage(spec, dtype, parallel)
+        spec = of_stage(spec, dtype, parallel, experts)
         kv_layout = spec.kv_layout(dtype)
         invariant = config.numerics is Numerics.batch_invariant
         if invariant and spec.through_transformers:

@@ -43,6 +43,7 @@ class TorchModel:
         self._last_token = None if known_tokens is None else known_tokens - 1
         self.store = store
         self.expert_counts, self.expert_meter = model.expert_counts, model.expert_meter
+        self.hot_experts = model.hot_experts
         self.samples = model.spec.is_last
         self._backends = backends
         self._pieces: PiecewiseGraphs | None = None
