@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from triton import language
 from triton.language import core
@@ -22,6 +23,8 @@ def prepare(patch: pytest.MonkeyPatch) -> interpreter._LangPatchScope:
     assert not interpreter.interpreter_builder.options.debug
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
     patch.setattr(interpreter.interpreter_builder, "options", options)
+
+    patch.setattr(interpreter, "_convert_float", _converted_at_once(interpreter._convert_float))
 
     # Each value has one of a few types.
     patch.setattr(interpreter, "_get_np_dtype", _once_a_name(interpreter._get_np_dtype))
@@ -58,5 +61,26 @@ def _once_a_name(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if type.name not in known:
             known[type.name] = function(type)
         return known[type.name]
+
+    return call
+
+
+def _converted_at_once(convert: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Numbers of 8 and 16 bits are looked up among all that there are; of a float32 the upper half is its bfloat16."""
+    tables = dict[tuple[str, str, Any], np.ndarray]()
+
+    def call(numbers: np.ndarray, given: Any, wanted: Any, rounding: Any) -> np.ndarray:
+        size = given.primitive_bitwidth
+        codes = numbers.view(f"uint{size}")
+        if size <= 16:
+            key = given.name, wanted.name, rounding
+            if key not in tables:
+                tables[key] = convert(np.arange(2**size, dtype=codes.dtype), given, wanted, rounding)
+            return tables[key][codes]
+        if rounding is None and (given.name, wanted.name) == ("fp32", "bf16"):
+            subnormal = (codes & 0x7F800000 == 0) & (codes & 0x007FFFFF != 0)  # which the interpreter turns into others
+            if not subnormal.any():
+                return (codes >> 16).astype(np.uint16)
+        return convert(numbers, given, wanted, rounding)
 
     return call

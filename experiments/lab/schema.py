@@ -35,6 +35,7 @@ Settings = TypeVar("Settings")
 Spec = TypeVar("Spec", bound=ExperimentSpec)
 
 
+@functools.cache
 def twin(cls: type) -> type:
     """A mutable dataclass with the fields, types and defaults of `cls`, nested dataclasses included."""
     hints = typing.get_type_hints(cls)

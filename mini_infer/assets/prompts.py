@@ -7,6 +7,7 @@ after a blank line some way above.
 from __future__ import annotations
 
 import ast
+import functools
 import random
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -60,13 +61,7 @@ def draw_prompts(n: int | None = None, min_tokens: int = 32, max_tokens: int = 5
         raise ConfigError(
             f"heldout_prompts: min_tokens={min_tokens}, max_tokens={max_tokens}; wanted 1 <= min_tokens <= max_tokens"
         )
-    rng = random.Random(seed)
-    tokenizer = Tokenizer.from_file(str(ASSETS / "tiny-target" / "tokenizer.json"))
-    cuts = []
-    for source in heldout_sources():
-        token_starts = [start for start, _ in tokenizer.encode(source.text).offsets]
-        blocks = list(_block_starts(source.text))
-        cuts += [(source, token_starts, blocks, cut) for cut in _body_starts(source.text)]
+    rng, cuts = random.Random(seed), list(_cuts())
     rng.shuffle(cuts)
     prompts: list[Prompt] = []
     for source, token_starts, blocks, cut in cuts:
@@ -82,6 +77,19 @@ def draw_prompts(n: int | None = None, min_tokens: int = 32, max_tokens: int = 5
             "ask for fewer, or widen the range"
         )
     return prompts
+
+
+@functools.cache
+def _cuts() -> list[tuple[Source, list[int], list[int], int]]:
+    """(module, where its tokens start, where its blocks start, a place to cut it at), of all modules; to be left as it
+    is."""
+    tokenizer = Tokenizer.from_file(str(ASSETS / "tiny-target" / "tokenizer.json"))
+    cuts = []
+    for source in heldout_sources():
+        token_starts = [start for start, _ in tokenizer.encode(source.text).offsets]
+        blocks = list(_block_starts(source.text))
+        cuts += [(source, token_starts, blocks, cut) for cut in _body_starts(source.text)]
+    return cuts
 
 
 def _longest_start(blocks: list[int], token_starts: list[int], cut: int, min_tokens: int, wanted: int) -> int | None:

@@ -55,6 +55,7 @@ OWN = {
         *("experiment.running=[8,16,32]", "experiment.prompt_tokens=[512]", "experiment.waiting_running=16"),
     ],
     "quantization": [
+        "engine.model.path=tiny-draft",
         *("experiment.windows=1", "experiment.window_tokens=32", "experiment.few_windows=1", "experiment.prompts=1"),
         *("experiment.new_tokens=3", "experiment.samples=1", "experiment.length=16", "experiment.single=[w4_rtn]"),
         *("experiment.parts=[down]", "experiment.left=[0.2]"),
@@ -155,6 +156,7 @@ def quick_kernels(monkeypatch) -> None:
 def quick_gates(monkeypatch) -> None:
     """Settings that a gate has seen, of whichever experiment, are not asked again. Of the probes, all of which
     test_lab_exact_gate.py asks, few are: equal blocks behind other beginnings, and the end of a chunk."""
+    monkeypatch.setattr(exact_gate, "CHUNK", 96)
     monkeypatch.setattr(exact_gate, "probes", lambda whole=False: _few(PROBES(whole)))
     monkeypatch.setattr(exact_gate.ExactGate, "_gate", _gate_once)
     monkeypatch.setattr(logit_gate, "measure", _logits_once)

@@ -34,10 +34,9 @@ def param_rows(params, vocab_size, seeds=None):
     return np.stack([encode(p, seeds[i] if seeds else i, vocab_size) for i, p in enumerate(params)])
 
 
-def draw_of(params, vocab_size, positions=None, seeds=None, device="cpu"):
-    columns = param_rows(params, vocab_size, seeds).view(PARAM_COLUMNS)[:, 0]
-    positions = np.arange(len(params)) if positions is None else np.asarray(positions)
-    return Draw.of(columns, positions, vocab_size, lambda array: torch.tensor(array, device=device))
+def draw_of(params, vocab_size, positions=None):
+    columns = param_rows(params, vocab_size).view(PARAM_COLUMNS)[:, 0]
+    return Draw.of(columns, np.arange(len(params)) if positions is None else positions, vocab_size, torch.tensor)
 
 
 def random_logits(rows, vocab_size, seed=0, scale=3.0, ties=False):
@@ -143,16 +142,17 @@ class TestRandomness:
         assert abs(chi_square_z(np.bincount(tokens, minlength=20), exact)) < 4
 
     def test_chi_square_notices_a_wrong_sampler(self):
-        tokens, _ = self.draw_many(SamplingParams(temperature=1.1), "cpu")
-        _, exact = self.draw_many(SamplingParams(), "cpu")
-        assert chi_square_z(np.bincount(tokens, minlength=20), exact) > 10
+        tokens, exact = self.draw_many(SamplingParams(temperature=1.1), "cpu")
+        _, other = self.draw_many(SamplingParams(), "cpu", n=1)
+        assert chi_square_z(np.bincount(tokens, minlength=20), other) > 10
         shifted = (tokens + (np.arange(len(tokens)) % 40 == 0)) % 20  # one in forty is its neighbour
-        _, exact = self.draw_many(SamplingParams(temperature=1.1), "cpu")
         assert chi_square_z(np.bincount(shifted, minlength=20), exact) > 10
 
     def draw_many(self, params, device, n=40_000):
+        """At so many positions of one request. Returns the tokens, and the distribution that they should have."""
         logits = random_logits(1, 20, seed=11, scale=1.5)
-        draw = draw_of([params] * n, 20, positions=range(1, n + 1), seeds=[123] * n, device=device)
+        columns = param_rows([params], 20, seeds=[123]).repeat(n, axis=0).view(PARAM_COLUMNS)[:, 0]
+        draw = Draw.of(columns, np.arange(1, n + 1), 20, lambda array: torch.tensor(array, device=device))
         kept = truncate(logits, draw_of([params], 20))
         tokens = draw_tokens(logits.to(device).expand(n, 20), draw)
         return tokens.cpu().numpy(), kept.double().softmax(1)[0].numpy()

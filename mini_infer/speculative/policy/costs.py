@@ -71,22 +71,30 @@ class StepCosts:
 
     def proposing_seconds(self, lengths: Array) -> float:
         """So many drafts for each row, [R] int: a round of drafting for each place, for all rows that have any."""
-        return self._proposing_seconds(lengths, int(lengths.max(initial=0)))
+        return self._proposing_seconds(len(lengths), int(lengths.max(initial=0)), int(np.count_nonzero(lengths)))
 
-    def _proposing_seconds(self, lengths: Array, longest: int) -> float:
+    def _proposing_seconds(self, rows: int, longest: int, drafting: int) -> float:
         if not self.draft_s:
             return 0.0
-        shape = self.shape(len(lengths), 1 + longest)
+        shape = self.shape(rows, 1 + longest)
         if shape is not None:
             return (shape[1] - 1) * self.draft_seconds(shape[0])
-        return longest * self.draft_seconds(int(np.count_nonzero(lengths)))
+        return longest * self.draft_seconds(drafting)
 
     def step_seconds(self, lengths: Array) -> float:
         """A step whose R rows (not 0) have so many drafts, [R] int; proposing included."""
-        rows, longest = len(lengths), int(lengths.max())
-        padded = self.shape(rows, 1 + longest) is not None
-        width = 1 + (longest if padded else lengths.sum() / rows)
-        return self.verify_seconds(rows, width) + self._proposing_seconds(lengths, longest)
+        return self.steps_seconds(lengths[None])[0]
+
+    def steps_seconds(self, lengths: Array) -> list[float]:
+        """The same of several steps, [S, R] int."""
+        rows = lengths.shape[1]
+        of_steps = (lengths.max(axis=1), lengths.sum(axis=1), np.count_nonzero(lengths, axis=1))
+        found = []
+        for longest, drafts, drafting in zip(*(numbers.tolist() for numbers in of_steps), strict=True):
+            padded = self.shape(rows, 1 + longest) is not None
+            width = 1 + (longest if padded else drafts / rows)
+            found.append(self.verify_seconds(rows, width) + self._proposing_seconds(rows, longest, drafting))
+        return found
 
     def __str__(self) -> str:
         widths = "/".join(map(str, self.tokens_per_row))

@@ -110,13 +110,12 @@ def best_lengths(rates: Array, limits: Array, costs: StepCosts, relative: Sequen
     chances = rates[:, None] ** np.arange(1, 1 + most)  # that all drafts up to each are accepted
     expected = np.zeros((rows, 1 + most))  # drafts that are accepted on average, of so many
     np.cumsum(chances, axis=1, out=expected[:, 1:])
-    candidates = [np.minimum(limits, k) for k in range(1 + most)]
+    candidates = np.minimum(limits, np.arange(1 + most)[:, None])
     if rows > 1 and costs.shape(rows, 1 + most) is None:
-        candidates += [np.minimum(limits, (chances >= least).sum(axis=1)) for least in _THRESHOLDS]
-    row = np.arange(rows)
-    speeds = [
-        (rows + expected[row, lengths].sum()) / (costs.step_seconds(lengths) * relative[int(lengths.max())])
-        for lengths in candidates
-    ]
+        likely = (chances >= np.array(_THRESHOLDS)[:, None, None]).sum(axis=2)
+        candidates = np.concatenate((candidates, np.minimum(limits, likely)))
+    tokens = rows + expected[np.arange(rows), candidates].sum(axis=1)
+    seconds = np.array(costs.steps_seconds(candidates)) * np.array(relative)[candidates.max(axis=1)]
+    speeds = tokens / seconds
     speeds[0] *= MARGIN
     return candidates[int(np.argmax(speeds))].astype(np.int64)
