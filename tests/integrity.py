@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from mini_infer.cache.block_pool import BlockPool
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.core.request import Request
+from mini_infer.core.request import Request, RequestStatus
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 
 
@@ -38,6 +38,8 @@ def check_kv(kv: KVManager, holders: Collection[Request]) -> None:
         assert len(table) * kv.block_size >= request.num_computed_tokens, f"{request} outgrew its table"
         assert len(set(table)) == len(table), f"{request} holds a block twice"
         assert request not in kv._host_tables or kv.is_under_way(request), f"{request} is in swap space, too"
+        receives = request.status is RequestStatus.receiving
+        assert not receives or kv.is_under_way(request), f"nothing is on its way to {request}"
         if kv.least_blocks > 1:
             assert all(b == a + 1 for a, b in pairwise(table)), f"{request} is not contiguous"
     owners = [parked.request for parked in kv._under_way.values() if parked.request is not None]

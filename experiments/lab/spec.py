@@ -41,6 +41,7 @@ class PanelKind(str, Enum):
     curve = "curve"  # one curve a variant through its points: the metric over another metric, such as a reached rate
     matrix = "matrix"  # pairs of mechanisms, from variants called a, b and a+b beside the baseline
     formula = "formula"  # speed-up over the baseline, measured and by Leviathan's formula, over a setting or a metric
+    stack = "stack"  # bars of pieces, which are `parts`; the figure's only panel
     distribution = "distribution"  # share of requests, or tokens, above a time; needs what `timeline` stores
 
 
@@ -55,6 +56,7 @@ class PanelSpec:
     where: dict[str, Any] = field(default_factory=dict)  # only points with these settings, which stand in its title
     mark: float | None = None  # formula: a place on the x axis to be marked
     mark_label: str = ""
+    parts: tuple[str, ...] = ()  # stack: the metrics of its pieces, in their order
 
     def __post_init__(self) -> None:
         along = {
@@ -68,6 +70,8 @@ class PanelSpec:
             raise ConfigError(f"the panel of {self.metric!r}: `mark` goes with kind: formula")
         if self.kind is PanelKind.bars and self.log_y:
             raise ConfigError(f"the panel of {self.metric!r}: bars start at 0; for a log axis choose kind: lines")
+        if (self.kind is PanelKind.stack) != bool(self.parts):
+            raise ConfigError(f"the panel of {self.metric!r}: kind: stack and `parts` go together")
         base, _, of_class = self.metric.partition("@")
         known = base.split("_")[0] in DISTRIBUTIONS and not (base.startswith("itl") and of_class)
         if self.kind is PanelKind.distribution and not known:

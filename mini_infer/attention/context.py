@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -168,7 +168,7 @@ class AttentionContext:
     """The argument through which a model's attention layers reach the KV cache in one step.
 
     A layer first stores its K and V, by `store` or, fused with other operations, in key_slots and value_slots at
-    batch.slot_mapping; and then it attends.
+    batch.slot_mapping; and then it attends. `on_layer` is called in between.
     """
 
     def __init__(
@@ -177,8 +177,10 @@ class AttentionContext:
         attention: ModelAttention,
         prefill_backend: AttentionBackend,
         decode_backend: AttentionBackend,
+        on_layer: Callable[[int], None] | None = None,
     ) -> None:
         self.batch = batch
+        self._on_layer = on_layer
         assert isinstance(attention.store, KVStore), "other stores are views of one, for kernels"
         self._kv_store, self._attention = attention.store, attention
         # A backend derives here, once a step, what all layers share.
@@ -218,6 +220,8 @@ class AttentionContext:
     def attend(self, layer: int, q: Tensor, out: Tensor | None = None) -> Tensor:
         """Attends with q [T, num_heads, head_dim] to what is stored so far, this step's among it -> [T, num_heads,
         value_dim] of q's dtype, in `out`, contiguous, where it is given."""
+        if self._on_layer is not None:
+            self._on_layer(layer)
         if self._decode is None:
             assert self._prefill is not None, "a batch has rows"
             return self._prefill(layer, q, out)

@@ -54,6 +54,7 @@ class _UnderWay:
     num_tokens: int = 0  # that lie in it
     host: list[int] = field(default_factory=list)
     brings: dict[int, bytes] = field(default_factory=dict)  # host block -> what it holds when the copies have ended
+    remote: bool = False  # another engine writes
 
 
 NO_MATCH = PrefixMatch([], 0)
@@ -209,12 +210,12 @@ class KVManager:
         request.block_table = []
         request.num_committed_blocks = 0
 
-    # --- swap space ---------------------------------------------------------------------------------------------
+    # --- swap space, and other engines ----------------------------------------------------------------------------
 
     @property
     def transfers(self) -> list[int]:
-        """Ids of those that are under way."""
-        return list(self._under_way)
+        """Ids of those that are under way between the device and the host."""
+        return [number for number, parked in self._under_way.items() if not parked.remote]
 
     def is_under_way(self, request: Request) -> bool:
         return self._transfer_of(request) is not None
@@ -281,6 +282,13 @@ class KVManager:
                 arrived = next((i for i, block in enumerate(parked.host) if block in failed), len(parked.host))
                 self.commit(request, (request.num_committed_blocks + arrived) * self.block_size)
         return request
+
+    def start_receiving(self, request: Request) -> int:
+        """Another engine may write to the request's blocks from here on, until `end_transfer` of the id that this
+        returns."""
+        self.num_transfers += 1
+        self._under_way[self.num_transfers] = _UnderWay(request, remote=True)
+        return self.num_transfers
 
     # --- prefixes in host memory and in files ----------------------------------------------------------------------
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mini_infer.cache.layout import KVLayout, Plane
+
+
+class Allocate(Protocol):
+    def __call__(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> Tensor: ...
 
 
 class PagedHeads(Protocol):
@@ -45,6 +50,7 @@ class KVStore:
 
     Args:
         scales: [layers, 2, num_kv_heads] float32, what 8-bit keys and values are multiplied by; default: ones.
+        allocate: gives the tensors, zeros of a shape and dtype on `device`; their memory is there as long as it is.
     """
 
     def __init__(
@@ -55,7 +61,9 @@ class KVStore:
         block_size: int,
         device: torch.device,
         scales: Tensor | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
+        self.allocate = allocate or partial(torch.zeros, device=device)
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -65,6 +73,7 @@ class KVStore:
         if (heads := layout.heads) is not None and heads[0].scaled:
             scales = torch.ones(layout.num_layers, 2, heads[0].shape[0], device=device) if scales is None else scales
             self._scales = list(scales.detach())
+        self._of_layer: dict[int, list[Tensor]] = {}
         # Views are made once: on a CPU, indexing costs as much as a small kernel.
         self._planes: dict[tuple[int, str], Tensor] = {}
         self._slots: dict[tuple[int, str], Tensor] = {}
@@ -72,13 +81,18 @@ class KVStore:
         for layers, planes in layout.groups():
             for names, like in _alike(planes):
                 shape = (len(layers), len(names), num_blocks, block_size, *like.shape)
-                tensor = torch.zeros(shape, dtype=like.dtype, device=device)
+                tensor = self.allocate(shape, dtype=like.dtype)
                 self.tensors.append(tensor)
                 for layer, own in zip(layers, tensor, strict=True):
+                    self._of_layer.setdefault(layer, []).append(own)
                     for name, plane in zip(names, own, strict=True):
                         self._planes[layer, name] = plane
                         self._slots[layer, name] = plane.flatten(0, 1)
                         self._blocks[layer, name] = own.view(len(names) * num_blocks, -1)
+
+    def of_layer(self, layer: int) -> list[Tensor]:
+        """All that it keeps: [planes, num_blocks, block_size, *shape] each."""
+        return self._of_layer[layer]
 
     def plane(self, layer: int, name: str) -> Tensor:
         """[num_blocks, block_size, *shape], contiguous"""

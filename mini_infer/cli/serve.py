@@ -66,7 +66,7 @@ async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
     install(settings.log_format)
     # What takes a second to import, and no help text needs.
     parallel = settings.engine.parallel
-    if settings.api_processes > 1 or parallel.replicas > 1 or parallel.launcher is Launcher.ray:
+    if settings.api_processes > 1 or parallel.engines > 1 or parallel.launcher is Launcher.ray:
         from mini_infer.serving.processes.supervisor import Supervisor
 
         return await Supervisor(settings, sock, on_ready).run()

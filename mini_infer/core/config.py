@@ -201,6 +201,16 @@ class Launcher(str, Enum):
     ray = "ray"  # actors of a Ray cluster, wherever it has room for all ranks of an engine
 
 
+class HandOver(str, Enum):
+    auto = "auto"  # prompts whose transfer costs less than the decode steps that computing them here would hold up
+    always = "always"  # all prompts of which KV is missing
+
+
+class Connector(str, Enum):
+    memory = "memory"  # written into the decoding engine's memory: peer memory of GPUs, shared memory on CPUs
+    stream = "stream"  # through a socket, and host memory on both sides
+
+
 class AllReduce(str, Enum):
     auto = "auto"  # by our own kernel up to the size at which the library is faster, measured at start
     library = "library"  # NCCL on GPUs, gloo on CPUs
@@ -221,10 +231,15 @@ class ParallelConfig:
     replicas: int = 1  # engines behind one mini-infer-serve, each with a model and a cache of its own
     routing: RouterPolicy = RouterPolicy.prefix_aware  # which replica gets a request
     launcher: Launcher = Launcher.processes  # what the engines behind mini-infer-serve are
+    prefill: int = 0  # engines that compute prompts for those of `decode`, instead of replicas that do both
+    decode: int = 0  # engines that decode, and get prompts' KV from those of `prefill`
+    hand_over: HandOver = HandOver.auto  # which prompts the engines of `prefill` compute
+    connector: Connector = Connector.memory  # how their KV gets to the engines of `decode`
 
     def __post_init__(self) -> None:
         coerce(self)
         at_least(self, 1, "tensor", "expert", "pipeline", "replicas")
+        at_least(self, 0, "prefill", "decode")
         if not self.timeout_s > 0:
             raise ConfigError(f"parallel.timeout_s must be above 0, got {self.timeout_s}")
         at_least(self, 0, "redundant_experts")
@@ -239,10 +254,25 @@ class ParallelConfig:
                 f"{self.asked}: ranks that share experts share heads with all of each other or with none. Set "
                 f"parallel.tensor to 1 or {self.expert}, or parallel.expert=1"
             )
+        if self.prefill or self.decode:
+            roles = f"parallel.prefill={self.prefill} and parallel.decode={self.decode}"
+            if self.replicas > 1:
+                raise ConfigError(f"{roles} are engines instead of parallel.replicas={self.replicas}: set that to 1")
+            if self.ranks > 1:
+                raise ConfigError(
+                    f"{roles} with {self.asked}: KV goes from one GPU to one other. Set one rank, or replicas instead"
+                )
+            if self.launcher is not Launcher.processes:
+                raise ConfigError(f"{roles} are of one machine: set parallel.launcher=processes")
 
     @property
     def ranks_of_stage(self) -> int:
         return max(self.tensor, self.expert)
+
+    @property
+    def engines(self) -> int:
+        """Behind one server. Those of `prefill` come first."""
+        return self.prefill + self.decode or self.replicas
 
     @property
     def ranks(self) -> int:
@@ -316,6 +346,16 @@ class EngineConfig:
                 f"cache.disk_prefix_path with {self.parallel.asked}: each rank has a part of every block, and files "
                 "are one rank's so far. Leave it unset (cache.host_prefix_gib works with any number), or set one rank"
             )
+        if self.parallel.prefill or self.parallel.decode:
+            for name, value, stands in (
+                ("speculation.method", "draft", self.speculation.has_draft_model),
+                ("cache.layout", "contiguous", self.cache.layout is Layout.contiguous),
+            ):
+                if stands:
+                    raise ConfigError(
+                        f"{name}={value} with parallel.prefill or parallel.decode: only the blocks of the model itself "
+                        f"are sent. Set another {name}, or parallel.replicas instead"
+                    )
         if self.parallel.pipeline > 1 and self.model.count_experts:
             raise ConfigError(
                 f"parallel.pipeline={self.parallel.pipeline} with model.count_experts=true: each stage would count the "

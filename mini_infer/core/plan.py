@@ -68,6 +68,13 @@ class Transfer(NamedTuple):
             destination[other] = source[place]
 
 
+class Push(NamedTuple):
+    """Blocks to copy to the engine that a prompt is computed for, layer by layer as the step computes them."""
+
+    transfer_id: int
+    pairs: list[tuple[int, int]]  # (block here, block there)
+
+
 class StepPlan(NamedTuple):
     """One step's batch, row by row. Row i computes tokens [starts[i], starts[i] + counts[i]) of the request at
     req_indices[i], and samples one token after the last of them where samples[i].
@@ -97,6 +104,7 @@ class StepPlan(NamedTuple):
     following: Sequence[int] = ()  # rows whose last step's drafts are not read: `starts` is where they begin at most
     keeps_up: bool = False  # drafts are worth making these days: a draft model computes prompts beside the target
     transfers: Sequence[Transfer] = ()  # to be started; whoever reads their blocks comes later
+    pushes: Sequence[Push] = ()  # of prompts in this step
     awaits_transfers: bool = False  # there is nothing to do before one that is under way has ended
     preempted: Sequence[str] = ()  # request ids
     prefix_queried_tokens: int = 0  # prompt tokens looked up in the prefix cache this step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mini_infer.core.sampling_params import SamplingParams
 
@@ -23,6 +23,7 @@ class RequestStatus(Enum):
     running = "running"  # one token a step
     swapped = "swapped"  # its KV lies in host memory, or is on its way there
     loading = "loading"  # holds a req_index and blocks; KV, swapped or of a prefix, is on its way into them
+    receiving = "receiving"  # likewise, and another engine computes it
     finished = "finished"
 
     __hash__ = object.__hash__  # statuses are keys in every step, and an Enum's own hash takes 0.15 us
@@ -41,6 +42,39 @@ class Constraint(Protocol):
 
     def is_end(self, token_id: int) -> bool:
         """Whether the token only says that the text has ended."""
+
+
+@dataclass
+class Export:
+    """A prompt that is computed for another engine, which has reserved blocks for it.
+
+    `blocks` are there: those of the prompt from table index `first` on.
+    """
+
+    transfer_id: int
+    first: int
+    blocks: list[int]
+    block_size: int
+    num_pushed: int = 0  # leading blocks of the prompt that are there, or will be when the planned steps have run
+
+    def pairs(self, table: list[int], num_computed: int) -> list[tuple[int, int]]:
+        """(block here, block there) of what a step up to `num_computed` tokens adds. A block that it fills in part is
+        sent again with the step that goes on in it."""
+        begin = max(self.num_pushed, self.first)
+        end = max(begin, -(-num_computed // self.block_size))
+        self.num_pushed = max(self.num_pushed, num_computed // self.block_size)
+        return list(zip(table[begin:end], self.blocks[begin - self.first : end - self.first], strict=True))
+
+
+class Handover(NamedTuple):
+    """How a prompt's KV came from the engine that computed it. Seconds on the clock that engines of a machine share."""
+
+    asked: float
+    begun: float  # the other engine's first step with it
+    computed: float  # the end of its last one
+    copying: float  # what its copies took, beside the steps or not: a duration
+    arrived: float
+    num_bytes: int
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -65,6 +99,8 @@ class Request:
     cache_salt: str = ""
     fork_of: Request | None = None  # the sibling (n > 1) whose prompt blocks this one shares
     constraint: Constraint | None = None  # it has taken in the whole output
+    prefill_at: str | None = None  # the engine that may compute its prompt (transfer/protocol.py)
+    export: Export | None = None  # it is computed for another engine
 
     # What follows changes, but for the first four.
     prompt_len: int = field(init=False)
@@ -94,6 +130,8 @@ class Request:
     ended_by_token: bool = field(init=False, default=False)  # by end-of-sequence or a stop token, which are no text
     stop_reason: int | str | None = field(init=False, default=None)  # stop token or string; None for end-of-sequence
     first_scheduled_time: float | None = field(init=False, default=None)
+    handover: Handover | None = field(init=False, default=None)
+    resumed_time: float | None = field(init=False, default=None)  # of the first step after the handover
     token_times: list[float] = field(init=False, default_factory=list)  # when each output token appeared
 
     def __post_init__(self, prompt_token_ids: Sequence[int], eos_token_ids: Sequence[int]) -> None:
@@ -152,11 +190,30 @@ class RequestMetrics:
     token_times: tuple[float, ...]  # one an output token
     num_cached_tokens: int
     num_preemptions: int
+    handover: Handover | None = None
+    resumed_time: float | None = None  # of the first step after the handover
 
     @classmethod
     def of(cls, request: Request) -> RequestMetrics:
         cached, times = request.num_cached_tokens or 0, tuple(request.token_times)
-        return cls(request.arrival_time, request.first_scheduled_time, times, cached, request.num_preemptions)
+        first, preempted = request.first_scheduled_time, request.num_preemptions
+        return cls(request.arrival_time, first, times, cached, preempted, request.handover, request.resumed_time)
+
+    @property
+    def spans(self) -> dict[str, float] | None:
+        """Seconds of each part of the time to the first token, one after the other, and `transfer`, what the copies
+        took in all, most of it within `prefill`. None where the prompt was computed here, or no token came."""
+        moved, resumed = self.handover, self.resumed_time
+        if moved is None or resumed is None or not self.token_times:
+            return None
+        return {
+            "queue": moved.begun - self.arrival_time,
+            "prefill": moved.computed - moved.begun,
+            "transfer_exposed": moved.arrived - moved.computed,
+            "decode_wait": resumed - moved.arrived,
+            "first_decode_step": self.token_times[0] - resumed,
+            "transfer": moved.copying,
+        }
 
 
 @dataclass(slots=True)  # not frozen: hundreds are made in a step, and a frozen one costs three times as much

@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ class PeerMemory:
     """
 
     def __init__(self, num_bytes: int, rank: int, device: torch.device, exchange: Exchange) -> None:
-        self._own: _OnGpu | _OnCpu = _OnGpu(device) if device.type == "cuda" else _OnCpu()
-        handles = _agreed(exchange, lambda: self._own.allocate(num_bytes))
+        self._own = reachable_memory(device)
+        handles = _agreed(exchange, lambda: self._own.allocate(num_bytes, 255))
 
         def reach() -> list[int]:
             return [self._own.address if peer == rank else self._own.open(h) for peer, h in enumerate(handles)]
@@ -57,17 +57,38 @@ def _agreed(exchange: Exchange, work: Callable[[], list[int]]) -> list[list[int]
 _WORDS = 9  # of a handle
 
 
+def reachable_memory(device: torch.device) -> ReachableMemory:
+    return _OnGpu(device) if device.type == "cuda" else _OnCpu()
+
+
+class ReachableMemory(Protocol):
+    """What one process of a machine allocates and others open. It is there as long as this object.
+
+    Attributes:
+        address: of what was allocated last, as this process sees it.
+    """
+
+    address: int
+
+    def allocate(self, num_bytes: int, fill: int) -> list[int]:
+        """A handle, for `open` in another process. Every byte is `fill`. Raises OSError."""
+
+    def open(self, handle: list[int]) -> int:
+        """The address in this process. Raises OSError where it cannot be reached."""
+
+
 class _OnCpu:
     """Its handle is a file of this process, which others of the same user find there."""
 
     def __init__(self) -> None:
         self._maps: list[Any] = []
 
-    def allocate(self, num_bytes: int) -> list[int]:
+    def allocate(self, num_bytes: int, fill: int) -> list[int]:
         file = os.memfd_create("mini-infer-inbox")
         os.ftruncate(file, num_bytes)
         self.address = self._map(file)
-        ctypes.memset(self.address, 255, num_bytes)
+        if fill:  # it is zeros, and takes no memory before it is written to
+            ctypes.memset(self.address, fill, num_bytes)
         return [os.getpid(), file]
 
     def open(self, handle: list[int]) -> int:
@@ -86,13 +107,13 @@ class _OnGpu:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def allocate(self, num_bytes: int) -> list[int]:
+    def allocate(self, num_bytes: int, fill: int) -> list[int]:
         torch.cuda.synchronize(self._device)  # the driver's calls are about the device that this thread used last
         address = ctypes.c_uint64()
         _driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         weakref.finalize(self, _free, "cuMemFree_v2", address)
         self.address = address.value
-        _driver("cuMemsetD8_v2", address, ctypes.c_ubyte(255), ctypes.c_size_t(num_bytes))
+        _driver("cuMemsetD8_v2", address, ctypes.c_ubyte(fill), ctypes.c_size_t(num_bytes))
         torch.cuda.synchronize(self._device)
         handle = _Handle()
         _driver("cuIpcGetMemHandle", ctypes.byref(handle), address)
@@ -100,7 +121,7 @@ class _OnGpu:
 
     def open(self, handle: list[int]) -> int:
         *words, peer = handle
-        if not torch.cuda.can_device_access_peer(self._device, peer):
+        if peer != self._device.index and not torch.cuda.can_device_access_peer(self._device, peer):
             raise OSError(f"GPU {self._device.index} cannot reach the memory of GPU {peer}")
         address = ctypes.c_uint64()
         own = _Handle((ctypes.c_int64 * len(words))(*words))

@@ -19,6 +19,7 @@ from mini_infer.core.request import FinishReason, Request, RequestStatus
 from mini_infer.runtime.executor.base import Executor
 from mini_infer.runtime.scheduler.planned_step import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
+from mini_infer.transfer.protocol import NoReceiver
 
 if TYPE_CHECKING:  # the loop knows no text
     from mini_infer.runtime.text.output import OutputProcessor
@@ -36,7 +37,10 @@ class EngineCore:
         clock: Callable[[], float],  # as LLMEngine's, like records_kept
         outputs: OutputProcessor,  # takes in what steps bring, and says which requests end by what their tokens mean
         records_kept: int,
+        receiver: NoReceiver | None = None,  # of prompts that other engines compute
     ) -> None:
+        self.receiver = receiver or NoReceiver()
+        self.waits = False  # there is nothing to do before something comes from outside: a request, or KV
         self.scheduler = make_scheduler()
         self.executor = executor
         self.clock = clock
@@ -53,6 +57,13 @@ class EngineCore:
         """Ends requests at any moment. Their end is posted by `post_ended`."""
         for request in requests:
             self.scheduler.finish(request, FinishReason.abort)
+        self.exchange()
+
+    def exchange(self) -> None:
+        """Tells other engines what the scheduler wants of them, and the scheduler what has come."""
+        for arrival in self.receiver.poll():
+            self.scheduler.take_arrival(arrival)
+        self.receiver.start(*self.scheduler.take_asks())
 
     def post_ended(self, requests: Sequence[Request]) -> None:
         """Tells of requests that ended outside a step, here and in the next StepRecord."""
@@ -83,8 +94,10 @@ class EngineCore:
         start = self.clock()
         executing: StepPlan | None = None  # what the executor is at
         try:
+            self.exchange()
             evictions = self.scheduler.kv.num_evictions
             plan = self.scheduler.schedule(start)
+            self.receiver.start(*self.scheduler.take_asks())
             kv, evictions = self.scheduler.usage(), self.scheduler.kv.num_evictions - evictions
             planned = self.clock()
             if not plan.empty:
@@ -113,6 +126,7 @@ class EngineCore:
             raise
         if not self.scheduler.num_unfinished:
             self.drop_in_flight()
+        self.waits = plan.empty and step is None and not self._in_flight
         end = self.clock()
         if not any(self._seconds):
             self._start = start
@@ -136,7 +150,8 @@ class EngineCore:
 
     def _end_transfers(self) -> None:
         """Before blocks are given to others by somebody who knows of no copies: those under way end with a step that
-        has no rows."""
+        has no rows, those from other engines when these say so."""
+        self.receiver.abandon()
         self.executor.collect(self.executor.launch(StepPlan(0)))
 
     def _observe(

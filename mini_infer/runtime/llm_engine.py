@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from mini_infer.core.config import EngineConfig, Launcher
 from mini_infer.core.errors import ConfigError, RequestError
-from mini_infer.core.request import Request, RequestOutput, SamplingParams
+from mini_infer.core.request import Export, Request, RequestOutput, SamplingParams
 from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.executor.base import make_executor
 from mini_infer.runtime.scheduler.scheduler import Scheduler
@@ -29,6 +29,7 @@ from mini_infer.runtime.text.prompt import (
     require_known_tokens,
 )
 from mini_infer.speculative.speculator import make_speculator
+from mini_infer.transfer.protocol import NoReceiver
 
 RECORDS_KEPT = 100_000
 # A request that can be served: its prompt's text, where it was given as text, and its token ids.
@@ -67,6 +68,11 @@ class LLMEngine:
                 f"parallel.replicas={parallel.replicas}: replicas are engines behind mini-infer-serve, and this is one "
                 "engine. Set parallel.replicas=1"
             )
+        if parallel.prefill and parallel.decode:
+            raise ConfigError(
+                f"parallel.prefill={parallel.prefill} and parallel.decode={parallel.decode} are engines behind "
+                "mini-infer-serve, and this is one engine. Set both to 0"
+            )
         if parallel.launcher is not Launcher.processes:
             raise ConfigError(
                 f"parallel.launcher={parallel.launcher.value} places engines behind mini-infer-serve, and this one is "
@@ -80,7 +86,12 @@ class LLMEngine:
         self.clock = clock
         self.grammars = GrammarCompiler(executor.tokenizer, executor.vocab_size, executor.eos_token_ids)
         self._outputs = OutputProcessor(self.grammars)
-        self.core = EngineCore(self._make_scheduler, executor, clock, self._outputs, records_kept)
+        self.receiver = NoReceiver()
+        if parallel.decode:
+            from mini_infer.runtime.handover import make_receiver  # which needs torch
+
+            self.receiver = make_receiver(self.config, executor)
+        self.core = EngineCore(self._make_scheduler, executor, clock, self._outputs, records_kept, self.receiver)
         self.records = self.core.records  # the latest StepRecords, oldest first
         self.observers = self.core.observers  # each is called with every StepRecord
         self._num_requests = 0
@@ -90,7 +101,8 @@ class LLMEngine:
         executor = self.executor
         speculator = make_speculator(self.config.speculation, self.vocab_size, executor.step_costs)
         limits, overlap, stages = executor.limits, executor.overlap, executor.stages
-        return Scheduler.of_engine(self.config, limits, speculator, overlap, stages, executor.files)
+        choice = self.receiver.choice
+        return Scheduler.of_engine(self.config, limits, speculator, overlap, stages, executor.files, choice)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -164,6 +176,8 @@ class LLMEngine:
         arrival_time: float | None = None,
         cache_salt: str = "",
         stream: bool = True,
+        prefill_at: str | None = None,
+        export: Export | None = None,
     ) -> str:
         """Queues a request and returns its id; `step` computes it.
 
@@ -172,6 +186,8 @@ class LLMEngine:
             arrival_time: on the engine's clock; now, if not given.
             cache_salt: requests share cached prefixes only with requests of the same salt.
             stream: outputs in every step that brings something new; else one output at the end.
+            prefill_at: the socket of an engine that may compute the prompt.
+            export: where another engine wants the prompt's KV.
 
         Raises:
             RequestError: it cannot be served. Nothing else is touched.
@@ -188,7 +204,7 @@ class LLMEngine:
         checked_text(cache_salt, "cache_salt")
         checked = self._check(prompt, params)
         about: dict[str, Any] = {"priority": priority, "arrival_time": arrival_time, "cache_salt": cache_salt}
-        return self._enqueue(checked, request_id, stream, **about)
+        return self._enqueue(checked, request_id, stream, **about, prefill_at=prefill_at, export=export)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step, and returns what it brought for requests of `add_request`."""
@@ -204,6 +220,16 @@ class LLMEngine:
         self._outputs.finish_texts(requests)
         self.core.post_ended(requests)
 
+    @property
+    def waits(self) -> bool:
+        """Whether all that is unfinished waits for other engines, so that `step` has nothing to do before one of them
+        has something to tell (`exchange`), or a request comes or goes."""
+        return self.core.waits and not self._outputs.outbox
+
+    def exchange(self) -> None:
+        """Takes in what other engines have to tell; a step does so, too."""
+        self.core.exchange()
+
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute, or to hand over."""
         return self.scheduler.num_unfinished > 0 or bool(self._outputs.outbox)
@@ -213,6 +239,7 @@ class LLMEngine:
         for request_id in dict.fromkeys(request.request_id for request in self._outputs.unfinished()):
             self.abort(request_id)
         self.core.drop_in_flight()
+        self.receiver.close()
         self.executor.close()
 
     # --- a request's way in ---------------------------------------------------------------------------------------

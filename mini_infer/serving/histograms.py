@@ -21,6 +21,8 @@ BOUNDS: dict[str, Sequence[float]] = {
     "request_queue_time_seconds": _REQUEST_S,
     "request_prefill_time_seconds": _REQUEST_S,
     "request_decode_time_seconds": _REQUEST_S,
+    "request_kv_transfer_seconds": _FIRST_TOKEN_S,
+    "request_kv_transfer_exposed_seconds": _FIRST_TOKEN_S,
     "request_prompt_tokens": _TOKENS,
     "request_generation_tokens": _TOKENS,
 }

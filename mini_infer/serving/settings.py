@@ -140,6 +140,12 @@ class ServerSettings:
         except ValueError:
             allowed = ", ".join(level.value for level in LogLevel)
             raise ConfigError(f"log_level must be one of {allowed}; got {self.log_level!r}") from None
+        parallel = self.engine.parallel
+        if bool(parallel.prefill) != bool(parallel.decode):
+            raise ConfigError(
+                f"parallel.prefill={parallel.prefill} and parallel.decode={parallel.decode}: there are engines of both "
+                "kinds or of none. Set both to at least 1, or both to 0"
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 (any free one) to 65535, got {self.port}")
         for name in POSITIVE:

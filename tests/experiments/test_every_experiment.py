@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import csv
+import socket
+import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf, open_dict
 
+from experiments import disaggregation
 from experiments.lab import axes, catalog
 from experiments.lab.execute import execute
 from experiments.lab.judge import exact_gate, logit_gate
 from experiments.lab.kernels import timer as kernel_timer
 from experiments.lab.measure import together
 from experiments.lab.store import result as store
+from mini_infer import LLMEngine
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.config import replace as changed
+from mini_infer.serving.processes.engine_process import EngineServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_figures")]  # together they take a minute
 
@@ -97,6 +105,11 @@ OWN = {
         *("experiment.inner=8", "experiment.experts=4", "experiment.chosen=2", "experiment.tokens=[1]"),
         "experiment.routing=[zipf]",
     ],
+    "disaggregation": [
+        *("model=dry", "engine.model.device=cpu", "engine.model.dry.step_ms=1", "measure.repeats=1"),
+        *("experiment.prompt_tokens=[40]", "experiment.prompts=1", "experiment.count=3", "experiment.stream_tokens=4"),
+        "experiment.mixes=[{name: long prompts, prompt_tokens: 40, output_tokens: 3, rates_per_s: [100], streams: 1}]",
+    ],
     "moe_layer": [
         *(option for option in KERNELS if option != "~experiment.variants.triton"),
         *("~experiment.variants.few", "~experiment.variants.grouped"),
@@ -150,6 +163,27 @@ def quick_kernels(monkeypatch) -> None:
     monkeypatch.setattr(kernel_timer, "PASS_US", 10.0)
     monkeypatch.setattr(kernel_timer, "MAX_COPIES", 2)
     monkeypatch.setattr(together, "START", "fork")
+    monkeypatch.setattr(disaggregation, "ways_to_make", _in_threads)
+
+
+class _InThread:
+    """An engine process that is none."""
+
+    def __init__(self, config: EngineConfig, path: str) -> None:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen()
+        server = EngineServer(LLMEngine(config), listener)
+        threading.Thread(target=server.serve, daemon=True).start()
+
+    def stop(self) -> None:
+        """It waits for ever."""
+
+
+def _in_threads(config: EngineConfig, max_queued: int) -> list:
+    parallel = config.parallel
+    roles = [{"prefill": 1, "decode": 0}, {"prefill": 0, "decode": 1}] if parallel.prefill else [{}, {}]
+    return [partial(_InThread, changed(config, parallel={"replicas": 1, **role})) for role in roles]
 
 
 @pytest.fixture(autouse=True)

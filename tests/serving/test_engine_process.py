@@ -207,6 +207,8 @@ def test_stats_add_up(hand_driven: MakeServer) -> None:
     total = {name: histogram.sum for name, histogram in last.histograms.items()}
     aborted = last.generation_tokens - 3 * 8
     assert counts.pop("inter_token_latency_seconds") == 3 * 7 + aborted - 1
+    moved = [counts.pop(f"request_kv_transfer_{part}seconds") for part in ("", "exposed_")]
+    assert moved == [0, 0], "no other engine has computed anything"
     assert set(counts.values()) == {4}
     assert total["request_prompt_tokens"] == last.prompt_tokens
     assert total["request_generation_tokens"] == last.generation_tokens

@@ -33,7 +33,8 @@ def test_counts_of_what_was_served(server: Server) -> None:
     assert change["prefix_cache_hits_total"] >= 32
     for name in HISTOGRAMS:
         per_token = name == "inter_token_latency_seconds"
-        assert change[f"{name}_count"] == (21 if per_token else 3), name
+        moved = name.startswith("request_kv_transfer")  # test_disaggregation.py has engines that move any
+        assert change[f"{name}_count"] == (21 if per_token else 0 if moved else 3), name
     assert change["request_generation_tokens_sum"] == 24
     assert change["request_prompt_tokens_sum"] == 120
     assert 7 * 3 * 0.005 <= change["inter_token_latency_seconds_sum"] <= change["e2e_request_latency_seconds_sum"]

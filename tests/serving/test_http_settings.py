@@ -45,6 +45,8 @@ def test_every_setting_is_a_flag_and_a_variable() -> None:
         "cache.disk_prefix_gib",
         "speculation.acceptance",
         "speculation.ngram_min",
+        "parallel.prefill",
+        "parallel.decode",
     }
     alone |= {
         "ssl_keyfile",

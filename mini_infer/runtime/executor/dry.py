@@ -11,7 +11,7 @@ state, so a single wrong block, missing token, stale slot or lost swap changes e
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from mini_infer.cache.block_files import BlockFiles, open_block_files
+from mini_infer.cache.kv_store import Allocate, KVStore
+from mini_infer.cache.layout import KVLayout, Plane
 from mini_infer.core.config import DryConfig, EngineConfig, When
 from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import Transfer
@@ -33,11 +35,14 @@ from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.runtime.worker.step_input import StepInput
 from mini_infer.speculative.step_costs import measure_costs
+from mini_infer.transfer.blocks import KVBlocks, Pusher
+from mini_infer.transfer.memory import shared_memory
 
 _A = 6364136223846793005  # odd, so that it has an inverse modulo 2^64
 _A_INVERSE = pow(_A, -1, 2**64)
 _EOS_ONE_IN = 256
 _PEAK = 8.0  # logit of the greedy token; all others are below 4
+_LAYOUT = KVLayout.alike(1, Plane("state", (), torch.int64))
 
 
 class DryModel:
@@ -59,11 +64,16 @@ class DryModel:
         block_size: int,
         num_host_blocks: int = 0,
         files: BlockFiles | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
         self.config = config
         self._files = files
         self._eos = ByteTokenizer(config.vocab_size).eos_token_ids[0]
-        self._states = np.zeros((num_blocks + 1, block_size), dtype=np.uint64)  # the last one for padding
+        cpu = torch.device("cpu")
+        # The last block is for padding.
+        self.store = KVStore(_LAYOUT, num_blocks=num_blocks + 1, block_size=block_size, device=cpu, allocate=allocate)
+        self.on_layer: Callable[[int], None] | None = None  # as of a TorchModel
+        self._states = self.store.plane(0, "state").numpy().view(np.uint64)
         self._host_states = np.zeros((num_host_blocks, block_size), dtype=np.uint64)
         self._transfers_done: list[int] = []
         self._failed: dict[int, list[int]] = {}
@@ -88,6 +98,8 @@ class DryModel:
             span = slice(ends[row], ends[row + 1])
             new[span] = _chain(previous[row], tokens[span])
         states[batch.slot_mapping.numpy()] = new
+        if self.on_layer is not None:
+            self.on_layer(0)
 
         config, prefill_tokens = self.config, batch.num_tokens - batch.num_decode_tokens
         micros = config.prefill_token_us * prefill_tokens + config.decode_token_us * batch.num_decode_rows
@@ -151,10 +163,13 @@ class DryExecutor(Executor):
         self.vocab_size, self.eos_token_ids = dry.vocab_size, tuple(self.tokenizer.eos_token_ids)
         self.overlap = scheduler.overlap is When.always
         self.files = open_block_files(config.cache, repr((dry, block_size)), block_size * DRY_TOKEN_BYTES)
-        model = DryModel(dry, limits.num_blocks, block_size, limits.num_host_blocks, self.files)
+        shared = shared_memory(config.parallel, cpu)
+        model = DryModel(dry, limits.num_blocks, block_size, limits.num_host_blocks, self.files, shared)
         sampler = make_sampler(scheduler.max_num_seqs, dry.vocab_size, cpu, TorchKernels())
         states = RequestStates.of(config, limits, sampler)
         self.runner = Runner(model, states, sampler, model, rate=config.speculation.rate, follows=self.overlap)
+        if config.parallel.prefill:
+            self.runner.push_with(Pusher(KVBlocks.of(model.store)))
         self.step_costs = cache(lambda: measure_costs(self.runner, config, limits, self.overlap))
         self.startup = StartupReport(
             device="cpu",

@@ -81,28 +81,30 @@ class WaitingLine:
 
 
 class Batch:
-    """Three queues, each in rank order: the last one is the first to give way."""
+    """Four queues, each in rank order: the last one is the first to give way."""
 
     def __init__(self, size: int, rank: Callable[[Request], Rank]) -> None:
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
         self.loading: list[Request] = []
+        self.receiving: list[Request] = []
         self._queues = {
             RequestStatus.prefilling: self.prefilling,
             RequestStatus.running: self.running,
             RequestStatus.loading: self.loading,
+            RequestStatus.receiving: self.receiving,
         }
         self.free_indices = list(range(size - 1, -1, -1))
         self.rank = rank
 
     def __len__(self) -> int:
-        return len(self.running) + len(self.prefilling) + len(self.loading)
+        return sum(map(len, self._queues.values()))
 
     def __contains__(self, request: Request) -> bool:
         return request.status in self._queues
 
     def requests(self) -> list[Request]:
-        return self.running + self.prefilling + self.loading
+        return self.running + self.prefilling + self.loading + self.receiving
 
     def last(self) -> Request:
         """Who ranks behind all others."""

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from mini_infer.cache.kv_manager import KVManager
-from mini_infer.core.plan import Admission, Growth, PromptLogprobs, StepPlan, StepResult, Transfer
+from mini_infer.core.plan import Admission, Growth, PromptLogprobs, Push, StepPlan, StepResult, Transfer
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 
 LOGPROBS_A_STEP = 2**13  # of prompts: they take the host some milliseconds, for which every row of the step waits
@@ -42,6 +42,7 @@ class PlannedStep:
         self.following: list[int] = []
         self.keeps_up = False
         self.transfers: list[Transfer] = []
+        self.pushes: list[Push] = []
         self.awaits_transfers = False
         self.preempted: list[str] = []
         self.prefix_queried_tokens = 0
@@ -87,6 +88,11 @@ class PlannedStep:
                     request.stop_ids,
                 )
             )
+        if request.export is not None:
+            pairs = request.export.pairs(request.block_table, min(start + count, request.prompt_len))
+            self.pushes.append(Push(request.export.transfer_id, pairs))
+        if request.handover is not None and request.resumed_time is None:
+            request.resumed_time = self.now
         if request.prompt_logprobs is not None and start + 1 < request.prompt_len:
             followed = min(count, request.prompt_len - 1 - start)
             num_top = request.params.prompt_logprobs or 0

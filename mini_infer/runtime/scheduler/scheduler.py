@@ -7,6 +7,7 @@ a request's `num_computed_tokens` chases its `num_tokens`, under one token budge
        ^                |      ^                                    |
        +-- recompute ---+------|------------------------------------+--- swap ---> swapped
                                +-- its blocks are there --- loading <---- room -------+
+                               +-- its KV has come ------- receiving <---- admit, where another engine computes it
 
 A newcomer, too, may be loading first: what host memory and files hold of its prompt, where that is there sooner than it
 would be computed. Blocks move beside the steps: until the copies have ended a swapped request's device blocks stay
@@ -38,6 +39,7 @@ from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate, 
 from mini_infer.runtime.worker.limits import Limits
 from mini_infer.speculative.draft_plan import add_drafts, can_follow
 from mini_infer.speculative.speculator import NoSpeculation
+from mini_infer.transfer.protocol import Arrival, Ask, Choice
 
 
 class Scheduler:
@@ -49,6 +51,7 @@ class Scheduler:
         speculator: NoSpeculation | None = None,
         follows: bool = False,  # a step may be launched before drafts of the one before it are read
         stages: int = 1,  # steps that are computed at a time, of different requests
+        elsewhere: Choice | None = None,  # which prompts another engine computes
     ) -> None:
         self.config = config
         self.kv = kv
@@ -69,6 +72,10 @@ class Scheduler:
         self._last_update: float | None = None  # None: there was nothing to do since
         self._load_costs = LoadCosts()
         self._loads: dict[int, tuple[float, bool, int]] = {}  # id -> when planned, whether files are read, blocks
+        self._elsewhere = elsewhere
+        self._asked: dict[Request, Ask] = {}  # of those that are receiving
+        self._asks: list[Ask] = []  # not sent yet
+        self._cancelled: list[int] = []  # transfers, of which nobody has been told yet
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -81,6 +88,7 @@ class Scheduler:
         follows: bool = False,
         stages: int = 1,
         files: Container[bytes] | None = None,
+        elsewhere: Choice | None = None,
     ) -> Scheduler:
         """With a KVManager of its own, for an executor of these limits."""
         kv = KVManager(
@@ -93,7 +101,7 @@ class Scheduler:
             host_prefixes=config.cache.host_prefix_gib is not None,
             files=files,
         )
-        return cls(config.scheduler, kv, config.cache.watermark, speculator, follows, stages)
+        return cls(config.scheduler, kv, config.cache.watermark, speculator, follows, stages, elsewhere)
 
     def add(self, request: Request) -> None:
         """Queues a request. One with `fork_of` waits until its leader's prompt is computed, to share its blocks."""
@@ -105,6 +113,7 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request, wherever it is and at any moment, and gives back all it holds."""
         if not request.finished:  # else its last token also completed a stop string
+            self._cancel(request)
             (self._batch.leave if request in self._batch else self._line.discard)(request)
             request.status = RequestStatus.finished
             self.kv.free(request)
@@ -122,6 +131,10 @@ class Scheduler:
         return self._line.num_swapped + len(self._batch.loading)
 
     @property
+    def num_receiving(self) -> int:
+        return len(self._batch.receiving)
+
+    @property
     def num_prefilling(self) -> int:
         return len(self._batch.prefilling)
 
@@ -137,7 +150,8 @@ class Scheduler:
 
     def schedule(self, now: float = 0.0) -> StepPlan:
         """Plans the next step, at time `now`. The plan is empty only when no request is left, or when all that is
-        left waits for tokens in flight. One without rows may start transfers, or wait for them."""
+        left waits for tokens in flight or for another engine. One without rows may start transfers, or wait for
+        them."""
         self._step += 1
         step = PlannedStep(self._step, now, self.config.max_num_batched_tokens)
         planned = list(self._planned.values())
@@ -289,7 +303,8 @@ class Scheduler:
             self.kv.admit(request, match)
             request.num_computed_tokens = match.num_tokens
             loads = self._load(request, step)
-            self._batch.join(request, RequestStatus.loading if loads else RequestStatus.prefilling)
+            status = RequestStatus.loading if loads else RequestStatus.prefilling
+            self._batch.join(request, RequestStatus.receiving if not loads and self._ask(request) else status)
         if request.num_cached_tokens is None:  # a preempted request that finds its own blocks again is no hit
             read = len(loads.files) * self.kv.block_size if loads else 0
             loaded = len(loads.pairs) * self.kv.block_size if loads else 0
@@ -325,10 +340,58 @@ class Scheduler:
             return transfer
         return None
 
+    # --- what another engine computes -----------------------------------------------------------------------------
+
+    def _ask(self, request: Request) -> bool:
+        """Whether another engine is to compute what an admitted request lacks. That does not include its last token,
+        whose logits are needed here."""
+        if request.prefill_at is None or self._elsewhere is None or request.prompt_logprobs is not None:
+            return False
+        if request.fork_of is not None:  # most of it is its leader's
+            return False
+        first, wanted = request.num_committed_blocks, request.num_tokens - 1
+        missing = wanted - request.num_computed_tokens
+        if missing <= 0:
+            return False
+        if not self._elsewhere.pays(missing, len(self._batch.running)):
+            return False
+        blocks = request.block_table[first : -(-wanted // self.kv.block_size)]
+        tokens, number = request.token_ids[:wanted], self.kv.start_receiving(request)
+        ask = Ask(number, request.prefill_at, tokens, request.cache_salt, request.priority, first, blocks)
+        self._asked[request] = ask
+        self._asks.append(ask)
+        return True
+
+    def _cancel(self, request: Request) -> None:
+        """It needs nothing any more that another engine may be computing."""
+        if (ask := self._asked.pop(request, None)) is not None:
+            self._cancelled.append(ask.transfer_id)
+
+    def take_asks(self) -> tuple[list[Ask], list[int]]:
+        """What other engines are to be told: prompts, and transfers that nobody needs any more."""
+        told, self._asks, self._cancelled = (self._asks, self._cancelled), [], []
+        return told
+
+    def take_arrival(self, arrival: Arrival) -> None:
+        """A transfer has ended. What has not come is computed here."""
+        request = self.kv.end_transfer(arrival.transfer_id)
+        if request is None or (ask := self._asked.pop(request, None)) is None:
+            return
+        if arrival.handover is None:
+            request.prefill_at = None
+        else:
+            assert self._elsewhere is not None
+            self._elsewhere.learn(len(ask.token_ids) - request.num_computed_tokens, arrival.handover)
+            request.num_computed_tokens, request.handover = len(ask.token_ids), arrival.handover
+            self.kv.commit(request, request.num_computed_tokens)
+        self._batch.move(request, RequestStatus.prefilling)
+
     # --- giving way -----------------------------------------------------------------------------------------------
 
     def _preempt(self, request: Request, step: PlannedStep) -> None:
         """Takes a request out of the batch. Its blocks go to the host or, also where swap space is full, are lost."""
+        receives = request.status is RequestStatus.receiving
+        self._cancel(request)
         self._batch.leave(request)
         step.preempted.append(request.request_id)
         request.num_preemptions += 1
@@ -340,7 +403,8 @@ class Scheduler:
                 return
             self.kv.undo_swap_in(request)
         else:
-            transfer = self.kv.swap_out(request) if self.config.preemption is Preemption.swap else None
+            swaps = self.config.preemption is Preemption.swap and not receives
+            transfer = self.kv.swap_out(request) if swaps else None
             if transfer is None:
                 self._recompute(request)
                 return

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.kv_store import Allocate, KVStore
 from mini_infer.core.config import CacheConfig, EngineConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import Admission, StepPlan
@@ -40,14 +40,19 @@ def kv_memory(cache: CacheConfig, device: torch.device, step_bytes: int = 0) -> 
     return max(0, int(total * cache.gpu_memory_utilization) - (total - free) - step_bytes - _GRAPHS_RESERVE)
 
 
-def allocate_kv(model: Model, num_blocks: int, block_size: int) -> KVStore:
+def allocate_kv(model: Model, num_blocks: int, block_size: int, allocate: Allocate | None = None) -> KVStore:
     """The model's KV store of `num_blocks` blocks and a spare one. Raises ConfigError where they do not fit."""
     layout = model.kv_layout
     try:
         return KVStore(
-            layout, num_blocks=num_blocks + 1, block_size=block_size, device=model.device, scales=model.kv_scales
+            layout,
+            num_blocks=num_blocks + 1,
+            block_size=block_size,
+            device=model.device,
+            scales=model.kv_scales,
+            allocate=allocate,
         )
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, OSError) as error:
         needed = layout.bytes_per_block(block_size) * (num_blocks + 1)
         raise ConfigError(
             f"a KV cache of {num_blocks} blocks takes {gib(needed)}, which the GPU has not free: lower "

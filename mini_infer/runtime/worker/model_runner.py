@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # it is handed them
     from mini_infer.cache.transfer import KVTransfer
     from mini_infer.runtime.executor.dry import DryModel
     from mini_infer.runtime.worker.torch_model import TorchModel
+    from mini_infer.transfer.blocks import Pusher
 
 
 class LaunchedStep(NamedTuple):
@@ -50,6 +51,7 @@ class LaunchedStep(NamedTuple):
     logprobs: Logprobs | None = None
     prompt_logprobs: Mapping[int, list[Logprobs]] = NONE  # by row
     drafting: Stopwatch | None = None  # None where no model drafted
+    pushed: Any = None  # an event behind the copies to other engines; None where there are none
     expert_counts: Tensor | None = None  # as StepResult.expert_tokens; None where nobody counts
     expert_traffic: Tensor | None = None  # as Meter takes it; None where there is none
 
@@ -86,12 +88,17 @@ class Runner:
         self._follows = follows
         self._threads = threads
         self._stage = stage or Stage()
+        self.pusher: Pusher | None = None
         self._rows = RowStep(model, states, sampler, rate)
         self.graphs = StepGraphs(states, self._drafter.chain, self._rows.run)
 
     @property
     def model(self) -> TorchModel | DryModel:
         return self._model
+
+    def push_with(self, pusher: Pusher) -> None:
+        """From now on it copies what plans say to other engines."""
+        self.pusher, self._model.on_layer = pusher, pusher.layer
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -101,6 +108,8 @@ class Runner:
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         self._stage.settle(plan)
+        if self.pusher is not None:
+            self.pusher.begin(plan.pushes)
         for transfer in plan.transfers:
             assert self._transfers is not None, f"{transfer} without host memory"
             self._transfers.start(transfer)
@@ -220,6 +229,7 @@ class Runner:
         traffic = None if meter is None else meter.take()
         done = record_event(self._states.device)
         about |= {"real": real, "expert_counts": counts, "expert_traffic": traffic}
+        about["pushed"] = None if self.pusher is None else self.pusher.end()
         return LaunchedStep(plan, done, tokens=tokens, **about)
 
     def collect(self, launched: LaunchedStep) -> StepResult:
@@ -227,6 +237,8 @@ class Runner:
         row i of the plan."""
         if launched.done is not None:
             launched.done.synchronize()
+        if launched.pushed is not None:
+            launched.pushed.synchronize()
         tokens: list[list[int]] = [[] for _ in launched.plan.req_indices]
         rows = [] if launched.sampled is None else launched.sampled.rows.tolist()
         if launched.tokens is not None and launched.tokens.dim() == 2:

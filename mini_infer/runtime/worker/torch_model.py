@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ class TorchModel:
         self.expert_counts, self.expert_meter = model.expert_counts, model.expert_meter
         self.hot_experts = model.hot_experts
         self.samples = model.spec.is_last
+        self.on_layer: Callable[[int], None] | None = None  # told of each layer whose K and V of a step are stored
         self._backends = backends
         self._pieces: PiecewiseGraphs | None = None
         self._attention = model.attention(store)
@@ -69,7 +70,8 @@ class TorchModel:
 
     def _context(self, step: StepInput) -> AttentionContext:
         backends = self._backends
-        return AttentionContext(step.batch, self._attention, backends.prefill.backend, backends.decode.backend)
+        chosen = backends.prefill.backend, backends.decode.backend
+        return AttentionContext(step.batch, self._attention, *chosen, self.on_layer)
 
     def capture_pieces(self, sizes: Sequence[int], memory: GraphMemory) -> CaptureReport:
         """Captures steps of these numbers of tokens, which `forward` then replays."""

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 
 from mini_infer.cache.block_files import BlockFiles
+from mini_infer.cache.kv_store import Allocate
 from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import AllReduce, EngineConfig, Numerics, When
 from mini_infer.core.errors import ConfigError
@@ -50,6 +51,8 @@ from mini_infer.runtime.worker.threads import StepThreads
 from mini_infer.runtime.worker.torch_model import TorchModel
 from mini_infer.speculative.policy.costs import StepCosts
 from mini_infer.speculative.step_costs import measure_costs
+from mini_infer.transfer.blocks import KVBlocks, Pusher
+from mini_infer.transfer.memory import shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -175,14 +178,17 @@ class Worker:
     def allocate(self, limits: Limits, files: BlockFiles | None = None) -> None:
         self.limits = limits
         with self._phase("allocate"):
-            self.runner, self._models = self._make_runner(limits, self.overlap, files)
+            shared = shared_memory(self._config.parallel, self.device)
+            self.runner, self._models = self._make_runner(limits, self.overlap, files, shared)
+            if self._config.parallel.prefill:
+                self.runner.push_with(Pusher(KVBlocks.of(self._models[0].store)))
 
     def _make_runner(
-        self, limits: Limits, follows: bool, files: BlockFiles | None = None
+        self, limits: Limits, follows: bool, files: BlockFiles | None = None, allocate: Allocate | None = None
     ) -> tuple[Runner, list[TorchModel]]:
         """What computes steps, with KV memory of its own; the target, and the draft model where there is one."""
         config, sampler = self._config, self._sampler
-        store = allocate_kv(self._weights[0], limits.num_blocks, config.cache.block_size)
+        store = allocate_kv(self._weights[0], limits.num_blocks, config.cache.block_size, allocate)
         models = [TorchModel(self._weights[0], store, self.target.backends)]
         states = RequestStates.of(config, limits, sampler)
         drafter = None

@@ -87,7 +87,7 @@ def create_app(
 
 
 def _alone(settings: ServerSettings) -> ServerSettings:
-    for name, number in (("api_processes", settings.api_processes), ("replicas", settings.engine.parallel.replicas)):
+    for name, number in (("api_processes", settings.api_processes), ("engines", settings.engine.parallel.engines)):
         if number > 1:
             raise ConfigError(f"{name} above 1 needs mini-infer-serve, which makes them; an app is one process")
     for name in ("root_path", "allowed_origins", "ssl_certfile"):

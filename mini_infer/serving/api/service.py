@@ -85,6 +85,7 @@ class Service:
                 *engine_paths,
                 routing=settings.engine.parallel.routing,
                 alone=settings.api_processes == 1,
+                num_prefill=settings.engine.parallel.prefill,
                 startup_timeout=patience,
             )
         else:

@@ -15,7 +15,7 @@ from mini_infer.core.request import SamplingParams
 from mini_infer.runtime.text.prompt import Prompt, encode_prompt, require_fit
 from mini_infer.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from mini_infer.serving.api.stream import Stream
-from mini_infer.serving.processes.launch import MAX_QUEUED, EngineProcess
+from mini_infer.serving.processes.launch import MAX_QUEUED, EngineProcess, prefill_socket
 from mini_infer.serving.processes.link import EngineDead
 from mini_infer.serving.processes.replica import QueueFull, Replica, Request, why_none
 from mini_infer.serving.processes.wire import Add, Stats, non_default_params
@@ -39,13 +39,21 @@ class AsyncEngine:
         tokenizer: the model's, for prompts that are text.
     """
 
-    def __init__(self, replicas: Sequence[Replica], router: Router, tokenizer: Tokenizer, patience: float) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        router: Router,
+        tokenizer: Tokenizer,
+        patience: float,
+        num_prefill: int = 0,
+    ) -> None:
         infos = [replica.info for replica in replicas if replica.info is not None]
         self.replicas = replicas
         self.info = msgspec.structs.replace(infos[0], max_model_len=min(info.max_model_len for info in infos))
         self.tokenizer = tokenizer
         self._router = router
         self._patience = patience
+        self._num_prefill = num_prefill
         self._num_submitted = 0
         self._num_unfinished = 0
         self._idle = asyncio.Event()
@@ -88,6 +96,7 @@ class AsyncEngine:
         *socket_paths: str,
         routing: RouterPolicy = RouterPolicy.prefix_aware,
         alone: bool = True,
+        num_prefill: int = 0,
         startup_timeout: float = STARTUP_TIMEOUT_S,
     ) -> AsyncEngine:
         """Uses engine processes that another process has started. Of several, one that ends is waited for, since
@@ -96,6 +105,7 @@ class AsyncEngine:
         Args:
             routing: which of several gets a request.
             alone: no other process sends requests to them.
+            num_prefill: so many of the first ones compute prompts for the others, which get the requests.
         """
         replicas = [Replica(number, path) for number, path in enumerate(socket_paths)]
         try:
@@ -110,7 +120,8 @@ class AsyncEngine:
             for replica in replicas:
                 replica.close()
             raise
-        return cls(replicas, Router(routing, len(replicas), config.cache, alone), tokenizer, startup_timeout)
+        router = Router(routing, len(replicas), config.cache, alone)
+        return cls(replicas, router, tokenizer, startup_timeout, num_prefill)
 
     @property
     def stats(self) -> Stats:
@@ -227,9 +238,14 @@ class AsyncEngine:
 
     def _place(self, request: Request) -> bool:
         """Sends it to a replica; not where there is none that may take it."""
-        among = [r.number for r in self.replicas if r.takes_requests and r.number not in request.refused_by]
+        serving = [replica.number for replica in self.replicas if replica.takes_requests]
+        prompts = [number for number in serving if number < self._num_prefill]
+        # Every engine can do all of a request: where nobody is left to decode, those for prompts do.
+        decode = [number for number in serving if number >= self._num_prefill]
+        among = [number for number in decode or prompts if number not in request.refused_by]
         if not among:
             return False
+        request.add.prefill_at = self._choose_prefill(request, prompts) if decode else None
         route = self._router.route(request.chain, request.num_completions, among)
         try:
             self.replicas[route.replica].send(request)
@@ -238,6 +254,14 @@ class AsyncEngine:
             raise
         request.route = route
         return True
+
+    def _choose_prefill(self, request: Request, among: Sequence[int]) -> str | None:
+        """Who may compute its prompt: the engine that decodes it asks, where that pays."""
+        if not among:
+            return None
+        route = self._router.route(request.chain, 1, among)
+        self._router.end(route)  # what it has to do it tells
+        return prefill_socket(self.replicas[route.replica].socket_path)
 
     def _place_again(self, request: Request, error: Exception) -> None:
         """It ends with the error where nobody else may take it."""
@@ -281,7 +305,7 @@ class AsyncEngine:
 
     def take_news(self, replica: Replica) -> None:
         stats = replica.stats
-        unfinished = stats.running + stats.prefilling + stats.waiting + stats.swapped
+        unfinished = stats.running + stats.prefilling + stats.waiting + stats.swapped + stats.receiving
         self._router.told(replica.number, unfinished, stats.kv_total_blocks)
         for callback in self._stats_callbacks:
             _call(callback, stats)

@@ -24,20 +24,30 @@ def environments(
     Raises:
         ConfigError: there are fewer GPUs than the replicas need.
     """
-    replicas, each = config.parallel.replicas, config.parallel.ranks
+    replicas, each = config.parallel.engines, config.parallel.ranks
     on_cpu = needs_no_gpu(config)
     visible = 0 if replicas == 1 or on_cpu else count(environment)
     if replicas == 1 or on_cpu or (visible == 0 and config.model.device is Device.auto):
         return [dict(environment) for _ in range(replicas)]
     if visible < replicas * each:
         raise ConfigError(
-            f"parallel.replicas={replicas} with {config.parallel.asked} needs {replicas * each} GPUs, and {visible} "
+            f"{_asked(config)} with {config.parallel.asked} needs {replicas * each} GPUs, and {visible} "
             "are visible here: lower one of them, or choose model.device=cpu"
         )
     named = environment.get(VISIBLE)
     names = [name.strip() for name in named.split(",")] if named else [str(index) for index in range(visible)]
-    own = (names[first : first + each] for first in range(0, replicas * each, each))
+    if config.parallel.prefill:  # each sees them all, its own one first: they write to each other's memory
+        own = [names[index:] + names[:index] for index in range(replicas)]
+    else:
+        own = [names[first : first + each] for first in range(0, replicas * each, each)]
     return [{**environment, VISIBLE: ",".join(gpus)} for gpus in own]
+
+
+def _asked(config: EngineConfig) -> str:
+    parallel = config.parallel
+    if parallel.prefill:
+        return f"parallel.prefill={parallel.prefill} and parallel.decode={parallel.decode}"
+    return f"parallel.replicas={parallel.replicas}"
 
 
 def needs_no_gpu(config: EngineConfig) -> bool:

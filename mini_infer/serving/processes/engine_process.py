@@ -24,11 +24,12 @@ import torch
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.errors import MiniInferError, RankError, RequestError
 from mini_infer.core.request import FinishReason, RequestOutput, SamplingParams
+from mini_infer.runtime.handover import make_sender
 from mini_infer.runtime.llm_engine import LLMEngine
 from mini_infer.serving.api.queue_bound import QueueBound
 from mini_infer.serving.processes.connection import Connection
 from mini_infer.serving.processes.engine_stats import EngineStats
-from mini_infer.serving.processes.launch import MAX_QUEUED
+from mini_infer.serving.processes.launch import MAX_QUEUED, prefill_socket
 from mini_infer.serving.processes.newcomers import Newcomer, Newcomers, Owner, num_completions
 from mini_infer.serving.processes.wire import (
     DEADLINE,
@@ -42,6 +43,7 @@ from mini_infer.serving.processes.wire import (
     Ready,
     Refused,
 )
+from mini_infer.transfer.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,12 @@ class EngineServer:
         self._expired: set[str] = set()
         self._failures = 0
         self._drained_by: float | None = None  # no further requests; those that it has get until then
+        self._sender = make_sender(engine)
+        if self._sender is not None:
+            self._sender.listen(prefill_socket(listener.getsockname()))
+            self._selector.register(self._sender.bell.sock, selectors.EVENT_READ, self._sender.turn)
+        if isinstance(engine.receiver, Receiver):
+            self._selector.register(engine.receiver.bell.sock, selectors.EVENT_READ, engine.exchange)
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._newcomers.wakes, selectors.EVENT_READ)
@@ -101,7 +109,8 @@ class EngineServer:
 
     def turn(self) -> None:
         """One step, or the wait for something to do."""
-        self._communicate(wait=not (self._newcomers or self._engine.has_unfinished_requests()))
+        computes = self._engine.has_unfinished_requests() and not self._engine.waits
+        self._communicate(wait=not (self._newcomers or computes))
         self._take_in()
         self._enforce_deadlines()
         if self._engine.has_unfinished_requests():
@@ -146,15 +155,22 @@ class EngineServer:
             connection.close()
         self._selector.close()
         self._newcomers.close()
+        if self._sender is not None:
+            self._sender.close()
 
     # --- connections ----------------------------------------------------------------------------------------------
 
     def _communicate(self, wait: bool) -> None:
-        for key, events in self._selector.select(HEARTBEAT_S if wait else 0):
+        seconds = HEARTBEAT_S if wait else 0.0
+        if self._deadlines:
+            seconds = min(seconds, max(self._deadlines[0][0] - time.perf_counter(), 0.0))
+        for key, events in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._newcomers.wakes:
                 self._newcomers.fetch_prepared()
+            elif callable(key.data):
+                key.data()
             elif events & selectors.EVENT_READ:
                 self._receive(key.data)
 
@@ -251,6 +267,7 @@ class EngineServer:
                 arrival_time=add.arrival_time,
                 cache_salt=add.cache_salt,
                 stream=add.streaming,
+                prefill_at=add.prefill_at,
             )
         except RequestError as error:
             owner.connection.notices.append(Refused(owner.number, str(error), error.param))
@@ -297,17 +314,19 @@ class EngineServer:
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
         owners = self._owners
         for output in outputs:
+            if self._sender is not None and self._sender.take(output):
+                continue
             request_id = output.request_id
             owner = owners.get(request_id)
             entries = output.prompt_logprobs
             prompt_logprobs = None if entries is None else PromptLogprobs.of(entries)
             for new in output.outputs:
-                reason, cached, moments = None, 0, None
+                reason, cached, moments, spans = None, 0, None, None
                 if new.finish_reason is not None:
                     assert new.metrics is not None
                     expired = new.finish_reason is FinishReason.abort and request_id in self._expired
                     reason = DEADLINE if expired else new.finish_reason.value
-                    cached = new.metrics.num_cached_tokens
+                    cached, spans = new.metrics.num_cached_tokens, new.metrics.spans
                     if new.metrics.first_scheduled_time is not None and new.metrics.token_times:
                         moments = (new.metrics.first_scheduled_time, new.metrics.token_times[0])
                     now = time.perf_counter()
@@ -326,6 +345,7 @@ class EngineServer:
                             cached,
                             prompt_logprobs,
                             moments,
+                            spans,
                         )
                     )
                 prompt_logprobs = None

@@ -79,6 +79,9 @@ class EngineStats:
             seen["time_to_first_token_seconds"] = times[0] - start
             seen["request_prefill_time_seconds"] = times[0] - (start if scheduled is None else scheduled)
             seen["request_decode_time_seconds"] = now - times[0]
+        if (spans := metrics.spans) is not None:
+            seen["request_kv_transfer_seconds"] = spans["transfer"]
+            seen["request_kv_transfer_exposed_seconds"] = spans["transfer_exposed"]
         if len(times) > 1:
             seen["request_time_per_output_token_seconds"] = (times[-1] - times[0]) / (len(times) - 1)
             gaps = "inter_token_latency_seconds"
@@ -87,7 +90,7 @@ class EngineStats:
             self._histograms[name].observe(BOUNDS[name], value)
 
     def snapshot(self) -> Stats:
-        scheduler = self._engine.scheduler
+        scheduler, receiver = self._engine.scheduler, self._engine.receiver
         # The last StepRecord holds the KV memory as the step was planned, and so the blocks of who ended in it.
         kv = scheduler.usage()
         return Stats(
@@ -118,6 +121,11 @@ class EngineStats:
             accepted=[self._accepted[place] for place in range(len(self._drafted))],
             ended=self._ended,
             draining=self.draining,
+            receiving=scheduler.num_receiving,
+            prompts_received=receiver.num_received,
+            prompts_not_received=receiver.num_failed,
+            prompts_computed_here=receiver.num_computed_here,
+            received_bytes=receiver.num_bytes,
             counted=self._counted,
             histograms=self._histograms,
         )

@@ -23,6 +23,11 @@ PREFIX = "mini-infer-"  # of folders for sockets
 MAX_QUEUED = 1024
 
 
+def prefill_socket(socket_path: str) -> str:
+    """Where the engine process that listens at `socket_path` hears which prompts others want of it."""
+    return socket_path + "-prompts"
+
+
 def child_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """For a child that shall run this very package, wherever it was imported from; by default like this process's."""
     given = os.environ if environment is None else environment
@@ -122,8 +127,10 @@ def main() -> None:
 def _exit_with_parent(socket_path: str) -> None:
     """The parent never writes again: a read returns when its end of the pipe is gone, however it ended."""
     os.read(sys.stdin.fileno(), 1)
-    with contextlib.suppress(OSError):  # a parent that still lives does so itself
-        os.unlink(socket_path)
+    for path in (prefill_socket(socket_path), socket_path):
+        with contextlib.suppress(OSError):  # a parent that still lives does so itself
+            os.unlink(path)
+    with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(socket_path))
     os._exit(0)
 

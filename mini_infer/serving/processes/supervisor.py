@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from mini_infer.core.config import Launcher, replace
+from mini_infer.core.config import EngineConfig, Launcher, replace
 from mini_infer.serving.processes.acceptor import Acceptor
 from mini_infer.serving.processes.api_process import ApiProcess
 from mini_infer.serving.processes.devices import count_gpus, environments
@@ -70,7 +70,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._take_signal)
-        if self._settings.engine.parallel.replicas > 1:
+        if self._settings.engine.parallel.engines > 1:
             loop.add_signal_handler(signal.SIGHUP, self._restart_all)
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
             try:
@@ -172,8 +172,8 @@ class Supervisor:
     async def _make_engines(self, folder: str) -> list[asyncio.Task[None]]:
         """What waits until each serves."""
         settings, opening = self._settings, []
-        number = settings.engine.parallel.replicas
-        for replica, make in enumerate(await asyncio.to_thread(_ways_to_make, settings)):
+        number = settings.engine.parallel.engines
+        for replica, make in enumerate(await asyncio.to_thread(ways_to_make, settings.engine, settings.max_queued)):
             self._engines.append(
                 KeptEngine(
                     replica,
@@ -213,15 +213,24 @@ class Supervisor:
         logger.warning("all replicas have been restarted")
 
 
-def _ways_to_make(settings: ServerSettings) -> list[Callable[[str], Any]]:
-    """Of each replica, an engine process that listens at a path. Raises ConfigError where there cannot be as many."""
-    number = settings.engine.parallel.replicas
-    config = replace(settings.engine, parallel={"replicas": 1, "launcher": Launcher.processes})
-    max_queued = -(-settings.max_queued // number)
-    if settings.engine.parallel.launcher is Launcher.ray:
+def ways_to_make(engine: EngineConfig, max_queued: int) -> list[Callable[[str], Any]]:
+    """Of each engine, those for prompts first, an engine process that listens at a path. Of them all no more than
+    `max_queued` completions may wait. Raises ConfigError where there cannot be as many."""
+    parallel = engine.parallel
+    number = parallel.decode or parallel.replicas
+    config = replace(engine, parallel={"replicas": 1, "launcher": Launcher.processes})
+    max_queued = -(-max_queued // number)
+    if parallel.launcher is Launcher.ray:
         from mini_infer.serving.processes.ray_engine import RayEngine, require_cluster
 
-        require_cluster(settings.engine)
+        require_cluster(engine)
         return [partial(RayEngine, config, max_queued)] * number
-    surroundings = environments(settings.engine, os.environ, count_gpus)
-    return [partial(EngineProcess, config, max_queued, environment=environment) for environment in surroundings]
+    surroundings = environments(engine, os.environ, count_gpus)
+    configs = [config] * number
+    if parallel.prefill:  # those for prompts come first
+        computes, decodes = ({"prefill": 1, "decode": 0}, parallel.prefill), ({"prefill": 0, "decode": 1}, number)
+        configs = [replace(config, parallel=role) for role, count in (computes, decodes) for _ in range(count)]
+    return [
+        partial(EngineProcess, own, max_queued, environment=environment)
+        for own, environment in zip(configs, surroundings, strict=True)
+    ]

@@ -44,6 +44,7 @@ class Add(Message):
     streaming: bool  # deltas as they come; else one a completion, at the end
     arrival_time: float
     deadline_time: float | None
+    prefill_at: str | None = None  # the socket of an engine that may compute the prompt
 
 
 class Count(Message):
@@ -100,6 +101,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     cached_tokens: int = 0  # of the prompt, found in the prefix cache; told with the finish reason
     prompt_logprobs: PromptLogprobs | None = None  # with the first delta, where the request asked for them
     moments: tuple[float, float] | None = None  # of its first computation and its first token; told at its end
+    spans: dict[str, float] | None = None  # as RequestMetrics.spans; told with the finish reason
 
     def extend(self, newer: Delta) -> None:
         """Takes in the delta behind it, so that a reader who comes late finds one."""
@@ -110,7 +112,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
         if newer.prompt_logprobs is not None:
             self.prompt_logprobs = newer.prompt_logprobs
         self.finish_reason, self.stop_reason = newer.finish_reason, newer.stop_reason
-        self.cached_tokens, self.moments = newer.cached_tokens, newer.moments
+        self.cached_tokens, self.moments, self.spans = newer.cached_tokens, newer.moments, newer.spans
 
 
 def merge(pending: dict[K, Delta], completion: K, delta: Delta) -> None:
@@ -188,6 +190,11 @@ class Stats(Message):
     accepted: list[int] = []  # and those of them that were accepted
     ended: dict[str, int] = {}  # completions by finish reason
     draining: bool = False  # it refuses requests, and will end
+    receiving: int = 0  # requests whose prompts other engines compute
+    prompts_received: int = 0
+    prompts_not_received: int = 0  # asked for in vain, and computed here
+    prompts_computed_here: int = 0  # since that cost less than to ask
+    received_bytes: int = 0
     counted: dict[str, int] = {}  # by all API processes: "responses PATH STATUS", "refused REASON"
     histograms: dict[str, Histogram] = {}  # of ended completions, by the names of BOUNDS
 

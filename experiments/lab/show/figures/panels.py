@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.lab.judge.metrics import Better
-from experiments.lab.show.figures import bars, formula, frame, lines, matrix
+from experiments.lab.show.figures import bars, formula, frame, lines, matrix, split
 from experiments.lab.show.figures.frame import INK
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.result import Result
@@ -23,6 +23,8 @@ ROW_HEIGHT = 0.5  # of a row of bars
 
 def draw(plot: PlotSpec, result: Result) -> Figure:
     own = [_shown(panel, result) for panel in plot.panels]
+    if plot.panels[0].kind is PanelKind.stack:
+        return _stack(plot, own[0])
     columns = 2 if len(own) == 4 else min(len(own), PANELS_A_ROW)
     rows = -(-len(own) // columns)
     width = frame.WIDTH if columns > 1 else 0.7 * frame.WIDTH
@@ -41,6 +43,15 @@ def draw(plot: PlotSpec, result: Result) -> Figure:
     for ax in axes[len(own) :]:
         ax.set_visible(False)
     frame.legend(figure, axes)
+    figure.suptitle(textwrap.fill(plot.title, 100), fontsize=12)
+    return figure
+
+
+def _stack(plot: PlotSpec, result: Result) -> Figure:
+    figure = split.draw(plot.panels[0], result)
+    if figure is None:
+        figure, ax = frame.one(PANEL_HEIGHT)
+        frame.nothing(ax, NO_VALUE)
     figure.suptitle(textwrap.fill(plot.title, 100), fontsize=12)
     return figure
 

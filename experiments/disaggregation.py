@@ -1,0 +1,322 @@
+"""Prompts computed by one engine and decoded by another, beside engines that do both: where the time to the first token
+goes, what a transfer takes, and which load is served better by which of the two.
+
+The engines are processes, as behind mini-infer-serve; they are asked without HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from omegaconf import DictConfig
+
+from experiments.lab import points, schema
+from experiments.lab.experiment import Findings
+from experiments.lab.judge import stats
+from experiments.lab.judge.gate import Gate, compare
+from experiments.lab.judge.metrics import SLO, Better, Metric
+from experiments.lab.measure.rounds import Probe
+from experiments.lab.measure.traces import RequestTrace
+from experiments.lab.points import Point
+from experiments.lab.show.progress import Steps
+from experiments.lab.spec import ExperimentSpec
+from experiments.lab.workloads.arrivals import gamma_times
+from mini_infer import SamplingParams
+from mini_infer.core.config import Connector, Device, EngineConfig, HandOver, Numerics
+from mini_infer.core.config import replace as changed
+from mini_infer.core.errors import ConfigError
+from mini_infer.serving.processes.async_engine import AsyncEngine
+from mini_infer.serving.processes.supervisor import ways_to_make
+
+TOGETHER, APART, STREAM, AUTO = "together", "apart", "stream", "auto"
+ALWAYS = HandOver.always
+ROLES: dict[str, tuple[str, dict[str, Any]]] = {
+    TOGETHER: ("2 engines that do both", {"replicas": 2}),
+    APART: ("prefill and decode, memory", {"prefill": 1, "decode": 1, "hand_over": ALWAYS}),
+    STREAM: (
+        "prefill and decode, socket",
+        {"prefill": 1, "decode": 1, "hand_over": ALWAYS, "connector": Connector.stream},
+    ),
+    AUTO: ("prefill and decode, by cost", {"prefill": 1, "decode": 1}),
+}
+SPLIT = {  # parts of the time to the first token, in their order
+    "queue": "waiting for the engine of prompts",
+    "prefill": "prefill",
+    "transfer_exposed": "transfer after it",
+    "decode_wait": "waiting for a decode step",
+    "first_decode_step": "first decode step",
+}
+LOW, HIGH = Better.lower, Better.higher
+METRICS = {
+    "ttft_ms": Metric("time to first token, median", "ms", LOW),
+    **{f"{name}_ms": Metric(f"{label}, mean", "ms", LOW) for name, label in SPLIT.items()},
+    "transfer_ms": Metric("copies of a prompt's KV, mean", "ms", LOW),
+    "transfer_gb_s": Metric("rate of the copies", "GB/s", HIGH),
+    "exposed_share": Metric("transfer after prefill, share of TTFT", "", LOW, share=True),
+    "itl_p99_ms": Metric("inter-token latency, P99", "ms", LOW),
+    "goodput_per_s": Metric("requests that met the SLO", "1/s", HIGH),
+    "slo_share": Metric("share of requests that met the SLO", "", HIGH, share=True),
+    "moved_share": Metric("share of prompts computed apart", "", HIGH, share=True),
+}
+STARTUP_S = 600.0
+GATE_TOKENS, GATE_REQUESTS = 24, 6
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Requests of an open loop, and streams that run beside them all the time.
+
+    Attributes:
+        prompt_tokens, output_tokens: of each request.
+        rates_per_s: at which they arrive.
+        streams: endless answers to short prompts.
+        even: whether they come at even intervals; else as a Poisson process.
+    """
+
+    name: str
+    prompt_tokens: int
+    output_tokens: int
+    rates_per_s: tuple[float, ...]
+    streams: int = 0
+    even: bool = False
+
+
+@dataclass(frozen=True)
+class DisaggregationSpec(ExperimentSpec):
+    """
+    Attributes:
+        prompt_tokens: lengths of prompts that come alone, whose time to the first token is split.
+        prompts: of each length.
+        mixes: loads.
+        count: requests of a load at each rate.
+        slo: what a request keeps that counts as goodput.
+        stream_tokens: of a stream's answer.
+    """
+
+    prompt_tokens: tuple[int, ...] = ()
+    prompts: int = 10
+    mixes: tuple[Mix, ...] = ()
+    count: int = 100
+    slo: SLO = field(default_factory=SLO)
+    stream_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if not self.prompt_tokens or min(self.prompt_tokens) < 2 or min(self.prompts, self.count) < 1:
+            raise ConfigError(
+                "experiment.prompt_tokens must be lengths from 2 on, and experiment.prompts and experiment.count at "
+                f"least 1; got {list(self.prompt_tokens)}, {self.prompts} and {self.count}"
+            )
+
+
+class Disaggregation(Probe):
+    spec_class = DisaggregationSpec
+    spec: DisaggregationSpec
+    baseline = TOGETHER
+    metrics: Mapping[str, Metric] = METRICS
+    variants: Mapping[str, str] = {name: label for name, (label, _) in ROLES.items()}
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self._engine, spec = schema.engine_config(config.engine), self.spec
+        self.device = self._engine.model.device
+        self._rng = np.random.default_rng(self.settings.seed)
+        alone = [points.point({"prompt_tokens": length}) for length in spec.prompt_tokens]
+        self._mixes = {mix.name: mix for mix in spec.mixes}
+        rates = [(mix.name, rate) for mix in spec.mixes for rate in mix.rates_per_s]
+        loads = [points.point({"mix": name, "rate_per_s": rate}) for name, rate in rates]
+        self.points = [*alone, *loads]
+        of = {TOGETHER: self.points, APART: self.points, STREAM: alone, AUTO: loads}
+        self.timed = [(variant, point) for variant, own in of.items() for point in own]
+
+    def measure(self, steps: Steps) -> Findings:
+        with _Engines() as self._engines:
+            gates = self._gates() if self.settings.gates else []
+            return replace(super().measure(steps), gates=gates)
+
+    def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
+        engines = self._engines
+        engines.use(_config(self._engine, variant))
+        if "mix" in point.values:
+            return engines.run(self._load(engines.asked, variant, point))
+        return engines.run(self._alone(engines.asked, point.values["prompt_tokens"]))
+
+    async def _alone(self, engine: AsyncEngine, length: int) -> dict[str, float | None]:
+        """Prompts one after the other, the first of which warms up."""
+        answers = [await _ask(engine, self._prompt(length), 2) for _ in range(1 + self.spec.prompts)][1:]
+        ttft = stats.median([_ttft(answer) for answer in answers])
+        split = [answer.spans for answer in answers if answer.spans is not None]
+        if not split:
+            return {"ttft_ms": 1e3 * ttft}
+        means = {name: float(np.mean([spans[name] for spans in split])) for name in split[0]}
+        sent = (length - 1) * engine.info.startup["kv_token_bytes"]
+        return {
+            "ttft_ms": 1e3 * ttft,
+            **{f"{name}_ms": 1e3 * seconds for name, seconds in means.items()},
+            "transfer_gb_s": sent / means["transfer"] / 1e9 if sent else None,
+            "exposed_share": max(0.0, means["transfer_exposed"]) / ttft,
+        }
+
+    async def _load(self, engine: AsyncEngine, variant: str, point: Point) -> dict[str, float | None]:
+        spec, mix, rate = self.spec, self._mixes[point.values["mix"]], point.values["rate_per_s"]
+        count = spec.count
+        dues = [i / rate for i in range(count)] if mix.even else gamma_times(count, rate, 1.0, self._rng)
+        prompts = [self._prompt(mix.prompt_tokens) for _ in range(count)]
+        streams = [asyncio.ensure_future(self._stream(engine)) for _ in range(mix.streams)]
+        for task in streams:
+            task.add_done_callback(lambda done: None)
+        before = _moved(engine)
+        await asyncio.sleep(0.2 if streams else 0)
+        start = time.perf_counter()
+
+        async def one(prompt: list[int], due: float) -> _Answer:
+            await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
+            return await _ask(engine, prompt, mix.output_tokens, start + due)
+
+        answers = await asyncio.gather(*(one(prompt, due) for prompt, due in zip(prompts, dues, strict=True)))
+        took = max(answer.trace.token_times[-1] for answer in answers) - start
+        for task in streams:
+            task.cancel()
+        running = [gaps for gaps in await asyncio.gather(*streams, return_exceptions=True) if isinstance(gaps, list)]
+        good = sum(spec.slo.met_by(answer.trace) for answer in answers)
+        gaps = [gap for own in running for gap in own] if streams else [g for a in answers for g in a.trace.gaps]
+        itl = stats.percentile(gaps, 99)
+        moved, computed_here = (after - first for after, first in zip(_moved(engine), before, strict=True))
+        return {
+            "ttft_ms": 1e3 * stats.median([_ttft(answer) for answer in answers]),
+            "itl_p99_ms": None if itl is None else 1e3 * itl,
+            "goodput_per_s": good / took,
+            "slo_share": good / count,
+            "moved_share": None if variant == TOGETHER else moved / max(1, moved + computed_here),
+        }
+
+    async def _stream(self, engine: AsyncEngine) -> list[float]:
+        """Answers one after the other, until it is cancelled; the gaps between their tokens."""
+        gaps: list[float] = []
+        try:
+            while True:
+                gaps += (await _ask(engine, self._prompt(8), self.spec.stream_tokens)).trace.gaps
+        except asyncio.CancelledError:
+            return gaps
+
+    def _prompt(self, length: int) -> list[int]:
+        """Unlike all others."""
+        return self._rng.integers(3, self._engines.asked.info.vocab_size - 1, length).tolist()
+
+    def _gates(self) -> list[Gate]:
+        """Tokens of engines apart are those of one engine: on a GPU in batch-invariant numerics, to the bit."""
+        config = self._engine
+        if config.model.device is not Device.cpu:
+            config = replace(config, numerics=Numerics.batch_invariant)
+        lengths = [2 + (17 * i) % max(self.spec.prompt_tokens) for i in range(1, 1 + GATE_REQUESTS)]
+        found: dict[str, list[list[int]]] = {}
+        prompts: list[list[int]] = []
+        for variant in (STREAM, APART, TOGETHER):  # which is the first that is timed
+            self._engines.use(_config(config, variant))
+            prompts = prompts or [self._prompt(length) for length in lengths]
+            found[variant] = self._engines.run(_tokens(self._engines.asked, prompts))
+        against = "one engine's"
+        return [compare(variant, "", found[TOGETHER], found[variant], against) for variant in (APART, STREAM)]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    trace: RequestTrace
+    spans: dict[str, float] | None
+
+
+async def _ask(
+    engine: AsyncEngine, prompt: list[int], output_tokens: int, due: float | None = None, **params: Any
+) -> _Answer:
+    due = time.perf_counter() if due is None else due
+    given = {"temperature": 0.0, **params}
+    stream = engine.submit(prompt, SamplingParams(max_tokens=output_tokens, ignore_eos=True, **given))
+    times: list[float] = []
+    tokens: list[int] = []
+    spans = None
+    async for delta in stream:
+        times += [time.perf_counter()] * len(delta.token_ids)
+        tokens += delta.token_ids
+        spans = delta.spans or spans
+    trace = RequestTrace(len(prompt), output_tokens, due, tuple(times), tuple(tokens))
+    return _Answer(trace, spans)
+
+
+async def _tokens(engine: AsyncEngine, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Half of them drawn at random, all at once."""
+    asked = [
+        _ask(engine, prompt, GATE_TOKENS, temperature=float(index % 2), seed=index)
+        for index, prompt in enumerate(prompts)
+    ]
+    return [list(answer.trace.token_ids) for answer in await asyncio.gather(*asked)]
+
+
+def _ttft(answer: _Answer) -> float:
+    assert answer.trace.ttft is not None, "every request gets its tokens, or an error"
+    return answer.trace.ttft
+
+
+def _moved(engine: AsyncEngine) -> tuple[int, int]:
+    """Prompts that came from another engine so far, and those that might have."""
+    every = [replica.stats for replica in engine.replicas]
+    return sum(each.prompts_received for each in every), sum(each.prompts_computed_here for each in every)
+
+
+def _config(engine: EngineConfig, variant: str) -> EngineConfig:
+    return changed(engine, parallel=ROLES[variant][1])
+
+
+class _Engines:
+    """Engine processes, those of one config at a time."""
+
+    asked: AsyncEngine
+
+    def __enter__(self) -> _Engines:
+        self._loop = asyncio.new_event_loop()
+        self._config: EngineConfig | None = None
+        self._open = ExitStack()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+        self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(work)
+
+    def use(self, config: EngineConfig) -> None:
+        if config != self._config:
+            self._open.close()
+            self._config = None
+            self.asked = self._open.enter_context(self._engines(config))
+            self._config = config
+
+    @contextmanager
+    def _engines(self, config: EngineConfig) -> Iterator[AsyncEngine]:
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            paths = []
+            makes: Sequence[Callable[[str], Any]] = ways_to_make(config, max_queued=2**20)
+            for number, make in enumerate(makes):
+                paths.append(os.path.join(folder, f"engine-{number}"))
+                stack.callback(make(paths[-1]).stop)
+            connected = AsyncEngine.connect(
+                *paths,
+                routing=config.parallel.routing,
+                num_prefill=config.parallel.prefill,
+                startup_timeout=STARTUP_S,
+            )
+            engine = self.run(connected)
+            while any(replica.failure is not None for replica in engine.replicas):
+                self.run(asyncio.sleep(0.1))
+            try:
+                yield engine
+            finally:
+                self.run(engine.close())

@@ -1,0 +1,113 @@
+"""Messages, and bytes behind them, between two engine processes of one machine.
+
+Nobody waits for the other side: one thread sends what was put into a queue, another one takes what comes. What is said
+is pickled, so a link must not leave the folder that the server made for itself, or the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from mini_infer.transfer.protocol import Message
+
+_HEAD = struct.Struct("<IQ")  # bytes of the message, and of what follows it
+
+
+class Link:
+    """
+    Args:
+        take: called with each message and its bytes, in a thread; what it raises ends the link.
+        end: called once, in a thread, when nothing will come any more.
+    """
+
+    def __init__(
+        self, sock: socket.socket, take: Callable[[Link, Message, bytearray], None], end: Callable[[Link], None]
+    ) -> None:
+        self._sock = sock
+        self._take, self._end = take, end
+        self._unsent: queue.SimpleQueue[tuple[Message, Any, Any] | None] = queue.SimpleQueue()
+        self.ended = False
+
+    def start(self) -> None:
+        for work in (self._send_all, self._receive_all):
+            threading.Thread(target=work, name="kv-link", daemon=True).start()
+
+    def send(self, message: Message, payload: Any = b"", ready: Any = None) -> None:
+        """Waits for nothing; to an ended link, does nothing.
+
+        Args:
+            payload: a buffer, or a call that gives one in the sending thread.
+            ready: an event of the device behind which the payload can be read.
+        """
+        if not self.ended:
+            self._unsent.put((message, payload, ready))
+
+    def close(self) -> None:
+        """It ends, as it does when the other side is gone."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _send_all(self) -> None:
+        with contextlib.suppress(OSError):
+            while (item := self._unsent.get()) is not None:
+                message, payload, ready = item
+                if ready is not None:
+                    ready.synchronize()
+                data, body = pickle.dumps(message), memoryview(payload).cast("B")
+                self._sock.sendall(_HEAD.pack(len(data), len(body)) + data)
+                if len(body):
+                    self._sock.sendall(body)
+        self.close()
+
+    def _receive_all(self) -> None:
+        try:
+            while True:
+                length, following = _HEAD.unpack(self._receive(_HEAD.size))
+                message = pickle.loads(self._receive(length))
+                self._take(self, message, self._receive(following))
+        except (OSError, EOFError):
+            pass
+        finally:
+            self.ended = True
+            self._unsent.put(None)
+            self._sock.close()
+            self._end(self)
+
+    def _receive(self, count: int) -> bytearray:
+        data = bytearray(count)
+        view = memoryview(data)
+        while view:
+            got = self._sock.recv_into(view)
+            if not got:
+                raise EOFError
+            view = view[got:]
+        return data
+
+
+class Bell:
+    """Wakes whoever waits in `select`."""
+
+    def __init__(self) -> None:
+        self.sock, self._rope = socket.socketpair()
+        self.sock.setblocking(False)
+        self._rope.setblocking(False)
+
+    def ring(self) -> None:
+        """In any thread."""
+        with contextlib.suppress(OSError):  # full: it is readable then
+            self._rope.send(b".")
+
+    def quiet(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self.sock.recv(4096)
+
+    def close(self) -> None:
+        self.sock.close()
+        self._rope.close()

@@ -1,0 +1,176 @@
+"""The engine that decodes: it asks others for prompts' KV, and hears what has come.
+
+The engine's loop calls `start` and `poll`, and waits for nobody; a thread of each link takes what comes. Links are made
+when somebody is first asked, and again when one has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mini_infer.core.request import Handover
+from mini_infer.transfer.link import Bell, Link
+from mini_infer.transfer.protocol import (
+    Arrival,
+    Ask,
+    Blocks,
+    Cancel,
+    Choice,
+    End,
+    Hello,
+    Message,
+    NoReceiver,
+    Unlike,
+)
+
+logger = logging.getLogger(__name__)
+COPIES_END_S = 1.0  # after the process whose GPU makes them has ended
+
+
+class _Asked(NamedTuple):
+    link: Link
+    time: float
+
+
+class Receiver(NoReceiver):
+    """
+    Args:
+        hello: what is said first on every link.
+        take_blocks: puts the bytes behind a Blocks message where they belong.
+        always: computes nothing here that others can.
+        writes_late: whoever asks for memory to be written to by a GPU does not know when that ends if its process dies.
+
+    Attributes:
+        num_received, num_failed, num_bytes: transfers that came, those that did not, and what came.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        take_blocks: Callable[[Blocks, bytearray], None],
+        always: bool = False,
+        writes_late: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.choice: Choice = Choice(always)
+        self.bell = Bell()
+        self.num_received = self.num_failed = self.num_bytes = 0
+        self._hello, self._take_blocks, self._clock = hello, take_blocks, clock
+        self._wait_s = COPIES_END_S if writes_late else 0.0
+        # Of the engine's thread and of those of links:
+        self._changes = threading.Condition()
+        self._links: dict[str, Link] = {}
+        self._unlike: set[Link] = set()  # those that lead to an engine which computes nothing for this one
+        self._asked: dict[int, _Asked] = {}
+        self._arrived: deque[Arrival] = deque()
+
+    def start(self, asks: Sequence[Ask], cancelled: Sequence[int]) -> None:
+        for transfer_id in cancelled:
+            asked = self._asked.get(transfer_id)
+            if asked is not None:
+                asked.link.send(Cancel(transfer_id))
+        for ask in asks:
+            try:
+                with self._changes:
+                    link = self._links.get(ask.at) or self._connect(ask.at)
+                    self._asked[ask.transfer_id] = _Asked(link, self._clock())
+                if link in self._unlike:
+                    self._end(ask.transfer_id, None)
+                else:
+                    link.send(ask)
+            except OSError as error:
+                logger.warning("no engine computes prompts at %s: %s", ask.at, error)
+                self._end(ask.transfer_id, None)
+
+    def _connect(self, path: str) -> Link:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(path)
+        except OSError:
+            sock.close()
+            raise
+        return self.attach(path, Link(sock, self.hear, self.hear_end))
+
+    def attach(self, path: str, link: Any) -> Any:
+        self._links[path] = link
+        link.start()
+        link.send(self._hello)
+        return link
+
+    def poll(self) -> list[Arrival]:
+        self.bell.quiet()
+        arrivals = []
+        while self._arrived:
+            arrivals.append(self._arrived.popleft())
+        for arrival in arrivals:
+            if arrival.handover is None:
+                self.num_failed += 1
+            else:
+                self.num_received += 1
+                self.num_bytes += arrival.handover.num_bytes
+        return arrivals
+
+    def abandon(self) -> None:
+        with self._changes:
+            for transfer_id, asked in self._asked.items():
+                asked.link.send(Cancel(transfer_id))
+            self._changes.wait_for(lambda: not self._asked)
+        self._arrived.clear()
+
+    def close(self) -> None:
+        for link in list(self._links.values()):
+            link.close()
+        self.bell.close()
+
+    # --- in threads of links --------------------------------------------------------------------------------------
+
+    def hear(self, link: Link, message: Message, payload: bytearray) -> None:
+        if isinstance(message, Blocks):
+            if message.transfer_id in self._asked:
+                self._take_blocks(message, payload)
+        elif isinstance(message, End):
+            asked = self._asked.get(message.transfer_id)
+            if asked is None:
+                return
+            handover = None
+            if message.reason:
+                logger.info("a prompt is computed here: %s", message.reason)
+            else:
+                times = message.begun, message.computed, message.copying, self._clock()
+                handover = Handover(asked.time, *times, message.num_bytes)
+            self._end(message.transfer_id, handover)
+        elif isinstance(message, Unlike):
+            logger.error(
+                "prompts are computed here, since the engine for prompts is unlike this one: %s", message.reason
+            )
+            with self._changes:
+                self._unlike.add(link)
+            self._end_all(link, 0.0)
+
+    def hear_end(self, link: Link) -> None:
+        """Whatever it was to send will not come."""
+        with self._changes:
+            self._links = {path: other for path, other in self._links.items() if other is not link}
+            self._unlike.discard(link)
+        self._end_all(link, self._wait_s)
+
+    def _end_all(self, link: Link, wait_s: float) -> None:
+        with self._changes:
+            lost = [transfer_id for transfer_id, asked in self._asked.items() if asked.link is link]
+        if lost:
+            time.sleep(wait_s)
+        for transfer_id in lost:
+            self._end(transfer_id, None)
+
+    def _end(self, transfer_id: int, handover: Handover | None) -> None:
+        with self._changes:
+            self._asked.pop(transfer_id, None)
+            self._arrived.append(Arrival(transfer_id, handover))
+            self._changes.notify_all()
+        self.bell.ring()

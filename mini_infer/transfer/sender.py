@@ -1,0 +1,163 @@
+"""The engine that computes prompts for others: it hears what they ask, has the engine compute it, and tells the end.
+
+Its threads only hear. Everything else happens in the loop of the engine: `turn` between two steps, `take` for each
+output. A prompt is a request like any other, of which nobody wants the token that it samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from mini_infer.core.errors import RequestError
+from mini_infer.core.request import Export, FinishReason, RequestOutput, SamplingParams
+from mini_infer.transfer.blocks import Target
+from mini_infer.transfer.link import Bell, Link
+from mini_infer.transfer.memory import MemoryTarget
+from mini_infer.transfer.protocol import Ask, Cancel, End, Hello, Message, Unlike
+from mini_infer.transfer.stream import StreamTarget
+
+if TYPE_CHECKING:  # it is handed one
+    from mini_infer.runtime.llm_engine import LLMEngine
+
+logger = logging.getLogger(__name__)
+BACKLOG = 16
+_COMPUTE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+
+class _Asked(NamedTuple):
+    link: Link
+    transfer_id: int  # as the link's other side calls it
+    number: int  # as the pusher does
+
+
+class Sender:
+    """
+    Args:
+        about: what has to be equal on both sides (Hello.about).
+    """
+
+    def __init__(self, engine: LLMEngine, about: dict[str, str]) -> None:
+        pusher = engine.executor.runner.pusher
+        assert pusher is not None, "an engine with parallel.prefill has one"
+        self._engine, self._about, self._pusher = engine, about, pusher
+        self.bell = Bell()
+        self._heard: deque[tuple[Link, Message | None]] = deque()  # None: the link has ended
+        self._memories: dict[Link, MemoryTarget | None] = {}  # of those that have said Hello; None: a stream
+        self._asked: dict[str, _Asked] = {}  # by the engine's request id
+        self._numbers = itertools.count(1)
+        self._listener: socket.socket | None = None
+
+    def listen(self, path: str) -> None:
+        """Takes links from other processes, at a socket of this path."""
+        with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
+            os.unlink(path)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(BACKLOG)
+        threading.Thread(target=self._accept, name="kv-accept", daemon=True).start()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                Link(self._listener.accept()[0], self.hear, self.hear_end).start()
+
+    def hear(self, link: Link, message: Message, payload: bytearray) -> None:
+        self._heard.append((link, message))
+        self.bell.ring()
+
+    def hear_end(self, link: Link) -> None:
+        self._heard.append((link, None))
+        self.bell.ring()
+
+    def turn(self) -> None:
+        """Takes in what was heard."""
+        self.bell.quiet()
+        while self._heard:
+            link, message = self._heard.popleft()
+            if isinstance(message, Hello):
+                self._greet(link, message)
+            elif isinstance(message, Ask) and link in self._memories:
+                self._add(link, message)
+            elif isinstance(message, Cancel):
+                self._abort(link, message.transfer_id)
+            elif message is None:
+                self._memories.pop(link, None)
+                self._abort(link)
+
+    def take(self, output: RequestOutput) -> bool:
+        """Whether the output is of a prompt that somebody asked for; then that is all there is to do with it."""
+        asked = self._asked.get(output.request_id)
+        if asked is None:
+            return False
+        (completion,) = output.outputs
+        if completion.finish_reason is None:
+            return True
+        del self._asked[output.request_id]
+        copying, num_bytes = self._pusher.close(asked.number)
+        metrics = completion.metrics
+        assert metrics is not None
+        if completion.finish_reason is FinishReason.length:
+            assert metrics.first_scheduled_time is not None
+            times = metrics.first_scheduled_time, metrics.token_times[-1], copying
+            end = End(asked.transfer_id, "", *times, num_bytes)
+        else:
+            end = End(asked.transfer_id, f"the prompt was given up: {completion.finish_reason.value}")
+        asked.link.send(end)
+        return True
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        for link in self._memories:
+            link.close()
+        self.bell.close()
+
+    def _greet(self, link: Link, hello: Hello) -> None:
+        unlike = [
+            f"{name} is {hello.about.get(name)} there and {own} here"
+            for name, own in self._about.items()
+            if hello.about.get(name) != own
+        ]
+        try:
+            if unlike:
+                raise OSError("; ".join(unlike))
+            store = self._engine.executor.runner.model.store
+            self._memories[link] = None if hello.memory is None else MemoryTarget(hello.memory, store)
+        except OSError as error:
+            logger.error("an engine asks for prompts and gets none: %s", error)
+            link.send(Unlike(str(error)))
+
+    def _add(self, link: Link, ask: Ask) -> None:
+        number, memory = next(self._numbers), self._memories[link]
+        request_id = f"prompt-{number}"
+        target: Target = StreamTarget(link, ask.transfer_id) if memory is None else memory
+        export = Export(number, ask.first, ask.blocks, self._engine.config.cache.block_size)
+        try:
+            self._engine.add_request(
+                ask.token_ids,
+                _COMPUTE,
+                request_id=request_id,
+                priority=ask.priority,
+                cache_salt=ask.cache_salt,
+                stream=False,
+                export=export,
+            )
+        except RequestError as error:
+            link.send(End(ask.transfer_id, str(error)))
+            return
+        self._pusher.open(number, target)
+        self._asked[request_id] = _Asked(link, ask.transfer_id, number)
+
+    def _abort(self, link: Link, transfer_id: int | None = None) -> None:
+        """One transfer of a link, or all of them. Their ends come with the engine's next outputs."""
+        for request_id, asked in list(self._asked.items()):
+            if asked.link is link and transfer_id in (None, asked.transfer_id):
+                self._engine.abort(request_id)

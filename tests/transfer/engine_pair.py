@@ -1,0 +1,167 @@
+"""An engine that computes prompts and one that decodes, in one process, with a link whose every message and end the
+test decides about."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+from mini_infer import EngineConfig, LLMEngine
+from mini_infer.core.config import replace
+from mini_infer.core.request import RequestOutput
+from mini_infer.runtime.handover import make_sender
+from mini_infer.transfer.protocol import Message
+from mini_infer.transfer.receiver import Receiver
+from mini_infer.transfer.sender import Sender
+
+PREFILL = "prefill"  # where its engine is asked
+
+
+class Wire:
+    """Both directions of a link: what was said and has not been heard."""
+
+    def __init__(self) -> None:
+        self.there: deque[tuple[Message, bytearray]] = deque()
+        self.back: deque[tuple[Message, bytearray]] = deque()
+        self.near, self.far = _End(self.there), _End(self.back)
+
+    def cut(self) -> None:
+        self.near.ended = self.far.ended = True
+        self.there.clear()
+        self.back.clear()
+
+
+class _End:
+    def __init__(self, unheard: deque[tuple[Message, bytearray]]) -> None:
+        self._unheard = unheard
+        self.ended = self.closed = False
+
+    def start(self) -> None:
+        pass
+
+    def send(self, message: Message, payload: Any = b"", ready: Any = None) -> None:
+        if not self.ended:
+            self._unheard.append((message, bytearray(payload)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class _Receiver(Receiver):
+    pair: Pair
+
+    def _connect(self, path: str) -> Any:
+        if self.pair.sender is None:
+            raise ConnectionRefusedError("nobody listens")
+        self.pair.wires.append(Wire())
+        return self.attach(path, self.pair.wires[-1].near)
+
+
+class Pair:
+    """
+    Attributes:
+        decode: the engine that is asked for tokens; `prefill` computes prompts for it, as long as it lives.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.wires: list[Wire] = []
+        self._config = config
+        self.prefill: LLMEngine | None = None
+        self.sender: Sender | None = None
+        self.start_prefill()
+        self.decode = LLMEngine(replace(config, parallel={"decode": 1}))
+        made = self.decode.receiver
+        assert isinstance(made, Receiver)
+        made.__class__ = _Receiver
+        assert isinstance(made, _Receiver)
+        made.pair, self.receiver = self, made
+
+    def start_prefill(self) -> None:
+        self.prefill = LLMEngine(replace(self._config, parallel={"prefill": 1}))
+        self.sender = make_sender(self.prefill)
+
+    def kill_prefill(self) -> None:
+        """Nothing of it is left; whoever decodes hears of it later."""
+        for wire in self.wires:
+            wire.cut()
+        if self.sender is not None:
+            self.sender.close()
+        self.prefill = self.sender = None
+
+    def deliver_ends(self) -> None:
+        for wire in [wire for wire in self.wires if wire.near.ended or wire.near.closed]:
+            wire.cut()
+            self.wires.remove(wire)
+            self.receiver.hear_end(wire.near)  # type: ignore[arg-type]
+            if self.sender is not None:
+                self.sender.hear_end(wire.far)  # type: ignore[arg-type]
+
+    def deliver(self, wire: Wire, back: bool) -> None:
+        """The next message of one direction."""
+        unheard = wire.back if back else wire.there
+        if not unheard:
+            return
+        message, payload = unheard.popleft()
+        if back:
+            self.receiver.hear(wire.near, message, payload)  # type: ignore[arg-type]
+        elif self.sender is not None:
+            self.sender.hear(wire.far, message, payload)  # type: ignore[arg-type]
+
+    def step_prefill(self) -> None:
+        if self.sender is None or self.prefill is None:
+            return
+        self.sender.turn()
+        if self.prefill.has_unfinished_requests():
+            for output in self.prefill.step():
+                assert self.sender.take(output), "nobody else asks it"
+
+    def step(self) -> list[RequestOutput]:
+        return self.decode.step() if self.decode.has_unfinished_requests() else []
+
+    def settle(self) -> None:
+        """Hears and computes all that there is."""
+        for _ in range(10_000):
+            self.deliver_ends()
+            for wire in list(self.wires):
+                while wire.there or wire.back:
+                    self.deliver(wire, back=False)
+                    self.deliver(wire, back=True)
+            self.step_prefill()
+            self.decode.exchange()
+            busy = self.prefill is not None and self.prefill.has_unfinished_requests()
+            heard = self.sender is not None and bool(self.sender._heard)
+            waits = any(wire.there or wire.back or wire.near.ended for wire in self.wires)
+            if not (busy or heard or waits or self.receiver._asked):
+                return
+        raise AssertionError("it does not settle")
+
+    def check_empty(self) -> None:
+        """No block, and nothing that remembers one, is left of what has ended."""
+        for engine in filter(None, (self.decode, self.prefill)):
+            engine.executor.runner._transfers.poll(wait=True)
+            for transfer_id in engine.scheduler.kv.transfers:  # to the host, of who ended, or of a step that failed
+                engine.scheduler.kv.end_transfer(transfer_id)
+        assert not self.receiver._asked
+        assert not self.decode.scheduler._asked
+        assert not self.decode.scheduler.kv._under_way
+        assert self.decode.scheduler.usage().used_blocks == 0
+        if self.sender is not None and self.prefill is not None:
+            assert not self.sender._asked
+            assert not self.sender._pusher._open
+            assert self.prefill.scheduler.usage().used_blocks == 0
+            assert len(self.sender._memories) <= len(self.wires)
+
+
+def shuffled_turns(rng: random.Random, pair: Pair) -> None:
+    """Some of what may happen next, in any order: nothing is lost by it."""
+    for _ in range(rng.randint(1, 4)):
+        choice = rng.random()
+        if choice < 0.35:
+            pair.step_prefill()
+        elif pair.wires and choice < 0.95:
+            wire = rng.choice(pair.wires)
+            for _ in range(rng.randint(1, 3)):
+                pair.deliver(wire, back=rng.random() < 0.5)
+        else:
+            pair.deliver_ends()

@@ -1,0 +1,192 @@
+"""Random histories of an engine that decodes and one that computes prompts for it, on the dry model: whatever is late,
+ends or dies, every request gets the tokens that it gets alone, and no block is lost on either side.
+
+The dry model derives each token from the chain of all tokens before it, read through the block table: a block that
+arrived wrong, in part, or in somebody else's place changes every token that follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from functools import cache
+
+import pytest
+from engine_pair import PREFILL, Pair, shuffled_turns
+from integrity import check_scheduler
+
+from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer.core.request import FinishReason
+
+MAX_LEN = 40
+FAULTS = ["none", "none", "cut", "kill", "fail prefill", "fail decode"]
+HISTORIES_A_PAIR = 25  # engines live on: what one history leaves behind shows in the next
+
+
+def config(rng: random.Random) -> EngineConfig:
+    block_size = rng.choice([1, 3, 4, 16])
+    least = -(-MAX_LEN // block_size)
+    seqs = rng.randint(1, 5)
+    return EngineConfig.from_dict(
+        {
+            "model": {"load_format": "dry", "dry": {"max_model_len": MAX_LEN}},
+            "cache": {
+                "block_size": block_size,
+                "num_blocks": least + rng.randint(0, 2 * least),
+                "prefix_caching": rng.random() < 0.7,
+                "watermark": rng.choice([0.0, 0.1]),
+            },
+            "scheduler": {
+                "max_num_seqs": seqs,
+                "max_num_batched_tokens": seqs + rng.randint(0, 30),
+                "policy": rng.choice(["fcfs", "priority"]),
+                "preemption": rng.choice(["recompute", "recompute", "swap"]),
+                "overlap": rng.choice(["never", "always"]),
+            },
+            "parallel": {
+                "connector": rng.choice(["memory", "stream"]),
+                "hand_over": rng.choice(["always", "always", "auto"]),
+            },
+        }
+    )
+
+
+PREFIXES = [[65 + i % 20 for i in range(30)], [97] * 30]
+
+
+@cache
+def made_up(seed: int) -> tuple[list[int], SamplingParams]:
+    rng = random.Random(seed)
+    tail = [rng.randint(32, 126) for _ in range(rng.randint(0, 6))]
+    prompt = rng.choice(PREFIXES)[: rng.randint(0, 30)] + tail or [33]
+    params = SamplingParams(
+        n=rng.choice([1, 1, 1, 2]),
+        temperature=rng.choice([0.0, 1.5]),
+        max_tokens=rng.randint(1, 12),
+        seed=rng.randint(0, 3),
+        logprobs=rng.choice([None, None, 1]),
+        presence_penalty=rng.choice([0.0, 1.5]),
+        repetition_penalty=rng.choice([1.0, 2.5]),
+        grammar=rng.choice([None, None, None, ("regex", "[A-F]{2,9}(x|yz)*")]),
+        prompt_logprobs=rng.choice([None, None, None, None, 1]),
+    )
+    return prompt, params
+
+
+@cache
+def alone() -> LLMEngine:
+    dry = {"load_format": "dry", "dry": {"max_model_len": MAX_LEN}}
+    return LLMEngine(EngineConfig.from_dict({"model": dry, "cache": {"num_blocks": 64, "prefix_caching": False}}))
+
+
+@cache
+def tokens_alone(seed: int) -> list[list[int]]:
+    prompt, params = made_up(seed)
+    return [completion.token_ids for completion in alone().generate([prompt], params)[0].outputs]
+
+
+class Planted(Exception):
+    pass
+
+
+def planted(_: object) -> None:
+    raise Planted
+
+
+def live(rng: random.Random, pair: Pair) -> None:
+    """A history, from an idle pair to an idle pair."""
+    fault, fault_at = rng.choice(FAULTS), rng.randint(0, 12)
+    arrivals = [(rng.randint(0, 10), rng.randint(0, 59), rng.random() < 0.2) for _ in range(rng.randint(1, 6))]
+    gone: set[str] = set()
+    found: dict[str, dict[int, list[int]]] = {}
+    reasons: dict[str, set[FinishReason | None]] = {}
+    for turn in itertools.count():
+        assert turn < 2000, "the engines make no progress"
+        for number, (at, seed, leaves) in enumerate(arrivals):
+            name = f"r{number}"
+            if at == turn:
+                prompt, params = made_up(seed)
+                found[name], reasons[name] = {}, set()
+                about = {"priority": rng.randint(0, 2), "cache_salt": rng.choice(["", "", "salt"])}
+                pair.decode.add_request(prompt, params, request_id=name, prefill_at=PREFILL, **about)
+            if leaves and turn == at + 4:
+                gone.add(name)
+                pair.decode.abort(name)
+        engine = pair.prefill if fault == "fail prefill" else pair.decode if fault == "fail decode" else None
+        runner = None if engine is None else engine.executor.runner
+        if turn == fault_at:
+            if fault == "cut":
+                for wire in pair.wires:
+                    wire.cut()
+            elif fault == "kill":
+                pair.kill_prefill()
+            elif runner is not None:
+                runner.launch = planted  # type: ignore[method-assign]
+        if turn == fault_at + 6 and pair.sender is None:
+            pair.start_prefill()
+        with contextlib.suppress(Planted):
+            shuffled_turns(rng, pair)
+        with contextlib.suppress(Planted):
+            for output in pair.step():
+                for completion in output.outputs:
+                    found[output.request_id].setdefault(completion.index, []).extend(completion.token_ids_delta)
+                    reasons[output.request_id].add(completion.finish_reason)
+        if turn == fault_at + 2 and runner is not None:
+            vars(runner).pop("launch", None)
+        check_scheduler(pair.decode.scheduler)
+        if turn > 15 and not pair.decode.has_unfinished_requests():
+            break
+    pair.settle()
+    for number, (_, seed, _) in enumerate(arrivals):
+        name = f"r{number}"
+        for index, expected in enumerate(tokens_alone(seed)):
+            tokens = found[name].get(index, [])
+            failed = FinishReason.error in reasons[name]
+            assert not failed or fault == "fail decode"
+            whole = not failed and name not in gone
+            assert tokens == (expected if whole else expected[: len(tokens)]), (name, fault)
+    pair.check_empty()
+
+
+def test_an_engine_that_is_unlike_computes_nothing_for_others(caplog: pytest.LogCaptureFixture) -> None:
+    rng = random.Random(0)
+    pair = Pair(config(rng))
+    assert pair.sender is not None
+    pair.sender._about = {**pair.sender._about, "cache.block_size": "999"}
+    for number in range(2):
+        prompt, params = made_up(number)
+        pair.decode.add_request(prompt, params, request_id=f"r{number}", prefill_at=PREFILL)
+        while pair.decode.has_unfinished_requests():
+            pair.step()
+            shuffled_turns(rng, pair)
+    pair.settle()
+    pair.check_empty()
+    assert pair.receiver.num_received == 0
+    assert pair.receiver.num_failed == 2
+    assert [r.message for r in caplog.records if "unlike" in r.message] == [
+        "prompts are computed here, since the engine for prompts is unlike this one: cache.block_size is "
+        f"{pair.decode.config.cache.block_size} there and 999 here"
+    ]
+
+
+def run(seed: int, histories: int) -> int:
+    """How many prompts came from the other engine."""
+    rng, received = random.Random(seed), 0
+    for first in range(0, histories, HISTORIES_A_PAIR):
+        pair = Pair(config(rng))
+        for _ in range(min(HISTORIES_A_PAIR, histories - first)):
+            live(rng, pair)
+        received += pair.receiver.num_received
+        pair.kill_prefill()
+        pair.receiver.close()
+    return received
+
+
+def test_no_token_changes_and_no_block_is_lost() -> None:
+    assert run(seed=1, histories=75) > 50
+
+
+@pytest.mark.slow
+def test_ten_thousand_histories() -> None:
+    assert run(seed=2, histories=10_000) > 10_000

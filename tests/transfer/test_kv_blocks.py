@@ -1,0 +1,133 @@
+"""Blocks of any layout go from one store to another through each connector; and the parts around them."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+import torch
+
+from mini_infer.cache.kv_store import KVStore
+from mini_infer.cache.layout import KVLayout, Plane
+from mini_infer.core.plan import Push
+from mini_infer.core.request import Export, Handover
+from mini_infer.transfer.blocks import KVBlocks, Pusher
+from mini_infer.transfer.link import Link
+from mini_infer.transfer.memory import MemoryTarget, SharedAllocator
+from mini_infer.transfer.protocol import Blocks, Cancel, Choice, End, Message
+from mini_infer.transfer.stream import StreamTarget, take_blocks
+
+CPU = torch.device("cpu")
+LATENT = Plane("latent", (576,), torch.bfloat16)
+FP8 = tuple(Plane(n, (2, 5), torch.float8_e4m3fn, scales=Plane(f"{n}_scales", (2,), torch.float32)) for n in "kv")
+LAYOUTS = {
+    "keys and values": KVLayout.of_heads(3, 2, 8, torch.float32),
+    "latent": KVLayout.alike(2, LATENT),
+    "unlike layers": KVLayout((FP8, (LATENT,), FP8)),
+    "odd bytes": KVLayout.of_heads(2, 1, 3, torch.float8_e5m2),
+}
+PAIRS = [(0, 5), (4, 1), (2, 7)]
+
+
+def blocks_of(store: KVStore) -> list[torch.Tensor]:
+    """Of each tensor of each layer: [planes, num_blocks, bytes]."""
+    layers = range(store.layout.num_layers)
+    return [t.flatten(2).view(torch.uint8) for layer in layers for t in store.of_layer(layer)]
+
+
+def filled(layout: KVLayout, num_blocks: int, allocate: Any = None) -> KVStore:
+    store = KVStore(layout, num_blocks=num_blocks, block_size=3, device=CPU, allocate=allocate)
+    for tensor in store.tensors:
+        tensor.view(torch.uint8).random_()
+    return store
+
+
+@pytest.mark.parametrize("connector", ["memory", "stream"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_blocks_arrive_and_nothing_else_changes(layout: KVLayout, connector: str) -> None:
+    allocate = SharedAllocator(CPU)
+    source, target = filled(layout, 6), filled(layout, 9, allocate)
+    before = [tensor.clone() for tensor in blocks_of(target)]
+    arriving = KVBlocks.of(target)
+
+    class Direct:
+        def send(self, message: Message, payload: Any, ready: Any) -> None:
+            assert isinstance(message, Blocks)
+            take_blocks(arriving, message, bytearray(payload), None)
+
+    pusher = Pusher(KVBlocks.of(source))
+    by_stream = StreamTarget(Direct(), 1)  # type: ignore[arg-type]
+    pusher.open(1, by_stream if connector == "stream" else MemoryTarget(allocate.shared(9), source))
+    pusher.begin([Push(1, PAIRS), Push(2, [(0, 0)])])  # nobody has opened the other
+    for layer in range(layout.num_layers):
+        pusher.layer(layer)
+    pusher.end()
+    pusher.layer(0)  # of a step that pushes nothing
+    seconds, num_bytes = pusher.close(1)
+    assert seconds > 0
+    assert num_bytes == len(PAIRS) * layout.bytes_per_block(3)
+    for mine, theirs, kept in zip(blocks_of(source), blocks_of(target), before, strict=True):
+        for here, there in PAIRS:
+            kept[:, there] = mine[:, here]
+        assert torch.equal(theirs, kept)
+
+
+def test_memory_that_is_gone_is_refused() -> None:
+    store, allocate = filled(LAYOUTS["latent"], 2), SharedAllocator(CPU)
+    shared = allocate.shared(2)._replace(handles=[[2**30, 0]])
+    with pytest.raises(OSError, match="No such file"):
+        MemoryTarget(shared, store)
+
+
+def test_chunks_push_what_they_add() -> None:
+    export = Export(1, first=1, blocks=[10, 11, 12], block_size=4)  # of 14 tokens, of which it has the first 4
+    table = [5, 6, 7, 8]
+    assert export.pairs(table, 3) == []
+    assert export.pairs(table, 6) == [(6, 10)]
+    assert export.pairs(table, 12) == [(6, 10), (7, 11)]  # the part of a block is sent again with the rest of it
+    assert export.pairs(table, 14) == [(8, 12)]
+    assert export.pairs(table, 8) == []  # it is computed again
+
+
+def test_a_link_carries_messages_and_bytes_until_one_side_is_gone() -> None:
+    heard: list[Any] = []
+    ends: list[Link] = []
+    near, far = socket.socketpair()
+    one = Link(near, lambda link, message, payload: heard.append((message, bytes(payload))), ends.append)
+    other = Link(far, lambda link, message, payload: link.send(message, payload), ends.append)
+    for link in (one, other):
+        link.start()
+    one.send(Cancel(3))
+    one.send(Blocks(1, 2, [4]), b"x" * 2**20)
+    one.send(End(1, "all"))
+    _wait(lambda: len(heard) == 3)
+    assert heard == [(Cancel(3), b""), (Blocks(1, 2, [4]), b"x" * 2**20), (End(1, "all"), b"")]
+    other.close()
+    _wait(lambda: len(ends) == 2)
+    one.send(Cancel(3))  # which nobody hears
+    assert one.ended
+    assert other.ended
+
+
+def _wait(condition: Any) -> None:
+    import time
+
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_a_prompt_stays_where_sending_it_costs_more() -> None:
+    choice = Choice()
+    assert choice.pays(1, decoding=0), "the first ones are to learn from"
+    for tokens in (10, 100, 1000, 400):  # 2 ms + 0.1 ms a token to compute; 10 ms more to come here
+        begun, computed = 5.0, 5.0 + 0.002 + 1e-4 * tokens
+        choice.learn(tokens, Handover(4.995, begun, computed, 0.001, computed + 0.005, 1))
+    assert not choice.pays(1000, decoding=0), "nobody waits for it"
+    assert choice.pays(1000, decoding=1)
+    assert not choice.pays(10, decoding=2), "3 ms for three, against 13 ms"
+    assert choice.pays(10, decoding=8)
+    assert choice.num_kept == 2
+    assert Choice(always=True).pays(1, decoding=0)

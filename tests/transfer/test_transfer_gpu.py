@@ -1,0 +1,71 @@
+"""Engines on GPUs, one for prompts and one that decodes: tokens are to the bit those of one engine, in numerics that
+do not depend on the batch. With one GPU both are on it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer.core.config import replace
+from mini_infer.serving.api.stream import Stream
+from mini_infer.serving.processes.async_engine import AsyncEngine
+from mini_infer.serving.processes.launch import EngineProcess
+
+PROMPTS = [[7 + (n * n) % 900 for n in range(length)] for length in (2, 17, 300, 800)]
+PARAMS = [SamplingParams(temperature=float(n % 2), seed=n, max_tokens=24, ignore_eos=True) for n in range(len(PROMPTS))]
+CONFIG = EngineConfig.from_dict(
+    {
+        "model": {"path": "tiny-target", "dtype": "bfloat16", "device": "cuda"},
+        "cache": {"memory_gib": 0.5, "prefix_caching": False},
+        "scheduler": {"max_num_batched_tokens": 128, "max_num_seqs": 8},
+        "numerics": "batch_invariant",
+        "parallel": {"hand_over": "always"},
+    }
+)
+
+
+async def tokens_of(stream: Stream) -> list[int]:
+    return [token async for delta in stream for token in delta.token_ids]
+
+
+async def tokens_apart(folder: Path, connector: str) -> tuple[list[list[int]], int]:
+    """And how many prompts were handed over."""
+    count = torch.cuda.device_count()
+    with ExitStack() as stack:
+        paths = []
+        for number, role in enumerate(("prefill", "decode")):
+            order = [(number + shift) % count for shift in range(count)]
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, order))}
+            config = replace(CONFIG, parallel={role: 1, "connector": connector})
+            paths.append(str(folder / role))
+            stack.callback(EngineProcess(config, socket_path=paths[-1], environment=environment).stop)
+        engine = await AsyncEngine.connect(*paths, num_prefill=1)
+        try:
+            while any(replica.failure is not None for replica in engine.replicas):
+                await asyncio.sleep(0.1)
+            streams = [engine.submit(prompt, own) for prompt, own in zip(PROMPTS, PARAMS, strict=True)]
+            found = await asyncio.gather(*map(tokens_of, streams))
+            moved = 0
+            for _ in range(30):  # stats come every 0.1 s
+                moved = engine.replicas[1].stats.prompts_received
+                await asyncio.sleep(0.1)
+            return found, moved
+        finally:
+            await engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("connector", ["memory", "stream"])
+def test_tokens_are_those_of_one_engine(tmp_path: Path, connector: str) -> None:
+    one = LLMEngine(replace(CONFIG, parallel={"hand_over": "auto"}))
+    expected = [output.outputs[0].token_ids for output in one.generate(PROMPTS, PARAMS)]
+    one.close()
+    found, moved = asyncio.run(asyncio.wait_for(tokens_apart(tmp_path, connector), 240))
+    assert found == expected
+    assert moved == len(PROMPTS)
