@@ -273,7 +273,7 @@ def _bytes(a, b, c, d):
 
 @triton.jit
 def _byte_products(words, digits, low, high, less, ODD: tl.constexpr, SHARED: tl.constexpr, PLACE: tl.constexpr):
-    """low and high plus the products of codes of planes ODD and ODD + 2, which bytes of a word have, with x's bytes; less
+    """low and high plus products of x's bytes and the codes of planes ODD and ODD + 2, which are bytes of a word; less
     plus those of ones. Of these planes, such as are in the chunk's PLACE-th group, which SHARED make up."""
     FIRST: tl.constexpr = 0x00010001 if ODD // SHARED == PLACE else 0
     SECOND: tl.constexpr = 0x01000100 if (ODD + 2) // SHARED == PLACE else 0
