@@ -45,11 +45,14 @@ def cache(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return keys.view(torch.float8_e4m3fn).view(shape), values.view(torch.float8_e4m3fn).view(shape), tables
 
 
+@pytest.mark.parametrize("query_len", [1, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decode(cache, scales, dtype, device):
+def test_decode(cache, scales, dtype, query_len, device):
     keys, values, tables, lengths = (t.to(device) for t in (*cache, torch.tensor(LENGTHS).int()))
-    q = torch.randn(len(LENGTHS), HEADS, SIZE, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    more = {"scale": 0.2, "window": None, "query_len": 1, "kv_scales": scales.to(device)}
+    rows = lengths >= query_len
+    tables, lengths = tables[rows], lengths[rows]
+    q = torch.randn(len(lengths) * query_len, HEADS, SIZE, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    more = {"scale": 0.2, "window": None, "query_len": query_len, "kv_scales": scales.to(device)}
     expected = paged_decode_reference(q.float(), keys, values, tables, lengths, **more)
     for kernel in (paged_decode, flash_decode):
         out = kernel(q, keys, values, tables, lengths, **more).float()

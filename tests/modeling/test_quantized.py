@@ -21,7 +21,7 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.calibration import scales
 from mini_infer.core.config import CacheConfig, EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
-from mini_infer.kernels.ops import TorchKernels, TritonKernels
+from mini_infer.kernels.ops import InvariantKernels, TorchKernels, TritonKernels
 from mini_infer.modeling.linear_methods import quantized
 from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel
 from mini_infer.modeling.linear_methods.quantized import QuantizedLinear, SideBySide, stored_as
@@ -212,6 +212,21 @@ def test_folders_compute_what_their_numbers_say(
     found, expected = logits(own, step_rows), transformers_logits(with_weights(meant, activations))
     assert error(found, expected) < (1e-5 if activations is None else FLIPS)
     assert error(expected, transformers_logits(model())) > 2e-3
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq, act-order", "gptq, act-order, zeros", "gptq, a group, zeros", "fp8 in blocks", "fp8"]
+)
+def test_a_row_of_a_product_is_the_same_to_the_bit_in_any_batch(name: str, tmp_path: Path) -> None:
+    config, tensors = FOLDERS[name]
+    quantized_folder(tmp_path, config, tensors, intermediate_size=256)
+    folder = ModelConfig(path=str(tmp_path))
+    own = load_model(folder, load_spec(folder), torch.float32, CPU, kernels=InvariantKernels())
+    for product in (own.layers[0].mlp.gate_up_proj.method, own.layers[0].mlp.down_proj.method):
+        x = torch.randn(16, product._shape.in_size, generator=torch.Generator().manual_seed(1))
+        every = product.apply(x)
+        for rows in (slice(0, 1), slice(3, 12), slice(15, 16)):  # of one tile, as numpy sums in orders of its own
+            assert torch.equal(product.apply(x[rows]), every[rows])
 
 
 def test_blocks_that_would_overlap_are_computed_side_by_side(tmp_path: Path) -> None:

@@ -4,18 +4,18 @@ As kernels/gemv.py, whose ends (SiLU-mul, residual, rotation) these kernels have
 have a scale a row, or are int4. Two kernels:
 
     `_fma_kernel`   up to 4 rows of x: 16-byte loads of W into registers and multiply-adds there. int8 four products an
-                    instruction (dp4a), fp8 made float32. Of int4, x becomes fixed-point numbers of 16 bits, whose high
-                    and low bytes are multiplied like int8: an eighth of the instructions of products in float32.
-                    A unit is 1 / 32,767 of the largest of 32 columns, which a sum of them notices 20 times less than
-                    that its result is bfloat16.
+                    instruction (dp4a), fp8 made float32. For int4, x becomes fixed-point numbers of 16 bits, whose high
+                    and low bytes are multiplied like int8: two thirds of the time of products in float32. A unit is
+                    1 / 32,767 of the largest of 32 columns, which changes their sum some 20 times less than rounding
+                    the result to bfloat16 does.
     `_dot_kernel`   tensor cores, with as many rows as a tile has. Where W has too few rows for all SMs, a program has a
                     part of K only, by W's shape alone, and the last of a tile to finish adds the parts up, in order.
 
 Sums of int8 products are exact, so that either gives linear.py's bits. Others sum in an order of their own, which
 is one for any number of rows that the same kernel and tile take.
 
-Both are programmatic dependents (kernels/pdl.py). While they wait for x they have the first of their weights brought
-to L2, which depend on nobody.
+Both are programmatic dependents (kernels/pdl.py). Before they wait for x they ask for the first of their weights, which
+depend on nobody: into registers, or L2.
 """
 
 from __future__ import annotations
@@ -272,13 +272,11 @@ def _bytes(a, b, c, d):
 
 
 @triton.jit
-def _byte_products(
-    words, digits, low, high, less, ODD: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr
-):  # fmt: skip
-    """low, high and less plus the products of codes, and of ones, of planes ODD and ODD + 2, of which a word has the
-    codes in its bytes. But those planes alone of which SHARED make up a GROUP."""
-    FIRST: tl.constexpr = 0x00010001 if ODD // SHARED == GROUP else 0
-    SECOND: tl.constexpr = 0x01000100 if (ODD + 2) // SHARED == GROUP else 0
+def _byte_products(words, digits, low, high, less, ODD: tl.constexpr, SHARED: tl.constexpr, PLACE: tl.constexpr):
+    """low and high plus products of x's bytes and the codes of planes ODD and ODD + 2, which are bytes of a word; less
+    plus those of ones. Of these planes, such as are in the chunk's PLACE-th group, which SHARED make up."""
+    FIRST: tl.constexpr = 0x00010001 if ODD // SHARED == PLACE else 0
+    SECOND: tl.constexpr = 0x01000100 if (ODD + 2) // SHARED == PLACE else 0
     if FIRST + SECOND != 0:
         x_low, x_high = digits[2 * ODD], digits[2 * ODD + 1]
         codes = (words >> (4 * ODD)) & (15 * (FIRST + SECOND))
@@ -294,8 +292,8 @@ def _add_int4_products(
     sums, words, scales, zeros, x_ptr, stride_x, start, T: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """As `_add_products`, of words of eight codes: nibble `plane` of the halves of word w of a chunk is of the columns
-    PLANE * plane + 2 * w and the next.
+    """sums [BLOCK_N, BLOCK_W / 4] of each row of x, plus products of words of eight codes: nibble `plane` of the halves
+    of word w of a chunk is of the columns PLANE * plane + 2 * w and the next.
 
     scales, zeros: of `_group_values`, () where there are none.
     """
@@ -312,7 +310,7 @@ def _add_int4_products(
             high = low
             less = tl.zeros([BLOCK_W], tl.int32)
             for odd in tl.static_range(2):
-                low, high, less = _byte_products(words, digits, low, high, less, odd, begin // SHARED, SHARED)
+                low, high, less = _byte_products(words, digits, low, high, less, odd, SHARED, begin // SHARED)
             low = tl.sum(tl.reshape(low, [BLOCK_N, QUADS, 4]), axis=2)
             high = tl.sum(tl.reshape(high, [BLOCK_N, QUADS, 4]), axis=2)
             less = tl.sum(tl.reshape(less, [QUADS, 4]), axis=1)[None, :]
