@@ -18,7 +18,7 @@ from torch import Tensor
 from mini_infer.kernels.interface import Routes
 from mini_infer.parallel.context import ParallelContext
 
-PLACE_EVERY = 256  # steps
+FIRST, PLACE_EVERY = 16, 256  # steps; at first sooner, each time after as many again
 
 
 def choose_copies(load: Sequence[int], ranks: int, room: int) -> list[list[int]]:
@@ -112,12 +112,14 @@ class HotExperts:
     """Of all layers, whose copies are placed between steps. All ranks make the same steps."""
 
     def __init__(self, ranks: ParallelContext, layers: Sequence[ExpertCopies]) -> None:
-        self._ranks, self._layers, self._steps = ranks, layers, 0
+        self._ranks, self._layers = ranks, layers
+        self._steps, self._next = 0, min(FIRST, PLACE_EVERY)
 
     def before_step(self) -> None:
         self._steps += 1
-        if self._steps % PLACE_EVERY:
+        if self._steps < self._next:
             return
+        self._next += min(self._steps, PLACE_EVERY)
         loads = self._ranks.all_reduce(torch.stack([layer.load for layer in self._layers])).tolist()
         for layer, load in zip(self._layers, loads, strict=True):
             layer.place(load)

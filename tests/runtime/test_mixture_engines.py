@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # Qwen2-MoE: test_engine_pa
     "deepseek-v2": ("DeepseekV2", LATENTS),
     "deepseek-v2, groups": ("DeepseekV2", LATENTS | GROUPS),
 }
-SHORT: dict[str, Any] = {"num_blocks": 16, "block_size": 8, "watermark": 0.0}
+SHORT: dict[str, Any] = {"num_blocks": 12, "block_size": 8, "watermark": 0.0}
 BUSY: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 23, "overlap": "always"}
 MACHINES: dict[str, dict[str, Any]] = {
     "recompute": {"cache": SHORT, "scheduler": BUSY},

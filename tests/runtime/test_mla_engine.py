@@ -12,6 +12,7 @@ import transformers
 from integrity import check_scheduler
 from safetensors.torch import load_file, save_file
 
+from experiments.lab.judge.probe import probe_logits
 from mini_infer import ConfigError, EngineConfig, LLMEngine, SamplingParams
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.worker import worker
@@ -176,6 +177,25 @@ def test_latents_in_8_bits_are_the_same_in_every_form_and_close_to_whole_ones(
     first = [tokens[0] == whole[0] for tokens, whole in zip(found["auto"], expected, strict=True)]
     assert sum(first) >= 6, "of 8"
     assert found["auto"] != expected, "nothing was rounded"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [1, 77, 300])
+def test_captured_steps_give_the_logits_of_eager_ones(split: int) -> None:
+    """In DeepSeek's sizes of heads, with experts."""
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    wide = {"hidden_size": 512, "moe_intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16}
+    shape = SMALL | sizes | wide | {"vocab_size": 5003, "q_lora_rank": 192, "max_position_embeddings": 4096}
+    shape |= {"architectures": ["DeepseekV3ForCausalLM"], "initializer_range": 0.02, "rope_parameters": YARN}
+    ids = torch.randint(0, 5003, (split + 20,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = []
+    for graphs in ({"max_prefill_tokens": 0}, {"capture": "never"}):  # pieces are padded, which rounds otherwise
+        model = {"path": "made up", "load_format": "dummy", "hf_config": shape, "dtype": "bfloat16"}
+        engine = LLMEngine(EngineConfig.from_dict({"model": model, "graphs": graphs, "cache": {"num_blocks": 256}}))
+        assert bool(engine.startup.graphs.batch_sizes) == ("capture" not in graphs)
+        found.append(probe_logits(engine, ids, split))
+        engine.close()
+    assert torch.equal(*found)
 
 
 def test_what_cannot_be_is_refused(folder: Path, expected: list[list[int]]) -> None:

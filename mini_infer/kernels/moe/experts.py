@@ -153,8 +153,8 @@ def expert_results(
         grouped_kernel[(triton.cdiv(weight.codes.shape[1], tile.outs), num_tiles)](
             source, weight[:3], order, places, target, num_tiles, GATED=gated, CHOSEN=chosen, OUT=target.shape[1],
             IN=source.shape[1], CHUNKS=chunks, FORM=weight.form, BLOCK_ROWS=rows, BLOCK_OUT=tile.outs,
-            BLOCK_K=weight.block_k(tile.k), DOT=DOT_DTYPES[x.dtype], num_warps=tile.num_warps,
-            num_stages=tile.num_stages, **options,
+            BLOCK_K=weight.block_k(tile.k if chunks == 1 else _within(source.shape[1] // chunks, tile.k)),
+            DOT=DOT_DTYPES[x.dtype], num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
         )  # fmt: skip
 
     h, y = x.new_empty((pairs, gate_up.codes.shape[1] // 2)), x.new_empty((tokens, chosen, size), dtype=dtype)
@@ -181,6 +181,12 @@ def add_experts(
             **launch_options(out.device),
         )  # fmt: skip
     return out
+
+
+def _within(chunk: int, columns: int) -> int:
+    """As many columns at a time that chunks have no rest, or all of them: masks would cost more than shorter steps."""
+    power = chunk & -chunk
+    return power if 16 <= power < columns else columns
 
 
 class _Weight(NamedTuple):

@@ -309,14 +309,15 @@ def _product(
     CHUNK: tl.constexpr = IN // CHUNKS
     WIDTH: tl.constexpr = (CHUNK + BLOCK_K - 1) // BLOCK_K * BLOCK_K
     for at in range(0, CHUNKS * WIDTH, BLOCK_K):
-        chunk, k = 0, at
+        chunk, k, stop = at // WIDTH, at, IN
         if CHUNKS > 1:
-            chunk = at // WIDTH
-            k = chunk * CHUNK + at % WIDTH
+            stop = (chunk + 1) * CHUNK
+            if WIDTH != CHUNK:  # else nothing is divided on the way to an address
+                k = chunk * CHUNK + at % WIDTH
         columns = k + tl.arange(0, BLOCK_K)
         mask = exists[:, None]
         if CHUNK % BLOCK_K != 0:
-            mask = mask & (columns < (chunk + 1) * CHUNK)[None, :]
+            mask = mask & (columns < stop)[None, :]
         x = tl.load(x_ptr + source[:, None] * IN + columns[None, :], mask=mask, other=0.0).to(DOT)
         w = _weights(weight, expert, w_rows, real, k, HEIGHT, IN, BLOCK_K, FORM, CHUNKS).to(DOT)
         if TALL_PAIRS:
