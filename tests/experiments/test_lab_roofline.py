@@ -8,9 +8,13 @@ import torch
 from omegaconf import OmegaConf
 
 from experiments.lab.judge import roofline
+from experiments.lab.judge.metrics import SLO
 from experiments.lab.judge.roofline import StepWork, cost, floor
-from experiments.lab.measure import ceilings, hardware
+from experiments.lab.measure import ceilings, cells, hardware
 from experiments.lab.measure.hardware import Ceilings, Hardware
+from experiments.lab.measure.kinds import Kind
+from experiments.lab.points import Point
+from experiments.lab.workloads.random import Fixed
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError
@@ -96,6 +100,20 @@ def record(**changes):
     } | changes  # fmt: skip
     known = set(StepRecord._fields)
     return StepRecord(**{key: value for key, value in values.items() if key in known})
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}])
+def test_the_ranks_of_an_engine_share_a_steps_work(parallel):
+    """Two stages compute two steps at a time, so that one ends in half of the time."""
+    machine = Ceilings(copy_gb_s=10, read_gb_s=10, matmul_tflop_s={"float32": 1})
+
+    def floor_s(layout):
+        engine = EngineConfig.from_dict({"model": {"path": "tiny-target", "device": "cpu"}, "parallel": layout})
+        cell = cells.Cell("one", Point("", {}), Kind.engine, engine, Fixed(), "one")
+        (found,) = cells.context(cell, SLO(), machine, "").floors([record()])
+        return found.seconds
+
+    assert floor_s(parallel) == pytest.approx(floor_s({}) / 2)
 
 
 def test_work_of_a_record():
