@@ -59,7 +59,9 @@ class _UnderWay:
 
 NO_MATCH = PrefixMatch([], 0)
 SAVED_AT_ONCE = 32  # blocks: a copy of few takes the host as long as one of many
-WRITTEN_AT_ONCE = 1 / 8  # of host memory, at most: as long as it takes these blocks cannot be given to others
+# Blocks: who is loading alone waits for what is being written, too, and as long as that takes these blocks cannot be
+# given to others. So it is no more than an eighth of host memory either.
+WRITTEN_AT_ONCE = 256
 _block_table, _num_computed_tokens = attrgetter("block_table"), attrgetter("num_computed_tokens")
 
 
@@ -351,7 +353,8 @@ class KVManager:
         if self._writing is not None or not self._unwritten:
             return None
         files: list[tuple[int, bytes]] = []
-        while self._unwritten and len(files) < max(1, WRITTEN_AT_ONCE * self.num_host_blocks):
+        most = max(1, min(WRITTEN_AT_ONCE, self.num_host_blocks // 8))
+        while self._unwritten and len(files) < most:
             block_hash = next(iter(self._unwritten))
             del self._unwritten[block_hash]
             block = self._host.block_of(block_hash)

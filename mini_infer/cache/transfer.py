@@ -18,7 +18,7 @@ from mini_infer.core.plan import Transfer
 
 _STAGED_BYTES = 32 * 2**20  # of device memory, or one block
 _CHUNK_BYTES = 256 * 2**20  # of host memory
-_FILE_THREADS = 16
+_READERS, _WRITERS = 16, 2  # threads: somebody waits for reading, and Python that writes takes turns with the step loop
 
 
 class AtOnce:
@@ -103,7 +103,10 @@ class KVTransfer:
             self._stream.uses(part.blocks)
             self._stream.uses(part.staged)
         self._files = files
-        self._threads = ThreadPoolExecutor(_FILE_THREADS, "kv files") if files else None
+        self._readers, self._writers = (
+            ThreadPoolExecutor(_READERS, "kv reader"),
+            ThreadPoolExecutor(_WRITERS, "kv writer"),
+        )
         self._at_files: list[tuple[Transfer, list[Future[list[int]]]]] = []
         self._failed: dict[int, list[int]] = {}  # of transfers that ended since these were taken
 
@@ -113,14 +116,14 @@ class KVTransfer:
         if not transfer.files:
             self._queue(transfer)
             return
-        assert self._threads is not None, f"{transfer} without files"
-        shares = [transfer.files[first::_FILE_THREADS] for first in range(min(_FILE_THREADS, len(transfer.files)))]
-        jobs = [self._threads.submit(self._through_files, share, transfer.to_host) for share in shares]
+        threads, count = (self._writers, _WRITERS) if transfer.to_host else (self._readers, _READERS)
+        shares = [transfer.files[first::count] for first in range(min(count, len(transfer.files)))]
+        jobs = [threads.submit(self._through_files, share, transfer.to_host) for share in shares]
         self._at_files.append((transfer, jobs))
 
     def _through_files(self, files: Sequence[tuple[int, bytes]], to_host: bool) -> list[int]:
         """Writes host blocks, or reads them. Those with which it did not work. On a thread, which mostly waits."""
-        assert self._files is not None
+        assert self._files is not None, "they are in no plan without"
         verb = self._files.write if to_host else self._files.read
         return [block for block, block_hash in files if not verb(block_hash, self._host_bytes(block))]
 

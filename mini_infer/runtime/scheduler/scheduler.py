@@ -28,6 +28,7 @@ and a simulator.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from itertools import takewhile
 
 from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Batching, EngineConfig, Policy, Preemption, SchedulerConfig
@@ -323,21 +324,17 @@ class Scheduler:
     def _load(self, request: Request, step: PlannedStep) -> Transfer | None:
         """Starts to bring back what host memory and files hold of an admitted request's prompt, where that is sooner
         done than computing it."""
-        saved, size = self.kv.find_saved(request), self.kv.block_size
-        in_host = next((count for count, one in enumerate(saved) if one.block is None), len(saved))
-        for count, reads in ((len(saved), True), (in_host, False)):  # where files are too slow, what needs none
-            part = saved[:count]
-            if (
-                not part
-                or (reads and count == in_host)
-                or not self._load_costs.loading_pays(reads, count, count * size)
-            ):
-                continue
-            transfer = self.kv.load(request, part)
-            if transfer is not None:
-                self._loads[transfer.transfer_id] = step.now, reads, len(transfer.pairs)
-                step.transfers.append(transfer)
-            return transfer
+        saved = self.kv.find_saved(request)
+        in_host = list(takewhile(lambda one: one.block is not None, saved))
+        # Where reading files takes too long, what needs none may be worth it.
+        for part in (saved, in_host) if len(in_host) < len(saved) else (in_host,):
+            count, reads = len(part), len(part) > len(in_host)
+            if part and self._load_costs.loading_pays(reads, count, count * self.kv.block_size):
+                transfer = self.kv.load(request, part)
+                if transfer is not None:
+                    self._loads[transfer.transfer_id] = step.now, reads, len(transfer.pairs)
+                    step.transfers.append(transfer)
+                return transfer
         return None
 
     # --- what another engine computes -----------------------------------------------------------------------------
