@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib
 import typing
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -35,9 +35,13 @@ Settings = TypeVar("Settings")
 Spec = TypeVar("Spec", bound=ExperimentSpec)
 
 
-@functools.cache
 def twin(cls: type) -> type:
     """A mutable dataclass with the fields, types and defaults of `cls`, nested dataclasses included."""
+    return _twin(typing.cast(Hashable, cls))
+
+
+@functools.cache
+def _twin(cls: Any) -> type:
     hints = typing.get_type_hints(cls)
     columns: list[Any] = []
     for f in fields(cls):
