@@ -114,7 +114,7 @@ class CacheConfig:
 class SchedulerConfig:
     batching: Batching = Batching.continuous  # when requests join the batch
     policy: Policy = Policy.fcfs  # whose turn it is, and who gives way when KV memory runs out
-    ageing_tokens_per_s: float = 8192.0  # policy=shortest: a second of waiting outweighs so many more prompt tokens
+    ageing_tokens_per_s: float = 2048.0  # policy=shortest: a second of waiting outweighs so many more prompt tokens
     max_num_seqs: int = 256  # requests that hold a batch slot at once
     max_num_batched_tokens: int = 8192  # token budget of a step
     chunked_prefill: bool = True  # a prompt may be computed in parts, over several steps, beside those that decode
