@@ -99,7 +99,7 @@ class Cluster:
         while self._acts or self._ends:
             act = self._acts[0].time if self._acts else float("inf")
             end = self._ends[0][0] if self._ends else float("inf")
-            if until is not None and min(act, end) >= until:
+            if until is not None and act >= until and end >= until:
                 break
             if end <= act:
                 _, _, request = heapq.heappop(self._ends)
