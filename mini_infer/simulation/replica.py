@@ -62,7 +62,8 @@ class Ended:
 
 
 class Ahead(NamedTuple):
-    """Steps that are alike: the k-th, of `count`, takes `lap` + (k - 1) `growth`, and the first ends at `first`."""
+    """Steps that are alike: the first of `count` ends at `first`, the second takes `lap`, and each of the others `growth`
+    more than the one before it."""
 
     first: float
     lap: float
@@ -70,12 +71,12 @@ class Ahead(NamedTuple):
     count: int
 
     def end(self, k: int) -> float:
-        return self.first + (k - 1) * (self.lap + self.growth * k / 2)
+        return self.first + (k - 1) * (self.lap + self.growth * (k - 2) / 2)
 
     def ends(self, count: int) -> list[float]:
         """Of the first `count` steps."""
         first, lap, half = self.first, self.lap, self.growth / 2
-        return [first + k * (lap + half * (k + 1)) for k in range(count)]
+        return [first + k * (lap + half * (k - 1)) for k in range(count)]
 
 
 NOTHING_ALIKE = Ahead(0.0, 0.0, 0.0, 0)
@@ -189,14 +190,14 @@ class Replica:
         first = self._device_s(1)
         growth = (self._device_s(1 + most) - first) / most  # costs are linear in the context
         if not executor.overlap:
-            self._ahead = Ahead(clock.now + host + first, host + first, growth, most)
+            self._ahead = Ahead(clock.now + host + first, host + first + growth, growth, most)
             return
         # The device is at a step already, and its end is read first; then the longer of host and device counts.
         start = max(clock.now + host, executor.free_at)
-        if first + growth >= host:
+        if first >= host:
             self._ahead = Ahead(start, first, growth, most)
         else:
-            waits_for_host = most if first + growth * most <= host else int((host - first) / growth)
+            waits_for_host = most if first + growth * most <= host else 1 + int((host - first) / growth)
             self._ahead = Ahead(start, host, 0.0, min(most, 1 + waits_for_host))
 
     def _device_s(self, ahead: int) -> float:
