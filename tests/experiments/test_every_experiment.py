@@ -60,9 +60,8 @@ OWN = {
     ],
     "fleet": [
         "experiment.requests=60",
-        "experiment.cases={small: {replicas: 3, routers: 2, down: 0.4, swing: 0.5}}",
-        "experiment.prefix_tokens=64",
-        "experiment.claims=[]",
+        *("~experiment.cases", "+experiment.cases={small: {replicas: 3, routers: 2, down: 0.4, swing: 0.5}}"),
+        *("experiment.prefix_tokens=64", "experiment.claims=[]"),
     ],
     "simulator_speed": ["experiment.requests=100", "experiment.replicas=[2]", "measure.repeats=1"],
     "capacity": [
