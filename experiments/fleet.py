@@ -71,6 +71,7 @@ class FleetSpec(ExperimentSpec):
     """
     Attributes:
         costs: a file of conf/costs, without its ending.
+        slower: so much longer steps take than there: fewer requests then load a fleet, and are simulated sooner.
         rate_per_s: of requests to each replica, on the average over them, at a load of 1.
         requests: that come within the window, at a load of 1.
         prefixes: beginnings that prompts share, for each replica; some are asked for more often than others (Zipf).
@@ -83,17 +84,18 @@ class FleetSpec(ExperimentSpec):
     """
 
     costs: str = "qwen2_5_7b.h200"
-    rate_per_s: float = 6.0
-    requests: int = 60_000
+    slower: float = 4.0
+    rate_per_s: float = 2.5
+    requests: int = 16_000
     prefixes: int = 2
     shared: float = 0.75
     prefix_tokens: int = 2048
     suffix_tokens: int = 2048
     output_tokens: int = 128
     blocks: int = 8192
-    ttft_ms: float = 500.0
-    tpot_ms: float = 25.0
-    restart_s: float = 2.0
+    ttft_ms: float = 2000.0
+    tpot_ms: float = 100.0
+    restart_s: float = 60.0
     cases: dict[str, Any] = field(default_factory=dict)
 
 
@@ -124,7 +126,7 @@ class Fleet(Probe):
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         self._engine = schema.engine_config(config.engine)
-        self._costs = costs.read(costs.FOLDER / f"{self.spec.costs}.yaml").costs
+        self._costs = costs.read(costs.FOLDER / f"{self.spec.costs}.yaml").costs.slower(self.spec.slower)
         self._cases = {name: Case(**changes) for name, changes in self.spec.cases.items()}
         self.points = [Point(name, {"case": name}) for name in self._cases]
         self.timed = [(VARIANT, point) for point in self.points]

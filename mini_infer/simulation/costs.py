@@ -100,6 +100,12 @@ class FittedCosts:
     def copy_s(self, blocks: int) -> float:
         return self.block_s * blocks
 
+    def slower(self, times: float) -> FittedCosts:
+        """Of a device that takes so many times as long; the host is the same."""
+        decode, prompts = (Curve(c.tokens, tuple(times * s for s in c.seconds)) for c in (self.decode, self.prompts))
+        attention = times * self.slot_s, times * self.reach_s, times * self.pair_s
+        return FittedCosts(decode, prompts, *attention, self.plan_s, self.row_s, self.block_s)
+
 
 class MeasuredStep(NamedTuple):
     work: Work
