@@ -62,19 +62,19 @@ class Ended:
 
 
 class Ahead(NamedTuple):
-    """Steps that are alike: the first of `count` ends at `first`, the second takes `lap`, and each of the others `growth`
+    """Steps that are alike: the first of `steps` ends at `first`, the second takes `lap`, and each of the others `growth`
     more than the one before it."""
 
     first: float
     lap: float
     growth: float
-    count: int
+    steps: int
 
     def end(self, k: int) -> float:
         return self.first + (k - 1) * (self.lap + self.growth * (k - 2) / 2)
 
     def ends(self, count: int) -> list[float]:
-        """Of the first `count` steps."""
+        """Of the first `count`."""
         first, lap, half = self.first, self.lap, self.growth / 2
         return [first + k * (lap + half * (k - 1)) for k in range(count)]
 
@@ -134,7 +134,7 @@ class Replica:
     @property
     def next_event(self) -> float:
         """The earliest moment at which it does something that anybody could see; it is busy."""
-        return self._ahead.end(self._ahead.count) if self._ahead.count else self.clock.now
+        return self._ahead.end(self._ahead.steps) if self._ahead.steps else self.clock.now
 
     def add(self, request_id: str, prompt: Sequence[int], output_tokens: int, now: float, priority: int = 0) -> Request:
         """A request that arrives at `now`. RequestError where it can never be served."""
@@ -161,7 +161,7 @@ class Replica:
 
     def run(self) -> list[Request]:
         """On to `next_event`, and what comes then: who has ended by it."""
-        if self._ahead.count:
+        if self._ahead.steps:
             self.skip_until(self.next_event)
         self.core.step()
         if self._skips and self.busy:
@@ -172,9 +172,9 @@ class Replica:
     def skip_until(self, moment: float) -> None:
         """Takes the steps that begin before `moment`, of those that were looked for."""
         ahead, self._ahead = self._ahead, NOTHING_ALIKE
-        if not ahead.count or moment <= self.clock.now:
+        if not ahead.steps or moment <= self.clock.now:
             return
-        count = min(bisect_left(range(1, ahead.count + 1), moment, key=ahead.end) + 1, ahead.count)
+        count = min(bisect_left(range(1, ahead.steps + 1), moment, key=ahead.end) + 1, ahead.steps)
         self.core.scheduler.skip(self._alike, ahead.ends(count), TOKEN)
         self.clock.now = ahead.end(count)
         if self._executor.overlap:  # the last of them is under way
