@@ -112,6 +112,7 @@ class Capacity(Experiment):
         self.metrics = {"gpus": GPUS, **{name: formulas.describe(name) for name in OF_PASS}}
         formulas.require_known(OF_PASS, self.spec.slo)
         self._plans: dict[tuple[Any, ...], Plan | str] = {}  # by settings: or why they cannot be had
+        self._tried: list[Plan] = []  # with other numbers of replicas, too
 
     @property
     def hardware_key(self) -> str:
@@ -123,8 +124,9 @@ class Capacity(Experiment):
         self._sources: dict[str, None] = {}
         steps.plan(1 + sum(map(len, self.spec.settings.values())))
         best = self._search(steps)
-        plans = sorted((plan for plan in self._plans.values() if isinstance(plan, Plan)), key=lambda plan: plan.order)
-        front = _front(plans)
+        found = [plan for plan in self._plans.values() if isinstance(plan, Plan)]
+        front = _front([plan for plan in self._tried if plan.keeps] or found)
+        plans = sorted([*found, *(plan for plan in front if plan not in found)], key=lambda plan: plan.order)
         rows = [
             Row(VARIANT, plan.point.name, 0, name, float(value), self.metrics[name].unit)
             for plan in plans
@@ -197,7 +199,9 @@ class Capacity(Experiment):
         values = dict(_values(served, self.spec.slo))
         gpus = replicas * engine.parallel.ranks
         keeps = values["slo_share"] >= self.spec.share
-        return Plan(settings, replicas, gpus, {"gpus": gpus, **values}, keeps, setup.found.bound)
+        plan = Plan(settings, replicas, gpus, {"gpus": gpus, **values}, keeps, setup.found.bound)
+        self._tried.append(plan)
+        return plan
 
     def _engine(self, settings: Mapping[str, Any], replicas: int) -> EngineConfig:
         changed = schema.with_values(self._config, {**settings, REPLICAS: replicas})
@@ -276,7 +280,7 @@ def _values(served: Served, slo: SLO) -> Iterator[tuple[str, float]]:
 
 
 def _front(plans: Sequence[Plan]) -> list[Plan]:
-    """Those that no other beats in GPUs and in the median TTFT alike (Pareto)."""
+    """Those that no other beats both in GPUs and in the median TTFT (Pareto)."""
     front: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.gpus, plan.values["ttft_p50_ms"])):
         if not front or plan.values["ttft_p50_ms"] < front[-1].values["ttft_p50_ms"]:
@@ -290,7 +294,7 @@ def _front_words(front: Sequence[Plan]) -> str:
         f"({plan.point.name})"
         for plan in front
     ]
-    return f"Cost against latency, the best of each: {'; '.join(told)}."
+    return f"Cost against latency, where nothing is better in both: {'; '.join(told)}."
 
 
 def _known(config: Mapping[Any, Any] | DictConfig, key: str) -> Any:

@@ -9,7 +9,7 @@ from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.rate_search import FOUND, KEPT, RateSearch
-from experiments.lab.spec import ExperimentSpec
+from experiments.lab.spec import VARIANT_KEYS, ExperimentSpec
 from mini_infer.core.errors import ConfigError
 
 
@@ -89,11 +89,14 @@ class AblationSpec(ExperimentSpec):
         return replace(self, variants={**self.variants, name: {**changes, "label": label}}), name
 
     def with_predictions(self) -> AblationSpec:
-        """With a simulated engine behind each variant that is one of ours."""
+        """With a simulated engine behind each variant that is one of ours. One that is served has none where an engine
+        alone has the same settings: HTTP is not simulated."""
         variants = dict[str, Any]()
+        of_engines = [_settings(c) for c in self.variants.values() if (c or {}).get("kind", "engine") == Kind.engine]
         for name, changes in self.variants.items():
             variants[name] = changes
-            if (changes or {}).get("kind", "engine") == Kind.engine:
+            kind = (changes or {}).get("kind", "engine")
+            if kind == Kind.engine or (kind == Kind.served and _settings(changes) not in of_engines):
                 label = f"{(changes or {}).get('label') or name.replace('_', ' ')}, predicted"
                 variants[f"{name} predicted"] = {**(changes or {}), "kind": Kind.simulated.value, "label": label}
         return replace(self, variants=variants)
@@ -127,3 +130,8 @@ class AblationSpec(ExperimentSpec):
             timeline=None,
             profile=(),
         )
+
+
+def _settings(changes: dict[str, Any] | None) -> dict[str, Any]:
+    """Of the engine, that a variant changes."""
+    return {key: value for key, value in (changes or {}).items() if key not in VARIANT_KEYS}

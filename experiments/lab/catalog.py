@@ -161,13 +161,15 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
 
 def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:
     """What is shorter to type than what Hydra reads: `model=<folder or hub name>` for a model that is no file in
-    conf/model, `experiment.points.<axis>=[...]`, `--record` and `--resume`."""
+    conf/model, `experiment.points.<axis>=[...]`, `slo.<bound>=...` of an experiment, `--record` and `--resume`."""
     changed = []
     for argument in arguments:
         key, _, value = argument.partition("=")
         is_path = "/" in value or Path(value).is_dir()
         if key == "model" and is_path and not (conf / "model" / f"{value}.yaml").exists():
             argument = f"engine.model.path={value}"
+        if key.startswith("slo."):
+            argument = f"experiment.{argument}"
         if key.lstrip("+").startswith(POINTS):
             argument = f"+measure.points={{{key.lstrip('+').removeprefix(POINTS)}: {value}}}"
         changed += [f"{key}={value}" for key, value in SHORT[argument].items()] if argument in SHORT else [argument]

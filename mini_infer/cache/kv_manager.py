@@ -20,15 +20,31 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mini_infer.cache.block_pool import BlockPool
 from mini_infer.core.config import Layout
 from mini_infer.core.plan import KVUsage, Transfer
 from mini_infer.core.request import Request
+
+
+def chained_sha256(parent: bytes | str, tokens: Sequence[int], size: int) -> list[bytes]:
+    """Hashes of blocks of `size` tokens, each of all that is before it, too.
+
+    Args:
+        parent: hash of the block before them; of the first blocks the request's salt.
+    """
+    data, width, sha256 = array("I", tokens).tobytes(), size * array("I").itemsize, hashlib.sha256
+    if isinstance(parent, str):
+        parent = sha256(parent.encode()).digest()
+    hashes = []
+    for start in range(0, len(data), width):
+        parent = sha256(parent + data[start : start + width]).digest()
+        hashes.append(parent)
+    return hashes
 
 
 class PrefixMatch(NamedTuple):
@@ -62,6 +78,7 @@ SAVED_AT_ONCE = 32  # blocks: a copy of few takes the host as long as one of man
 # Blocks: who is loading alone waits for what is being written, too, and as long as that takes these blocks cannot be
 # given to others. So it is no more than an eighth of host memory either.
 WRITTEN_AT_ONCE = 256
+BlockHasher = Callable[[Any, Sequence[int], int], list[Any]]  # see `chained_sha256`
 _block_table, _num_computed_tokens = attrgetter("block_table"), attrgetter("num_computed_tokens")
 
 
@@ -79,7 +96,9 @@ class KVManager:
         num_host_blocks: int = 0,
         host_prefixes: bool = False,  # what swapped requests leave of host memory is for prefixes
         files: Container[bytes] | None = None,  # hashes of prefixes that lie in files, and where more can be written
+        hash_blocks: BlockHasher = chained_sha256,
     ) -> None:
+        self._hash_blocks = hash_blocks
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching and layout is Layout.paged
@@ -147,21 +166,13 @@ class KVManager:
         request.num_committed_blocks = full
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
-        """Chained SHA-256 of the first `num_blocks` blocks: equal hashes mean equal tokens from the start on, and
-        an equal salt."""
-        hashes = request.block_hashes
+        """Of the first `num_blocks` blocks: equal hashes mean equal tokens from the start on, and an equal salt."""
+        hashes, size = request.block_hashes, self.block_size
         first = len(hashes)
-        if first >= num_blocks:
-            return
-        size = self.block_size
-        tokens = array("I", request.token_ids[first * size : num_blocks * size])
-        assert len(tokens) == (num_blocks - first) * size, "a hash needs a full block"
-        data, width = tokens.tobytes(), size * tokens.itemsize
-        parent = hashes[-1] if hashes else hashlib.sha256(request.cache_salt.encode()).digest()
-        sha256 = hashlib.sha256
-        for start in range(0, len(data), width):
-            parent = sha256(parent + data[start : start + width]).digest()
-            hashes.append(parent)
+        if first < num_blocks:
+            tokens = request.token_ids[first * size : num_blocks * size]
+            assert len(tokens) == (num_blocks - first) * size, "a hash needs a full block"
+            hashes += self._hash_blocks(hashes[-1] if hashes else request.cache_salt, tokens, size)
 
     # --- a request's blocks -------------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class Batching(str, Enum):
 
 class Policy(str, Enum):
     fcfs = "fcfs"  # in order of arrival
+    shortest = "shortest"  # short prompts before long ones, which age: see ageing_tokens_per_s
     priority = "priority"  # smaller number first, then arrival
 
 
@@ -128,6 +129,7 @@ class CacheConfig:
 class SchedulerConfig:
     batching: Batching = Batching.continuous  # when requests join the batch
     policy: Policy = Policy.fcfs  # whose turn it is, and who gives way when KV memory runs out
+    ageing_tokens_per_s: float = 2048.0  # policy=shortest: a second of waiting outweighs so many more prompt tokens
     max_num_seqs: int = 256  # requests that hold a batch slot at once
     max_num_batched_tokens: int = 8192  # token budget of a step
     chunked_prefill: bool = True  # a prompt may be computed in parts, over several steps, beside those that decode
@@ -137,6 +139,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         coerce(self)
         at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
+        if not self.ageing_tokens_per_s > 0:
+            raise ConfigError(f"scheduler.ageing_tokens_per_s must be above 0, got {self.ageing_tokens_per_s}")
         if self.chunked_prefill and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"scheduler.max_num_batched_tokens={self.max_num_batched_tokens} is less than "

@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 
 from mini_infer.core.sampling_params import SamplingParams
 
+Rank = tuple[float, int]  # the smaller goes first; the second number counts arrivals
+
 
 class FinishReason(str, Enum):
     stop = "stop"  # end-of-sequence, a stop token or a stop string
@@ -114,7 +116,7 @@ class Request:
     num_cached_tokens: int | None = field(init=False, default=None)  # of the prompt, when it was first admitted
     # Of the second prompt token on, as they are computed; None where nobody asks. Siblings have the leader's prompt.
     prompt_logprobs: list[TokenLogprob | None] | None = field(init=False, default=None)
-    order: int = field(init=False, default=0)  # of arrival, given by the scheduler
+    rank: Rank = field(init=False, default=(0.0, 0))  # given by the scheduler; unique
     status: RequestStatus = field(init=False, default=RequestStatus.waiting)
     req_index: int | None = field(init=False, default=None)  # its row in the device's request state, while in the batch
     is_announced: bool = field(init=False, default=False)  # the device knows that this row is its own

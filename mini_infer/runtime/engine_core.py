@@ -24,6 +24,7 @@ from mini_infer.transfer.protocol import NoReceiver
 if TYPE_CHECKING:  # the loop knows no text
     from mini_infer.runtime.text.output import OutputProcessor
 
+NO_USAGE = KVUsage(0, 0, 0, 0, 0, 0)  # where nobody reads it
 _row_of = itemgetter(2)  # of a TokenUpdate
 
 
@@ -98,7 +99,8 @@ class EngineCore:
             evictions = self.scheduler.kv.num_evictions
             plan = self.scheduler.schedule(start)
             self.receiver.start(*self.scheduler.take_asks())
-            kv, evictions = self.scheduler.usage(), self.scheduler.kv.num_evictions - evictions
+            kv = self.scheduler.usage() if self._observed else NO_USAGE
+            evictions = self.scheduler.kv.num_evictions - evictions
             planned = self.clock()
             if not plan.empty:
                 executing = plan
@@ -128,14 +130,21 @@ class EngineCore:
             self.drop_in_flight()
         self.waits = plan.empty and step is None and not self._in_flight
         end = self.clock()
-        if not any(self._seconds):
+        seconds = self._seconds
+        if not any(seconds):
             self._start = start
-        laps = planned - start, executed - planned, end - executed
-        self._seconds = [sum(pair) for pair in zip(self._seconds, laps, strict=True)]
+        seconds[0] += planned - start
+        seconds[1] += executed - planned
+        seconds[2] += end - executed
         if step or self._ended:
             num_dropped = sum(ending.num_dropped for ending in endings)
             # Where nothing was read, what was just launched is told of when it is.
             self._observe(step or _InFlightStep(StepPlan(plan.step), None, kv, 0), result, updates, num_dropped, end)
+
+    @property
+    def _observed(self) -> bool:
+        """Whether anybody would read a StepRecord."""
+        return bool(self.observers or self.records.maxlen)
 
     def _start_over(self) -> None:
         """After an error or an interrupt in the bookkeeping itself nothing in it can be trusted."""
@@ -159,8 +168,8 @@ class EngineCore:
     ) -> None:
         (schedule_s, execute_s, update_s), self._seconds = self._seconds, [0.0, 0.0, 0.0]
         ended, self._ended = self._ended, []
-        if not self.observers and not self.records.maxlen:
-            return  # nobody would read it
+        if not self._observed:
+            return
         plan, scheduler = step.plan, self.scheduler
         drafted, accepted = ((), ()) if step.handle is None else count_drafts(plan, result)
         decode_tokens = bisect_left(updates, plan.num_decode_rows, key=_row_of)  # updates are in the order of rows

@@ -49,11 +49,7 @@ class _Replica:
         self.capacity = MOST_CHUNKS
         self.chunks: OrderedDict[int, Route] = OrderedDict()  # by whom last used, the oldest first
         self.ours = 0  # completions under way
-        self.others = 0  # and those of other processes, when it last told
-
-    @property
-    def load(self) -> int:
-        return self.ours + self.others
+        self.load = 0  # and with those of other processes, when it last told
 
     def depth(self, chain: Chain) -> int:
         """How many of the chunks it holds: with one all before it, which whoever used it has used a moment later."""
@@ -128,6 +124,7 @@ class Router:
         route = Route(number, completions, self._num_routes, expected, since)
         replica.use(chain, route)
         replica.ours += completions
+        replica.load += completions
         return route
 
     def end(self, route: Route, cached_tokens: int | None = None) -> None:
@@ -137,6 +134,7 @@ class Router:
         """
         replica = self._replicas[route.replica]
         replica.ours -= route.completions
+        replica.load -= route.completions
         route.ended = True
         if cached_tokens is not None and cached_tokens < route.expected_tokens:
             replica.forget_until(route.expected_since)
@@ -149,14 +147,14 @@ class Router:
             num_blocks: of its KV memory.
         """
         replica = self._replicas[number]
-        replica.others = max(unfinished - replica.ours, 0)
+        replica.load = max(unfinished, replica.ours)
         replica.capacity = min(num_blocks * self._block_size // self._chunk_tokens, MOST_CHUNKS)
 
     def restarted(self, number: int) -> None:
         """It holds nothing any more."""
         replica = self._replicas[number]
         replica.chunks.clear()
-        replica.others = 0
+        replica.load = replica.ours
 
     def _choose(self, chain: Chain, among: Sequence[int]) -> tuple[int, int]:
         """A replica, and how many chunks it holds."""
@@ -166,19 +164,32 @@ class Router:
         turn = self._num_routes % len(among)
         if self._round_robin:
             return among[turn], 0
-        loads = [replicas[number].load for number in among]
-        least = min(loads)
+        least = min([replicas[number].load for number in among])
         if not chain:
             in_turn = (*among[turn:], *among[:turn])
             return next(number for number in in_turn if replicas[number].load == least), 0
         most = least * OVERLOAD_RATIO + OVERLOAD_REQUESTS
-        equal, deepest, first = [number for number, load in zip(among, loads, strict=True) if load <= most], 0, chain[0]
-        holding = [number for number in equal if first in replicas[number].chunks]  # of a thousand replicas but a few
+        first = chain[0]
+        holding = [number for number in among if first in replicas[number].chunks]  # of a thousand replicas but a few
+        holding = [number for number in holding if replicas[number].load <= most]
+        equal, deepest = holding, 0
         if holding:
             depths = [replicas[number].depth(chain) for number in holding]
             deepest = max(depths)
             equal = [number for number, depth in zip(holding, depths, strict=True) if depth == deepest]
-        if len(equal) > 1:
-            key = chain[min(deepest, len(chain) - 1)]  # the first chunk that nobody holds
-            equal = [number for _, number in sorted([(hash((number, key)), number) for number in equal])]
-        return min(equal[: self._num_named], key=lambda number: replicas[number].load), deepest
+        if len(equal) != 1:
+            among = equal or [number for number in among if replicas[number].load <= most]
+            equal = self._named(chain[min(deepest, len(chain) - 1)], among)  # the first chunk that nobody holds
+        return min(equal, key=lambda number: replicas[number].load), deepest
+
+    def _named(self, chunk: int, among: Collection[int]) -> list[int]:
+        """The first few of these replicas in an order that the chunk's hash gives to all of them: where some are
+        missing the others keep their places."""
+        left, found, turn = set(among), list[int](), 0
+        while left and len(found) < self._num_named:
+            number = hash((chunk, turn)) % len(self._replicas)
+            turn += 1
+            if number in left:
+                left.remove(number)
+                found.append(number)
+        return found

@@ -52,6 +52,8 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> Work:
+        if plan.num_decode_rows == plan.num_rows and not plan.has_drafts:
+            return cls.decode(plan.num_rows, sum(plan.starts) + plan.num_rows)
         tokens = plan.num_prefill_tokens
         attention = plan.decode_context, plan.prompt_reach, plan.prompt_pairs
         return cls(plan.num_tokens - tokens, tokens, *attention)
@@ -108,6 +110,12 @@ class FittedCosts:
 
     def copy_s(self, blocks: int) -> float:
         return self.block_s * blocks
+
+    def slower(self, times: float) -> FittedCosts:
+        """Of a device that takes so many times as long; the host is the same."""
+        decode, prompts = (Curve(c.tokens, tuple(times * s for s in c.seconds)) for c in (self.decode, self.prompts))
+        attention = times * self.slot_s, times * self.reach_s, times * self.pair_s
+        return FittedCosts(decode, prompts, *attention, self.plan_s, self.row_s, self.block_s)
 
 
 class MeasuredStep(NamedTuple):

@@ -5,6 +5,9 @@ With overlap, two steps and the host beside them:
     host      plan 1 |plan 2|  waits          |book 1, plan 3|     waits     |book 2 ...
     device           [      step 1            ][          step 2             ][ step 3
     clock     0      h     2h                 end 1                           end 2
+
+In a pipeline each stage computes its share of a step, one step after the other, while the others compute other steps.
+Which drafts are accepted is a matter of rate, as with synthetic acceptance on a device, draft by draft the same.
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from mini_infer.core.plan import StepPlan, StepResult
+from mini_infer.core.uniforms import SYNTHETIC, hash_seeds, uniforms
 from mini_infer.runtime.executor.base import Executor
 from mini_infer.runtime.worker.limits import Limits
 from mini_infer.simulation.costs import StepCosts, Work
@@ -38,17 +44,28 @@ class VirtualClock:
 class SimulatedStep:
     plan: StepPlan
     end: float  # on the device
+    accepted: list[int] | None  # drafts of each row; None: nobody drafts
 
 
 class SimulatedExecutor(Executor):
     """
     Args:
         clock: the engine's.
+        acceptance: rate of drafts.
     """
 
-    def __init__(self, costs: StepCosts, limits: Limits, clock: VirtualClock, overlap: bool) -> None:
-        self.costs, self.limits, self.clock, self.overlap = costs, limits, clock, overlap
-        self.free_at = 0.0  # the device
+    def __init__(
+        self,
+        costs: StepCosts,
+        limits: Limits,
+        clock: VirtualClock,
+        overlap: bool,
+        stages: int = 1,
+        acceptance: float | None = None,
+    ) -> None:
+        self.costs, self.limits, self.clock, self.overlap, self.stages = costs, limits, clock, overlap, stages
+        self._free_at = [0.0] * stages
+        self._acceptance = None if acceptance is None else Acceptance(acceptance)
         self._copies: deque[tuple[float, int]] = deque()  # (end, transfer id), one after the other
         self._copying_until = 0.0
         self._last: SimulatedStep | None = None
@@ -59,15 +76,24 @@ class SimulatedExecutor(Executor):
         for transfer in plan.transfers:
             self._copying_until = max(self._copying_until, clock.now) + self.costs.copy_s(len(transfer.pairs))
             self._copies.append((self._copying_until, transfer.transfer_id))
+        end = clock.now
         if plan.req_indices:
-            self.free_at = max(self.free_at, clock.now) + self.costs.device_s(Work.of(plan))
-        self._last = SimulatedStep(plan, self.free_at)
+            share = self.costs.device_s(Work.of(plan)) / self.stages
+            for stage, free_at in enumerate(self._free_at):
+                self._free_at[stage] = end = max(free_at, end) + share
+        accepted = None if self._acceptance is None else self._acceptance.of(plan)
+        self._last = SimulatedStep(plan, end, accepted)
         return self._last
+
+    @property
+    def free_at(self) -> float:
+        """When the device, the last of them, has done all that was launched."""
+        return self._free_at[-1]
 
     def shift(self, seconds: float) -> None:
         """The step that was launched last stands for a later one, which ends in so many seconds."""
         assert self._last is not None
-        self.free_at = self._last.end = self.clock.now + seconds
+        self._free_at[-1] = self._last.end = self.clock.now + seconds
 
     def collect(self, handle: SimulatedStep) -> StepResult:
         """A step without rows waits for all copies."""
@@ -76,4 +102,38 @@ class SimulatedExecutor(Executor):
         done = []
         while self._copies and self._copies[0][0] <= clock.now:
             done.append(self._copies.popleft()[1])
-        return StepResult([_ONE if samples else _NONE for samples in plan.samples], transfers_done=tuple(done))
+        if handle.accepted is None:
+            tokens = [_ONE if samples else _NONE for samples in plan.samples]
+        else:
+            pairs = zip(plan.samples, handle.accepted, strict=True)
+            tokens = [[TOKEN] * (accepted + 1) if samples else _NONE for samples, accepted in pairs]
+        return StepResult(tokens, transfers_done=tuple(done))
+
+
+class Acceptance:
+    """Which drafts are accepted at a stated rate: by a hash of a request's seed and the draft's place, as
+    kernels/rows.py has it."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._keys: dict[int, np.uint64] = {}  # by req_index, like the next
+        self._next_starts: dict[int, int] = {}  # where rows with drafts go on: a plan that follows them does not know
+
+    def of(self, plan: StepPlan) -> list[int]:
+        """How many of each row."""
+        if plan.admissions:
+            keys = hash_seeds(np.array([admission.seed for admission in plan.admissions], dtype=np.uint64))
+            self._keys |= zip([admission.req_index for admission in plan.admissions], keys, strict=True)
+        if not plan.has_drafts:
+            return [0] * plan.num_rows
+        following, accepted = set(plan.following), []
+        for row, index in enumerate(plan.req_indices):
+            start = self._next_starts[index] if row in following else plan.starts[row]
+            drafts, standing = plan.drafts_of(row), 0
+            if drafts:
+                places = np.arange(start + 1, start + 1 + drafts, dtype=np.uint64) + np.uint64(SYNTHETIC)
+                stands = uniforms(np.full(drafts, self._keys[index]), places) < self._rate
+                standing = drafts if stands.all() else int(stands.argmin())
+            accepted.append(standing)
+            self._next_starts[index] = start + plan.counts[row] - drafts + standing
+        return accepted

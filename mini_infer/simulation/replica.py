@@ -11,10 +11,9 @@ wanted. What comes out is what would have come out; only StepRecords are not mad
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import partial
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError, RequestError
@@ -25,12 +24,25 @@ from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.scheduler.planned_step import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.worker.limits import Limits
-from mini_infer.simulation.costs import StepCosts, Work, require_shared_layers
+from mini_infer.simulation.costs import StepCosts, Work
 from mini_infer.simulation.executor import TOKEN, SimulatedExecutor, VirtualClock
+from mini_infer.speculative.speculator import make_speculator
 
 FEWEST_SKIPPED = 3  # steps, for which it is worth looking
-_NO_STEPS, _AHEAD = np.empty(0), np.arange(4096.0)
 _PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+
+def _hash_blocks(parent: int | str, tokens: Sequence[int], size: int) -> list[int]:
+    """As KVManager's, a third of its time: no prompt comes from somebody who would make two of one hash."""
+    hashes, chained = [], tuple(parent.encode()) if isinstance(parent, str) else parent
+    for block in zip(*[iter(tokens)] * size, strict=True):
+        chained = hash((chained, block))
+        hashes.append(chained)
+    return hashes
+
+
+def _no_weights() -> Any:
+    raise AssertionError("drafts that somebody weighs are refused")
 
 
 class Ended:
@@ -47,6 +59,27 @@ class Ended:
 
     def unfinished(self) -> list[Request]:
         return []
+
+
+class Ahead(NamedTuple):
+    """Steps that are alike: the first of `steps` ends at `first`, the second takes `lap`, each other one `growth` more
+    than the one before it."""
+
+    first: float
+    lap: float
+    growth: float
+    steps: int
+
+    def end(self, k: int) -> float:
+        return self.first + (k - 1) * (self.lap + self.growth * (k - 2) / 2)
+
+    def ends(self, count: int) -> list[float]:
+        """Of the first `count`."""
+        first, lap, half = self.first, self.lap, self.growth / 2
+        return [first + k * (lap + half * (k - 1)) for k in range(count)]
+
+
+NOTHING_ALIKE = Ahead(0.0, 0.0, 0.0, 0)
 
 
 class Replica:
@@ -68,23 +101,31 @@ class Replica:
         observe: Callable[[StepRecord], None] | None = None,
         skips: bool = True,
     ) -> None:
-        if config.speculation.most:
+        parallel, drafts = config.parallel, config.speculation
+        if drafts.most and (drafts.rate is None or drafts.has_draft_model or drafts.adaptive):
             raise ConfigError(
-                f"speculation.method={config.speculation.method.value}: a simulated engine has no text, and nobody can "
-                "say how many drafts it would accept. Set speculation.method=none"
+                f"speculation.method={drafts.method.value}: a simulated engine has no text, no draft model and nothing "
+                "to weigh drafts with. Set speculation.method=synthetic with an acceptance, without a draft, and "
+                "speculation.adaptive=false; or speculation.method=none"
             )
-        require_shared_layers(config.parallel)
-        self.clock = VirtualClock()
+        if parallel.expert > 1:
+            raise ConfigError(f"{parallel.asked}: ranks that share experts are not simulated. Set parallel.expert=1")
+        self.clock, stages = VirtualClock(), parallel.pipeline
         self.limits, self._costs = limits, costs
-        self._executor = SimulatedExecutor(costs, limits, self.clock, overlap)
+        self._executor = SimulatedExecutor(costs, limits, self.clock, overlap, stages, drafts.rate)
         self._ended = Ended()
-        make = partial(Scheduler.of_engine, config, limits, follows=overlap)
+
+        def make() -> Scheduler:
+            speculator = make_speculator(drafts, TOKEN + 1, _no_weights)
+            return Scheduler.of_engine(config, limits, speculator, overlap, stages, hash_blocks=_hash_blocks)
+
         self.core = EngineCore(make, self._executor, self.clock, self._ended, records_kept=0)  # type: ignore[arg-type]
         if observe is not None:
             self.core.observers.append(observe)
-        self._skips = skips
-        self._ends = _NO_STEPS  # of steps ahead that are alike, as far as they were looked for
-        self._alike: Sequence[Request] = ()
+        self._skips = skips and stages == 1
+        self._num_added = 0
+        self._ahead = NOTHING_ALIKE
+        self._alike: Sequence[Request] = ()  # whose steps these are
 
     @property
     def busy(self) -> bool:
@@ -93,7 +134,7 @@ class Replica:
     @property
     def next_event(self) -> float:
         """The earliest moment at which it does something that anybody could see; it is busy."""
-        return float(self._ends[-1]) if len(self._ends) else self.clock.now
+        return self._ahead.end(self._ahead.steps) if self._ahead.steps else self.clock.now
 
     def add(self, request_id: str, prompt: Sequence[int], output_tokens: int, now: float, priority: int = 0) -> Request:
         """A request that arrives at `now`. RequestError where it can never be served."""
@@ -105,30 +146,37 @@ class Replica:
             )
         self.skip_until(now)
         self.clock.wait_until(now)
-        request = Request(request_id, prompt, _PARAMS, max_total_tokens=total, priority=priority, arrival_time=now)
+        request = Request(
+            request_id,
+            prompt,
+            _PARAMS,
+            max_total_tokens=total,
+            seed=self._num_added,
+            priority=priority,
+            arrival_time=now,
+        )
+        self._num_added += 1
         self.core.scheduler.add(request)
         return request
 
     def run(self) -> list[Request]:
         """On to `next_event`, and what comes then: who has ended by it."""
-        if len(self._ends):
+        if self._ahead.steps:
             self.skip_until(self.next_event)
-        else:
-            self.core.step()
-            if self._skips and self.busy:
-                self._look_ahead()
+        self.core.step()
+        if self._skips and self.busy:
+            self._look_ahead()
         ended, self._ended.requests = self._ended.requests, []
         return ended
 
     def skip_until(self, moment: float) -> None:
         """Takes the steps that begin before `moment`, of those that were looked for."""
-        ends, self._ends = self._ends, _NO_STEPS
-        if not len(ends) or moment <= self.clock.now:
+        ahead, self._ahead = self._ahead, NOTHING_ALIKE
+        if not ahead.steps or moment <= self.clock.now:
             return
-        count = min(int(ends.searchsorted(moment)) + 1, len(ends))
-        times = ends[:count].tolist()
-        self.core.scheduler.skip(self._alike, times, TOKEN)
-        self.clock.now = times[-1]
+        count = min(bisect_left(range(1, ahead.steps + 1), moment, key=ahead.end) + 1, ahead.steps)
+        self.core.scheduler.skip(self._alike, ahead.ends(count), TOKEN)
+        self.clock.now = ahead.end(count)
         if self._executor.overlap:  # the last of them is under way
             self._executor.shift(self._device_s(count))
 
@@ -139,16 +187,18 @@ class Replica:
         clock, executor = self.clock, self._executor
         self._context = sum([request.num_computed_tokens for request in self._alike])
         host = self._costs.host_s(len(self._alike))
-        most = min(most, len(_AHEAD))
         first = self._device_s(1)
-        laps = first + (self._device_s(1 + most) - first) / most * _AHEAD[:most]  # costs are linear in the context
-        if executor.overlap:
-            # The device is at a step already, and its end is read first; then the longer of host and device counts.
-            np.maximum(laps[:-1], host, out=laps[1:])
-            laps[0] = max(host, executor.free_at - clock.now)
+        growth = (self._device_s(1 + most) - first) / most  # costs are linear in the context
+        if not executor.overlap:
+            self._ahead = Ahead(clock.now + host + first, host + first + growth, growth, most)
+            return
+        # The device is at a step already, and its end is read first; then the longer of host and device counts.
+        start = max(clock.now + host, executor.free_at)
+        if first >= host:
+            self._ahead = Ahead(start, first, growth, most)
         else:
-            laps += host
-        self._ends = laps.cumsum() + clock.now
+            waits_for_host = most if first + growth * most <= host else 1 + int((host - first) / growth)
+            self._ahead = Ahead(start, host, 0.0, min(most, 1 + waits_for_host))
 
     def _device_s(self, ahead: int) -> float:
         """Of the step that is planned as the `ahead`-th from now."""

@@ -71,6 +71,11 @@ OWN = {
         *("~experiment.variants.w8a8_smoothquant", "~experiment.variants.mixed", "~experiment.variants.w4_awq"),
         *("~experiment.variants.w4_gptq", "~experiment.variants.w4_gptq_32", "~experiment.variants.w4_gptq_32z"),
     ],
+    "fleet": [
+        "experiment.requests=60",
+        *("~experiment.cases", "+experiment.cases={small: {replicas: 3, routers: 2, down: 0.4, swing: 0.5}}"),
+        *("experiment.prefix_tokens=64", "experiment.claims=[]"),
+    ],
     "simulator_speed": ["experiment.requests=100", "experiment.replicas=[2]", "measure.repeats=1"],
     "capacity": [
         *("model=dry", "engine.model.device=cpu", "engine.model.dry.step_ms=2", "engine.cache.memory_gib=null"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.show.progress import Steps
 from experiments.lab.store.rows import Row
+from mini_infer.cli.serve import parse
 from mini_infer.core.config import Device, EngineConfig, ModelConfig, ParallelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import load_spec
@@ -119,6 +121,13 @@ def test_any_experiment_can_be_simulated_alone(compose_config) -> None:
     assert [row.value for row in again.rows] == [row.value for row in found.rows], "the same seed, the same result"
 
 
+def test_what_is_served_is_predicted_where_no_engine_alone_is(compose_config) -> None:
+    replicas = Ablation.from_config(compose_config("experiment=replicas", "measure.predict=true"))
+    assert replicas._predictions == {f"{name} predicted": name for name in replicas.spec.variants if "pred" not in name}
+    serving = Ablation.from_config(compose_config("experiment=serving", "measure.predict=true"))
+    assert [name for name in serving.variants if name.endswith("predicted")] == ["offline predicted"]
+
+
 def test_a_trace_is_simulated_too(compose_config, tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     lines = [f"2023-11-16 18:15:{i:02d}.0000000,{100 + i},{5 + i}" for i in range(30)]
@@ -171,9 +180,13 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     count = best.values["engine.parallel.replicas"]
     assert count > 1
     assert re.match(rf"The fewest: {count} GPUs, max_num_seqs=8", found.notes[0])
-    assert f"mini-infer-serve --model dry --parallel.replicas {count}" in found.notes[0]
+    command = shlex.split(found.notes[0].partition("Start it with: ")[2])
+    assert command[:4] == ["mini-infer-serve", "--model", "dry", "--parallel.replicas"]
+    started = parse(command[1:], {}).engine
+    assert (started.parallel.replicas, started.scheduler.max_num_seqs) == (count, 8)
     assert any(note.startswith("scheduler.max_num_seqs, all else as in the winner") for note in found.notes)
-    assert len(found.points) == 2
+    assert {p.values["engine.scheduler.max_num_seqs"] for p in found.points} == {2, 8}
+    assert any(note.startswith("Cost against latency, where nothing is better in both") for note in found.notes)
     fewer = plan(compose_config, most_replicas=count - 1).notes[0]
     assert fewer.startswith("Nothing keeps TTFT 60 ms and TPOT 12 ms for 90% of the requests")
     assert "The nearest is max_num_seqs=8" in fewer

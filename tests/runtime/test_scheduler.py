@@ -54,7 +54,13 @@ class Bench:
         self.added: list[Request] = []
 
     def add(
-        self, name: str, prompt: int | list[int], max_tokens: int = 8, priority: int = 0, fork_of: Request | None = None
+        self,
+        name: str,
+        prompt: int | list[int],
+        max_tokens: int = 8,
+        priority: int = 0,
+        fork_of: Request | None = None,
+        arrival: float = 0.0,
     ) -> Request:
         tokens = list(range(prompt)) if isinstance(prompt, int) else prompt
         request = Request(
@@ -63,6 +69,7 @@ class Bench:
             SamplingParams(max_tokens=max_tokens, stop_token_ids=(999,)),
             max_total_tokens=len(tokens) + max_tokens,
             priority=priority,
+            arrival_time=arrival,
             fork_of=fork_of,
         )
         self.scheduler.add(request)
@@ -370,6 +377,29 @@ def test_priority_goes_first_in_the_queue() -> None:
     bench.add("high", 4, priority=0)
     bench.step()
     assert [a.request_id for a in bench.step().admissions] == ["high"]
+
+
+def test_short_prompts_pass_a_long_one_until_it_has_aged() -> None:
+    """40 tokens weigh as much as four seconds of waiting, 4 tokens as much as 0.4."""
+    bench = Bench(policy="shortest", ageing_tokens_per_s=10.0, max_num_seqs=1)
+    bench.add("first", 4, max_tokens=3)
+    bench.step()
+    bench.add("long", 40, max_tokens=1, arrival=1.0)
+    bench.add("short", 4, max_tokens=1, arrival=4.5)
+    bench.add("late", 4, max_tokens=1, arrival=4.7)
+    admitted = []
+    while bench.scheduler.num_unfinished:
+        admitted += [a.request_id for a in bench.step().admissions]
+    assert admitted == ["short", "long", "late"]
+
+
+def test_a_short_prompt_overtakes_a_long_one_in_progress() -> None:
+    bench = Bench(policy="shortest", max_num_batched_tokens=8, num_blocks=200, max_model_len=400)
+    long = bench.add("long", 300)
+    bench.step()
+    short = bench.add("short", 8)
+    bench.step()
+    assert (short.num_output_tokens, long.num_computed_tokens) == (1, 8)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

@@ -194,8 +194,8 @@ class History:
 
     # --- what is expected -----------------------------------------------------------------------------------------
 
-    def rank(self, request: Request) -> tuple[int, int]:
-        return (request.priority if self.machine.priority else 0, request.order)
+    def rank(self, request: Request) -> tuple[float, int]:
+        return (request.priority if self.machine.priority else 0, request.rank[1])
 
     def patience(self, first: bool) -> int:
         """Steps that somebody may be held up by tokens in flight, by a long prompt, and by blocks on their way. Of
@@ -203,7 +203,7 @@ class History:
         steps = 6 + 2 * self.machine.transfer_steps
         return steps if first else steps * self.machine.max_num_seqs
 
-    def siblings_ahead(self, rank: tuple[int, int]) -> int:
+    def siblings_ahead(self, rank: tuple[float, int]) -> int:
         """Siblings that wait for the prompt of a leader in the batch."""
         return sum(
             leader is not None

@@ -104,7 +104,7 @@ def machines(draw: st.DrawFn) -> dict[str, Any]:
         "scheduler": {
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_seqs + draw(st.integers(0, 40)),
-            "policy": draw(st.sampled_from(["fcfs", "priority"])),
+            "policy": draw(st.sampled_from(["fcfs", "priority", "shortest"])),
             "overlap": draw(st.sampled_from(["never", "always"])),
         },
         "stages": draw(st.integers(1, 3)),

@@ -105,7 +105,7 @@ def test_a_flag_wins_over_its_variable() -> None:
         (["--cache.blok_size", "3"], {}, "did you mean --cache.block_size?"),
         (["--cache.block_size", "x"], {}, "--cache.block_size must be an integer, got 'x'"),
         (["--cache.block_size", "0"], {}, "cache.block_size must be at least 1"),
-        (["--scheduler.policy", "fair"], {}, "--scheduler.policy must be one of fcfs, priority"),
+        (["--scheduler.policy", "fair"], {}, "--scheduler.policy must be one of fcfs, shortest, priority"),
         (["--dry-run", "perhaps"], {}, "--dry-run must be true or false"),
         (["--port", "99999"], {}, "port must be from 0"),
         (["--log-level", "loud"], {}, "--log-level must be one of"),

@@ -74,4 +74,40 @@ def test_a_request_that_is_refused_is_nobodys_load() -> None:
     one = cluster(1)
     with pytest.raises(RequestError, match="do not fit"):
         one.send("long", [0] * 600, 1)
-    assert one._router._replicas[0].load == 0
+    assert one._routers[0]._replicas[0].load == 0
+
+
+def test_what_breaks_down_serves_nobody_until_another_starts() -> None:
+    three = cluster(3, routing=RouterPolicy.round_robin)
+    requests = [three.send(str(index), [index] * 5, 20) for index in range(9)]
+    three.advance(0.02)
+    lost = three.stop(1)
+    assert len(lost) == 3
+    more = [three.send("more", [1] * 5, 20) for _ in range(4)]
+    ended = []
+    while (request := three.advance()) is not None:
+        ended.append(request)
+    assert set(ended) == {*requests, *more} - set(lost)
+    assert not three._sent
+    three.start(1, replica())
+    started = three.send("again", [3] * 5, 2)
+    others = [three.send("others", [3] * 5, 2) for _ in range(2)]
+    assert started.token_times == []
+    assert {three._sent[request][1].replica for request in (started, *others)} == {0, 1, 2}
+    while three.advance() is not None:
+        pass
+    assert started.token_times[0] > three.clock.now - 0.1, "its clock does not begin at 0"
+
+
+def test_several_routers_hear_what_the_others_have_sent() -> None:
+    """So that they spread requests as one would."""
+    routers = [Router(RouterPolicy.least_loaded, 4, CONFIG.cache, alone=False) for _ in range(2)]
+    four = Cluster([replica() for _ in range(4)], *routers)
+    for index in range(12):
+        four.advance(0.02 * (index + 1))
+        four.send(str(index), [index] * 5, 200)
+    homes = [route.replica for _, route in four._sent.values()]
+    assert sorted(homes) == [number for number in range(4) for _ in range(3)]
+    while four.advance() is not None:
+        pass
+    assert [replica.ours for router in routers for replica in router._replicas] == [0] * 8

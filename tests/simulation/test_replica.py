@@ -131,15 +131,22 @@ def watch(executor: Any) -> list[StepPlan]:
     return plans
 
 
+DRAFTS = SpeculationConfig(method="synthetic", acceptance=0.6, adaptive=False, num_tokens=3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafts", [SpeculationConfig(), DRAFTS], ids=["plain", "drafts"])
 @pytest.mark.parametrize("blocks", [60, 400])
-def test_its_plans_are_those_of_a_dry_engine(overlap: bool, blocks: int) -> None:
-    """Step by step, with requests that come between steps, share beginnings, and give way where memory is short."""
+def test_its_plans_are_those_of_a_dry_engine(overlap: bool, blocks: int, drafts: SpeculationConfig) -> None:
+    """Step by step, with requests that come between steps, share beginnings, give way where memory is short, and whose
+    drafts are accepted by the same hashes."""
     dry = DryConfig(max_model_len=200)
     config = EngineConfig(
         model=ModelConfig(load_format=LoadFormat.dry, dry=dry),
         cache=CacheConfig(block_size=4, num_blocks=blocks),
         scheduler=replace(CONFIG.scheduler, overlap=When.always if overlap else When.never),
+        speculation=drafts,
+        seed=0,
     )
     engine = LLMEngine(config)
     simulated = Replica(config, engine.executor.limits, COSTS, overlap, skips=False)
@@ -154,27 +161,41 @@ def test_its_plans_are_those_of_a_dry_engine(overlap: bool, blocks: int) -> None
     while engine.has_unfinished_requests():
         engine.step()
         simulated.run()
-    assert len(plans) > 100
+    assert len(plans) > 80
     assert [shape(plan) for plan in own] == [shape(plan) for plan in plans]
     assert any(plan.preempted for plan in plans) == (blocks < 100)
+    assert any(plan.num_drafts for plan in plans) == (drafts.most > 0)
 
 
 def shape(plan: StepPlan) -> Any:
     """A plan without names and tokens."""
     admissions = [(a.req_index, len(a.token_ids), a.prompt_len, a.block_table) for a in plan.admissions]
-    rows = plan.req_indices, plan.starts, plan.counts, plan.samples, plan.num_decode_rows
+    rows = plan.req_indices, plan.starts, plan.counts, plan.samples, plan.num_decode_rows, plan.following
     return *rows, admissions, plan.growths, len(plan.preempted), plan.prefix_hit_tokens
 
 
 def test_what_can_never_be_served_is_refused() -> None:
     with pytest.raises(RequestError, match=r"500 prompt and 20 output tokens do not fit in 512 tokens \(a test\)"):
         replica().add("a", [0] * 500, 20, now=0.0)
-    for layout in ("pipeline", "expert"):
-        with pytest.raises(ConfigError, match=rf"parallel\.{layout}=2: of ranks only those are simulated that share"):
-            replica(config=replace(CONFIG, parallel=ParallelConfig(**{layout: 2})))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"parallel\.expert=2: ranks that share experts are not simulated"):
+        replica(config=replace(CONFIG, parallel=ParallelConfig(expert=2)))
     drafts = replace(CONFIG, speculation=SpeculationConfig(method="ngram"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"speculation\.method=ngram: a simulated engine has no text"):
         replica(config=drafts)
+
+
+def test_stages_compute_other_requests_meanwhile() -> None:
+    """Two requests in two stages: a step of one row takes 4 ms and some slots, half of it in each stage."""
+    engine = replica(overlap=False, config=replace(CONFIG, parallel=ParallelConfig(pipeline=2)))
+    for name in "ab":
+        engine.add(name, range(10), 41, now=0.0)
+    ended = finished(engine)
+    plans = {len(request.token_times) for request in ended}
+    took = max(request.token_times[-1] for request in ended)
+    alone = replica(overlap=False)
+    alone.add("a", range(10), 41, now=0.0)
+    assert plans == {41}
+    assert took == pytest.approx(finished(alone)[0].token_times[-1], rel=0.02), "each as if it had the device alone"
 
 
 def test_a_skip_leaves_memory_as_the_steps_would() -> None:

@@ -77,7 +77,8 @@ class Simulator:
             return Setup(config, Found(costs.Dry(dry), "the dry model's own"), settled, overlap)
         target = self.target(config)
         settled = _limits(target)
-        return Setup(config, costs.find(self.folder, target), settled, target.layout.overlap)
+        waits = config.parallel.pipeline > 1 and config.speculation.most > 0  # as in runtime/worker/worker.py
+        return Setup(config, costs.find(self.folder, target), settled, target.layout.overlap and not waits)
 
     def target(self, config: EngineConfig) -> Target:
         device = costs.device_of(config, simulated=True).type
@@ -104,10 +105,12 @@ class Simulator:
 
 def _limits(target: Target) -> Limits:
     """As an engine with these settings would find them."""
-    config, ranks = target.config, target.config.parallel.tensor
-    spec = of_each_rank(target.spec, ranks)
+    config, parallel = target.config, target.config.parallel
+    spec = of_each_rank(target.spec, parallel.tensor)
     block = spec.kv_layout(target.dtype).bytes_per_block(config.cache.block_size)
-    return settle_limits(config, spec.max_model_len, _kv_bytes(target) // block, block * ranks)
+    # A stage has its share of the layers.
+    affordable = _kv_bytes(target) * parallel.pipeline // block
+    return settle_limits(config, spec.max_model_len, affordable, block * parallel.tensor)
 
 
 def _kv_bytes(target: Target) -> int:
@@ -119,7 +122,7 @@ def _kv_bytes(target: Target) -> int:
         raise ConfigError(
             "how much memory the simulated GPU has is not known: choose hardware=..., or set engine.cache.memory_gib"
         )
-    weights = outline(target.spec, target.dtype).weight_bytes() // ranks
+    weights = outline(target.spec, target.dtype).weight_bytes() // config.parallel.ranks
     scheduler, size = config.scheduler, target.dtype.itemsize
     step = scheduler.max_num_batched_tokens * target.spec.activation_width * size // ranks
     logits = scheduler.max_num_seqs * target.spec.vocab_size * 4

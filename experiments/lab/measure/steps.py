@@ -109,7 +109,7 @@ def request_rows(variant: str, point: str, repeat: int, served: Served) -> list[
             first_token_s=trace.token_times[0] - served.start if trace.token_times else None,
             end_s=trace.token_times[-1] - served.start if trace.token_times else None,
             prompt_tokens=trace.prompt_tokens,
-            output_tokens=len(trace.token_ids),
+            output_tokens=len(trace.token_times),
             cached_tokens=trace.cached_tokens,
             preemptions=trace.preemptions,
             repeat=repeat,

@@ -27,7 +27,7 @@ from experiments.lab.peers.base import PeerAbsent
 from experiments.lab.workloads import Item
 from mini_infer.calibration.compressed import quantization_config
 from mini_infer.calibration.recipe import Method, Recipe
-from mini_infer.core.config import Batching, CacheDType, EngineConfig, Layout, LoadFormat, Preemption
+from mini_infer.core.config import Batching, CacheDType, EngineConfig, Layout, LoadFormat, Policy, Preemption
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import ModelConfig, Quantization, Routing
 from mini_infer.core.speculation_config import SpeculationConfig, SpeculationMethod
@@ -246,6 +246,7 @@ def engine_arguments(config: EngineConfig, folder: Path) -> dict[str, Any]:
         "cache.layout=contiguous": cache.layout is not Layout.paged,
         "scheduler.batching=static": scheduler.batching is not Batching.continuous,
         "speculation.draft.quantization": drafts and speculation.draft.quantization is not Quantization.none,
+        "scheduler.policy=shortest": scheduler.policy is Policy.shortest,
         "scheduler.preemption=swap": scheduler.preemption is not Preemption.recompute,
         "model.load_format=dry": model.load_format is LoadFormat.dry,
         "model.routing=zipf": model.routing is Routing.zipf,

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 from mini_infer.cache.kv_manager import KVManager, PrefixMatch
 from mini_infer.core.request import Request, RequestStatus
 
-Rank = tuple[int, int]
+_rank = attrgetter("rank")
 
 
 class WaitingLine:
     """New requests and preempted ones, smallest rank first; and beside them siblings (n > 1), each until the prompt of
     its leader is computed and its blocks can be shared, unless all are to be computed side by side."""
 
-    def __init__(self, rank: Callable[[Request], Rank], siblings_wait: bool) -> None:
-        self._rank = rank
+    def __init__(self, siblings_wait: bool) -> None:
         self._siblings_wait = siblings_wait
         self._line: list[Request] = []
         self._siblings: dict[Request, list[Request]] = {}  # by leader
@@ -40,7 +39,7 @@ class WaitingLine:
         if request.status is RequestStatus.swapped:
             self.num_swapped -= 1
         else:
-            insort(self._line, request, key=self._rank)
+            insort(self._line, request, key=_rank)
         request.status = status
         self.num_swapped += status is RequestStatus.swapped
 
@@ -50,7 +49,7 @@ class WaitingLine:
         if request in beside:
             beside.remove(request)
         else:
-            self._leave(bisect_left(self._line, self._rank(request), key=self._rank))
+            self._leave(bisect_left(self._line, request.rank, key=_rank))
 
     def head(self) -> Request | None:
         """The request whose turn it is."""
@@ -77,13 +76,13 @@ class WaitingLine:
     def num_siblings_before(self, request: Request) -> int:
         """Siblings beside the line that rank before it: nobody may take their places while they wait."""
         beside = [sibling for leader in self._leaders for sibling in self._siblings[leader]]
-        return sum(self._rank(sibling) < self._rank(request) for sibling in beside)
+        return sum(sibling.rank < request.rank for sibling in beside)
 
 
 class Batch:
     """Four queues, each in rank order: the last one is the first to give way."""
 
-    def __init__(self, size: int, rank: Callable[[Request], Rank]) -> None:
+    def __init__(self, size: int) -> None:
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
         self.loading: list[Request] = []
@@ -95,7 +94,6 @@ class Batch:
             RequestStatus.receiving: self.receiving,
         }
         self.free_indices = list(range(size - 1, -1, -1))
-        self.rank = rank
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -108,17 +106,17 @@ class Batch:
 
     def last(self) -> Request:
         """Who ranks behind all others."""
-        return max((queue[-1] for queue in self._queues.values() if queue), key=self.rank)
+        return max((queue[-1] for queue in self._queues.values() if queue), key=_rank)
 
     def join(self, request: Request, status: RequestStatus) -> None:
         request.req_index = self.free_indices.pop()
         request.status = status
-        insort(self._queues[status], request, key=self.rank)
+        insort(self._queues[status], request, key=_rank)
 
     def move(self, request: Request, status: RequestStatus) -> None:
         self._queues[request.status].remove(request)
         request.status = status
-        insort(self._queues[status], request, key=self.rank)
+        insort(self._queues[status], request, key=_rank)
 
     def leave(self, request: Request) -> None:
         """The caller gives it another status."""
@@ -167,7 +165,7 @@ class AdmissionControl:
         if head is None or self.room_for(head) is not None:
             return []
         lower = [r for r in self._batch.requests() if r.priority > head.priority]
-        lower.sort(key=self._batch.rank, reverse=True)
+        lower.sort(key=_rank, reverse=True)
         enough = bisect_left(range(len(lower) + 1), True, key=lambda n: self.room_for(head, lower[:n]) is not None)
         return lower[:enough] if enough <= len(lower) else []
 

@@ -30,11 +30,11 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from itertools import takewhile
 
-from mini_infer.cache.kv_manager import KVManager
+from mini_infer.cache.kv_manager import BlockHasher, KVManager, chained_sha256
 from mini_infer.core.config import Batching, EngineConfig, Policy, Preemption, SchedulerConfig
 from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult, Transfer
-from mini_infer.core.request import FinishReason, Request, RequestStatus
-from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, Rank, WaitingLine
+from mini_infer.core.request import FinishReason, Rank, Request, RequestStatus
+from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, WaitingLine
 from mini_infer.runtime.scheduler.load_costs import LoadCosts
 from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate, book_tokens
 from mini_infer.runtime.worker.limits import Limits
@@ -63,8 +63,8 @@ class Scheduler:
         self._static = config.batching is Batching.static
         self._requests: dict[Request, None] = {}  # all unfinished ones
         # A static batch computes siblings side by side.
-        self._line = WaitingLine(self._rank, siblings_wait=not self._static)
-        self._batch = Batch(config.max_num_seqs, self._rank)
+        self._line = WaitingLine(siblings_wait=not self._static)
+        self._batch = Batch(config.max_num_seqs)
         self._admission = AdmissionControl(self._line, self._batch, kv, self._watermark_blocks)
         self._planned: dict[int, PlannedStep] = {}  # planned, and not booked yet
         self._num_added = 0
@@ -90,6 +90,7 @@ class Scheduler:
         stages: int = 1,
         files: Container[bytes] | None = None,
         elsewhere: Choice | None = None,
+        hash_blocks: BlockHasher = chained_sha256,
     ) -> Scheduler:
         """With a KVManager of its own, for an executor of these limits."""
         kv = KVManager(
@@ -101,13 +102,14 @@ class Scheduler:
             num_host_blocks=limits.num_host_blocks,
             host_prefixes=config.cache.host_prefix_gib is not None,
             files=files,
+            hash_blocks=hash_blocks,
         )
         return cls(config.scheduler, kv, config.cache.watermark, speculator, follows, stages, elsewhere)
 
     def add(self, request: Request) -> None:
         """Queues a request. One with `fork_of` waits until its leader's prompt is computed, to share its blocks."""
-        request.order = self._num_added
         self._num_added += 1
+        request.rank = self._rank(request)
         self._requests[request] = None
         self._line.add(request)
 
@@ -268,7 +270,7 @@ class Scheduler:
         in_progress = iter(self._batch.prefilling.copy())
         current = next(in_progress, None)
         while step.budget > 0 or self._static:  # a static batch is admitted now, and computed bit by bit
-            if newcomer and (current is None or self._rank(newcomer.request) < self._rank(current)):
+            if newcomer and (current is None or newcomer.request.rank < current.rank):
                 admitted = self._admit(newcomer, step)  # who comes behind one that finds no room waits too
                 newcomer = self._admission.newcomer() if admitted and (step.budget > 0 or self._static) else None
             elif current is not None:
@@ -414,8 +416,14 @@ class Scheduler:
         self._line.push(request, RequestStatus.waiting)
 
     def _rank(self, request: Request) -> Rank:
-        """Who goes first: by priority if so configured, then by arrival. Unique."""
-        return (request.priority if self._by_priority else 0, request.order)
+        """Who goes first: as the policy says, then by arrival. With `shortest` a prompt stands in line as if it had
+        come later, by its tokens: so a long one lets short ones pass for a while, and not for ever."""
+        first = 0.0
+        if self._by_priority:
+            first = request.priority
+        elif self.config.policy is Policy.shortest:
+            first = request.arrival_time + request.prompt_len / self.config.ageing_tokens_per_s
+        return first, self._num_added
 
     # --- take in a step's tokens ----------------------------------------------------------------------------------
 

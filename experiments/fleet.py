@@ -1,0 +1,219 @@
+"""A fleet of a thousand replicas, simulated: what routers cost and lose, what breaks with replicas, and a day's swing.
+
+It is no ablation: nothing is served. What steps take comes from a file of conf/costs/; CPU times are of this machine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from omegaconf import DictConfig
+
+from experiments.lab import schema
+from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure import costs
+from experiments.lab.measure.rounds import Probe
+from experiments.lab.points import Point
+from experiments.lab.spec import ExperimentSpec
+from mini_infer.core.config import Device
+from mini_infer.core.errors import ConfigError
+from mini_infer.core.request import Request
+from mini_infer.runtime.worker.limits import Limits
+from mini_infer.serving.router import Router
+from mini_infer.simulation.cluster import Cluster
+from mini_infer.simulation.replica import Replica
+
+VARIANT = "fleet"
+VOCABULARY = 150_000
+SETTLING = 0.25  # of the window, in which caches fill: not counted
+TIMED_ROUTES = 1000
+LONGEST_ANSWER = 4096  # tokens
+METRICS = {
+    "hit_rate": Metric("prompt tokens found in a cache", "", Better.higher, share=True),
+    "kept_share": Metric("requests that kept the SLO", "", Better.higher, share=True),
+    "ttft_p50_ms": Metric("time to first token, median", "ms", Better.lower),
+    "ttft_p99_ms": Metric("time to first token, P99", "ms", Better.lower),
+    "broken_share": Metric("streams that broke off with their replica", "", Better.lower, share=True),
+    "route_us": Metric("CPU time of a router for a request", "us", Better.lower),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        load: of the spec's rate, at its highest.
+        swing: how far below its highest the load is at the beginning and at the end of the window: a day's.
+        down: share of the replicas that break down in the middle of the window, all at once.
+    """
+
+    replicas: int = 1000
+    routers: int = 1
+    load: float = 1.0
+    swing: float = 0.0
+    down: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.routers < 1 or not self.load > 0:
+            raise ConfigError(f"a fleet takes replicas and routers from 1 on and a load above 0, got {self}")
+        if not 0 <= self.swing < 1 or not 0 <= self.down < 1:
+            raise ConfigError(f"swing and down of a fleet must be from 0 to less than 1, got {self}")
+
+
+@dataclass(frozen=True)
+class FleetSpec(ExperimentSpec):
+    """
+    Attributes:
+        costs: a file of conf/costs, without its ending.
+        slower: so much longer steps take than there: fewer requests then load a fleet, and are simulated sooner.
+        rate_per_s: of requests to each replica, on the average over them, at a load of 1.
+        requests: that come within the window, at a load of 1.
+        prefixes: beginnings that prompts share, for each replica; some are asked for more often than others (Zipf).
+        shared: of the requests, that begin with one of them.
+        prefix_tokens, suffix_tokens, output_tokens: of a request; outputs are exponentially distributed.
+        blocks: of a replica's KV memory.
+        ttft_ms, tpot_ms: the SLO.
+        restart_s: until a replica that broke down is back, with an empty cache.
+        cases: name -> what differs from a Case's defaults.
+    """
+
+    costs: str = "qwen2_5_7b.h200"
+    slower: float = 4.0
+    rate_per_s: float = 2.5
+    requests: int = 16_000
+    prefixes: int = 2
+    shared: float = 0.75
+    prefix_tokens: int = 2048
+    suffix_tokens: int = 2048
+    output_tokens: int = 128
+    blocks: int = 8192
+    ttft_ms: float = 2000.0
+    tpot_ms: float = 100.0
+    restart_s: float = 60.0
+    cases: dict[str, Any] = field(default_factory=dict)
+
+
+class _Seen(NamedTuple):
+    """What is kept of a request that has ended; of all tokens of a fleet there would be gigabytes."""
+
+    arrival_s: float
+    ttft_s: float
+    tpot_s: float
+    cached: int
+    prompt: int
+
+    @classmethod
+    def of(cls, request: Request) -> _Seen:
+        times = request.token_times
+        tpot = (times[-1] - times[0]) / max(len(times) - 1, 1)
+        cached = request.num_cached_tokens or 0
+        return cls(request.arrival_time, times[0] - request.arrival_time, tpot, cached, request.prompt_len)
+
+
+class Fleet(Probe):
+    spec_class = FleetSpec
+    spec: FleetSpec
+    device = Device.cpu
+    variants: Mapping[str, str] = {VARIANT: "simulated"}
+    metrics: Mapping[str, Metric] = METRICS
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self._engine = schema.engine_config(config.engine)
+        self._costs = costs.read(costs.FOLDER / f"{self.spec.costs}.yaml").costs.slower(self.spec.slower)
+        self._cases = {name: Case(**changes) for name, changes in self.spec.cases.items()}
+        self.points = [Point(name, {"case": name}) for name in self._cases]
+        self.timed = [(VARIANT, point) for point in self.points]
+
+    def values(self, variant: str, point: Point) -> dict[str, float | None]:
+        spec, case = self.spec, self._cases[point.values["case"]]
+        routing, cache, alone = self._engine.parallel.routing, self._engine.cache, case.routers == 1
+        routers = [Router(routing, case.replicas, cache, alone) for _ in range(case.routers)]
+        cluster = Cluster([self._replica() for _ in range(case.replicas)], *routers)
+        rng = np.random.default_rng(self.settings.seed)
+        window = spec.requests / (spec.rate_per_s * case.replicas)
+        breaking = rng.permutation(case.replicas)[: round(case.down * case.replicas)].tolist()
+        events = [(window / 2, number, False) for number in breaking]
+        events += [(window / 2 + spec.restart_s, number, True) for number in breaking]
+        seen: list[_Seen] = []
+        num_broken = 0
+        for due in self._arrivals(case, window, rng):
+            while events and events[0][0] <= due:
+                moment, number, starts = events.pop(0)
+                _advance(cluster, moment, seen)
+                if starts:
+                    cluster.start(number, self._replica())
+                    continue
+                for lost in cluster.stop(number):
+                    if lost.token_times and lost.token_times[0] <= moment:
+                        num_broken += 1  # its client has read some of it
+                    else:
+                        output = lost.max_total_tokens - lost.prompt_len
+                        cluster.send("", lost.token_ids[: lost.prompt_len], output, lost.arrival_time)
+            _advance(cluster, due, seen)
+            cluster.send("", *self._request(case, rng), due)
+        _advance(cluster, None, seen)
+        return {
+            **self._told([one for one in seen if one.arrival_s >= SETTLING * window]),
+            "broken_share": num_broken / (num_broken + len(seen)),
+            "route_us": self._route_us(routers[0], case, rng),
+        }
+
+    def _replica(self) -> Replica:
+        spec = self.spec
+        limits = Limits(spec.prefix_tokens + spec.suffix_tokens + LONGEST_ANSWER, "the fleet", spec.blocks, 0)
+        return Replica(self._engine, limits, self._costs, overlap=True)
+
+    def _arrivals(self, case: Case, window: float, rng: np.random.Generator) -> Iterator[float]:
+        """Poisson arrivals at the highest rate, thinned out where the day's is lower."""
+        now, rate = 0.0, self.spec.rate_per_s * case.replicas * case.load
+        while (now := now + rng.exponential(1 / rate)) < window:
+            trough = 0.5 + 0.5 * math.cos(2 * math.pi * now / window)
+            if rng.random() >= case.swing * trough:
+                yield now
+
+    def _request(self, case: Case, rng: np.random.Generator) -> tuple[list[int], int]:
+        """Prompt, and output tokens. Beginnings are asked for by Zipf's law."""
+        spec, tokens = self.spec, self._tokens
+        start = int(rng.integers(len(tokens) - spec.suffix_tokens - spec.prefix_tokens))
+        prompt = tokens[start : start + spec.prefix_tokens + spec.suffix_tokens]
+        if rng.random() < spec.shared:
+            known = spec.prefixes * case.replicas
+            start = int(known ** rng.random()) - 1
+            prompt[: spec.prefix_tokens] = tokens[start : start + spec.prefix_tokens]
+        return prompt, 1 + min(int(rng.exponential(spec.output_tokens)), LONGEST_ANSWER - 1)
+
+    @cached_property
+    def _tokens(self) -> list[int]:
+        """Prompts are pieces of it, and begin alike where they begin at the same place."""
+        return np.random.default_rng(self.settings.seed).integers(0, VOCABULARY, 1_000_000).tolist()
+
+    def _told(self, seen: Sequence[_Seen]) -> dict[str, float | None]:
+        _, ttft, tpot, cached, prompt = np.array(seen).T
+        kept = (1e3 * ttft <= self.spec.ttft_ms) & (1e3 * tpot <= self.spec.tpot_ms)
+        return {
+            "hit_rate": float(cached.sum() / prompt.sum()),
+            "kept_share": float(kept.mean()),
+            "ttft_p50_ms": 1e3 * float(np.median(ttft)),
+            "ttft_p99_ms": 1e3 * float(np.percentile(ttft, 99)) if len(ttft) >= 1000 else None,
+        }
+
+    def _route_us(self, router: Router, case: Case, rng: np.random.Generator) -> float:
+        """Of a router that has seen all of it."""
+        prompts = [self._request(case, rng)[0] for _ in range(TIMED_ROUTES)]
+        up = range(case.replicas)
+        started = time.process_time()
+        for prompt in prompts:
+            router.end(router.route(router.chain(prompt), 1, up))
+        return 1e6 * (time.process_time() - started) / TIMED_ROUTES
+
+
+def _advance(cluster: Cluster, until: float | None, seen: list[_Seen]) -> None:
+    while (request := cluster.advance(until)) is not None:
+        seen.append(_Seen.of(request))
