@@ -718,7 +718,7 @@ def test_scheduler_and_cache_bookkeeping_need_no_torch() -> None:
 # --- prefixes in host memory ----------------------------------------------------------------------------------------
 
 
-def returning(**config) -> tuple[Bench, Request]:
+def returning(priority: int = 0, **config) -> tuple[Bench, Request]:
     """A prompt of 12 tokens that was computed and evicted, and that somebody asks for again."""
     bench = Bench(num_blocks=6, max_model_len=24, prefix_caching=True, num_host_blocks=16, host_prefixes=True, **config)
     for first in (0, 100):
@@ -729,7 +729,7 @@ def returning(**config) -> tuple[Bench, Request]:
     while bench.scheduler.num_unfinished:
         bench.step()
     bench.transfer_steps = config.get("transfer_steps", 0)
-    return bench, bench.add("again", list(range(13)), max_tokens=4)
+    return bench, bench.add("again", list(range(13)), max_tokens=4, priority=priority)
 
 
 def test_a_prompt_comes_back_from_host_memory_while_others_go_on() -> None:
@@ -775,10 +775,9 @@ def test_what_is_computed_sooner_is_not_loaded(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("way", ["abort", "failure", "preemption"])
 def test_one_that_is_loading_may_go_at_any_moment(way: str) -> None:
-    bench, again = returning(policy="priority")
+    bench, again = returning(1, policy="priority")
     bench.transfer_steps = 3
     other = bench.add("other", [300, 301], max_tokens=12)
-    again.priority = 1
     plan = bench.plan()
     assert again.status is RequestStatus.loading
     if way == "abort":
