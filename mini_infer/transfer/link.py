@@ -12,6 +12,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,9 @@ class Link:
     Args:
         take: called with each message and its bytes, in a thread; what it raises ends the link.
         end: called once, in a thread, when nothing will come any more.
+
+    Attributes:
+        seconds: that the bytes behind the message which is being taken took to come in.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Link:
         self._take, self._end = take, end
         self._unsent: queue.SimpleQueue[tuple[Message, Any, Any] | None] = queue.SimpleQueue()
         self.ended = False
+        self.seconds = 0.0
 
     def start(self) -> None:
         for work in (self._send_all, self._receive_all):
@@ -71,7 +76,10 @@ class Link:
             while True:
                 length, following = _HEAD.unpack(self._receive(_HEAD.size))
                 message = pickle.loads(self._receive(length))
-                self._take(self, message, self._receive(following))
+                started = time.perf_counter()
+                payload = self._receive(following)
+                self.seconds = time.perf_counter() - started
+                self._take(self, message, payload)
         except (OSError, EOFError):
             pass
         finally:

@@ -12,7 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from mini_infer.core.request import Handover
 from mini_infer.transfer.link import Bell, Link
@@ -33,9 +34,11 @@ logger = logging.getLogger(__name__)
 COPIES_END_S = 1.0  # after the process whose GPU makes them has ended
 
 
-class _Asked(NamedTuple):
+@dataclass
+class _Asked:
     link: Link
     time: float
+    copying: float = 0.0  # on this side
 
 
 class Receiver(NoReceiver):
@@ -132,8 +135,11 @@ class Receiver(NoReceiver):
 
     def hear(self, link: Link, message: Message, payload: bytearray) -> None:
         if isinstance(message, Blocks):
-            if message.transfer_id in self._asked:
+            asked = self._asked.get(message.transfer_id)
+            if asked is not None:
+                started = time.perf_counter()
                 self._take_blocks(message, payload)
+                asked.copying += link.seconds + time.perf_counter() - started
         elif isinstance(message, End):
             asked = self._asked.get(message.transfer_id)
             if asked is None:
@@ -142,7 +148,8 @@ class Receiver(NoReceiver):
             if message.reason:
                 logger.info("a prompt is computed here: %s", message.reason)
             else:
-                times = message.begun, message.computed, message.copying, self._clock()
+                copying = message.copying + asked.copying
+                times = message.begun, message.computed, copying, self._clock()
                 handover = Handover(asked.time, *times, message.num_bytes)
             self._end(message.transfer_id, handover)
         elif isinstance(message, Unlike):

@@ -36,6 +36,7 @@ class _End:
     def __init__(self, unheard: deque[tuple[Message, bytearray]]) -> None:
         self._unheard = unheard
         self.ended = self.closed = False
+        self.seconds = 0.0
 
     def start(self) -> None:
         pass
