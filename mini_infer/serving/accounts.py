@@ -37,23 +37,23 @@ class Accounts:
     it.
 
     Args:
-        path: the same for all that share it; None: nobody does.
+        file: descriptor of the file that they share; None: this process is the only one.
         processes: that may share it.
         clock: seconds, the same for all processes of the machine.
     """
 
     def __init__(
-        self, keys: Sequence[Key], path: str | None, processes: int, clock: Callable[[], float] = time.monotonic
+        self, keys: Sequence[Key], file: int | None, processes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._keys = keys
         self._clock = clock
         rows = 2 * processes  # one that takes another's place may come before that one has gone
         self._width = 2 + rows  # numbers of a key: requests, tokens, and a row's completions that are open
         size = 8 * self._width * max(1, len(keys))
-        self._file = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        if self._file is not None:
-            os.ftruncate(self._file, size)
-        self._numbers = memoryview(mmap.mmap(-1 if self._file is None else self._file, size)).cast("d")
+        self._file = file
+        if file is not None:
+            os.ftruncate(file, size)
+        self._numbers = memoryview(mmap.mmap(-1 if file is None else file, size)).cast("d")
         self._row = 2 + self._free_row(rows)
         with self._changing():
             for key in range(len(keys)):

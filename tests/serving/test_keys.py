@@ -142,17 +142,17 @@ def test_what_is_open() -> None:
 
 
 def test_processes_share_them_and_a_killed_one_owes_nothing(tmp_path: Path) -> None:
-    path = str(tmp_path / "accounts")
+    path = tmp_path / "accounts"
     keys = [Key(key="x", max_open=4, requests_per_minute=100)]
-    accounts = Accounts(keys, path, 2)
+    accounts = Accounts(keys, os.open(path, os.O_RDWR | os.O_CREAT), 2)
     child = os.fork()
     if child == 0:  # ends without giving anything back
-        os._exit(taken(Accounts(keys, path, 2), 3))
+        os._exit(taken(Accounts(keys, os.open(path, os.O_RDWR), 2), 3))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert taken(accounts, 4) == 1
     child = os.fork()
     if child == 0:  # takes the place of the one before it
-        os._exit(taken(Accounts(keys, path, 2), 9))
+        os._exit(taken(Accounts(keys, os.open(path, os.O_RDWR), 2), 9))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 

@@ -50,19 +50,20 @@ def create_app(
     settings: ServerSettings | None = None,
     on_engine_death: Callable[[], None] | None = None,
     engine_paths: Sequence[str] = (),
+    accounts: int | None = None,
 ) -> FastAPI:
     """The app; its engine, or its connection to one, starts and ends with it (ASGI lifespan).
 
     Args:
         settings: if not given, read from the environment when the app starts.
         on_engine_death: called when the engine process has been dead for LINGER_S.
-        engine_paths: as with Service.start.
+        engine_paths, accounts: as with Service.start.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         allow_many_open_files()
-        service = await Service.start(settings or _alone(from_environment(os.environ)), engine_paths)
+        service = await Service.start(settings or _alone(from_environment(os.environ)), engine_paths, accounts)
         app.state.service = service
         if on_engine_death is not None:
             service.engine.on_death(functools.partial(_linger, asyncio.get_running_loop(), on_engine_death))

@@ -35,14 +35,14 @@ GiveBack = Callable[[int, int], None]  # told the generated tokens and the compl
 class Callers:
     """
     Args:
-        accounts: path of the file that all API processes share; None: this is the only one.
+        accounts: as `Accounts` takes it.
         count: called with what the metrics count, and how much more of it there is.
 
     Raises:
         ConfigError: the file of keys is not as it should be.
     """
 
-    def __init__(self, settings: ServerSettings, accounts: str | None, count: Count) -> None:
+    def __init__(self, settings: ServerSettings, accounts: int | None, count: Count) -> None:
         self._keys = Keys(settings.api_key, settings.api_keys)
         self._isolate = settings.isolate_keys
         self._count = count

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from mini_infer.core.errors import RequestError
@@ -34,7 +33,6 @@ from mini_infer.serving.processes.async_engine import AsyncEngine
 from mini_infer.serving.settings import Reasoning, ServerSettings, Tools
 
 ALIAS = "mini-infer"  # always names the served model
-ACCOUNTS = "accounts"  # the file of the keys', beside the engines' sockets
 GRACE_S = 0.25  # from a deadline, which the engine keeps, until it is kept here
 COUNT_S = 0.1  # between two reports to the engine of what was counted here
 UNFINISHED_BODIES = 16  # of the largest size, together
@@ -44,7 +42,7 @@ IDS_PER_CHARACTER = 4  # a token id need only be looked at
 class Service:
     """One model, served."""
 
-    def __init__(self, settings: ServerSettings, engine: AsyncEngine, accounts: str | None = None) -> None:
+    def __init__(self, settings: ServerSettings, engine: AsyncEngine, accounts: int | None = None) -> None:
         self.settings = settings
         self.engine = engine
         self.tokenizer = engine.tokenizer
@@ -71,10 +69,13 @@ class Service:
         self.metrics = Metrics(self.model_name, engine.info, engine.replicas, own_process=alone)
 
     @classmethod
-    async def start(cls, settings: ServerSettings, engine_paths: Sequence[str] = ()) -> Service:
+    async def start(
+        cls, settings: ServerSettings, engine_paths: Sequence[str] = (), accounts: int | None = None
+    ) -> Service:
         """
         Args:
             engine_paths: of engine processes that a Supervisor keeps; without any, one is started.
+            accounts: as with `Accounts`.
 
         Raises:
             ConfigError, ModelError, EngineDead: the engine cannot start.
@@ -91,7 +92,7 @@ class Service:
         else:
             engine = await AsyncEngine.start(settings.engine, max_queued=settings.max_queued, startup_timeout=patience)
         try:
-            return cls(settings, engine, str(Path(engine_paths[0]).with_name(ACCOUNTS)) if engine_paths else None)
+            return cls(settings, engine, accounts)
         except BaseException:
             await engine.close()
             raise

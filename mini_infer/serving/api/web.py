@@ -38,14 +38,17 @@ async def serve(settings: ServerSettings, sock: socket.socket, on_ready: Callabl
     return await _serve(settings, (), lambda app: _Listening(app, settings, sock, on_ready))
 
 
-async def serve_handed_over(settings: ServerSettings, engine_paths: Sequence[str], handover: Handover) -> int:
+async def serve_handed_over(
+    settings: ServerSettings, engine_paths: Sequence[str], handover: Handover, accounts: int
+) -> int:
     """One API process of several, under a Supervisor. Arguments, results and errors otherwise as with `serve`.
 
     Args:
         engine_paths: the engine processes' sockets.
         handover: where the connections come from.
+        accounts: descriptor of the file in which all of them keep what the keys have taken.
     """
-    return await _serve(settings, engine_paths, lambda app: _HandedOver(app, settings, handover))
+    return await _serve(settings, engine_paths, lambda app: _HandedOver(app, settings, handover), accounts)
 
 
 class _Server(uvicorn.Server):
@@ -172,11 +175,16 @@ class _HandedOver(_Server):
         self.stop_app()
 
 
-async def _serve(settings: ServerSettings, engine_paths: Sequence[str], make: Callable[[FastAPI], _Server]) -> int:
+async def _serve(
+    settings: ServerSettings,
+    engine_paths: Sequence[str],
+    make: Callable[[FastAPI], _Server],
+    accounts: int | None = None,
+) -> int:
     def stop() -> None:
         server.should_exit = True
 
-    app = create_app(settings, stop, engine_paths)
+    app = create_app(settings, stop, engine_paths, accounts)
     server = make(app)
     with _stoppable_start(asyncio.get_running_loop()):
         starting = app.router.lifespan_context(app)

@@ -26,19 +26,25 @@ class ApiProcess:
 
     Args:
         engine_paths: the engine processes' sockets.
+        accounts: descriptor of the file in which all API processes keep what the keys have taken.
         on_serving: called once, when it takes connections.
         on_end: called once, when it is ending.
     """
 
     def __init__(
-        self, engine_paths: Sequence[str], on_serving: Callable[[], None], on_end: Callable[[ApiProcess], None]
+        self,
+        engine_paths: Sequence[str],
+        accounts: int,
+        on_serving: Callable[[], None],
+        on_end: Callable[[ApiProcess], None],
     ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
+            descriptors = [theirs.fileno(), accounts]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "mini_infer.serving.processes.api_process", str(theirs.fileno()), *engine_paths],
+                [sys.executable, "-m", __name__, *map(str, descriptors), *engine_paths],
                 stdin=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
+                pass_fds=descriptors,
                 env=child_environment(),
             )
         self.channel = Channel(ours, on_serving, lambda: on_end(self))
@@ -77,7 +83,8 @@ class ApiProcess:
 
 
 def main() -> int | str:
-    """The process. Arguments: the descriptor of the channel, the engines' sockets; stdin brings the settings."""
+    """The process. Arguments: the descriptors of the channel and the accounts, the engines' sockets. stdin brings the
+    settings."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the supervisor, who decides
     from mini_infer.serving.api.web import serve_handed_over  # takes a second, in which the engine is made
 
@@ -87,7 +94,7 @@ def main() -> int | str:
         return 0
     handover = Handover(socket.socket(fileno=int(sys.argv[1])))
     try:
-        return asyncio.run(serve_handed_over(settings, sys.argv[2:], handover))
+        return asyncio.run(serve_handed_over(settings, sys.argv[3:], handover, int(sys.argv[2])))
     except asyncio.CancelledError:  # a signal while it was connecting
         return 0
     except MiniInferError as error:

@@ -56,6 +56,7 @@ class Supervisor:
         self._engines: list[KeptEngine] = []
         self._rolling: asyncio.Task[None] | None = None
         self._engine_died = False
+        self._accounts = tempfile.TemporaryFile()  # noqa: SIM115 closed by `run`
 
     async def run(self) -> int:
         """Starts everything, and serves until a signal or a failure.
@@ -72,7 +73,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._take_signal)
         if self._settings.engine.parallel.engines > 1:
             loop.add_signal_handler(signal.SIGHUP, self._restart_all)
-        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, self._accounts:
             try:
                 opening = await self._make_engines(folder)
                 # They import while the engines are made, and hear what to serve when that is done.
@@ -125,7 +126,8 @@ class Supervisor:
     # --- API processes --------------------------------------------------------------------------------------------
 
     def _spawn(self) -> ApiProcess:
-        worker = ApiProcess([engine.socket_path for engine in self._engines], self._serves, self._leave)
+        paths = [engine.socket_path for engine in self._engines]
+        worker = ApiProcess(paths, self._accounts.fileno(), self._serves, self._leave)
         self._workers.append(worker)
         return worker
 
