@@ -132,7 +132,10 @@ class _Rank:
 
             compute, meter = exchange(self._kernels), Meter(self._device, self._kernels)
             compute(meter=meter)
-            sent, ideal = traffic_of(meter.take())[:2]
+            taken = meter.take()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            sent, ideal = traffic_of(taken)[:2]
             echo = None if variant == Dispatch.packed.value else exchange(_Echo(self._kernels))
             exchange_us = None if echo is None else self._time(variant, echo)
         some = torch.linspace(0, count - 1, min(count, CHECKED_TOKENS), device=self._device).round().long()

@@ -73,6 +73,13 @@ def test_each_process_has_seeds_of_its_own(config):
     assert all(processes.seeded(other, index).engine.model.seed not in [s[2] for s in own] for index in range(3))
 
 
+def test_steps_are_profiled_once_unless_every_profile_counts(config):
+    made = config("+experiment.profile=[{}]")
+    assert [len(processes.seeded(made, index).experiment.profile) for index in range(2)] == [1, 0]
+    made.experiment.metrics = [*made.experiment.metrics, "gpu_idle_share"]
+    assert len(processes.seeded(made, 1).experiment.profile) == 1
+
+
 def test_a_config_reaches_another_process_whole(config):
     made = config("workload.arrivals=poisson", "workload.rate_per_s=5", "measure.threads=1")
     made.experiment.points = {"workload.count": [1, 2]}

@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import signal
+import statistics
 import threading
 import time
 from typing import Any
@@ -130,8 +131,8 @@ def test_steps_in_graphs_are_counted() -> None:
         assert len(traffic) > 20
         for step in traffic:
             assert step.sent_bytes >= step.ideal_bytes > 0
-            assert 0 < step.dispatch_s < 0.05
             assert min(step[2:]) > 0
+        assert statistics.median(step.dispatch_s for step in traffic) < 0.01  # a single one may wait for the other rank
     finally:
         engine.close()
 

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.lab import axes, schema
 from experiments.lab.experiment import Findings
+from experiments.lab.judge import formulas
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
@@ -106,6 +107,9 @@ def seeded(config: DictConfig, process: int) -> DictConfig:
             OmegaConf.update(own, key, seed_of(base, seed, process))
     OmegaConf.update(own, "measure.seed", seed_of(seed, 0, process))
     OmegaConf.update(own, "measure.gates", config.measure.gates and process == 0)
+    profiled = OmegaConf.select(config, "experiment.profile")
+    if profiled and process and not set(config.experiment.metrics) & set(formulas.OF_PROFILES):
+        OmegaConf.update(own, "experiment.profile", [])  # the first process's are looked at
     if config.peers.processes is not None:
         OmegaConf.update(own, "peers.processes", max(0, config.peers.processes - process))
     return own
