@@ -221,12 +221,24 @@ def measured(rows: Sequence[StepRow], overlap: bool) -> list[MeasuredStep]:
             )
             for row in own
         ]
-        for row, device_s in zip(own, device_seconds(spans, overlap), strict=True):
+        for row, device_s in zip(own, _told_in_time(own, device_seconds(spans, overlap)), strict=True):
             attention = row.decode_context or 0, row.prompt_reach or 0, row.prompt_pairs or 0
             work = Work(row.verified_tokens or 0, row.prefill_tokens, *attention)
             prompts = row.num_prefilling + bool(row.prefill_tokens)
             found.append(MeasuredStep(work, row.decode_tokens + prompts, device_s, row.host_s or 0.0))
     return [step for step in found if step.work.decode_tokens + step.work.prompt_tokens]
+
+
+def _told_in_time(rows: Sequence[StepRow], seconds: list[float]) -> list[float]:
+    """Where the host was still launching prompts when the step of rows before them ended, that end was told late: what
+    it took longer than the step before it is the prompts'."""
+    for before, late, prompts in zip(range(len(rows)), range(1, len(rows)), range(2, len(rows)), strict=False):
+        alike = rows[before].decode_tokens == rows[late].decode_tokens > 0
+        if alike and rows[prompts].prefill_tokens and not (rows[before].prefill_tokens or rows[late].prefill_tokens):
+            shift = max(0.0, seconds[late] - seconds[before])
+            seconds[late] -= shift
+            seconds[prompts] += shift
+    return seconds
 
 
 def _serve(engine: LLMEngine, arrivals: Sequence[Arrival], rng: np.random.Generator) -> list[StepRecord]:

@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
@@ -41,7 +42,7 @@ OF_PASS = (
 )
 GPUS = Metric("GPUs", "", Better.lower)
 REPLICAS = "engine.parallel.replicas"
-SAID_WHOLE = ("parallel", "scheduler", "cache")  # sections of the engine: of others, what was searched
+SAID_WHOLE = ("parallel", "scheduler", "cache", "speculation")  # sections of the engine: of others, what was searched
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Capacity(Experiment):
         super().__init__(config)
         self._config = schema.of_points(config)
         self._workload = schema.workload(config)
-        self._base = {key: _known(self._config, key) for key in self.spec.settings}
+        self._base = {key: _plain(_known(self._config, key)) for key in self.spec.settings}
         self._simulator = Simulator(self.chosen, self.threads, axes.CONF.parent / self.settings.costs)
         self.metrics = {"gpus": GPUS, **{name: formulas.describe(name) for name in OF_PASS}}
         formulas.require_known(OF_PASS, self.spec.slo)
@@ -295,6 +296,10 @@ def _front_words(front: Sequence[Plan]) -> str:
         for plan in front
     ]
     return f"Cost against latency, where nothing is better in both: {'; '.join(told)}."
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
 
 
 def _known(config: Mapping[Any, Any] | DictConfig, key: str) -> Any:

@@ -4,10 +4,12 @@ The runner has two kinds of step, and each has a curve of its own over the token
 never fall: steps of rows alone (one launch of a CUDA graph, and mostly the weights' way through memory) and steps with
 prompts in them. Attention is added to either: so much for each KV slot that a decode row reads; and of prompts so much
 for each (query, key) pair, and for each slot of the row that looks furthest, since whoever computes that one goes from
-slot to slot, however many processors have nothing to do. What experts, quantized products and collectives take grows
-with the tokens, too, and lies in the curves, which therefore belong to one model, layout and machine.
+slot to slot, however many processors have nothing to do. Each row beside prompts takes something more, since its
+attention is computed apart. What experts, quantized products and collectives take grows with the tokens, too, and lies
+in the curves, which therefore belong to one model, layout and machine.
 
     device_s = curve(tokens) + slot_s * decode context + reach_s * furthest + pair_s * prompts' pairs
+             + beside_s * rows beside prompts
     host_s   = plan_s + row_s * rows          to plan and to book a step, beside the device where steps overlap
 """
 
@@ -97,12 +99,14 @@ class FittedCosts:
     plan_s: float
     row_s: float
     block_s: float = 0.0
+    beside_s: float = 0.0
 
     def device_s(self, work: Work) -> float:
         curve = self.prompts if work.prompt_tokens else self.decode
         attention = self.slot_s * work.decode_context
         if work.prompt_tokens:
             attention += self.reach_s * work.prompt_reach + self.pair_s * work.prompt_pairs
+            attention += self.beside_s * work.decode_tokens
         return curve(work.decode_tokens + work.prompt_tokens) + attention
 
     def host_s(self, rows: int) -> float:
@@ -115,7 +119,7 @@ class FittedCosts:
         """Of a device that takes so many times as long; the host is the same."""
         decode, prompts = (Curve(c.tokens, tuple(times * s for s in c.seconds)) for c in (self.decode, self.prompts))
         attention = times * self.slot_s, times * self.reach_s, times * self.pair_s
-        return FittedCosts(decode, prompts, *attention, self.plan_s, self.row_s, self.block_s)
+        return FittedCosts(decode, prompts, *attention, self.plan_s, self.row_s, self.block_s, times * self.beside_s)
 
 
 class MeasuredStep(NamedTuple):
@@ -214,17 +218,17 @@ def _fit(steps: Sequence[MeasuredStep], block_s: float) -> FittedCosts:
         _rises(tokens, own) * of_kind[:, None]
         for own, of_kind in zip(knots, (~with_prompts, with_prompts), strict=True)
     ]
-    matrix = np.column_stack([*columns, work[:, 2:]])
+    matrix = np.column_stack([*columns, work[:, 2:], work[:, 0] * with_prompts])
     solution = nonnegative(matrix / seconds[:, None], np.ones(len(steps)))
     split = len(knots[0])
-    rises, (slot_s, reach_s, pair_s) = (solution[:split], solution[split:-3]), solution[-3:].tolist()
+    rises, (slot_s, reach_s, pair_s, beside_s) = (solution[:split], solution[split:-4]), solution[-4:].tolist()
     decode, prompts = (
         Curve(tuple(int(t) for t in own), tuple(np.cumsum(rise).tolist()))
         for own, rise in zip(knots, rises, strict=True)
     )
     rows = np.column_stack([np.ones(len(steps)), [step.rows for step in steps]])
     plan_s, row_s = nonnegative(rows, np.array([step.host_s for step in steps])).tolist()
-    return FittedCosts(decode, prompts, slot_s, reach_s, pair_s, plan_s, row_s, block_s)
+    return FittedCosts(decode, prompts, slot_s, reach_s, pair_s, plan_s, row_s, block_s, beside_s)
 
 
 def _knots(tokens: Array) -> Array:

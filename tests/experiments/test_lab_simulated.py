@@ -78,6 +78,8 @@ def test_a_layout_that_does_not_fit_is_refused(compose_config) -> None:
         Simulator(small, 1).setup(engine)
     shared = dataclasses.replace(engine, parallel=ParallelConfig(tensor=2))
     assert Simulator(dataclasses.replace(small, memory_gib=14.0), 1).setup(shared).limits.num_blocks > 1000
+    staged = dataclasses.replace(engine, parallel=ParallelConfig(pipeline=2))
+    assert Simulator(dataclasses.replace(small, memory_gib=14.0), 1).setup(staged).limits.num_blocks > 1000
     with pytest.raises(ConfigError, match=r"device=cuda, and the chosen hardware is .*, a cpu"):
         Simulator(Hardware("a CPU", device=Device.cpu), 1).setup(engine)
 
@@ -190,6 +192,16 @@ def test_the_planner_finds_the_fewest_replicas(compose_config) -> None:
     fewer = plan(compose_config, most_replicas=count - 1).notes[0]
     assert fewer.startswith("Nothing keeps TTFT 60 ms and TPOT 12 ms for 90% of the requests")
     assert "The nearest is max_num_seqs=8" in fewer
+
+
+def test_drafts_are_planned_too(compose_config) -> None:
+    settings = {"engine.speculation.method": ["none", "synthetic"]}
+    config = compose_config(*PLAN, "engine.speculation.acceptance=0.8", "engine.speculation.adaptive=false")
+    config.experiment.settings, config.experiment.slo = settings, {"ttft_ms": 300, "tpot_ms": 12}
+    found = measured(config, Capacity)[1]
+    replicas = {p.values["engine.speculation.method"]: p.values["engine.parallel.replicas"] for p in found.points}
+    assert replicas == {"none": 2, "synthetic": 1}
+    assert "--speculation.method synthetic --speculation.adaptive false --speculation.acceptance 0.8" in found.notes[0]
 
 
 def test_bad_plans_are_refused(compose_config) -> None:
