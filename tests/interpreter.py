@@ -38,6 +38,15 @@ def prepare(patch: pytest.MonkeyPatch) -> interpreter._LangPatchScope:
         return blocks[key]
 
     patch.setattr(core.block_type, "with_element_ty", block_of)
+    get_block, made = interpreter.InterpreterBuilder.get_block_ty, dict[tuple[str, tuple[int, ...]], Any]()
+
+    def get_block_once(self: Any, element: Any, shape: Any) -> Any:
+        key = element.name, tuple(shape)
+        if key not in made:
+            made[key] = get_block(self, element, shape)
+        return made[key]
+
+    patch.setattr(interpreter.InterpreterBuilder, "get_block_ty", get_block_once)
     make_tensor = core.tensor.__init__
     shapes = dict[str, tuple[Any, Any]]()
 
