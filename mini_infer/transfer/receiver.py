@@ -123,6 +123,7 @@ class Receiver(NoReceiver):
     def abandon(self) -> None:
         with self._changes:
             for transfer_id, asked in self._asked.items():
+                asked.cancelled = True
                 asked.link.send(Cancel(transfer_id))
             self._changes.wait_for(lambda: not self._asked)
         self._arrived.clear()

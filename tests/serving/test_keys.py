@@ -176,7 +176,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     path.write_text(FILE)
     flags = ("--api-keys", str(path), "--isolate-keys", "--key-everywhere", "--api-processes", "2")
-    with running(*flags, "--model.dry.step_ms", "2") as server:
+    root = ("--root-path", "/m")  # the beginning of /metrics, which is not under it
+    with running(*flags, *root, "--model.dry.step_ms", "2") as server:
         yield server
 
 
