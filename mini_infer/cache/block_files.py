@@ -44,7 +44,8 @@ class BlockFiles:
         path: a folder; others may use it, too.
         identity: all that the values of a block depend on, beside its tokens.
         block_bytes: of a block.
-        max_bytes: of all files of this identity, about: the least recently used go first. None: half of what is free.
+        max_bytes: of all files of this identity, about: the least recently used go first. None: half of what is free,
+            or theirs already.
 
     Raises ConfigError where nothing can be written there.
     """
@@ -53,25 +54,26 @@ class BlockFiles:
         self._identity = hashlib.sha256(identity.encode()).digest()
         self.folder = Path(path).expanduser() / self._identity.hex()[:16]
         self._file_bytes = _HEADER.size + block_bytes
+        self._lock = threading.Lock()
+        self._full_until = 0.0
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            # Who can read KV can find out the prompts that it is of.
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
             if not os.access(self.folder, os.W_OK):
                 raise PermissionError("it may not be written to")
+            files = self._look()
+            self.max_bytes = (free + self._bytes) // 2 if max_bytes is None else max_bytes
+            if self.max_bytes < self._file_bytes:
+                raise ConfigError(
+                    f"cache.disk_prefix_path={path}: {self.max_bytes} bytes of files hold no KV block of {block_bytes} "
+                    "bytes. Raise cache.disk_prefix_gib, or free some of the disk"
+                )
+            self._make_room(files)
         except OSError as error:
             raise ConfigError(
                 f"cache.disk_prefix_path={path}: {error}. Name a folder that can be written to"
             ) from error
-        self._lock = threading.Lock()
-        self._full_until = 0.0
-        self._bytes = self._written = 0  # as of the last look, and since
-        self.max_bytes = free // 2 if max_bytes is None else max_bytes
-        if self.max_bytes < self._file_bytes:
-            raise ConfigError(
-                f"cache.disk_prefix_path={path}: {self.max_bytes} bytes of files hold no KV block of {block_bytes} "
-                "bytes. Raise cache.disk_prefix_gib, or free some of the disk"
-            )
-        self._make_room()
         others = [entry.name for entry in self.folder.parent.iterdir() if entry.is_dir() and entry != self.folder]
         logger.info(
             "%d KV blocks of this model in %s%s",
@@ -98,16 +100,16 @@ class BlockFiles:
             with open(unfinished, "wb") as file:
                 file.writelines([self._header(block_hash, parts), *parts])
             os.rename(unfinished, path)
+            with self._lock:
+                self._written += self._file_bytes
+                if self._bytes + self._written > self.max_bytes or self._written > self.max_bytes // _LOOKS:
+                    self._make_room(self._look())
         except OSError as error:
             self._full_until = time.monotonic() + _RETRY_S
             logger.warning("no KV block is written to %s for %.0f s: %s", self.folder, _RETRY_S, error)
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
-            return False
-        with self._lock:
-            self._written += self._file_bytes
-            if self._bytes + self._written > self.max_bytes or self._written > self.max_bytes // _LOOKS:
-                self._make_room()
+            return os.path.exists(path)  # it may be there, and room for the next one not
         return True
 
     def read(self, block_hash: bytes, parts: Sequence[memoryview]) -> bool:
@@ -140,20 +142,23 @@ class BlockFiles:
             crc = zlib.crc32(part, crc)
         return _HEADER.pack(_MAGIC, self._identity, block_hash, self._file_bytes, crc)
 
-    def _make_room(self) -> None:
-        """Deletes what was used longest ago, down to the bound and a little below, and what somebody was killed
-        over."""
+    def _look(self) -> list[tuple[float, int, str]]:
+        """When each file was used last, its size and its path. Deletes what somebody was killed over."""
         files: list[tuple[float, int, str]] = []
         now = time.time()
         for folder in os.scandir(self.folder):
-            for entry in os.scandir(folder):
+            for entry in os.scandir(folder) if folder.is_dir() else ():
                 with contextlib.suppress(OSError):
                     about = entry.stat()
                     if not entry.name.endswith(_PART):
                         files.append((about.st_mtime, about.st_size, entry.path))
                     elif now - about.st_mtime > _ABANDONED_S:
                         os.unlink(entry.path)
-        self._bytes, self._written = sum(size for _, size, _ in files), 0
+        self._bytes, self._written = sum(size for _, size, _ in files), 0  # as of this look, and since
+        return files
+
+    def _make_room(self, files: list[tuple[float, int, str]]) -> None:
+        """Deletes what was used longest ago, down to the bound and a little below. Raises OSError where it may not."""
         if self._bytes <= self.max_bytes - self.max_bytes // _LOOKS:
             return
         for _, size, path in sorted(files):

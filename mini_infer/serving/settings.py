@@ -16,12 +16,15 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.config import EngineConfig, LoadFormat, When
 from mini_infer.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mini_infer.serving.keys import Keys
 
 PREFIX = "MINI_INFER_"
 ENGINE_SECTION = "engine"
@@ -164,16 +167,22 @@ class ServerSettings:
         for name in ("isolate_keys", "key_everywhere"):
             if getattr(self, name) and self.api_key is None and self.api_keys is None:
                 raise ConfigError(f"{name} needs keys: give api_keys or api_key")
-        if self.api_keys is not None:  # before minutes go into a model
-            from mini_infer.serving.keys import Keys
-
-            Keys(self.api_key, self.api_keys)
+        if self.api_keys is not None:
+            _ = self.keys  # before minutes go into a model
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile needs the certificate that it belongs to: give ssl_certfile too")
         if self.root_path is not None and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
         if self.served_model_name is not None and not self.served_model_name:
             raise ConfigError("served_model_name is empty: give a name, or leave it unset")
+
+    @cached_property
+    def keys(self) -> Keys:
+        """Read once, and sent along to every API process: all of them number the keys alike, whatever becomes of the
+        file. Raises ConfigError."""
+        from mini_infer.serving.keys import Keys
+
+        return Keys(self.api_key, self.api_keys)
 
     def chat_template_text(self) -> str:
         """Raises ConfigError where the file cannot be read."""

@@ -48,7 +48,7 @@ class Link:
         """Waits for nothing; to an ended link, does nothing.
 
         Args:
-            payload: a buffer, or a call that gives one in the sending thread.
+            payload: a buffer.
             ready: an event of the device behind which the payload can be read.
         """
         if not self.ended:
@@ -60,7 +60,7 @@ class Link:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _send_all(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while (item := self._unsent.get()) is not None:
                 message, payload, ready = item
                 if ready is not None:
@@ -69,7 +69,10 @@ class Link:
                 self._sock.sendall(_HEAD.pack(len(data), len(body)) + data)
                 if len(body):
                     self._sock.sendall(body)
-        self.close()
+        except OSError:
+            pass
+        finally:  # whatever went wrong: the other side is not to wait for the rest
+            self.close()
 
     def _receive_all(self) -> None:
         try:

@@ -39,6 +39,7 @@ class _Asked:
     link: Link
     time: float
     copying: float = 0.0  # on this side
+    cancelled: bool = False
 
 
 class Receiver(NoReceiver):
@@ -50,7 +51,8 @@ class Receiver(NoReceiver):
         writes_late: whoever asks for memory to be written to by a GPU does not know when that ends if its process dies.
 
     Attributes:
-        num_received, num_failed, num_bytes: transfers that came, those that did not, and what came.
+        num_received, num_failed, num_bytes: transfers that came, those that did not though nobody had cancelled them,
+            and what came.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Receiver(NoReceiver):
         for transfer_id in cancelled:
             asked = self._asked.get(transfer_id)
             if asked is not None:
+                asked.cancelled = True
                 asked.link.send(Cancel(transfer_id))
         for ask in asks:
             try:
@@ -112,9 +115,7 @@ class Receiver(NoReceiver):
         while self._arrived:
             arrivals.append(self._arrived.popleft())
         for arrival in arrivals:
-            if arrival.handover is None:
-                self.num_failed += 1
-            else:
+            if arrival.handover is not None:
                 self.num_received += 1
                 self.num_bytes += arrival.handover.num_bytes
         return arrivals
@@ -122,6 +123,7 @@ class Receiver(NoReceiver):
     def abandon(self) -> None:
         with self._changes:
             for transfer_id, asked in self._asked.items():
+                asked.cancelled = True
                 asked.link.send(Cancel(transfer_id))
             self._changes.wait_for(lambda: not self._asked)
         self._arrived.clear()
@@ -145,9 +147,9 @@ class Receiver(NoReceiver):
             if asked is None:
                 return
             handover = None
-            if message.reason:
+            if message.reason and not asked.cancelled:
                 logger.info("a prompt is computed here: %s", message.reason)
-            else:
+            elif not message.reason:
                 copying = message.copying + asked.copying
                 times = message.begun, message.computed, copying, self._clock()
                 handover = Handover(asked.time, *times, message.num_bytes)
@@ -177,7 +179,8 @@ class Receiver(NoReceiver):
 
     def _end(self, transfer_id: int, handover: Handover | None) -> None:
         with self._changes:
-            self._asked.pop(transfer_id, None)
+            asked = self._asked.pop(transfer_id, None)
+            self.num_failed += handover is None and not (asked is not None and asked.cancelled)
             self._arrived.append(Arrival(transfer_id, handover))
             self._changes.notify_all()
         self.bell.ring()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -114,6 +116,33 @@ def test_there_are_as_many_as_the_bound_allows_and_the_oldest_go_first(tmp_path:
         assert sum(path.stat().st_size for path in files.folder.rglob("*") if path.is_file()) <= 20 * 1100
     assert name(49) in files
     assert name(20) not in files
+
+
+def test_a_folder_that_is_meddled_with_costs_blocks_and_no_error(tmp_path: Path) -> None:
+    files = BlockFiles(str(tmp_path), "a model", SIZE, 20 * 1100)
+    assert stat.S_IMODE(files.folder.stat().st_mode) == 0o700
+    (files.folder / "a note").write_text("")
+    for number in range(30):
+        assert files.write(name(number), content(number)), "it makes room"
+    shutil.rmtree(files.folder)
+    for number in range(30):
+        files.write(name(number), content(number))
+    BlockFiles(str(tmp_path), "a model", SIZE, 20 * 1100)
+
+
+def test_room_that_cannot_be_made_ends_writing_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = BlockFiles(str(tmp_path), "a model", SIZE, 20 * 1100)
+
+    def refuse(path: str) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    written = [files.write(name(number), content(number)) for number in range(40)]
+    assert "Operation not permitted" in caplog.text
+    assert written[0]
+    assert not written[-1]
 
 
 def test_leftovers_of_the_killed_are_removed_when_they_are_old(files: BlockFiles, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.accounts import Accounts, Exceeded
 from mini_infer.serving.keys import Key, Keys
+from mini_infer.serving.settings import ServerSettings
 
 FILE = f"""
 alice: {{key: alice-key}}
@@ -63,6 +65,16 @@ def test_whose_key_it_is(tmp_path: Path) -> None:
     for nobody in ("", "Bearer ", "Bearer none", "Basic bob-key", "bob-key", "Bearer \udc80"):
         assert keys.name_of(nobody) is None
     assert not Keys(None, None)
+
+
+def test_the_file_is_read_once_for_all_api_processes(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(FILE)
+    settings = ServerSettings(api_keys=str(path))
+    path.write_text("zoe: {key: zoe-key}")
+    sent = pickle.loads(pickle.dumps(settings))
+    assert list(sent.keys.named) == list(settings.keys.named) == ["alice", "bob", "carol", "few", "one", "tokens"]
+    assert sent.keys.name_of("Bearer bob-key") == "bob"
 
 
 def test_settings_that_need_keys(tmp_path: Path) -> None:
@@ -164,7 +176,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     path.write_text(FILE)
     flags = ("--api-keys", str(path), "--isolate-keys", "--key-everywhere", "--api-processes", "2")
-    with running(*flags, "--model.dry.step_ms", "2") as server:
+    root = ("--root-path", "/m")  # the beginning of /metrics, which is not under it
+    with running(*flags, *root, "--model.dry.step_ms", "2") as server:
         yield server
 
 

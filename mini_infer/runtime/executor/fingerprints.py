@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 import mini_infer
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -33,10 +35,15 @@ def kv_identity(config: EngineConfig, models: Sequence[ServedModel]) -> str:
     settings = config.to_dict()
     about = [settings[section] for section in ("model", "attention", "numerics")]
     of_models = [
-        (_model(model), model.kv_layout, model.device.type, *map(str, model.backends), model.kv_dtype)
+        (_model(model), model.kv_layout, _kind(model.device), *map(str, model.backends), model.kv_dtype)
         for model in models
     ]
-    return repr((about, config.cache.block_size, of_models, _number(_code())))
+    return repr((about, config.cache.block_size, of_models, _number(_code()), torch.__version__))
+
+
+def _kind(device: torch.device) -> str:
+    """Another GPU may sum in another order."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 _ROOT = Path(mini_infer.__file__).parent

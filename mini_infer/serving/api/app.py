@@ -110,7 +110,9 @@ class _App(FastAPI):
             return
         scope[SERVER_SEND] = send
         service: Service = self.state.service
-        if service.settings.key_everywhere and scope["path"].removeprefix(self.root_path) in ABOUT:
+        # With the root path or without: the router takes both.
+        paths = scope["path"], scope["path"].removeprefix(self.root_path)
+        if service.settings.key_everywhere and any(path in ABOUT for path in paths):
             try:
                 service.callers.enter(Request(scope))
             except ApiError as error:

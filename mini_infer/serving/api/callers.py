@@ -11,7 +11,6 @@ from starlette.datastructures import Headers
 
 from mini_infer.serving.accounts import Accounts, Exceeded
 from mini_infer.serving.api.errors import ApiError
-from mini_infer.serving.keys import Keys
 from mini_infer.serving.settings import ServerSettings
 
 
@@ -37,13 +36,10 @@ class Callers:
     Args:
         accounts: as `Accounts` takes it.
         count: called with what the metrics count, and how much more of it there is.
-
-    Raises:
-        ConfigError: the file of keys is not as it should be.
     """
 
     def __init__(self, settings: ServerSettings, accounts: int | None, count: Count) -> None:
-        self._keys = Keys(settings.api_key, settings.api_keys)
+        self._keys = settings.keys
         self._isolate = settings.isolate_keys
         self._count = count
         self._numbers = {name: number for number, name in enumerate(self._keys.named)}
