@@ -136,8 +136,17 @@ class Replica:
         """The earliest moment at which it does something that anybody could see; it is busy."""
         return self._ahead.end(self._ahead.steps) if self._ahead.steps else self.clock.now
 
-    def add(self, request_id: str, prompt: Sequence[int], output_tokens: int, now: float, priority: int = 0) -> Request:
-        """A request that arrives at `now`. RequestError where it can never be served."""
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        output_tokens: int,
+        now: float,
+        priority: int = 0,
+        arrival: float | None = None,
+    ) -> Request:
+        """A request that comes at `now`, and was due then or at an `arrival` before. RequestError where it can never be
+        served."""
         total, limits = len(prompt) + output_tokens, self.limits
         if not prompt or output_tokens < 1 or total > limits.max_model_len:
             raise RequestError(
@@ -153,7 +162,7 @@ class Replica:
             max_total_tokens=total,
             seed=self._num_added,
             priority=priority,
-            arrival_time=now,
+            arrival_time=now if arrival is None else arrival,
         )
         self._num_added += 1
         self.core.scheduler.add(request)
