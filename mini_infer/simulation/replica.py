@@ -24,7 +24,7 @@ from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.scheduler.planned_step import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.worker.limits import Limits
-from mini_infer.simulation.costs import StepCosts, Work
+from mini_infer.simulation.costs import StepCosts, Work, require_whole_experts
 from mini_infer.simulation.executor import TOKEN, SimulatedExecutor, VirtualClock
 from mini_infer.speculative.speculator import make_speculator
 
@@ -108,8 +108,7 @@ class Replica:
                 "to weigh drafts with. Set speculation.method=synthetic with an acceptance, without a draft, and "
                 "speculation.adaptive=false; or speculation.method=none"
             )
-        if parallel.expert > 1:
-            raise ConfigError(f"{parallel.asked}: ranks that share experts are not simulated. Set parallel.expert=1")
+        require_whole_experts(parallel)
         self.clock, stages = VirtualClock(), parallel.pipeline
         self.limits, self._costs = limits, costs
         self._executor = SimulatedExecutor(costs, limits, self.clock, overlap, stages, drafts.rate)
