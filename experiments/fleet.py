@@ -36,7 +36,7 @@ TIMED_ROUTES = 1000
 LONGEST_ANSWER = 4096  # tokens
 METRICS = {
     "hit_rate": Metric("prompt tokens found in a cache", "", Better.higher, share=True),
-    "kept_share": Metric("requests that kept the SLO", "", Better.higher, share=True),
+    "kept_share": Metric("requests that kept the SLO, of those that did not break off", "", Better.higher, share=True),
     "ttft_p50_ms": Metric("time to first token, median", "ms", Better.lower),
     "ttft_p99_ms": Metric("time to first token, P99", "ms", Better.lower),
     "broken_share": Metric("streams that broke off with their replica", "", Better.lower, share=True),

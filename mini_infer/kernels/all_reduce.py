@@ -184,7 +184,7 @@ def _add_copied_kernel(x_ptr, inbox, flag, stop_ptr, number, size, BLOCK: tl.con
     flag_ptr = flag.to(tl.pointer_type(tl.int32))
     seen = tl.load(flag_ptr, volatile=True)
     looks = seen * 0
-    while seen < number:
+    while seen != number:
         seen = tl.load(flag_ptr, volatile=True)
         looks += 1
         if looks % _LOOKS == 0:
@@ -267,7 +267,7 @@ def gather_columns(mailbox: Mailbox, x: Tensor, out: Tensor) -> Tensor:
 
 def add_copied(x: Tensor, inbox: int, flag: int, number: int, stop: Tensor) -> None:
     """Adds to x, contiguous, as many numbers at the address `inbox`, a multiple of 16, once the int32 at the address
-    `flag` has come to `number`. `stop` as in Mailbox."""
+    `flag` is `number`. `stop` as in Mailbox."""
     grid = (triton.cdiv(x.numel(), _COPIED),)
     _add_copied_kernel[grid](x, inbox, flag, stop, number, x.numel(), BLOCK=_COPIED, num_warps=8)
 

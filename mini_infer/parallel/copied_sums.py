@@ -26,6 +26,7 @@ RANKS = 2
 SLOTS = 4
 ANSWER_S = 20.0  # in which the first sums must be there
 _LINE = 16  # bytes of a slot's number
+_NUMBERS = 2**31  # that sums have, which then begin again: a multiple of SLOTS, and more than that
 
 
 class CopiedSums:
@@ -66,7 +67,7 @@ class CopiedSums:
     def begin(self, x: Tensor) -> Callable[[], object]:
         """As Ranks.begin_all_reduce (kernels/interface.py). What is begun is waited for in the same order, and no more
         than two before they are."""
-        slot, self._number = self._number % SLOTS, self._number + 1
+        slot, self._number = self._number % SLOTS, (self._number + 1) % _NUMBERS
         number, line, place = self._number, slot * _LINE, SLOTS * _LINE + slot * self._slot_bytes
         sent = copy_to(self._other + place, x, self._other + line, number, self._stream)
 

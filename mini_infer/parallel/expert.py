@@ -137,6 +137,7 @@ class ExpertExchange:
         self._ends("experts")
         if self._meter is not None:
             self._count_slots(x, routes, count)
+            self._meter.start()  # counting is no stage
         return kernel.combine(inboxes, y, arrived.ids, routes, self._per_rank, count, residual)
 
     def _padded(self, x: Tensor, routes: Routes, weights: ExpertWeights) -> Tensor:

@@ -57,13 +57,13 @@ class Cluster:
     ) -> Request:
         """A request that comes now, where it was not due at an `arrival` before. RequestError where it can never be
         served."""
-        now = self.clock.now if arrival is None else arrival
+        now = self.clock.now if arrival is None else max(self.clock.now, arrival)
         router = self._routers[self._num_sent % len(self._routers)]
         self._num_sent += 1
         route = router.route(router.chain(prompt), 1, self._up)
         replica = self._replicas[route.replica]
         try:
-            request = replica.add(request_id, prompt, output_tokens, now, priority)
+            request = replica.add(request_id, prompt, output_tokens, now, priority, arrival)
         except Exception:
             router.end(route)
             raise

@@ -34,7 +34,7 @@ MIN_STEPS = 20  # of each kind, for a fit
 Array = NDArray[np.float64]
 
 
-def require_shared_layers(parallel: ParallelConfig) -> None:
+def require_whole_experts(parallel: ParallelConfig) -> None:
     """Raises ConfigError where ranks share experts: nobody knows what their steps cost."""
     if parallel.expert > 1:
         raise ConfigError(f"{parallel.asked}: ranks that share experts are not simulated. Set parallel.expert=1")

@@ -24,7 +24,7 @@ from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.scheduler.planned_step import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.worker.limits import Limits
-from mini_infer.simulation.costs import StepCosts, Work, require_shared_layers
+from mini_infer.simulation.costs import StepCosts, Work, require_whole_experts
 from mini_infer.simulation.executor import TOKEN, SimulatedExecutor, VirtualClock
 from mini_infer.speculative.speculator import make_speculator
 
@@ -108,7 +108,7 @@ class Replica:
                 "to weigh drafts with. Set speculation.method=synthetic with an acceptance, without a draft, and "
                 "speculation.adaptive=false; or speculation.method=none"
             )
-        require_shared_layers(parallel)
+        require_whole_experts(parallel)
         self.clock, stages = VirtualClock(), parallel.pipeline
         self.limits, self._costs = limits, costs
         self._executor = SimulatedExecutor(costs, limits, self.clock, overlap, stages, drafts.rate)
@@ -135,8 +135,17 @@ class Replica:
         """The earliest moment at which it does something that anybody could see; it is busy."""
         return self._ahead.end(self._ahead.steps) if self._ahead.steps else self.clock.now
 
-    def add(self, request_id: str, prompt: Sequence[int], output_tokens: int, now: float, priority: int = 0) -> Request:
-        """A request that arrives at `now`. RequestError where it can never be served."""
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        output_tokens: int,
+        now: float,
+        priority: int = 0,
+        arrival: float | None = None,
+    ) -> Request:
+        """A request that comes at `now`, and was due then or at an `arrival` before. RequestError where it can never be
+        served."""
         total, limits = len(prompt) + output_tokens, self.limits
         if not prompt or output_tokens < 1 or total > limits.max_model_len:
             raise RequestError(
@@ -152,7 +161,7 @@ class Replica:
             max_total_tokens=total,
             seed=self._num_added,
             priority=priority,
-            arrival_time=now,
+            arrival_time=now if arrival is None else arrival,
         )
         self._num_added += 1
         self.core.scheduler.add(request)

@@ -68,6 +68,15 @@ def test_without_costs_the_roofline_stands_in_and_says_so(tmp_path: Path) -> Non
         Simulator(without, 1, tmp_path).setup(TINY)
 
 
+@pytest.mark.parametrize("machine", ["NVIDIA B200", "NVIDIA H200"])
+def test_a_pipeline_takes_the_costs_of_whole_steps(tmp_path: Path, machine: str) -> None:
+    """Whether they are the roofline's or fitted: the executor gives each stage its share."""
+    costs.save(tmp_path / "a.yaml", a_file(machine=machine))
+    staged = dataclasses.replace(TINY, parallel=ParallelConfig(pipeline=2))
+    one, two = (Simulator(GPU, 1, tmp_path).setup(engine).found.costs for engine in (TINY, staged))
+    assert two.device_s(Work.decode(8, 100)) == one.device_s(Work.decode(8, 100))
+
+
 def test_a_layout_that_does_not_fit_is_refused(compose_config) -> None:
     from experiments.lab import schema
 

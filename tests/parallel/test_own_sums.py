@@ -19,7 +19,7 @@ if torch.cuda.is_available():
 
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.errors import RankError
-from mini_infer.parallel import all_reduce, context, peer_memory
+from mini_infer.parallel import all_reduce, context, copied_sums, peer_memory
 from mini_infer.parallel.all_reduce import Collectives, open_store
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.parallel.peer_memory import NoPeerAccess, PeerMemory
@@ -79,6 +79,16 @@ def test_halves_of_prompts_are_summed_up_by_copies(make_engine: MakeEngine, monk
     before = collectives._copied._number
     assert tokens(own) == expected
     assert collectives._copied._number >= before + 2 * 2, "of two products a layer two halves each"
+
+
+def test_numbers_of_copied_sums_begin_again(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "COPIED_ON", ("cpu",))
+    monkeypatch.setattr(context, "IN_HALVES", 9)
+    monkeypatch.setattr(copied_sums, "_NUMBERS", 2 * copied_sums.SLOTS)
+    expected = tokens(make_engine(1, model=MODEL, scheduler=SMALL))
+    own = make_engine(model=MODEL, scheduler=SMALL)
+    assert own.startup.all_reduce.endswith("; halves of prompts by copies")
+    assert tokens(own) == expected
 
 
 def test_kernels_that_are_measured_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

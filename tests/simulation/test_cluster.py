@@ -70,6 +70,15 @@ def test_time_goes_on_without_requests_and_never_back() -> None:
     assert idle.advance() is None
 
 
+def test_what_was_due_before_is_not_begun_before_it_comes() -> None:
+    idle = cluster(2)
+    idle.advance(5.0)
+    request = idle.send("again", [1, 2, 3], 2, arrival=3.0)
+    assert idle.advance() is request
+    assert request.arrival_time == 3.0
+    assert request.token_times[0] > 5.0
+
+
 def test_a_request_that_is_refused_is_nobodys_load() -> None:
     one = cluster(1)
     with pytest.raises(RequestError, match="do not fit"):

@@ -24,7 +24,7 @@ from mini_infer.core.config import DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.simulation.costs import Curve, FittedCosts, Residuals, StepCosts, Work, require_shared_layers
+from mini_infer.simulation.costs import Curve, FittedCosts, Residuals, StepCosts, Work, require_whole_experts
 
 FOLDER = CONF / "costs"
 HEADER = """\
@@ -52,7 +52,7 @@ class Layout:
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str, threads: int) -> Layout:
         """Raises ConfigError where it is none that can be simulated."""
-        require_shared_layers(config.parallel)
+        require_whole_experts(config.parallel)
         overlap = config.scheduler.overlap
         attention = config.attention
         return cls(
@@ -174,12 +174,13 @@ class Dry:
 
 
 class Roofline:
-    """The least time that the hardware allows a step. Ranks share it, and talk to each other in no time."""
+    """The least time that the hardware allows a step. Ranks share it, and talk to each other in no time. Stages take it
+    together, one after the other."""
 
     def __init__(self, target: Target) -> None:
         assert target.ceilings is not None
         self._spec, self._dtype, self._ceilings = target.spec, target.dtype, target.ceilings
-        self._ranks = target.config.parallel.ranks
+        self._ranks = target.config.parallel.tensor
         self._block = target.spec.kv_layout(target.dtype).bytes_per_block(target.config.cache.block_size)
 
     def device_s(self, work: Work) -> float:
