@@ -187,6 +187,6 @@ def test_no_token_changes_and_no_block_is_lost() -> None:
     assert run(seed=1, histories=75) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ten_thousand_histories() -> None:
     assert run(seed=2, histories=10_000) > 5_000
