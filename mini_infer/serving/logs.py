@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
-
-import msgspec
 
 from mini_infer.serving.settings import PREFIX, LogFormat
 
@@ -29,7 +28,7 @@ class JsonFormatter(logging.Formatter):
             line.update(zip(ACCESS, record.args, strict=False))
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
+        return json.dumps(line, ensure_ascii=False)
 
 
 def install(wanted: LogFormat | None = None) -> bool:

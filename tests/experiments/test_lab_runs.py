@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -231,3 +233,12 @@ def test_a_peer_and_the_engine_run_end_to_end_on_a_checkpoint(compose_config, ch
         .info.config["experiment"]["variants"]["transformers"]
         .values()
     )
+
+
+def test_the_lab_needs_nothing_that_serves() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(['msgspec', 'fastapi', 'uvicorn', 'prometheus_client', 'llguidance']))\n"
+        "import experiments.ablation"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
