@@ -203,11 +203,15 @@ class RequestMetrics:
 
     @property
     def spans(self) -> dict[str, float] | None:
-        """Seconds of each part of the time to the first token, one after the other, and `transfer`, what the copies
-        took in all, most of it within `prefill`. None where the prompt was computed here, or no token came."""
-        moved, resumed = self.handover, self.resumed_time
-        if moved is None or resumed is None or not self.token_times:
+        """Seconds of each part of the time to the first token, one after the other; and where another engine computed
+        the prompt, `transfer`, what the copies took in all, most of it within `prefill`. None where no token came."""
+        moved, resumed, scheduled = self.handover, self.resumed_time, self.first_scheduled_time
+        if not self.token_times:
             return None
+        if moved is None or resumed is None:
+            if scheduled is None:
+                return None
+            return {"queue": scheduled - self.arrival_time, "prefill": self.token_times[0] - scheduled}
         return {
             "queue": moved.begun - self.arrival_time,
             "prefill": moved.computed - moved.begun,

@@ -49,7 +49,7 @@ class Stream:
         self.on_end: Callable[[], None] | None = None  # called once, when no completion is left, however it ended
         self._pending: dict[int, Delta] = {}  # by completion
         self.error: Exception | None = None  # what ended it
-        self.moments: tuple[float, float] | None = None  # as Delta's, of the completion that ended last
+        self.spans: dict[str, float] | None = None  # as Delta's, of the completion that ended last
         self.deadline: float | None = None  # on the event loop's clock: then whoever reads it gives up
         self._on_news: Callable[[], None] | None = None  # called from `wake`
 
@@ -164,7 +164,7 @@ class Stream:
         self._num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self.num_unfinished -= 1
-            self.moments = delta.moments
+            self.spans = delta.spans
             self._num_cached_tokens = max(self._num_cached_tokens, delta.cached_tokens)
             if not self.num_unfinished:
                 self._end()

@@ -1,4 +1,4 @@
-"""Traces for OpenTelemetry: a span for each request, and within it its queue, its prefill and its decoding."""
+"""Traces for OpenTelemetry: a span for each request, and within it one for each part of its time."""
 
 from __future__ import annotations
 
@@ -85,8 +85,12 @@ class Tracer:
             status = self._trace.Status(self._trace.StatusCode.ERROR, str(stream.error))
             whole.set_status(status)
         within = self._trace.set_span_in_context(whole)
-        moments = () if stream.moments is None else (arrival, *stream.moments, now)
-        for name, start, end in zip(("queue", "prefill", "decode"), moments, moments[1:], strict=False):
-            span = self._tracer.start_span(name, context=within, start_time=to_wall + int(start * NS))
-            span.end(to_wall + int(end * NS))
+        if stream.spans is not None:
+            lasted = {name: seconds for name, seconds in stream.spans.items() if name != "transfer"}
+            lasted["decode"] = now - arrival - sum(lasted.values())
+            start = arrival
+            for name, seconds in lasted.items():
+                span = self._tracer.start_span(name, context=within, start_time=to_wall + int(start * NS))
+                start += seconds
+                span.end(to_wall + int(start * NS))
         whole.end(to_wall + int(now * NS))

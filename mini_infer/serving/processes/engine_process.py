@@ -321,14 +321,12 @@ class EngineServer:
             entries = output.prompt_logprobs
             prompt_logprobs = None if entries is None else PromptLogprobs.of(entries)
             for new in output.outputs:
-                reason, cached, moments, spans = None, 0, None, None
+                reason, cached, spans = None, 0, None
                 if new.finish_reason is not None:
                     assert new.metrics is not None
                     expired = new.finish_reason is FinishReason.abort and request_id in self._expired
                     reason = DEADLINE if expired else new.finish_reason.value
                     cached, spans = new.metrics.num_cached_tokens, new.metrics.spans
-                    if new.metrics.first_scheduled_time is not None and new.metrics.token_times:
-                        moments = (new.metrics.first_scheduled_time, new.metrics.token_times[0])
                     now = time.perf_counter()
                     self._stats.finish(new, reason, len(output.prompt_token_ids), now)
                     self._bound.finished(now)
@@ -344,7 +342,6 @@ class EngineServer:
                             new.stop_reason,
                             cached,
                             prompt_logprobs,
-                            moments,
                             spans,
                         )
                     )

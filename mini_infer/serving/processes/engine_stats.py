@@ -79,7 +79,7 @@ class EngineStats:
             seen["time_to_first_token_seconds"] = times[0] - start
             seen["request_prefill_time_seconds"] = times[0] - (start if scheduled is None else scheduled)
             seen["request_decode_time_seconds"] = now - times[0]
-        if (spans := metrics.spans) is not None:
+        if (spans := metrics.spans) is not None and "transfer" in spans:
             seen["request_kv_transfer_seconds"] = spans["transfer"]
             seen["request_kv_transfer_exposed_seconds"] = spans["transfer_exposed"]
         if len(times) > 1:

@@ -100,7 +100,6 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     stop_reason: int | str | None = None
     cached_tokens: int = 0  # of the prompt, found in the prefix cache; told with the finish reason
     prompt_logprobs: PromptLogprobs | None = None  # with the first delta, where the request asked for them
-    moments: tuple[float, float] | None = None  # of its first computation and its first token; told at its end
     spans: dict[str, float] | None = None  # as RequestMetrics.spans; told with the finish reason
 
     def extend(self, newer: Delta) -> None:
@@ -112,7 +111,7 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
         if newer.prompt_logprobs is not None:
             self.prompt_logprobs = newer.prompt_logprobs
         self.finish_reason, self.stop_reason = newer.finish_reason, newer.stop_reason
-        self.cached_tokens, self.moments, self.spans = newer.cached_tokens, newer.moments, newer.spans
+        self.cached_tokens, self.spans = newer.cached_tokens, newer.spans
 
 
 def merge(pending: dict[K, Delta], completion: K, delta: Delta) -> None:
