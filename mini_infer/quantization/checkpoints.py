@@ -320,9 +320,14 @@ class ModelFormat:
         """Of the projection of this name: "model.layers.0.mlp.gate_proj"."""
         return next((layer for pattern, layer in self.rules if re.fullmatch(pattern, name)), None)
 
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """Of the projections that are quantized."""
+        return tuple(dict.fromkeys(layer.scheme for _, layer in self.rules if layer is not None))
+
     def describe(self) -> str:
         """For a run's record: "gptq: int4 weights in groups of 128"."""
-        schemes = dict.fromkeys(layer.scheme.describe() for _, layer in self.rules if layer is not None)
+        schemes = dict.fromkeys(scheme.describe() for scheme in self.schemes)
         return "; ".join((f"{self.name}: {', '.join(schemes)}", *self.notes))
 
 

@@ -31,6 +31,10 @@ class Number(str, Enum):
         return {"int4": 7.0, "int8": 127.0, "fp8": 448.0}[self.value]
 
     @property
+    def bits(self) -> int:
+        return 4 if self is Number.int4 else 8
+
+    @property
     def code_dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn if self is Number.fp8 else torch.int8
 

@@ -20,6 +20,7 @@ from mini_infer.core.config import EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import KVUsage, StepRecord
 from mini_infer.modeling.loader import load_spec
+from mini_infer.quantization.checkpoint_config import rounding
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -52,7 +53,7 @@ def test_one_decode_row_of_qwen_7b_on_an_h200_takes_3_18_ms(qwen, h200):
     weights = 2 * (7_615_616_512 - 152_064 * 3_584)  # without the embedding table
     new_kv, embedding, logits = 2 * 28 * 2 * 4 * 128, 2 * 3_584, 2 * 152_064
     assert step.bytes == weights + new_kv + embedding + logits
-    assert step.dtype == "bfloat16"
+    assert list(step.flops) == ["bfloat16"]
     assert 1e3 * floor(step, h200).seconds == pytest.approx(3.18, abs=0.005)
     assert floor(step, h200).memory_s > 100 * floor(step, h200).compute_s
 
@@ -62,7 +63,7 @@ def test_a_long_context_adds_its_kv(qwen):
     long = cost(qwen, torch.bfloat16, StepWork(64, 64, 64, 64 * 4096, 64 * 4096))
     tokens = 64 * (4096 - 10)
     assert long.bytes - short.bytes == tokens * 57_344  # bytes a token: 28 layers, K and V, 4 heads, 128, bf16
-    assert long.flops - short.flops == tokens * 28 * 4 * 28 * 128
+    assert long.flops["bfloat16"] - short.flops["bfloat16"] == tokens * 28 * 4 * 28 * 128
 
 
 def test_a_prompt_is_bound_by_operations(qwen, h200):
@@ -70,9 +71,32 @@ def test_a_prompt_is_bound_by_operations(qwen, h200):
     step = cost(qwen, torch.bfloat16, StepWork(tokens=n, sampled=1, rows=1, context=n, pairs=n * (n + 1) // 2))
     layers = 7_615_616_512 - 2 * 152_064 * 3_584
     head = 2 * 152_064 * 3_584
-    assert step.flops == 2 * layers * n + head + 28 * 4 * 28 * 128 * n * (n + 1) // 2
+    flops = 2 * layers * n + head + 28 * 4 * 28 * 128 * n * (n + 1) // 2
+    assert step.flops == {"bfloat16": flops}
     found = floor(step, h200)
-    assert found.seconds == found.compute_s == pytest.approx(step.flops / (h200.tflop_s_of("bfloat16") * 1e12))
+    assert found.seconds == found.compute_s == pytest.approx(flops / (h200.tflop_s_of("bfloat16") * 1e12))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ms", "product"),
+    [("fp8", 1.71, "float8_e4m3"), ("w8a8", 1.71, "int8"), ("w8a16", 1.71, "bfloat16"), ("w4a16", 0.98, "bfloat16")],
+)
+def test_quantized_weights_are_fewer_bytes_and_faster_products(qwen, h200, scheme, ms, product):
+    quantized = dataclasses.replace(qwen, quantization=rounding(scheme, 128, symmetric=True))
+    assert 1e3 * floor(cost(quantized, torch.bfloat16, StepWork(1, 1, 1, 1, 1)), h200).seconds == pytest.approx(
+        ms, abs=0.01
+    )
+    prompt = StepWork(tokens=4096, sampled=1, rows=1, context=4096, pairs=4096 * 4097 // 2)
+    found, plain = (cost(spec, torch.bfloat16, prompt).flops for spec in (quantized, qwen))
+    assert sum(found.values()) == plain["bfloat16"]
+    assert found[product] >= 2 * 6.5e9 * 4096
+
+
+def test_keys_and_values_in_fp8_are_half_the_bytes(qwen):
+    step = StepWork(1, 0, 1, 8192, 8192)
+    assert cost(qwen, torch.bfloat16, step).bytes - cost(
+        dataclasses.replace(qwen, fp8_kv=True), torch.bfloat16, step
+    ).bytes == pytest.approx(8192 * 57_344 / 2)
 
 
 def test_prompts_that_sample_nothing_do_not_read_lm_head(qwen):
@@ -176,8 +200,8 @@ def test_what_fits_a_cache_may_come_from_it(mib, gb_s):
 
 def test_a_dtype_that_was_not_measured_counts_at_the_fastest_rate():
     both = dataclasses.replace(CPU, matmul_tflop_s={"float32": 0.1, "bfloat16": 0.2, "int8": 0.8})
-    assert floor(roofline.Cost(0, 1e12, "float16"), both).compute_s == pytest.approx(5)
-    assert floor(roofline.Cost(0, 1e12, "float32"), both).compute_s == pytest.approx(10)
+    assert floor(roofline.Cost(0, {"float16": 1e12}), both).compute_s == pytest.approx(5)
+    assert floor(roofline.Cost(0, {"float32": 1e12}), both).compute_s == pytest.approx(10)
 
 
 def test_utilization_of_a_pass(qwen, h200):

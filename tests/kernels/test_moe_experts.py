@@ -229,14 +229,20 @@ def test_products_of_real_shapes(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", QUANTIZED)
 def test_quantized_experts_of_real_shapes(scheme: str) -> None:
-    """Weights become numbers in registers, which tensor cores read as they run."""
+    """Weights become numbers in registers, which tensor cores read as they run.
+
+    Where activations are rounded, a sum that is off in its last place can round to the next code; so results are held
+    against the layer in float64, from which they may be no further off than the definition's.
+    """
     for tokens in (16, 128, 1024):
         layer, form = Layer(tokens, 4, 16, 2048, 768, torch.bfloat16, "cuda"), QUANTIZED[scheme]
+        exact = layer.exact()
         layer.weights = ExpertWeights(*(stacked(part, form.weights) for part in layer.weights[:2]), form.activations)
         found = [experts(*layer.some(), few_tokens=0) for _ in range(5)]
         assert all(torch.equal(y, found[0]) for y in found)
         expected = experts_reference(*layer.some())
-        assert (found[0] - expected).norm() < 0.01 * expected.norm()
+        assert (found[0] - exact).norm() < 1.02 * (expected - exact).norm()
+        assert (found[0] - expected).norm() < (0.02 if form.activations else 0.01) * expected.norm()
 
 
 @pytest.mark.gpu

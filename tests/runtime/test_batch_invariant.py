@@ -278,7 +278,8 @@ def test_every_mechanism_gives_what_a_request_gets_alone_on_a_gpu(on_a_gpu: Any,
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_gives_what_a_request_gets_alone_on_a_gpu(scheme: str) -> None:
-    model, cache = quantized(scheme, SHAPES["qwen2"], device="cuda", dtype="bfloat16")
+    shape = SHAPES["qwen2"] | {"intermediate_size": 1792}  # int4 takes whole groups of 128
+    model, cache = quantized(scheme, shape, device="cuda", dtype="bfloat16")
     asked = requests(5003, [3, 170, 1040, 61, 350, 16, 33, 1] * 2, shared=300, max_tokens=12)
     cache["memory_gib"] = 1.0
     engine = make(model, {"cache": cache})

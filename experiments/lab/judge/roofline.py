@@ -5,6 +5,7 @@ A floor must be below every true time, so each count here is the least that any 
     bytes   each weight of the layers and of lm_head once, an embedding row a token, the KV of earlier tokens once
             (a prefix that requests share is read once), the new tokens' KV and the sampled rows' logits written once.
             Of experts those of one token, whom all others may share, or as many as uniform routing is sure to touch.
+            Quantized weights count their codes, and all projections the fewest bits that any has; scales are free.
             Activations, masks and block tables count nothing: a kernel could keep them on the chip.
     flops   2 a weight and token in the layers, 2 a weight of lm_head and sampled row, and in attention 4 * head_dim a
             head and (query, key) pair: q k^T and p v, a multiplication and an addition each.
@@ -19,7 +20,7 @@ at 4.45 TB/s take 3.18 ms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # a report is made without torch, which takes longer to impor
 MIB = 2**20
 GB = 1e9
 TFLOP = 1e12
+RATES = {"fp8": "float8_e4m3", "int8": "int8"}  # activations' numbers, as ceilings name the products
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,7 @@ class StepWork:
 @dataclass(frozen=True)
 class Cost:
     bytes: float  # moved through memory, at least
-    flops: float  # at least
-    dtype: str  # in which the matrix products run
+    flops: Mapping[str, float]  # at least, by the dtype in which the products run
 
 
 @dataclass(frozen=True)
@@ -108,25 +109,38 @@ def work(record: StepRecord) -> StepWork:
 
 
 def cost(spec: ModelSpec, dtype: torch.dtype, done: StepWork) -> Cost:
-    """The least bytes and operations of one step; `dtype` is that of weights, KV and activations alike."""
-    size = dtype.itemsize
-    layers, head = layer_weights(spec, done.tokens), spec.vocab_size * spec.hidden_size
-    attention = spec.attention
-    kv_row = attention.kv_layout(1, dtype).bytes_per_token // size  # numbers of one token in one layer
+    """The least bytes and operations of one step; `dtype` is that of activations, and of weights and KV where these are
+    not quantized."""
+    wide, size = str(dtype).removeprefix("torch."), dtype.itemsize
+    weight_bytes, product = _projections(spec, dtype)
+    head, attention = spec.vocab_size * spec.hidden_size, spec.attention
+    kv_row = spec.kv_layout(dtype).bytes_per_token // spec.num_layers  # of one token in one layer
     pair_flops = 2 * attention.num_heads * (attention.head_dim + attention.value_dim)
-    numbers = layers + done.tokens * spec.hidden_size + done.tokens * spec.num_layers * kv_row
-    flops = 2.0 * layer_weights(spec, 1) * done.tokens
+    moved = weight_bytes * layer_weights(spec, done.tokens)
+    moved += done.tokens * (spec.hidden_size * size + spec.num_layers * kv_row)
+    flops = 0.0
     if done.sampled:
-        numbers += head + done.sampled * spec.vocab_size
+        moved += size * (head + done.sampled * spec.vocab_size)
         flops += 2.0 * head * done.sampled
     for window in spec.windows:
         seen, pairs = done.context, done.pairs
         if window is not None:
             seen = min(seen, done.rows * window + done.tokens)
             pairs = min(pairs, done.tokens * window)
-        numbers += max(seen - done.tokens, 0) * kv_row
+        moved += max(seen - done.tokens, 0) * kv_row
         flops += pair_flops * pairs
-    return Cost(float(numbers * size), flops, str(dtype).removeprefix("torch."))
+    by_dtype = {wide: flops}
+    by_dtype[product] = by_dtype.get(product, 0.0) + 2.0 * layer_weights(spec, 1) * done.tokens
+    return Cost(float(moved), by_dtype)
+
+
+def _projections(spec: ModelSpec, dtype: torch.dtype) -> tuple[float, str]:
+    """Bytes of a weight of the layers, and the dtype of their products, by `matmul_tflop_s`' names: where projections
+    differ, the least and the fastest."""
+    schemes = spec.quantization.schemes if spec.quantization is not None else ()
+    products = [scheme.activations.number.value for scheme in schemes if scheme.activations is not None]
+    product = RATES[products[0]] if products else str(dtype).removeprefix("torch.")
+    return min((scheme.weights.number.bits / 8 for scheme in schemes), default=dtype.itemsize), product
 
 
 def layer_weights(spec: ModelSpec, tokens: int | None = None) -> float:
@@ -171,7 +185,8 @@ def bandwidth(ceilings: Ceilings, num_bytes: float) -> float:
 
 
 def floor(cost: Cost, ceilings: Ceilings) -> Floor:
-    return Floor(cost.bytes / bandwidth(ceilings, cost.bytes), cost.flops / (ceilings.tflop_s_of(cost.dtype) * TFLOP))
+    seconds = sum(flops / (ceilings.tflop_s_of(dtype) * TFLOP) for dtype, flops in cost.flops.items())
+    return Floor(cost.bytes / bandwidth(ceilings, cost.bytes), seconds)
 
 
 def floors(spec: ModelSpec, dtype: torch.dtype, records: Iterable[StepRecord], ceilings: Ceilings) -> list[Floor]:

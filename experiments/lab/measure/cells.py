@@ -22,7 +22,7 @@ from experiments.lab.store.rows import ABSENT, Row
 from experiments.lab.workloads import Inputs, Item, Workload
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.speculation_config import SpeculationMethod
-from mini_infer.modeling.loader import load_spec, resolve_device, resolve_dtype
+from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
 
 OF_WORDS = ("text",)  # workloads whose prompts mean something
 
@@ -86,7 +86,7 @@ def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Co
         return Context(slo, None, "a dry model moves no bytes")
     if ceilings is None:
         return Context(slo, None, problem)
-    spec = load_spec(cell.engine.model)
+    spec = as_served(load_spec(cell.engine.model), cell.engine)
     device = device_of(cell.engine, simulated=cell.kind is Kind.simulated)
     dtype = resolve_dtype(cell.engine.model, spec, device)
     together = ceilings.of(cell.engine.parallel.ranks)

@@ -6,7 +6,6 @@ not by its name. Written by `python run.py experiment=calibrate`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -179,8 +178,8 @@ class Roofline:
 
     def __init__(self, target: Target) -> None:
         assert target.ceilings is not None
-        self._spec, self._dtype, self._ceilings = target.spec, target.dtype, target.ceilings
-        self._ranks = target.config.parallel.tensor
+        self._spec, self._dtype = target.spec, target.dtype
+        self._ceilings = target.ceilings.of(target.config.parallel.tensor)
         self._block = target.spec.kv_layout(target.dtype).bytes_per_block(target.config.cache.block_size)
 
     def device_s(self, work: Work) -> float:
@@ -193,8 +192,7 @@ class Roofline:
             pairs=work.decode_context + work.prompt_pairs,
         )
         cost = roofline.cost(self._spec, self._dtype, done)
-        shared = dataclasses.replace(cost, bytes=cost.bytes / self._ranks, flops=cost.flops / self._ranks)
-        return roofline.floor(shared, self._ceilings).seconds
+        return roofline.floor(cost, self._ceilings).seconds
 
     def host_s(self, rows: int) -> float:
         return 0.0
