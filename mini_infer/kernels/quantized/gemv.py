@@ -3,11 +3,11 @@
 As kernels/gemv.py, whose ends (SiLU-mul, residual, rotation) these kernels have, for formats of linear.py that
 have a scale a row, or are int4. Two kernels:
 
-    `_fma_kernel`   up to 4 rows of x: 16-byte loads of W into registers and multiply-adds there. int8 four products an
-                    instruction (dp4a), fp8 made float32. For int4, x becomes fixed-point numbers of 16 bits, whose high
-                    and low bytes are multiplied like int8: two thirds of the time of products in float32. A unit is
-                    1 / 32,767 of the largest of 32 columns, which changes their sum some 20 times less than rounding
-                    the result to bfloat16 does.
+    `_fma_kernel`   one row of x: 16-byte loads of W into registers and multiply-adds there. int8 four products an
+                    instruction (dp4a), fp8 two, in float16, whose sums of two change the result by some 0.06 %. For
+                    int4, x becomes fixed-point numbers of 16 bits, whose high and low bytes are multiplied like int8:
+                    two thirds of the time of products in float32. A unit is 1 / 32,767 of the largest of 32 columns,
+                    which changes their sum some 20 times less than rounding the result to bfloat16 does.
     `_dot_kernel`   tensor cores, with as many rows as a tile has. Where W has too few rows for all SMs, a program has a
                     part of K only, by W's shape alone, and the last of a tile to finish adds the parts up, in order.
 
@@ -33,7 +33,7 @@ from mini_infer.kernels.interface import Places
 from mini_infer.kernels.paged_prefill import DOT_DTYPES
 from mini_infer.kernels.pdl import bring_to_l2, launch_options
 from mini_infer.kernels.quantized.split import added_up, scratch
-from mini_infer.kernels.quantized.unpack import CHUNK, PLANE, fp8_pairs, group_scales, scaled_sum, unpacked_planes
+from mini_infer.kernels.quantized.unpack import CHUNK, PLANE, group_scales, scaled_sum, unpacked_planes
 from mini_infer.quantization.formats import ActivationFormat, Number
 from mini_infer.quantization.weight import QuantizedTokens, QuantizedWeight
 
@@ -55,14 +55,33 @@ def _dot4(w, x, sums, UNSIGNED: tl.constexpr = False):
 
 
 @triton.jit
-def _add_8_bit_products(sums, w, x, BITS: tl.constexpr):
-    """sums plus products of words of int8, or of pairs of fp8 in float32."""
-    if BITS == 8:
-        sums = _dot4(w, tl.broadcast_to(x, w.shape), sums)
+def _fp8_halves(x):
+    """int32 words of four e4m3: the lower and the upper two as float16, an eighth of each, two in a word."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b16 a, b; .reg .b32 s, t, u; mov.b32 {a, b}, $2; mov.b32 u, 0x30003000;
+        cvt.rn.f16x2.e4m3x2 s, a; cvt.rn.f16x2.e4m3x2 t, b; mul.rn.f16x2 $0, s, u; mul.rn.f16x2 $1, t, u; }""",
+        "=r,=r,r", [x], (tl.int32, tl.int32), True, 1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_fp8_products(sums, w, x):
+    """sums plus an eighth of four products of e4m3. A product has eight digits and an eighth of two is below float16's
+    largest, so that float16 holds it, and rounds the sum of two to eleven digits before float32 takes it."""
+    if _INTERPRETED:
+        for i in tl.static_range(4):
+            one = (w >> 8 * i).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            sums += one * ((x >> 8 * i).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32) * 0.125)
     else:
-        w_pair, x_pair = fp8_pairs(w), fp8_pairs(x)
-        for i in tl.static_range(2):
-            sums = tl.fma(w_pair[i].to(tl.float32), tl.broadcast_to(x_pair[i].to(tl.float32), w.shape), sums)
+        low, high = _fp8_halves(x)
+        sums = tl.inline_asm_elementwise(
+            """{ .reg .b16 a, b; .reg .b32 s, t; .reg .f32 f, g; mov.b32 {a, b}, $1;
+            cvt.rn.f16x2.e4m3x2 s, a; cvt.rn.f16x2.e4m3x2 t, b;
+            mul.rn.f16x2 s, s, $2; fma.rn.f16x2 s, t, $3, s; mov.b32 {a, b}, s;
+            cvt.f32.f16 f, a; cvt.f32.f16 g, b; add.f32 f, f, g; add.f32 $0, f, $4; }""",
+            "=f,r,r,r,f", [w, tl.broadcast_to(low, w.shape), tl.broadcast_to(high, w.shape), sums],
+            tl.float32, True, 1,
+        )  # fmt: skip
     return sums
 
 
@@ -127,9 +146,9 @@ def _load_tile(w_ptrs, columns, start, WIDTH: tl.constexpr, ZEROS: tl.constexpr)
 
 @triton.jit
 def _fma_kernel(
-    x_ptr,  # int16 pairs of fp8, or int32 words of int8 or of x's dtype
+    x_ptr,  # int32 words of fp8, of int8 or of x's dtype
     x_scales_ptr,
-    weight_ptr,  # [N, K / 2] int16 pairs of fp8, or int32 words of int8 or int4
+    weight_ptr,  # int32 words of fp8, int8 or int4
     scales_ptr,
     zeros_ptr,
     bias_ptr,
@@ -144,7 +163,7 @@ def _fma_kernel(
     BITS: tl.constexpr,  # 4, 8; of fp8 0
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # words, or pairs
+    BLOCK_K: tl.constexpr,  # words
     SILU_MUL: tl.constexpr,
     ADD: tl.constexpr,
     Q_HEADS: tl.constexpr,
@@ -156,7 +175,7 @@ def _fma_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     outs, w_rows = _owned_rows(N, BLOCK_N, SILU_MUL, HALF)
-    WIDTH: tl.constexpr = K // 2 if BITS == 0 else K * BITS // 32  # of a row of W, in its elements
+    WIDTH: tl.constexpr = K // 8 if BITS == 4 else K // 4  # of a row of W, in words
     columns = tl.arange(0, BLOCK_K)
     w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     ZEROS: tl.constexpr = BITS == 0 and WIDTH % BLOCK_K != 0  # whole numbers are multiplied by zeros of x
@@ -197,11 +216,16 @@ def _fma_kernel(
             more = ()
             for t in tl.static_range(T):
                 x = tl.load(x_ptr + t * stride_x + here, mask=left, other=0, eviction_policy="evict_last")
-                more += (_add_8_bit_products(sums[t], w, x[None, :], BITS),)  # type: ignore[assignment]
+                if BITS == 8:
+                    more += (_dot4(w, tl.broadcast_to(x[None, :], w.shape), sums[t]),)  # type: ignore[assignment]
+                else:
+                    more += (_add_fp8_products(sums[t], w, x[None, :]),)  # type: ignore[assignment]
             sums = more
     for t in tl.static_range(T):
         token = t + tl.arange(0, 1)
         y = tl.sum(sums[t], axis=1)[:, None]
+        if BITS == 0:
+            y *= 8.0
         _finish(y, x_scales_ptr, scales, bias, late[t], out_ptr, outs, token, token < T, N, BLOCK_N, SILU_MUL, ADD,
                 Q_HEADS, KV_HEADS, HALF)  # fmt: skip
 
@@ -442,14 +466,12 @@ def tile_for(rows: int, number: Number, out_size: int, in_size: int) -> FmaTile 
     few, long = out_size <= 8192, in_size > 8192  # rows of W, too few for all SMs; rows that go a long way
     if number is Number.int4:
         return _int4_tile_for(rows, most, few, long)
-    if number is Number.int8 and rows <= 4:
+    if rows == 1 and number is Number.int8:
         return FmaTile(2, 1, 8) if long else FmaTile(4, 1, 4)
-    if number is Number.fp8 and rows == 1:
-        return FmaTile(8 if long else 2, 1, 4)
+    if rows == 1:
+        return FmaTile(4, 1, 4 if few and not long else 8)
     if rows <= 16:
-        if not few:
-            return DotTile(16, 512, most, 1, 4, 1)
-        return DotTile(16, 256, most, 1, 6, 4 if number is Number.fp8 else 2 if long else 1)
+        return DotTile(16, 256, most, 1, 6 if few else 4, 4 if few and (long or number is Number.fp8) else 1)
     if rows <= 64 and few and long:
         return DotTile(64, 256, most, 4, 3, 4) if number is Number.int8 else DotTile(64, 128, most, 4, 6, 4)
     return None
@@ -529,14 +551,13 @@ def quant_gemv(
     rotary_stride = 0 if places is None else places.cos.stride(0)
     grid = triton.cdiv(n, tile.rows)
     if isinstance(tile, FmaTile):
-        bits, element = (0, torch.int16) if form.number is Number.fp8 else (4 if packed else 8, torch.int32)
-        stride = stride * values.element_size() // element.itemsize
-        values, codes = values.view(element), weight.codes.view(element)
-        vector = 16 // element.itemsize
-        most = triton.next_power_of_2(triton.cdiv(width, 16)) * vector
+        bits = 0 if form.number is Number.fp8 else 4 if packed else 8
+        stride = stride * values.element_size() // 4
+        values, codes = values.view(torch.int32), weight.codes.view(torch.int32)
+        most = triton.next_power_of_2(triton.cdiv(width, 16)) * 4
         _fma_kernel[(grid,)](
             values, x_scales, codes, weight.scales, weight.zeros, bias, residual, out, places, stride, rotary_stride,
-            T=rows, BITS=bits, BLOCK_K=min(32 * tile.num_warps * vector * tile.k, most),
+            T=rows, BITS=bits, BLOCK_K=min(128 * tile.num_warps * tile.k, most),
             **constants,
         )  # fmt: skip
         return out
