@@ -29,6 +29,15 @@ def test_beside_a_gpu_the_host_is_hardly_waited_for(monkeypatch):
     assert REAL_TAKE("cuda", clocks.Speed(1.0)) == clocks.Speed(1.2, 0.1)
 
 
+def test_a_clock_that_a_hot_pass_has_lowered_is_waited_for(monkeypatch):
+    times = iter([0.12, 0.11, 0.101, 9.9])
+    monkeypatch.setattr(clocks, "_host_work", lambda: 1.0)
+    monkeypatch.setattr(clocks, "_gpu_work", lambda: next(times))
+    assert REAL_TAKE("cuda", clocks.Speed(1.0, 0.1)) == clocks.Speed(1.0, 0.101)
+    monkeypatch.setattr(clocks, "PATIENCE_S", 0.0)
+    assert REAL_TAKE("cuda", clocks.Speed(1.0, 0.1)).gpu_s == pytest.approx(9.9), "one that stays low shows"
+
+
 class Library:
     """NVML of a GPU at 700 W that uses 70 J from reading to reading."""
 

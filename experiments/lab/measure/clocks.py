@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,9 +26,9 @@ HASHES = 40  # of a block: a millisecond or two
 _BLOCK = bytes(32 * 1024)
 PATIENCE_S = 1.0  # a busy neighbour is waited for so long
 CLOSE = 1.02  # times the wanted time is close enough to stop waiting; beside a GPU what may be drift
-MATRIX = 4096  # on a GPU: about 0.2 ms on an H200
-PRODUCTS = 8  # timed together
-GPU_S = 0.1  # of products: an idle GPU lowers its clock, and takes tens of milliseconds to raise it
+CYCLES = 1_000_000  # of a GPU's clock: half a millisecond on an H200
+WAITS = 8  # timed together
+GPU_S = 0.1  # of waits: an idle GPU lowers its clock, and takes tens of milliseconds to raise it
 LIBRARY = "libnvidia-ml.so.1"
 _SM, _SENSOR = 1, 0  # NVML_CLOCK_SM, NVML_TEMPERATURE_GPU
 
@@ -154,19 +155,26 @@ class Watch:
         return {name: statistics.median(getattr(state, name) for state in self.states) for name in names}
 
     def _note(self, found: Speed) -> Speed:
-        if self._best is None or found.host_s < self._best.host_s:
-            self._best = found
+        best = self._best or found
+        gpu_s = None if found.gpu_s is None else min(found.gpu_s, best.gpu_s or found.gpu_s)
+        self._best = Speed(min(found.host_s, best.host_s), gpu_s)
         return found
 
 
 def take(device: str, wanted: Speed | None = None) -> Speed:
     """Times the fixed work on `device` (cpu or cuda), and waits up to PATIENCE_S for the speed `wanted`."""
-    host_s = _host_work()
-    started = time.perf_counter()
     close = 1 + HOST_BESIDE_GPU if device == "cuda" else CLOSE
-    while wanted and host_s > close * wanted.host_s and time.perf_counter() - started < PATIENCE_S:
-        host_s = min(host_s, _host_work())
-    return Speed(host_s, _gpu_work() if device == "cuda" else None)
+    host_s = _patiently(_host_work, wanted and close * wanted.host_s)
+    if device != "cuda":
+        return Speed(host_s)
+    return Speed(host_s, _patiently(_gpu_work, wanted and wanted.gpu_s and CLOSE * wanted.gpu_s))
+
+
+def _patiently(work: Callable[[], float], wanted_s: float | None) -> float:
+    found, started = work(), time.perf_counter()
+    while wanted_s and found > wanted_s and time.perf_counter() - started < PATIENCE_S:
+        found = min(found, work())
+    return found
 
 
 def drift(before: Speed, after: Speed) -> Drift:
@@ -190,17 +198,19 @@ def _host_work() -> float:
 
 
 def _gpu_work() -> float:
-    """The fastest of many matrix products, timed by the device itself."""
+    """The fastest of many waits for so many cycles, timed by the device itself: what is left is its clock.
+
+    Matrix products will not do: they take all the power that a GPU may have, which lowers its clock, and by how much
+    depends on what the pass before them took. What the clock was under the pass's own load is in `states`.
+    """
     import torch
 
-    matrix = torch.randn(MATRIX, MATRIX, device="cuda").bfloat16()
-    product = torch.empty_like(matrix)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(PRODUCTS + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(WAITS + 1)]
     fastest, start = float("inf"), time.perf_counter()
     while time.perf_counter() - start < GPU_S:
         events[0].record()
         for event in events[1:]:
-            torch.mm(matrix, matrix, out=product)
+            torch.cuda._sleep(CYCLES)
             event.record()
         torch.cuda.synchronize()
         fastest = min(fastest, *(before.elapsed_time(after) / 1e3 for before, after in pairwise(events)))
