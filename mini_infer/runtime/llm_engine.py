@@ -101,8 +101,7 @@ class LLMEngine:
         executor = self.executor
         speculator = make_speculator(self.config.speculation, self.vocab_size, executor.step_costs)
         limits, overlap, stages = executor.limits, executor.overlap, executor.stages
-        choice = self.receiver.choice
-        return Scheduler.of_engine(self.config, limits, speculator, overlap, stages, executor.files, choice)
+        return Scheduler.of_engine(self.config, limits, speculator, overlap, stages, executor.files, self.receiver)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -228,7 +227,7 @@ class LLMEngine:
 
     def exchange(self) -> None:
         """Takes in what other engines have to tell; a step does so, too."""
-        self.core.exchange()
+        self.scheduler.exchange()
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute, or to hand over."""

@@ -44,7 +44,7 @@ def policy_of(**dry: float) -> AdaptiveDraftLength:
         EngineConfig.from_dict({"model": model, "speculation": speculation, "scheduler": {"max_num_seqs": 4}})
     )
     assert engine.startup.speculation == "ngram, up to 3 tokens, as many as pay"
-    policy = engine.scheduler._speculator.policy
+    policy = engine.scheduler.speculator.policy
     assert isinstance(policy, AdaptiveDraftLength)
     return policy
 
