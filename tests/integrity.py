@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import pairwise
+from operator import attrgetter
 
 from mini_infer.cache.block_pool import BlockPool
 from mini_infer.cache.kv_manager import KVManager
@@ -16,7 +17,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     active = batch.requests()
     for status, queue in batch._queues.items():
         assert all(r.status is status for r in queue), f"a request that is not {status.value} is among those"
-        assert queue == sorted(queue, key=scheduler._rank), f"those {status.value} are not in rank order"
+        assert queue == sorted(queue, key=attrgetter("rank")), f"those {status.value} are not in rank order"
     req_indices = [r.req_index for r in active] + batch.free_indices
     assert sorted(req_indices) == list(range(scheduler.config.max_num_seqs)), "a req_index is lost or in two places"
     counts = len(active) + len(scheduler.line)

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 from mini_infer.cache.block_pool import BlockPool
 from mini_infer.cache.prefix_tiers import PrefixTiers
 from mini_infer.cache.under_way import Transfers, UnderWay
-from mini_infer.core.config import Layout
+from mini_infer.core.config import CacheConfig, Layout
+from mini_infer.core.limits import Limits
 from mini_infer.core.plan import KVUsage, Transfer
 from mini_infer.core.request import Request
 
@@ -87,6 +88,27 @@ class KVManager:
         self.transfers = Transfers()
         saves = host_prefixes and self.prefix_caching
         self.tiers = PrefixTiers(self._pool, self._host, self.transfers, block_size, saves, files)
+
+    @classmethod
+    def of(
+        cls,
+        cache: CacheConfig,
+        limits: Limits,
+        files: Container[bytes] | None = None,
+        hash_blocks: BlockHasher = chained_sha256,
+    ) -> KVManager:
+        """Of an engine's settings."""
+        return cls(
+            limits.num_blocks,
+            cache.block_size,
+            limits.max_model_len,
+            layout=cache.layout,
+            prefix_caching=cache.prefix_caching,
+            num_host_blocks=limits.num_host_blocks,
+            host_prefixes=cache.host_prefix_gib is not None,
+            files=files,
+            hash_blocks=hash_blocks,
+        )
 
     @property
     def num_evictions(self) -> int:

@@ -41,7 +41,8 @@ def steps_alike(scheduler: Scheduler) -> tuple[Sequence[Request], int]:
     others = any(step.rows != running for step in scheduler.planned.values())
     if not running or others or scheduler.speculator.most or len(running) < len(scheduler.batch):
         return (), 0
-    if scheduler.line.head() is not None and (scheduler.by_priority or scheduler.admission.newcomer() is not None):
+    admission = scheduler.admission
+    if scheduler.line.head() is not None and (admission.by_priority or admission.newcomer() is not None):
         return (), 0
     if any(request.must_be_read or request.stop_ids for request in running):
         return (), 0

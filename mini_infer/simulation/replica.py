@@ -11,15 +11,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError, RequestError
+from mini_infer.core.limits import Limits
 from mini_infer.core.plan import StepRecord, StepResult
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.scheduler.planned_step import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
-from mini_infer.runtime.worker.limits import Limits
 from mini_infer.simulation.ahead import NOTHING_ALIKE, Ahead, steps_alike, take_steps
 from mini_infer.simulation.costs import StepCosts, Work, require_whole_experts
 from mini_infer.simulation.executor import TOKEN, SimulatedExecutor, VirtualClock
@@ -92,7 +93,8 @@ class Replica:
 
         def make() -> Scheduler:
             speculator = make_speculator(drafts, TOKEN + 1, _no_weights)
-            return Scheduler.of_engine(config, limits, speculator, overlap, stages, hash_blocks=_hash_blocks)
+            kv = KVManager.of(config.cache, limits, hash_blocks=_hash_blocks)
+            return Scheduler(config.scheduler, kv, config.cache.watermark, speculator, overlap, stages)
 
         self.core = EngineCore(make, self._executor, self.clock, self._ended, records_kept=0)  # type: ignore[arg-type]
         if observe is not None:

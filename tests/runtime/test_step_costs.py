@@ -11,9 +11,9 @@ from itertools import pairwise
 import pytest
 
 from mini_infer import EngineConfig, LLMEngine
+from mini_infer.core.limits import Limits
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor
-from mini_infer.runtime.worker.limits import Limits
 from mini_infer.speculative import step_costs
 from mini_infer.speculative.policy.adaptive import AdaptiveDraftLength
 from mini_infer.speculative.policy.costs import StepCosts

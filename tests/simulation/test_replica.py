@@ -26,9 +26,9 @@ from mini_infer.core.config import (
     When,
 )
 from mini_infer.core.errors import ConfigError, RequestError
+from mini_infer.core.limits import Limits
 from mini_infer.core.plan import StepPlan
 from mini_infer.core.request import Request
-from mini_infer.runtime.worker.limits import Limits
 from mini_infer.simulation.replica import Replica
 
 

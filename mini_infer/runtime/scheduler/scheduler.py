@@ -27,17 +27,14 @@ and a simulator.
 
 from __future__ import annotations
 
-from collections.abc import Container
-
-from mini_infer.cache.kv_manager import BlockHasher, KVManager, chained_sha256
-from mini_infer.core.config import Batching, EngineConfig, Policy, Preemption, SchedulerConfig
+from mini_infer.cache.kv_manager import KVManager
+from mini_infer.core.config import Batching, Preemption, SchedulerConfig
 from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult
-from mini_infer.core.request import FinishReason, Rank, Request, RequestStatus
-from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, WaitingLine
+from mini_infer.core.request import FinishReason, Request, RequestStatus
+from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, WaitingLine, rank
 from mini_infer.runtime.scheduler.elsewhere import Elsewhere
 from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate, book_tokens
 from mini_infer.runtime.scheduler.prefix_loads import PrefixLoads
-from mini_infer.runtime.worker.limits import Limits
 from mini_infer.speculative.draft_plan import add_drafts, can_follow
 from mini_infer.speculative.speculator import NoSpeculation
 from mini_infer.transfer.protocol import NoReceiver
@@ -59,13 +56,12 @@ class Scheduler:
         self._watermark_blocks = int(watermark * kv.num_blocks) if kv.least_blocks == 1 else 0  # where requests grow
         self.speculator, self._follows = speculator or NoSpeculation(), follows
         self._stages = stages
-        self.by_priority = config.policy is Policy.priority
         self._static = config.batching is Batching.static
         self._requests: dict[Request, None] = {}  # all unfinished ones
         # A static batch computes siblings side by side.
         self.line = WaitingLine(siblings_wait=not self._static)
         self.batch = Batch(config.max_num_seqs)
-        self.admission = AdmissionControl(self.line, self.batch, kv, self._watermark_blocks)
+        self.admission = AdmissionControl(config, self.line, self.batch, kv, self._watermark_blocks)
         self.planned: dict[int, PlannedStep] = {}  # planned, and not booked yet
         self._num_added = 0
         self._step = 0
@@ -76,36 +72,10 @@ class Scheduler:
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
-    @classmethod
-    def of_engine(
-        cls,
-        config: EngineConfig,
-        limits: Limits,
-        speculator: NoSpeculation | None = None,
-        follows: bool = False,
-        stages: int = 1,
-        files: Container[bytes] | None = None,
-        receiver: NoReceiver | None = None,
-        hash_blocks: BlockHasher = chained_sha256,
-    ) -> Scheduler:
-        """With a KVManager of its own, for an executor of these limits."""
-        kv = KVManager(
-            limits.num_blocks,
-            config.cache.block_size,
-            limits.max_model_len,
-            layout=config.cache.layout,
-            prefix_caching=config.cache.prefix_caching,
-            num_host_blocks=limits.num_host_blocks,
-            host_prefixes=config.cache.host_prefix_gib is not None,
-            files=files,
-            hash_blocks=hash_blocks,
-        )
-        return cls(config.scheduler, kv, config.cache.watermark, speculator, follows, stages, receiver)
-
     def add(self, request: Request) -> None:
         """Queues a request. One with `fork_of` waits until its leader's prompt is computed, to share its blocks."""
         self._num_added += 1
-        request.rank = self._rank(request)
+        request.rank = rank(request, self._num_added, self.config)
         self._requests[request] = None
         self.line.add(request)
 
@@ -163,9 +133,8 @@ class Scheduler:
         if (saved := self.kv.tiers.save()) is not None:
             step.transfers.append(saved)
         admits = not (self._static and len(self.batch))
-        if self.by_priority and admits and not following:
-            for victim in self.admission.victims():
-                self._preempt(victim, step)
+        for victim in self.admission.victims() if admits and not following else ():
+            self._preempt(victim, step)
         self._schedule_running(step, self._most_decodes(admits), {r for other in beside for r in other.rows})
         # Whoever was just thrown out must not come straight back.
         newcomer = self.admission.newcomer() if admits and not step.short_of_blocks else None
@@ -202,7 +171,7 @@ class Scheduler:
             self._follows
             and not self.batch.prefilling
             and self.admission.newcomer() is None
-            and not (self.by_priority and self.admission.victims())
+            and not self.admission.victims()
             and can_follow(self.speculator, self.kv, self.batch.running, self.planned.values())
         )
 
@@ -353,16 +322,6 @@ class Scheduler:
         self.kv.free(request)
         request.num_computed_tokens = 0
         self.line.push(request, RequestStatus.waiting)
-
-    def _rank(self, request: Request) -> Rank:
-        """Who goes first: as the policy says, then by arrival. With `shortest` a prompt stands in line as if it had
-        come later, by its tokens: so a long one lets short ones pass for a while, and not for ever."""
-        first = 0.0
-        if self.by_priority:
-            first = request.priority
-        elif self.config.policy is Policy.shortest:
-            first = request.arrival_time + request.prompt_len / self.config.ageing_tokens_per_s
-        return first, self._num_added
 
     # --- take in a step's tokens ----------------------------------------------------------------------------------
 
