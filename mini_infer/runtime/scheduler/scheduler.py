@@ -191,12 +191,12 @@ class Scheduler:
         self._decodes_sat_out = room < num_running
         return min(room, num_running)
 
-    def _schedule_running(self, step: PlannedStep, most: int, elsewhere: set[Request]) -> None:
+    def _schedule_running(self, step: PlannedStep, most: int, others: set[Request]) -> None:
         """One token for each of the `most` first running requests that can have it, and are in no other stage."""
         running = self.batch.running
         if self._stages > 1:
             most = min(most, -(-len(running) // self._stages))  # all stages get about as many
-            running = [request for request in running if request not in elsewhere]
+            running = [request for request in running if request not in others]
         running = running[:most]
         sit_out: set[Request] = set()
         masked = False
