@@ -61,7 +61,7 @@ def check_pool(pool: BlockPool, tables: Iterable[list[int]]) -> None:
     referenced = {block for block, count in enumerate(pool._ref_counts) if count}
     blank, cached = set(pool._blank), set(pool.cached())
     assert len(blank) == len(pool._blank), "a blank block is listed twice"
-    assert len(cached) == len(pool.cached()) == pool.num_cached, "a cached block is listed twice, or void ones miscounted"
+    assert len(cached) == len(pool.cached()) == pool.num_cached, "a cached block is listed twice"
     assert len(referenced) + len(blank) + len(cached) == pool.num_blocks, "a block is lost or in two states"
     assert referenced | blank | cached == set(range(pool.num_blocks)), "a block is lost or in two states"
     hashed = {block: h for block, h in enumerate(pool._hashes) if h is not None}
