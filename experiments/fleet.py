@@ -23,8 +23,8 @@ from experiments.lab.points import Point
 from experiments.lab.spec import ExperimentSpec
 from mini_infer.core.config import Device
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.limits import Limits
 from mini_infer.core.request import Request
-from mini_infer.runtime.worker.limits import Limits
 from mini_infer.serving.router import Router
 from mini_infer.simulation.cluster import Cluster
 from mini_infer.simulation.replica import Replica

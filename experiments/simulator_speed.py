@@ -23,7 +23,7 @@ from experiments.lab.points import Point
 from experiments.lab.spec import ExperimentSpec
 from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.errors import ConfigError
-from mini_infer.runtime.worker.limits import Limits
+from mini_infer.core.limits import Limits
 from mini_infer.serving.router import Router
 from mini_infer.simulation.cluster import Cluster
 from mini_infer.simulation.costs import Curve, FittedCosts

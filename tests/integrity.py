@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import pairwise
+from operator import attrgetter
 
 from mini_infer.cache.block_pool import BlockPool
 from mini_infer.cache.kv_manager import KVManager
@@ -12,20 +13,20 @@ from mini_infer.runtime.scheduler.scheduler import Scheduler
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Queues, indices and blocks agree."""
-    batch = scheduler._batch
+    batch = scheduler.batch
     active = batch.requests()
     for status, queue in batch._queues.items():
         assert all(r.status is status for r in queue), f"a request that is not {status.value} is among those"
-        assert queue == sorted(queue, key=scheduler._rank), f"those {status.value} are not in rank order"
+        assert queue == sorted(queue, key=attrgetter("rank")), f"those {status.value} are not in rank order"
     req_indices = [r.req_index for r in active] + batch.free_indices
     assert sorted(req_indices) == list(range(scheduler.config.max_num_seqs)), "a req_index is lost or in two places"
-    counts = len(active) + len(scheduler._line)
+    counts = len(active) + len(scheduler.line)
     unfinished = len(scheduler._requests)
     assert counts == unfinished, f"{unfinished} unfinished requests, but {counts} in the queues"
     for request in scheduler._requests:
         assert request.num_tokens == len(request.token_ids)
         assert request.num_computed_tokens <= request.num_tokens + request.num_in_flight
-        assert 0 <= request.num_in_flight <= sum(1 + step.num_drafts for step in scheduler._planned.values())
+        assert 0 <= request.num_in_flight <= sum(1 + step.num_drafts for step in scheduler.planned.values())
         if request not in active:
             assert not request.block_table, f"{request} holds blocks outside the batch"
     check_kv(scheduler.kv, active)
@@ -42,10 +43,10 @@ def check_kv(kv: KVManager, holders: Collection[Request]) -> None:
         assert not receives or kv.is_under_way(request), f"nothing is on its way to {request}"
         if kv.least_blocks > 1:
             assert all(b == a + 1 for a, b in pairwise(table)), f"{request} is not contiguous"
-    owners = [parked.request for parked in kv._under_way.values() if parked.request is not None]
+    owners = [parked.request for parked in kv.transfers.values() if parked.request is not None]
     assert len(set(owners)) == len(owners), "a request has two transfers under way"
     check_pool(kv._pool, kv._released(holders))
-    host_tables = [*kv._host_tables.values(), *(parked.host for parked in kv._under_way.values())]
+    host_tables = [*kv._host_tables.values(), *(parked.host for parked in kv.transfers.values())]
     check_pool(kv._host, host_tables)
 
 
@@ -58,8 +59,9 @@ def check_pool(pool: BlockPool, tables: Iterable[list[int]]) -> None:
             f"block {block} has {pool._ref_counts[block]} references, but {held[block]} tables hold it"
         )
     referenced = {block for block, count in enumerate(pool._ref_counts) if count}
-    blank, cached = set(pool._blank), set(pool._cached)
+    blank, cached = set(pool._blank), set(pool.cached())
     assert len(blank) == len(pool._blank), "a blank block is listed twice"
+    assert len(cached) == len(pool.cached()) == pool.num_cached, "a cached block is listed twice"
     assert len(referenced) + len(blank) + len(cached) == pool.num_blocks, "a block is lost or in two states"
     assert referenced | blank | cached == set(range(pool.num_blocks)), "a block is lost or in two states"
     hashed = {block: h for block, h in enumerate(pool._hashes) if h is not None}

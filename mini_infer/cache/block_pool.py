@@ -14,7 +14,7 @@ A block is in exactly one of three states:
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 
 
@@ -24,18 +24,22 @@ class BlockPool:
         self.num_evictions = 0
         self._ref_counts = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 is taken first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        # Cached blocks, least recently used first. Who takes one back does not look for its place: the first entries of
+        # a block are void, as many as `_void` says.
+        self._lru: deque[int] = deque()
+        self._void: Counter[int] = Counter()
+        self._num_void = 0
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_of_hash: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out: blank and cached."""
-        return len(self._blank) + len(self._cached)
+        return len(self._blank) + len(self._lru) - self._num_void
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._lru) - self._num_void
 
     def allocate(self, count: int) -> list[int] | None:
         """Takes `count` blocks with one reference each; None, and nothing taken, when there are not enough."""
@@ -46,38 +50,53 @@ class BlockPool:
         taken = blank[first:]
         taken.reverse()  # it is a stack
         del blank[first:]
-        taken += [self._evict() for _ in range(count - len(taken))]
+        if len(taken) < count:
+            taken += self._evict(count - len(taken))
         for block in taken:
             ref_counts[block] = 1
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
         """Adds a reference to blocks that are cached or already referenced."""
-        ref_counts, cached = self._ref_counts, self._cached
+        ref_counts = self._ref_counts
         for block in blocks:
             if ref_counts[block] == 0:
-                del cached[block]
+                self._void[block] += 1
+                self._num_void += 1
             ref_counts[block] += 1
+        if self._num_void > self.num_blocks:
+            self._lru = deque(self.cached())
+            self._void.clear()
+            self._num_void = 0
+
+    def cached(self) -> list[int]:
+        """Cached blocks, least recently used first."""
+        void, found = self._void.copy(), []
+        for block in self._lru:
+            if void[block]:
+                void[block] -= 1
+            else:
+                found.append(block)
+        return found
 
     def release(self, blocks: list[int]) -> None:
         """Gives back one reference of each block of a table, the last first: so a chain is evicted from its end, and
         what remains of it can still be hit."""
-        ref_counts, hashes, blank, cached = self._ref_counts, self._hashes, self._blank, self._cached
+        ref_counts, hashes, blank, lru = self._ref_counts, self._hashes, self._blank, self._lru
         for block in reversed(blocks):
             count = ref_counts[block] = ref_counts[block] - 1
             if count == 0:
                 if hashes[block] is None:
                     blank.append(block)
                 else:
-                    cached[block] = None
+                    lru.append(block)
 
     def register(self, blocks: Iterable[int], block_hashes: Iterable[bytes]) -> None:
         """Makes referenced blocks findable. The first block of equal content stays the one that is found."""
         hashes, block_of_hash = self._hashes, self._block_of_hash
         for block, block_hash in zip(blocks, block_hashes, strict=True):
-            if hashes[block] is None and block_hash not in block_of_hash:
+            if hashes[block] is None and block_of_hash.setdefault(block_hash, block) == block:
                 hashes[block] = block_hash
-                block_of_hash[block_hash] = block
 
     def block_of(self, block_hash: bytes) -> int | None:
         """The block that is found by this hash."""
@@ -104,11 +123,22 @@ class BlockPool:
         lost = sum([ref_counts[block] == 0 or block in gained for block in shared])
         return self.num_free + len(gained) - lost
 
-    def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        block_hash = self._hashes[block]
-        assert block_hash is not None
-        del self._block_of_hash[block_hash]
-        self._hashes[block] = None
-        self.num_evictions += 1
-        return block
+    def _evict(self, count: int) -> list[int]:
+        hashes, block_of_hash, void = self._hashes, self._block_of_hash, self._void
+        evicted: list[int] = []
+        while len(evicted) < count:
+            block = self._lru.popleft()
+            if block not in void:
+                evicted.append(block)
+                continue
+            self._num_void -= 1
+            void[block] -= 1
+            if not void[block]:
+                del void[block]
+        for block in evicted:
+            block_hash = hashes[block]
+            assert block_hash is not None
+            del block_of_hash[block_hash]
+            hashes[block] = None
+        self.num_evictions += count
+        return evicted

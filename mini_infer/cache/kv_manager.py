@@ -8,9 +8,7 @@ A request's block table, block_size = 4, after a prefix hit of two blocks and tw
     block_hashes  [     h0      |      h1     |      h2     ]               full blocks only; h1 = H(h0, t4..t7)
 
 Host memory, where there is any, is a second block pool. A swapped request holds blocks there; all others hold copies
-of prefixes (`save`), which stay when the device's block is given to somebody else, and come back when a prompt asks for
-them (`load`). They are copied when they are filled, not when they are evicted: then nobody waits for a block. From
-there they may go to files (`write`), and come back through host memory.
+of prefixes (prefix_tiers.py).
 
 With the contiguous layout (a baseline) a request takes one region of max_model_len slots for its whole life: the
 pool then counts regions, and a table is the region's run of consecutive blocks.
@@ -21,12 +19,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from mini_infer.cache.block_pool import BlockPool
-from mini_infer.core.config import Layout
+from mini_infer.cache.prefix_tiers import PrefixTiers
+from mini_infer.cache.under_way import Transfers, UnderWay
+from mini_infer.core.config import CacheConfig, Layout
+from mini_infer.core.limits import Limits
 from mini_infer.core.plan import KVUsage, Transfer
 from mini_infer.core.request import Request
 
@@ -54,30 +54,7 @@ class PrefixMatch(NamedTuple):
     num_tokens: int
 
 
-class Saved(NamedTuple):
-    """A block of a prefix that the device does not hold."""
-
-    block_hash: bytes
-    block: int | None  # of host memory; None: in a file alone
-
-
-@dataclass
-class _UnderWay:
-    """A transfer whose copies have not ended, and blocks that nobody else owns but they still read or write."""
-
-    request: Request | None  # whose blocks move; None: it has been freed, or none's do
-    table: list[int] = field(default_factory=list)  # of the device
-    num_tokens: int = 0  # that lie in it
-    host: list[int] = field(default_factory=list)
-    brings: dict[int, bytes] = field(default_factory=dict)  # host block -> what it holds when the copies have ended
-    remote: bool = False  # another engine writes
-
-
 NO_MATCH = PrefixMatch([], 0)
-SAVED_AT_ONCE = 32  # blocks: a copy of few takes the host as long as one of many
-# Blocks: who is loading alone waits for what is being written, too, and as long as that takes these blocks cannot be
-# given to others. So it is no more than an eighth of host memory either.
-WRITTEN_AT_ONCE = 256
 BlockHasher = Callable[[Any, Sequence[int], int], list[Any]]  # see `chained_sha256`
 _block_table, _num_computed_tokens = attrgetter("block_table"), attrgetter("num_computed_tokens")
 
@@ -107,16 +84,31 @@ class KVManager:
         self._pool = BlockPool(num_blocks // self.least_blocks)
         self._host = BlockPool(num_host_blocks)
         self._host_tables: dict[Request, list[int]] = {}  # host blocks of swapped requests
-        self._under_way: dict[int, _UnderWay] = {}  # by transfer id
-        self.num_transfers = 0  # that were ever started; the last one's id
         self.num_host_blocks = num_host_blocks
-        self._saves = host_prefixes and self.prefix_caching
-        self._unsaved: dict[bytes, None] = {}  # filled since the last `save`, in that order
-        self._saves_now = False  # somebody has ended whose next turn may ask for its blocks
-        self._files: Container[bytes] = () if files is None else files
-        self._writes = files is not None
-        self._unwritten: dict[bytes, None] = {}  # saved and in no file, in that order
-        self._writing: int | None = None  # id of the one transfer to files that may be under way
+        self.transfers = Transfers()
+        saves = host_prefixes and self.prefix_caching
+        self.tiers = PrefixTiers(self._pool, self._host, self.transfers, block_size, saves, files)
+
+    @classmethod
+    def of(
+        cls,
+        cache: CacheConfig,
+        limits: Limits,
+        files: Container[bytes] | None = None,
+        hash_blocks: BlockHasher = chained_sha256,
+    ) -> KVManager:
+        """Of an engine's settings."""
+        return cls(
+            limits.num_blocks,
+            cache.block_size,
+            limits.max_model_len,
+            layout=cache.layout,
+            prefix_caching=cache.prefix_caching,
+            num_host_blocks=limits.num_host_blocks,
+            host_prefixes=cache.host_prefix_gib is not None,
+            files=files,
+            hash_blocks=hash_blocks,
+        )
 
     @property
     def num_evictions(self) -> int:
@@ -132,7 +124,7 @@ class KVManager:
         return self._pool.num_free_after(self._released(requests), ()) * self.least_blocks
 
     def _released(self, requests: Iterable[Request]) -> list[list[int]]:
-        tables = [request.block_table for request in requests] + [parked.table for parked in self._under_way.values()]
+        tables = [request.block_table for request in requests] + [parked.table for parked in self.transfers.values()]
         return [self._units(table) for table in tables]
 
     # --- prefix cache -------------------------------------------------------------------------------------------
@@ -160,9 +152,9 @@ class KVManager:
         if self.prefix_caching:
             self._extend_hashes(request, full)
             new = slice(request.num_committed_blocks, full)
-            self._pool.register(request.block_table[new], request.block_hashes[new])
-            if self._saves:
-                self._unsaved.update(dict.fromkeys(request.block_hashes[new]))
+            hashes = request.block_hashes[new]
+            self._pool.register(request.block_table[new], hashes)
+            self.tiers.filled(hashes)
         request.num_committed_blocks = full
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
@@ -210,36 +202,30 @@ class KVManager:
         """Gives back everything the request holds, on the device and in swap space; what a transfer still reads or
         writes, when that has ended."""
         host = self._host_tables.pop(request, [])
-        parked = self._transfer_of(request)
+        parked = self.transfers.of(request)
         if parked is None:
             self._pool.release(self._units(request.block_table))
             self._host.release(host)
         else:
-            self._park_table(request, parked)
+            parked.take_table(request)
             parked.host += host
             parked.request = None
-        if self._saves:
-            self._keep_saved(request)
+        self.tiers.freed(request)
         request.block_table = []
         request.num_committed_blocks = 0
 
     # --- swap space, and other engines ----------------------------------------------------------------------------
 
-    @property
-    def transfers(self) -> list[int]:
-        """Ids of those that are under way between the device and the host."""
-        return [number for number, parked in self._under_way.items() if not parked.remote]
-
     def is_under_way(self, request: Request) -> bool:
-        return self._transfer_of(request) is not None
+        return self.transfers.of(request) is not None
 
     def distrust(self, transfers: Iterable[Transfer]) -> list[Request]:
         """These may never be made. Nobody is to find what they would have copied for the prefix cache; the requests
         whose blocks they move are returned."""
-        known = [self._under_way.get(transfer.transfer_id) for transfer in transfers]
-        for parked in filter(None, known):
+        known = [parked for one in transfers if (parked := self.transfers.get(one.transfer_id)) is not None]
+        for parked in known:
             parked.brings = {}
-        return [parked.request for parked in known if parked is not None and parked.request is not None]
+        return [parked.request for parked in known if parked.request is not None]
 
     def is_swapped(self, request: Request) -> bool:
         """Whether host memory holds what it has computed."""
@@ -252,9 +238,9 @@ class KVManager:
         if host is None:
             return None
         self._host_tables[request] = host
-        parked = _UnderWay(request)
-        transfer = self._start(parked, True, list(zip(request.block_table, host, strict=False)))
-        self._park_table(request, parked)
+        parked = UnderWay(request)
+        transfer = self.transfers.start(parked, True, list(zip(request.block_table, host, strict=False)))
+        parked.take_table(request)
         return transfer
 
     def swap_in(self, request: Request) -> Transfer:
@@ -262,19 +248,19 @@ class KVManager:
         taken until the transfer has ended."""
         self.admit(request)
         pairs = list(zip(self._host_tables[request], request.block_table, strict=False))
-        return self._start(_UnderWay(request), False, pairs)
+        return self.transfers.start(UnderWay(request), False, pairs)
 
     def undo_swap_in(self, request: Request) -> None:
         """The request stays in swap space after all. Its device blocks stay taken until the transfer has ended."""
-        parked = self._transfer_of(request)
+        parked = self.transfers.of(request)
         assert parked is not None
-        self._park_table(request, parked)
+        parked.take_table(request)
 
     def end_transfer(self, transfer_id: int, failed: Collection[int] = ()) -> Request | None:
         """The copies have ended, or were never made: the request, whose blocks can be used now; None where it was freed
         meanwhile, there is none, or nobody knows of the transfer. `failed` are host blocks that files did not fill:
         nothing from the first of them on has arrived."""
-        parked = self._under_way.pop(transfer_id, None)
+        parked = self.transfers.pop(transfer_id, None)
         if parked is None:
             return None
         self._pool.release(self._units(parked.table))
@@ -282,12 +268,7 @@ class KVManager:
         self._host.register(brings, brings.values())
         self._host.release(parked.host)
         request = parked.request
-        if transfer_id == self._writing:
-            self._writing = None
-        elif request is None and self._writes:
-            self._unwritten.update(dict.fromkeys(brings.values()))
-            while len(self._unwritten) > self.num_host_blocks:  # the oldest are there no more
-                del self._unwritten[next(iter(self._unwritten))]
+        self.tiers.ended(transfer_id, request, brings.values())
         if request is not None and request.block_table:
             if request in self._host_tables:
                 self._host.release(self._host_tables.pop(request))
@@ -299,119 +280,9 @@ class KVManager:
     def start_receiving(self, request: Request) -> int:
         """Another engine may write to the request's blocks from here on, until `end_transfer` of the id that this
         returns."""
-        self.num_transfers += 1
-        self._under_way[self.num_transfers] = _UnderWay(request, remote=True)
-        return self.num_transfers
+        return self.transfers.add(UnderWay(request, remote=True))
 
-    # --- prefixes in host memory and in files ----------------------------------------------------------------------
-
-    def save(self) -> Transfer | None:
-        """Starts to copy prefixes that steps have filled to host memory, once there are enough, or one of them may be
-        evicted. The device's blocks stay as they are until the transfer has ended."""
-        if not self._unsaved or not (self._saves_now or len(self._unsaved) >= SAVED_AT_ONCE):
-            return None
-        absent = [block_hash for block_hash in self._unsaved if self._host.block_of(block_hash) is None]
-        self._unsaved.clear()
-        self._saves_now = False
-        held = [(block, h) for h in absent if (block := self._pool.block_of(h)) is not None][: self._host.num_free]
-        host = self._host.allocate(len(held))
-        if not host:
-            return None
-        table, hashes = [block for block, _ in held], [block_hash for _, block_hash in held]
-        self._pool.share(table)
-        parked = _UnderWay(None, table, len(table) * self.block_size, host, dict(zip(host, hashes, strict=True)))
-        return self._start(parked, True, list(zip(table, host, strict=True)), of_prefixes=True)
-
-    def find_saved(self, request: Request) -> list[Saved]:
-        """What lies in host memory or in files of what comes behind the blocks that an admitted request shares."""
-        found: list[Saved] = []
-        if self._saves:
-            for block_hash in request.block_hashes[
-                request.num_committed_blocks : request.num_reusable_tokens // self.block_size
-            ]:
-                block = self._host.block_of(block_hash)
-                if block is None and block_hash not in self._files:
-                    break
-                found.append(Saved(block_hash, block))
-        return found
-
-    def load(self, request: Request, saved: Sequence[Saved]) -> Transfer | None:
-        """Starts to fill an admitted request's table with what `find_saved` has found, or as much of it as host memory
-        has room for. None: for nothing."""
-        self._host.share([one.block for one in saved if one.block is not None])
-        room = self._host.num_free
-        for count, one in enumerate(saved):
-            room -= one.block is None
-            if room < 0:
-                self._host.release([other.block for other in saved[count:] if other.block is not None])
-                saved = saved[:count]
-                break
-        if not saved:
-            return None
-        to_read = [one.block_hash for one in saved if one.block is None]
-        fresh = self._host.allocate(len(to_read))
-        assert fresh is not None
-        files = list(zip(fresh, to_read, strict=True))
-        rest = iter(fresh)
-        host = [next(rest) if one.block is None else one.block for one in saved]
-        first = request.num_committed_blocks
-        pairs = list(zip(host, request.block_table[first : first + len(host)], strict=True))
-        return self._start(_UnderWay(request, host=host, brings=dict(files)), False, pairs, True, files)
-
-    def write(self) -> Transfer | None:
-        """Starts to write to files what has been saved since; their blocks in host memory stay as they are until then.
-        What is evicted there before its turn comes is lost."""
-        if self._writing is not None or not self._unwritten:
-            return None
-        files: list[tuple[int, bytes]] = []
-        most = max(1, min(WRITTEN_AT_ONCE, self.num_host_blocks // 8))
-        while self._unwritten and len(files) < most:
-            block_hash = next(iter(self._unwritten))
-            del self._unwritten[block_hash]
-            block = self._host.block_of(block_hash)
-            if block is not None and block_hash not in self._files:
-                files.append((block, block_hash))
-        if not files:
-            return None
-        host = [block for block, _ in files]
-        self._host.share(host)
-        transfer = self._start(_UnderWay(None, host=host), True, [], True, files)
-        self._writing = transfer.transfer_id
-        return transfer
-
-    def _keep_saved(self, request: Request) -> None:
-        """What the request has used is the last to be overwritten in host memory, its beginning last of all."""
-        saved = self._host.find(request.block_hashes[: request.num_committed_blocks])
-        self._host.share(saved)
-        self._host.release(saved)
-        self._saves_now = bool(self._unsaved)
-
-    # --- transfers under way ------------------------------------------------------------------------------------
-
-    def _start(
-        self,
-        parked: _UnderWay,
-        to_host: bool,
-        pairs: list[tuple[int, int]],
-        of_prefixes: bool = False,
-        files: Sequence[tuple[int, bytes]] = (),
-    ) -> Transfer:
-        self.num_transfers += 1
-        self._under_way[self.num_transfers] = parked
-        return Transfer(self.num_transfers, to_host, pairs, of_prefixes, files)
-
-    def _transfer_of(self, request: Request) -> _UnderWay | None:
-        for parked in self._under_way.values():
-            if parked.request is request:
-                return parked
-        return None
-
-    def _park_table(self, request: Request, parked: _UnderWay) -> None:
-        """The request gives up its device blocks, but the transfer does not."""
-        if request.block_table:
-            parked.table, parked.num_tokens = request.block_table, request.num_computed_tokens
-        request.block_table = []
-        request.num_committed_blocks = 0
+    # --- units ----------------------------------------------------------------------------------------------------
 
     def _num_missing(self, request: Request, match: PrefixMatch) -> int:
         """Units to allocate for all of the request's tokens, besides the matched blocks."""
@@ -434,7 +305,7 @@ class KVManager:
         # A shared block is full, so the unused slots are at the ends of the tables, each its request's own.
         num_blocks = sum(map(len, map(_block_table, holders)))
         num_tokens = sum(map(_num_computed_tokens, holders))
-        for parked in self._under_way.values():
+        for parked in self.transfers.values():
             num_blocks += len(parked.table)
             num_tokens += parked.num_tokens
         unused = num_blocks * self.block_size - num_tokens

@@ -58,13 +58,7 @@ class EngineCore:
         """Ends requests at any moment. Their end is posted by `post_ended`."""
         for request in requests:
             self.scheduler.finish(request, FinishReason.abort)
-        self.exchange()
-
-    def exchange(self) -> None:
-        """Tells other engines what the scheduler wants of them, and the scheduler what has come."""
-        for arrival in self.receiver.poll():
-            self.scheduler.take_arrival(arrival)
-        self.receiver.start(*self.scheduler.take_asks())
+        self.scheduler.exchange()
 
     def post_ended(self, requests: Sequence[Request]) -> None:
         """Tells of requests that ended outside a step, here and in the next StepRecord."""
@@ -95,10 +89,8 @@ class EngineCore:
         start = self.clock()
         executing: StepPlan | None = None  # what the executor is at
         try:
-            self.exchange()
             evictions = self.scheduler.kv.num_evictions
             plan = self.scheduler.schedule(start)
-            self.receiver.start(*self.scheduler.take_asks())
             kv = self.scheduler.usage() if self._observed else NO_USAGE
             evictions = self.scheduler.kv.num_evictions - evictions
             planned = self.clock()

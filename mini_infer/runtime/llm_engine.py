@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from types import NoneType
 from typing import Any, TypeAlias
 
+from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import EngineConfig, Launcher
 from mini_infer.core.errors import ConfigError, RequestError
 from mini_infer.core.request import Export, Request, RequestOutput, SamplingParams
@@ -99,10 +100,10 @@ class LLMEngine:
 
     def _make_scheduler(self) -> Scheduler:
         executor = self.executor
-        speculator = make_speculator(self.config.speculation, self.vocab_size, executor.step_costs)
-        limits, overlap, stages = executor.limits, executor.overlap, executor.stages
-        choice = self.receiver.choice
-        return Scheduler.of_engine(self.config, limits, speculator, overlap, stages, executor.files, choice)
+        config, overlap, stages = self.config, executor.overlap, executor.stages
+        kv = KVManager.of(config.cache, executor.limits, executor.files)
+        speculator = make_speculator(config.speculation, self.vocab_size, executor.step_costs)
+        return Scheduler(config.scheduler, kv, config.cache.watermark, speculator, overlap, stages, self.receiver)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -228,7 +229,7 @@ class LLMEngine:
 
     def exchange(self) -> None:
         """Takes in what other engines have to tell; a step does so, too."""
-        self.core.exchange()
+        self.scheduler.exchange()
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to compute, or to hand over."""

@@ -43,13 +43,14 @@ class Route:
 
 
 class _Replica:
-    """What one replica is thought to hold and to do."""
+    """What one replica is thought to hold. `holders` has the numbers of those that hold a chunk which begins prompts:
+    of a thousand replicas these are but a few."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int, holders: dict[int, set[int]]) -> None:
         self.capacity = MOST_CHUNKS
         self.chunks: OrderedDict[int, Route] = OrderedDict()  # by whom last used, the oldest first
         self.ours = 0  # completions under way
-        self.load = 0  # and with those of other processes, when it last told
+        self._number, self._holders = number, holders
 
     def depth(self, chain: Chain) -> int:
         """How many of the chunks it holds: with one all before it, which whoever used it has used a moment later."""
@@ -71,13 +72,25 @@ class _Replica:
         for chunk in reversed(chain):  # the beginning last, so that a chain is forgotten from its end
             chunks[chunk] = route
             chunks.move_to_end(chunk)
+        if chain:
+            self._holders.setdefault(chain[0], set()).add(self._number)
         while len(chunks) > self.capacity:
-            chunks.popitem(last=False)
+            self._forget_oldest()
 
     def forget_until(self, time: int) -> None:
-        chunks = self.chunks
-        while chunks and next(iter(chunks.values())).time <= time:
-            chunks.popitem(last=False)
+        while self.chunks and next(iter(self.chunks.values())).time <= time:
+            self._forget_oldest()
+
+    def forget_all(self) -> None:
+        while self.chunks:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        chunk, _ = self.chunks.popitem(last=False)
+        if chunk in self._holders:
+            self._holders[chunk].discard(self._number)
+            if not self._holders[chunk]:
+                del self._holders[chunk]
 
 
 class Router:
@@ -95,7 +108,9 @@ class Router:
         self._num_named = 2 if alone else 1
         self._block_size = cache.block_size
         self._chunk_tokens = self._block_size * max(1, CHUNK_TOKENS // self._block_size)
-        self._replicas = [_Replica() for _ in range(num_replicas)]
+        self._holders: dict[int, set[int]] = {}
+        self._replicas = [_Replica(number, self._holders) for number in range(num_replicas)]
+        self.loads = [0] * num_replicas  # completions under way, ours and, when it last told, those of other processes
         self._num_routes = 0
 
     def chain(self, token_ids: Sequence[int], salt: str = "") -> Chain:
@@ -117,14 +132,14 @@ class Router:
             among: those that take requests; at least one.
         """
         self._num_routes += 1
-        number, depth = self._choose(chain, sorted(among))
+        number, depth = self._choose(chain, among)
         replica = self._replicas[number]
         last = replica.chunks[chain[depth - 1]] if depth else None
         expected, since = (0, 0) if last is None or not last.ended else (depth * self._chunk_tokens, last.time)
         route = Route(number, completions, self._num_routes, expected, since)
         replica.use(chain, route)
         replica.ours += completions
-        replica.load += completions
+        self.loads[number] += completions
         return route
 
     def end(self, route: Route, cached_tokens: int | None = None) -> None:
@@ -134,7 +149,7 @@ class Router:
         """
         replica = self._replicas[route.replica]
         replica.ours -= route.completions
-        replica.load -= route.completions
+        self.loads[route.replica] -= route.completions
         route.ended = True
         if cached_tokens is not None and cached_tokens < route.expected_tokens:
             replica.forget_until(route.expected_since)
@@ -147,49 +162,57 @@ class Router:
             num_blocks: of its KV memory.
         """
         replica = self._replicas[number]
-        replica.load = max(unfinished, replica.ours)
+        self.loads[number] = max(unfinished, replica.ours)
         replica.capacity = min(num_blocks * self._block_size // self._chunk_tokens, MOST_CHUNKS)
 
     def restarted(self, number: int) -> None:
         """It holds nothing any more."""
         replica = self._replicas[number]
-        replica.chunks.clear()
-        replica.load = replica.ours
+        replica.forget_all()
+        self.loads[number] = replica.ours
 
-    def _choose(self, chain: Chain, among: Sequence[int]) -> tuple[int, int]:
+    def _choose(self, chain: Chain, among: Collection[int]) -> tuple[int, int]:
         """A replica, and how many chunks it holds."""
-        replicas = self._replicas
-        if len(among) == 1:
-            return among[0], replicas[among[0]].depth(chain)
+        loads = self.loads
+        if not chain or self._round_robin or len(among) == 1:
+            number = self._in_turn(sorted(among))
+            return number, 0 if len(among) > 1 else self._replicas[number].depth(chain)
+        among = set(among)
+        most = min([loads[number] for number in among]) * OVERLOAD_RATIO + OVERLOAD_REQUESTS
+        equal, deepest = self._holding(chain, among, most)
+        if len(equal) != 1:
+            chunk = chain[min(deepest, len(chain) - 1)]  # the first that nobody holds
+            equal = self._named(chunk, set(equal) or {number for number in among if loads[number] <= most})
+        return min(equal, key=loads.__getitem__), deepest
+
+    def _in_turn(self, among: Sequence[int]) -> int:
+        """The next one, or the next one that has least to do."""
         turn = self._num_routes % len(among)
         if self._round_robin:
-            return among[turn], 0
-        least = min([replicas[number].load for number in among])
-        if not chain:
-            in_turn = (*among[turn:], *among[:turn])
-            return next(number for number in in_turn if replicas[number].load == least), 0
-        most = least * OVERLOAD_RATIO + OVERLOAD_REQUESTS
-        first = chain[0]
-        holding = [number for number in among if first in replicas[number].chunks]  # of a thousand replicas but a few
-        holding = [number for number in holding if replicas[number].load <= most]
-        equal, deepest = holding, 0
-        if holding:
-            depths = [replicas[number].depth(chain) for number in holding]
-            deepest = max(depths)
-            equal = [number for number, depth in zip(holding, depths, strict=True) if depth == deepest]
-        if len(equal) != 1:
-            among = equal or [number for number in among if replicas[number].load <= most]
-            equal = self._named(chain[min(deepest, len(chain) - 1)], among)  # the first chunk that nobody holds
-        return min(equal, key=lambda number: replicas[number].load), deepest
+            return among[turn]
+        return min((*among[turn:], *among[:turn]), key=self.loads.__getitem__)
+
+    def _holding(self, chain: Chain, among: Collection[int], most: float) -> tuple[list[int], int]:
+        """Who holds most of a prompt, of those that have no more than `most` to do, and how many chunks."""
+        equal, deepest = list[int](), 0
+        for number in sorted(self._holders.get(chain[0], ())):
+            if number in among and self.loads[number] <= most:
+                replica = self._replicas[number]
+                # Hundreds may hold a beginning that is asked for often: so their depths are not looked for.
+                if deepest < len(chain) and chain[deepest] in replica.chunks:
+                    equal, deepest = [number], replica.depth(chain)
+                elif chain[deepest - 1] in replica.chunks:
+                    equal.append(number)
+        return equal, deepest
 
     def _named(self, chunk: int, among: Collection[int]) -> list[int]:
         """The first few of these replicas in an order that the chunk's hash gives to all of them: where some are
         missing the others keep their places."""
-        left, found, turn = set(among), list[int](), 0
-        while left and len(found) < self._num_named:
+        found: list[int] = []
+        turn, wanted = 0, min(self._num_named, len(among))
+        while len(found) < wanted:
             number = hash((chunk, turn)) % len(self._replicas)
             turn += 1
-            if number in left:
-                left.remove(number)
+            if number in among and number not in found:
                 found.append(number)
         return found

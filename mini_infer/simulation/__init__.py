@@ -2,7 +2,8 @@
 
 costs.py     what a step takes, as a function of what is in it; and fitting one to steps that were measured
 executor.py  an executor that computes nothing, and lets a virtual clock pass instead
-replica.py   an engine without text on it, which skips steps that are all alike
+replica.py   an engine without text on it
+ahead.py     steps that are all alike, taken at once
 cluster.py   replicas behind the router, on one time line
 
 Without torch: a cluster is simulated where no model could run. Who reads files of costs, and where none fits asks the

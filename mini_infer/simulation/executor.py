@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mini_infer.core.limits import Limits
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.core.uniforms import SYNTHETIC, hash_seeds, uniforms
 from mini_infer.runtime.executor.base import Executor
-from mini_infer.runtime.worker.limits import Limits
 from mini_infer.simulation.costs import StepCosts, Work
 
 TOKEN = 1  # whatever would have been sampled

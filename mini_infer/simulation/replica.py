@@ -1,9 +1,5 @@
 """An engine without text on a virtual clock: the real loop, scheduler and KV manager, over an executor that computes
-nothing; and a way past steps that are all alike.
-
-While requests decode, and nobody comes or ends, a step differs from the one before it in nothing but counters. So a
-replica need not run them one by one: it knows when each would end, and takes as many at once as there are before it is
-wanted. What comes out is what would have come out; only StepRecords are not made of steps that were skipped.
+nothing. Of steps that are all alike it takes as many at once as there are before it is wanted (ahead.py).
 
     step   step  <-- 57 steps of the same 3 requests, at once -->  step   step
     (a request has come)                                          (one ends)
@@ -13,17 +9,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError, RequestError
+from mini_infer.core.limits import Limits
 from mini_infer.core.plan import StepRecord, StepResult
 from mini_infer.core.request import Request
 from mini_infer.core.sampling_params import SamplingParams
 from mini_infer.runtime.engine_core import EngineCore
 from mini_infer.runtime.scheduler.planned_step import TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
-from mini_infer.runtime.worker.limits import Limits
+from mini_infer.simulation.ahead import NOTHING_ALIKE, Ahead, steps_alike, take_steps
 from mini_infer.simulation.costs import StepCosts, Work, require_whole_experts
 from mini_infer.simulation.executor import TOKEN, SimulatedExecutor, VirtualClock
 from mini_infer.speculative.speculator import make_speculator
@@ -61,27 +59,6 @@ class Ended:
         return []
 
 
-class Ahead(NamedTuple):
-    """Steps that are alike: the first of `steps` ends at `first`, the second takes `lap`, each other one `growth` more
-    than the one before it."""
-
-    first: float
-    lap: float
-    growth: float
-    steps: int
-
-    def end(self, k: int) -> float:
-        return self.first + (k - 1) * (self.lap + self.growth * (k - 2) / 2)
-
-    def ends(self, count: int) -> list[float]:
-        """Of the first `count`."""
-        first, lap, half = self.first, self.lap, self.growth / 2
-        return [first + k * (lap + half * (k - 1)) for k in range(count)]
-
-
-NOTHING_ALIKE = Ahead(0.0, 0.0, 0.0, 0)
-
-
 class Replica:
     """
     Args:
@@ -116,7 +93,8 @@ class Replica:
 
         def make() -> Scheduler:
             speculator = make_speculator(drafts, TOKEN + 1, _no_weights)
-            return Scheduler.of_engine(config, limits, speculator, overlap, stages, hash_blocks=_hash_blocks)
+            kv = KVManager.of(config.cache, limits, hash_blocks=_hash_blocks)
+            return Scheduler(config.scheduler, kv, config.cache.watermark, speculator, overlap, stages)
 
         self.core = EngineCore(make, self._executor, self.clock, self._ended, records_kept=0)  # type: ignore[arg-type]
         if observe is not None:
@@ -183,13 +161,13 @@ class Replica:
         if not ahead.steps or moment <= self.clock.now:
             return
         count = min(bisect_left(range(1, ahead.steps + 1), moment, key=ahead.end) + 1, ahead.steps)
-        self.core.scheduler.skip(self._alike, ahead.ends(count), TOKEN)
+        take_steps(self.core.scheduler, self._alike, ahead.ends(count), TOKEN)
         self.clock.now = ahead.end(count)
         if self._executor.overlap:  # the last of them is under way
             self._executor.shift(self._device_s(count))
 
     def _look_ahead(self) -> None:
-        self._alike, most = self.core.scheduler.steps_alike()
+        self._alike, most = steps_alike(self.core.scheduler)
         if most < FEWEST_SKIPPED:
             return
         clock, executor = self.clock, self._executor

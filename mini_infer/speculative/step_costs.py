@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from statistics import median
 
 from mini_infer.core.config import EngineConfig
+from mini_infer.core.limits import Limits
 from mini_infer.core.plan import Admission, StepPlan
 from mini_infer.core.request import SamplingParams
 from mini_infer.core.speculation_config import SpeculationMethod
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor
-from mini_infer.runtime.worker.limits import Limits
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.speculative.policy.costs import StepCosts
 

@@ -46,6 +46,21 @@ def test_eviction_takes_the_least_recently_used() -> None:
     assert [bool(pool.find([name])) for name in (b"a", b"b", b"c")] == [True, False, True]
 
 
+def test_memory_is_bounded_where_the_same_blocks_are_taken_back_again_and_again() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(3) or []
+    pool.register(blocks, [b"a", b"b", b"c"])
+    pool.release(blocks)
+    for name in (b"a", b"c", b"b") * 40:
+        pool.share(pool.find([name]))
+        pool.release(pool.find([name]))
+        check_pool(pool, [])
+        assert len(pool._lru) <= 3 + 4
+    assert pool.cached() == [blocks[0], blocks[2], blocks[1]]
+    assert pool.allocate(4) == [3, blocks[0], blocks[2], blocks[1]]
+    check_pool(pool, [[0, 1, 2, 3]])
+
+
 def test_blank_blocks_are_taken_before_cached_ones() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(2) or []
@@ -87,7 +102,7 @@ def test_first_block_of_equal_content_is_the_one_that_is_found() -> None:
         (lambda pool: pool._ref_counts.__setitem__(0, 2), "tables hold it"),
         (lambda pool: pool._block_of_hash.pop(b"a"), "hash index"),
         (lambda pool: pool._hashes.__setitem__(0, b"z"), "hash index"),
-        (lambda pool: pool._cached.__setitem__(3, None), "two states"),
+        (lambda pool: pool._lru.append(3), "two states"),
     ],
 )
 def test_integrity_check_finds_planted_damage(damage, message: str) -> None:

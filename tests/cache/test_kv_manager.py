@@ -182,7 +182,7 @@ class TestHostPrefixes:
     def saved(self, kv: KVManager, tokens: list[int]) -> None:
         """A request with these tokens has come and gone, and been copied."""
         kv.free(computed(kv, tokens))
-        transfer = kv.save()
+        transfer = kv.tiers.save()
         assert transfer is not None
         kv.end_transfer(transfer.transfer_id)
 
@@ -194,8 +194,8 @@ class TestHostPrefixes:
         again = request(list(range(13)))
         assert admitted(kv, again)
         assert again.num_committed_blocks == 2
-        found = kv.find_saved(again)
-        back = kv.load(again, found)
+        found = kv.tiers.find(again)
+        back = kv.tiers.load(again, found)
         assert (back.to_host, back.of_prefixes) == (False, True)
         assert back is not None
         assert back.pairs == [(found[0].block, again.block_table[2])]
@@ -211,7 +211,7 @@ class TestHostPrefixes:
     def test_blocks_being_saved_stay_as_they_are(self) -> None:
         kv = self.saving()
         kv.free(computed(kv, list(range(12))))
-        transfer = kv.save()
+        transfer = kv.tiers.save()
         assert transfer is not None
         assert kv.usage([]).used_blocks == kv.usage([]).host_blocks_used == 3
         assert kv.usage([]).used_slots == 12
@@ -223,22 +223,22 @@ class TestHostPrefixes:
     def test_few_blocks_of_one_that_goes_on_are_not_worth_a_copy(self) -> None:
         kv = self.saving()
         r = computed(kv, list(range(9)))
-        assert kv.save() is None
+        assert kv.tiers.save() is None
         kv.free(r)
-        assert kv.save() is not None
-        assert kv.save() is None
+        assert kv.tiers.save() is not None
+        assert kv.tiers.save() is None
 
     def test_nothing_is_saved_twice_or_after_its_eviction(self) -> None:
         kv = self.saving()
         self.saved(kv, list(range(12)))
         kv.free(computed(kv, [*range(8), *range(50, 56)]))  # one block is new
-        again = kv.save()
+        again = kv.tiers.save()
         assert again is not None
         assert len(again.pairs) == 1
         kv.end_transfer(again.transfer_id)
         kv.free(computed(kv, [200 + i for i in range(8)]))
         kv.free(computed(kv, [300 + i for i in range(16)]))
-        late = kv.save()
+        late = kv.tiers.save()
         assert late is not None
         assert len(late.pairs) == 4, "the two of 200 are gone"
 
@@ -263,7 +263,7 @@ class TestHostPrefixes:
     def test_what_a_failed_step_was_to_copy_is_not_found(self) -> None:
         kv = self.saving()
         kv.free(computed(kv, list(range(12))))
-        transfer = kv.save()
+        transfer = kv.tiers.save()
         assert transfer is not None
         assert kv.distrust([transfer]) == []
         kv.end_transfer(transfer.transfer_id)
@@ -276,7 +276,7 @@ class TestHostPrefixes:
         self.saved(kv, [100 + i for i in range(16)])
         again = request(list(range(13)))
         assert admitted(kv, again)
-        back = kv.load(again, kv.find_saved(again))
+        back = kv.tiers.load(again, kv.tiers.find(again))
         assert back is not None
         kv.free(again)
         check_kv(kv, [])
@@ -294,17 +294,17 @@ class TestFiles:
 
     def written(self, kv: KVManager, files: set[bytes], tokens: list[int]) -> None:
         kv.free(computed(kv, tokens))
-        transfer = kv.save()
+        transfer = kv.tiers.save()
         while transfer is not None:
             files.update(block_hash for _, block_hash in transfer.files)
             kv.end_transfer(transfer.transfer_id)
-            transfer = kv.write()
+            transfer = kv.tiers.write()
         check_kv(kv, [])
 
     def loading(self, kv: KVManager, tokens: list[int]) -> tuple[Request, Transfer]:
         again = request(tokens)
         assert admitted(kv, again)
-        transfer = kv.load(again, kv.find_saved(again))
+        transfer = kv.tiers.load(again, kv.tiers.find(again))
         assert transfer is not None
         check_kv(kv, [again])
         return again, transfer
@@ -319,7 +319,7 @@ class TestFiles:
         kv.end_transfer(transfer.transfer_id)
         assert again.num_committed_blocks == 3
         assert kv.usage([again]).host_cached_blocks == 4
-        assert [one.block is None for one in kv.find_saved(request([*range(13)]))] == []
+        assert [one.block is None for one in kv.tiers.find(request([*range(13)]))] == []
         check_kv(kv, [again])
 
     def test_nothing_behind_a_file_that_gave_nothing_has_arrived(self) -> None:
@@ -337,18 +337,18 @@ class TestFiles:
     def test_one_transfer_to_files_at_a_time_and_of_nothing_that_is_there(self) -> None:
         kv, files = self.pools()
         kv.free(computed(kv, list(range(12))))
-        saved = kv.save()
+        saved = kv.tiers.save()
         assert saved is not None
-        assert kv.write() is None, "it is on its way to the host"
+        assert kv.tiers.write() is None, "it is on its way to the host"
         kv.end_transfer(saved.transfer_id)
-        first = kv.write()
+        first = kv.tiers.write()
         assert first is not None
         assert len(first.files) == 1, "an eighth of host memory"
         assert kv.usage([]).host_blocks_used == 1
-        assert kv.write() is None
+        assert kv.tiers.write() is None
         kv.end_transfer(first.transfer_id)
-        files.update(kv._unwritten)  # by somebody else
-        assert kv.write() is None
+        files.update(kv.tiers._unwritten)  # by somebody else
+        assert kv.tiers.write() is None
         check_kv(kv, [])
 
     def test_where_host_memory_is_taken_what_needs_none_is_loaded(self) -> None:
@@ -356,12 +356,12 @@ class TestFiles:
         self.written(kv, files, list(range(12)))
         self.written(kv, files, [100 + i for i in range(16)])
         kv.free(computed(kv, list(range(5))))  # the first block is there again
-        saved = kv.save()
+        saved = kv.tiers.save()
         assert saved is not None
         kv.end_transfer(saved.transfer_id)
         other = computed(kv, [200 + i for i in range(12)])
         assert kv.swap_out(other) is not None
-        kv.end_transfer(kv.transfers[0])
+        kv.end_transfer(kv.transfers.local[0])
         kv.free(computed(kv, [300 + i for i in range(16)]))  # nothing is left on the device
         again, transfer = self.loading(kv, list(range(13)))
         assert (len(transfer.pairs), len(transfer.files)) == (1, 0)

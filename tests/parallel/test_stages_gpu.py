@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer.core.limits import settle_limits
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.runtime import llm_engine
 from mini_infer.runtime.executor.base import Executor
 from mini_infer.runtime.worker import worker as workers
-from mini_infer.runtime.worker.limits import settle_limits
 
 pytestmark = pytest.mark.gpu
 

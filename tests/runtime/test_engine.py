@@ -583,7 +583,7 @@ def test_records_tell_who_was_aborted(engine: LLMEngine) -> None:
 def test_an_idle_engine_grows_nothing(engine: LLMEngine) -> None:
     for _ in range(50):
         engine.step()
-    assert not engine.scheduler._planned
+    assert not engine.scheduler.planned
     assert not engine.records
 
 

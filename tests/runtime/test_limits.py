@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from mini_infer import ConfigError, EngineConfig
-from mini_infer.runtime.worker import limits
-from mini_infer.runtime.worker.limits import settle_limits
+from mini_infer.core import limits
+from mini_infer.core.limits import settle_limits
 
 GIB = 2**30
 BLOCK = 2**20  # bytes

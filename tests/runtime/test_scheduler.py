@@ -625,7 +625,7 @@ def test_aborted_waiting_requests_are_forgotten() -> None:
     for _ in range(1000):
         bench.abort(bench.add("gone", 4, priority=1))
     bench.add("last", 4, priority=1)
-    assert len(bench.scheduler._line._line) == 2
+    assert len(bench.scheduler.line._line) == 2
     assert bench.scheduler.num_waiting == 2
 
 
@@ -750,7 +750,7 @@ def test_a_prompt_comes_back_from_host_memory_while_others_go_on() -> None:
     assert again.num_cached_tokens == 12
     while bench.scheduler.num_unfinished:
         bench.step()
-    for transfer_id in bench.scheduler.kv.transfers:  # of blocks that the last steps have filled
+    for transfer_id in bench.scheduler.kv.transfers.local:  # of blocks that the last steps have filled
         bench.scheduler.kv.end_transfer(transfer_id)
     assert bench.scheduler.usage().host_blocks_used == 0
 
@@ -766,7 +766,7 @@ def test_one_that_is_loading_alone_is_waited_for() -> None:
 
 def test_what_is_computed_sooner_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, again = returning()
-    monkeypatch.setattr(bench.scheduler._load_costs, "loading_pays", lambda *known: False)
+    monkeypatch.setattr(bench.scheduler._loads.costs, "loading_pays", lambda *known: False)
     plan = bench.step()
     assert again.status is RequestStatus.running
     assert plan.counts == [13 - (again.num_cached_tokens or 0)]
@@ -795,7 +795,7 @@ def test_one_that_is_loading_may_go_at_any_moment(way: str) -> None:
         assert again.status is RequestStatus.waiting
     while bench.scheduler.num_unfinished:
         bench.step()
-    for transfer_id in bench.scheduler.kv.transfers:
+    for transfer_id in bench.scheduler.kv.transfers.local:
         bench.scheduler.kv.end_transfer(transfer_id)
     usage = bench.scheduler.usage()
     assert (usage.used_blocks, usage.host_blocks_used) == (0, 0)

@@ -222,7 +222,7 @@ class History:
             return
         for request in admitted:
             ahead = self.siblings_ahead(self.rank(request))
-            assert len(self.scheduler._batch.free_indices) >= ahead, f"{request} has taken a sibling's place"
+            assert len(self.scheduler.batch.free_indices) >= ahead, f"{request} has taken a sibling's place"
             assert self.kv.num_free >= ahead * self.kv.least_blocks, f"{request} has taken a sibling's block"
 
     def fits(self, request: Request, active: list[Request]) -> bool:

@@ -26,7 +26,7 @@ from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import Draft, StepPlan, StepResult, Transfer
 from mini_infer.core.request import CompletionOutput, FinishReason, Request, RequestOutput, TokenLogprob
 from mini_infer.runtime.executor.dry import DryModel
-from mini_infer.runtime.scheduler.load_costs import LoadCosts
+from mini_infer.runtime.scheduler.prefix_loads import LoadCosts
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.speculative.draft_model import DraftKV, DraftModel
@@ -424,8 +424,8 @@ def test_traffic_changes_no_token_and_loses_no_block(
 
     def make_speculating_scheduler() -> Scheduler:
         made = make_scheduler()
-        made._speculator = oracle
-        made._load_costs = Coin(len(traffic))  # type: ignore[assignment]
+        made.speculator = oracle
+        made._loads.costs = Coin(len(traffic))  # type: ignore[assignment]
         return made
 
     engine.core._make_scheduler = make_speculating_scheduler
@@ -450,8 +450,8 @@ def test_traffic_changes_no_token_and_loses_no_block(
     kv = engine.scheduler.kv
     for transfer_id in engine.executor.runner._transfers.poll(wait=True):  # of requests that ended meanwhile
         kv.end_transfer(transfer_id)
-    assert failing_step is not None or not kv.transfers, "a transfer was never started, or its end never told"
-    for transfer_id in kv.transfers:
+    assert failing_step is not None or not kv.transfers.local, "a transfer was never started, or its end never told"
+    for transfer_id in kv.transfers.local:
         kv.end_transfer(transfer_id)
     usage = engine.scheduler.usage()
     assert usage.used_blocks == usage.used_slots == usage.host_blocks_used == 0

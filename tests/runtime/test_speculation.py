@@ -175,7 +175,7 @@ def test_as_many_drafts_as_pay_are_made_of_the_right_tokens(expected: list) -> N
     engine = make_engine(
         {**DRAFT, "num_tokens": 3, "adaptive": True}, scheduler={"max_num_seqs": 4, "overlap": "always"}
     )
-    lengths = engine.scheduler._speculator.policy
+    lengths = engine.scheduler.speculator.policy
     assert isinstance(lengths, AdaptiveDraftLength)
     lengths.costs = StepCosts({(1, 1): 1.0, (1, 4): 1.1, (4, 1): 1.0, (4, 4): 3.0}, {1: 0.01, 4: 0.2})
     assert tokens(engine, GREEDY) == expected
@@ -326,7 +326,7 @@ def test_penalties_count_the_drafts_that_stand_before_a_token(overlap: str) -> N
     outputs = LLMEngine(EngineConfig.from_dict({**sections, "speculation": {}})).generate(prompts, params)
     expected = [output.outputs[0].token_ids for output in outputs]
     engine = LLMEngine(EngineConfig.from_dict(sections))
-    engine.scheduler._speculator = Foresight({str(i): own for i, own in enumerate(expected)})  # type: ignore[assignment]
+    engine.scheduler.speculator = Foresight({str(i): own for i, own in enumerate(expected)})  # type: ignore[assignment]
     for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(prompt, own, request_id=str(i))
     got = dict.fromkeys(map(str, range(len(params))), None)

@@ -11,9 +11,9 @@ from itertools import pairwise
 import pytest
 
 from mini_infer import EngineConfig, LLMEngine
+from mini_infer.core.limits import Limits
 from mini_infer.core.plan import StepPlan, StepResult
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor
-from mini_infer.runtime.worker.limits import Limits
 from mini_infer.speculative import step_costs
 from mini_infer.speculative.policy.adaptive import AdaptiveDraftLength
 from mini_infer.speculative.policy.costs import StepCosts
@@ -44,7 +44,7 @@ def policy_of(**dry: float) -> AdaptiveDraftLength:
         EngineConfig.from_dict({"model": model, "speculation": speculation, "scheduler": {"max_num_seqs": 4}})
     )
     assert engine.startup.speculation == "ngram, up to 3 tokens, as many as pay"
-    policy = engine.scheduler._speculator.policy
+    policy = engine.scheduler.speculator.policy
     assert isinstance(policy, AdaptiveDraftLength)
     return policy
 

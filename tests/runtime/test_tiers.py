@@ -34,7 +34,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
 def make(**changes: Any) -> LLMEngine:
     cache = {**TIGHT, **changes.pop("cache", {})}
     engine = LLMEngine(EngineConfig.from_dict({"model": MODEL, "cache": cache, "seed": 0, **changes}))
-    engine.scheduler._load_costs.loading_pays = lambda *known: True  # type: ignore[method-assign]
+    engine.scheduler._loads.costs.loading_pays = lambda *known: True  # type: ignore[method-assign]
     return engine
 
 

@@ -181,7 +181,7 @@ def test_a_replica_that_was_restarted_holds_nothing() -> None:
     router.told(home, 9, 1000)
     router.restarted(home)
     assert not router._replicas[home].chunks
-    assert router._replicas[home].load == 1, "what is under way ends by itself"
+    assert router.loads[home] == 1, "what is under way ends by itself"
 
 
 # --- what it is worth ---------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mini_infer.core.config import CacheConfig, EngineConfig, SchedulerConfig
-from mini_infer.runtime.worker.limits import Limits
+from mini_infer.core.limits import Limits
 from mini_infer.simulation.costs import Curve, FittedCosts
 from mini_infer.simulation.replica import Replica
 

@@ -83,7 +83,7 @@ def test_a_request_that_is_refused_is_nobodys_load() -> None:
     one = cluster(1)
     with pytest.raises(RequestError, match="do not fit"):
         one.send("long", [0] * 600, 1)
-    assert one._routers[0]._replicas[0].load == 0
+    assert one._routers[0].loads == [0]
 
 
 def test_what_breaks_down_serves_nobody_until_another_starts() -> None:

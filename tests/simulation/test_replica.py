@@ -26,9 +26,9 @@ from mini_infer.core.config import (
     When,
 )
 from mini_infer.core.errors import ConfigError, RequestError
+from mini_infer.core.limits import Limits
 from mini_infer.core.plan import StepPlan
 from mini_infer.core.request import Request
-from mini_infer.runtime.worker.limits import Limits
 from mini_infer.simulation.replica import Replica
 
 
@@ -208,7 +208,7 @@ def test_a_skip_leaves_memory_as_the_steps_would() -> None:
         while engine.clock.now < 0.1:
             engine.run() if not skips or engine.next_event < 0.1 else engine.skip_until(0.1)
         kv: KVManager = engine.core.scheduler.kv
-        running = engine.core.scheduler._batch.running
+        running = engine.core.scheduler.batch.running
         states.append([(r.num_tokens, r.num_computed_tokens, r.block_hashes, r.block_table) for r in running])
         assert engine.core.scheduler.usage().used_slots == sum(r.num_computed_tokens for r in running)
         assert kv.num_free == LIMITS.num_blocks - sum(len(r.block_table) for r in running)

@@ -15,12 +15,12 @@ from experiments.lab.measure.traces import Served
 from experiments.lab.workloads import Item
 from mini_infer.core.config import Device, EngineConfig, LoadFormat, When
 from mini_infer.core.errors import ConfigError, RequestError
+from mini_infer.core.limits import Limits, settle_limits
 from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import StepRecord
 from mini_infer.core.request import Request
 from mini_infer.modeling.loader import outline
 from mini_infer.modeling.sharding import of_each_rank
-from mini_infer.runtime.worker.limits import Limits, settle_limits
 from mini_infer.serving.router import Router
 from mini_infer.simulation.cluster import Cluster
 from mini_infer.simulation.replica import Replica

@@ -10,8 +10,8 @@ from mini_infer.core.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:  # the loop needs no torch
     from mini_infer.cache.block_files import BlockFiles
+    from mini_infer.core.limits import Limits
     from mini_infer.runtime.text.tokenizer import Tokenizer
-    from mini_infer.runtime.worker.limits import Limits
     from mini_infer.runtime.worker.model_runner import Runner
     from mini_infer.runtime.worker.startup import StartupReport
     from mini_infer.speculative.policy.costs import StepCosts

@@ -22,6 +22,7 @@ from mini_infer.cache.block_files import BlockFiles, open_block_files
 from mini_infer.cache.kv_store import Allocate, KVStore
 from mini_infer.cache.layout import KVLayout, Plane
 from mini_infer.core.config import DryConfig, EngineConfig, When
+from mini_infer.core.limits import settle_limits
 from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import Transfer
 from mini_infer.core.uniforms import splitmix64
@@ -29,7 +30,6 @@ from mini_infer.kernels.ops import TorchKernels
 from mini_infer.runtime.executor.base import Executor
 from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import ByteTokenizer, Tokenizer
-from mini_infer.runtime.worker.limits import settle_limits
 from mini_infer.runtime.worker.model_runner import Runner
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport

@@ -7,10 +7,10 @@ from functools import cache
 
 from mini_infer.cache.block_files import open_block_files
 from mini_infer.core.config import EngineConfig
+from mini_infer.core.limits import Limits, settle_limits
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.runtime.executor.base import Executor
 from mini_infer.runtime.executor.fingerprints import kv_identity, require_same
-from mini_infer.runtime.worker.limits import Limits, settle_limits
 from mini_infer.runtime.worker.worker import Worker
 
 

@@ -7,9 +7,21 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from mini_infer.cache.kv_manager import KVManager, PrefixMatch
-from mini_infer.core.request import Request, RequestStatus
+from mini_infer.core.config import Policy, SchedulerConfig
+from mini_infer.core.request import Rank, Request, RequestStatus
 
 _rank = attrgetter("rank")
+
+
+def rank(request: Request, number: int, config: SchedulerConfig) -> Rank:
+    """Who goes first: as the policy says, then by arrival, of which this is the `number`-th. With `shortest` a prompt
+    stands in line as if it had come later, by its tokens: so a long one lets short ones pass for a while, and not for
+    ever."""
+    if config.policy is Policy.priority:
+        return request.priority, number
+    if config.policy is Policy.shortest:
+        return request.arrival_time + request.prompt_len / config.ageing_tokens_per_s, number
+    return 0.0, number
 
 
 class WaitingLine:
@@ -139,8 +151,11 @@ class Newcomer(NamedTuple):
 
 
 class AdmissionControl:
-    def __init__(self, line: WaitingLine, batch: Batch, kv: KVManager, watermark_blocks: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, line: WaitingLine, batch: Batch, kv: KVManager, watermark_blocks: int
+    ) -> None:
         self._line, self._batch, self._kv, self._watermark_blocks = line, batch, kv, watermark_blocks
+        self.by_priority = config.policy is Policy.priority
 
     def newcomer(self) -> Newcomer | None:
         """The next in line, if there is room for it now."""
@@ -161,7 +176,7 @@ class AdmissionControl:
 
     def victims(self) -> list[Request]:
         """Requests of lower priority that have to give way, and are enough, for the head of the line to find room."""
-        head = self._head()
+        head = self._head() if self.by_priority else None
         if head is None or self.room_for(head) is not None:
             return []
         lower = [r for r in self._batch.requests() if r.priority > head.priority]

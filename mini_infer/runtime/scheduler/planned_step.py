@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-from mini_infer.cache.kv_manager import KVManager
+from mini_infer.cache.kv_manager import KVManager, PrefixMatch
 from mini_infer.core.plan import Admission, Growth, PromptLogprobs, Push, StepPlan, StepResult, Transfer
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 
@@ -108,6 +108,16 @@ class PlannedStep:
         self.budget -= count
         request.num_computed_tokens += count
         request.num_in_flight += completes
+
+    def count_hits(self, request: Request, match: PrefixMatch, loads: Transfer | None, kv: KVManager) -> None:
+        """What is cached of a prompt that is computed for the first time: on the device, and what is `loads`."""
+        read, loaded = (0, 0) if loads is None else (len(loads.files), len(loads.pairs))
+        request.num_cached_tokens = match.num_tokens + loaded * kv.block_size
+        if kv.prefix_caching and request.fork_of is None and request.prompt_logprobs is None:
+            self.prefix_queried_tokens += request.num_tokens
+            self.prefix_hit_tokens += request.num_cached_tokens
+            self.host_hit_tokens += (loaded - read) * kv.block_size
+            self.disk_hit_tokens += read * kv.block_size
 
     def sort_decode_rows(self) -> None:
         """Brings rows with fewer drafts before those with more."""

@@ -27,20 +27,17 @@ and a simulator.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from itertools import takewhile
-
-from mini_infer.cache.kv_manager import BlockHasher, KVManager, chained_sha256
-from mini_infer.core.config import Batching, EngineConfig, Policy, Preemption, SchedulerConfig
-from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult, Transfer
-from mini_infer.core.request import FinishReason, Rank, Request, RequestStatus
-from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, WaitingLine
-from mini_infer.runtime.scheduler.load_costs import LoadCosts
+from mini_infer.cache.kv_manager import KVManager
+from mini_infer.core.config import Batching, Preemption, SchedulerConfig
+from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult
+from mini_infer.core.request import FinishReason, Request, RequestStatus
+from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, WaitingLine, rank
+from mini_infer.runtime.scheduler.elsewhere import Elsewhere
 from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate, book_tokens
-from mini_infer.runtime.worker.limits import Limits
+from mini_infer.runtime.scheduler.prefix_loads import PrefixLoads
 from mini_infer.speculative.draft_plan import add_drafts, can_follow
 from mini_infer.speculative.speculator import NoSpeculation
-from mini_infer.transfer.protocol import Arrival, Ask, Choice
+from mini_infer.transfer.protocol import NoReceiver
 
 
 class Scheduler:
@@ -52,98 +49,67 @@ class Scheduler:
         speculator: NoSpeculation | None = None,
         follows: bool = False,  # a step may be launched before drafts of the one before it are read
         stages: int = 1,  # steps that are computed at a time, of different requests
-        elsewhere: Choice | None = None,  # which prompts another engine computes
+        receiver: NoReceiver | None = None,  # of prompts that other engines compute
     ) -> None:
         self.config = config
         self.kv = kv
         self._watermark_blocks = int(watermark * kv.num_blocks) if kv.least_blocks == 1 else 0  # where requests grow
-        self._speculator, self._follows = speculator or NoSpeculation(), follows
+        self.speculator, self._follows = speculator or NoSpeculation(), follows
         self._stages = stages
-        self._by_priority = config.policy is Policy.priority
         self._static = config.batching is Batching.static
         self._requests: dict[Request, None] = {}  # all unfinished ones
         # A static batch computes siblings side by side.
-        self._line = WaitingLine(siblings_wait=not self._static)
-        self._batch = Batch(config.max_num_seqs)
-        self._admission = AdmissionControl(self._line, self._batch, kv, self._watermark_blocks)
-        self._planned: dict[int, PlannedStep] = {}  # planned, and not booked yet
+        self.line = WaitingLine(siblings_wait=not self._static)
+        self.batch = Batch(config.max_num_seqs)
+        self.admission = AdmissionControl(config, self.line, self.batch, kv, self._watermark_blocks)
+        self.planned: dict[int, PlannedStep] = {}  # planned, and not booked yet
         self._num_added = 0
         self._step = 0
         self._decodes_sat_out = False  # in the step before, for a whole prompt
         self._last_update: float | None = None  # None: there was nothing to do since
-        self._load_costs = LoadCosts()
-        self._loads: dict[int, tuple[float, bool, int]] = {}  # id -> when planned, whether files are read, blocks
-        self._elsewhere = elsewhere
-        self._asked: dict[Request, Ask] = {}  # of those that are receiving
-        self._asks: list[Ask] = []  # not sent yet
-        self._cancelled: list[int] = []  # transfers, of which nobody has been told yet
+        self._loads = PrefixLoads(kv)
+        self._elsewhere = Elsewhere(kv, receiver or NoReceiver())
 
     # --- requests come and go ---------------------------------------------------------------------------------
-
-    @classmethod
-    def of_engine(
-        cls,
-        config: EngineConfig,
-        limits: Limits,
-        speculator: NoSpeculation | None = None,
-        follows: bool = False,
-        stages: int = 1,
-        files: Container[bytes] | None = None,
-        elsewhere: Choice | None = None,
-        hash_blocks: BlockHasher = chained_sha256,
-    ) -> Scheduler:
-        """With a KVManager of its own, for an executor of these limits."""
-        kv = KVManager(
-            limits.num_blocks,
-            config.cache.block_size,
-            limits.max_model_len,
-            layout=config.cache.layout,
-            prefix_caching=config.cache.prefix_caching,
-            num_host_blocks=limits.num_host_blocks,
-            host_prefixes=config.cache.host_prefix_gib is not None,
-            files=files,
-            hash_blocks=hash_blocks,
-        )
-        return cls(config.scheduler, kv, config.cache.watermark, speculator, follows, stages, elsewhere)
 
     def add(self, request: Request) -> None:
         """Queues a request. One with `fork_of` waits until its leader's prompt is computed, to share its blocks."""
         self._num_added += 1
-        request.rank = self._rank(request)
+        request.rank = rank(request, self._num_added, self.config)
         self._requests[request] = None
-        self._line.add(request)
+        self.line.add(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request, wherever it is and at any moment, and gives back all it holds."""
         if not request.finished:  # else its last token also completed a stop string
-            self._cancel(request)
-            (self._batch.leave if request in self._batch else self._line.discard)(request)
+            self._elsewhere.cancel(request)
+            (self.batch.leave if request in self.batch else self.line.discard)(request)
             request.status = RequestStatus.finished
             self.kv.free(request)
             del self._requests[request]
-            self._speculator.forget(request)
-            self._line.release_siblings(request)
+            self.speculator.forget(request)
+            self.line.release_siblings(request)
         request.finish_reason, request.stop_reason = reason, stop_reason
 
     @property
     def num_waiting(self) -> int:
-        return len(self._line) - self._line.num_swapped
+        return len(self.line) - self.line.num_swapped
 
     @property
     def num_swapped(self) -> int:
-        return self._line.num_swapped + len(self._batch.loading)
+        return self.line.num_swapped + len(self.batch.loading)
 
     @property
     def num_receiving(self) -> int:
-        return len(self._batch.receiving)
+        return len(self.batch.receiving)
 
     @property
     def num_prefilling(self) -> int:
-        return len(self._batch.prefilling)
+        return len(self.batch.prefilling)
 
     @property
     def num_running(self) -> int:
-        return len(self._batch.running)
+        return len(self.batch.running)
 
     @property
     def num_unfinished(self) -> int:
@@ -155,61 +121,68 @@ class Scheduler:
         """Plans the next step, at time `now`. The plan is empty only when no request is left, or when all that is
         left waits for tokens in flight or for another engine. One without rows may start transfers, or wait for
         them."""
+        self.exchange()
         self._step += 1
         step = PlannedStep(self._step, now, self.config.max_num_batched_tokens)
-        planned = list(self._planned.values())
+        planned = list(self.planned.values())
         beside = planned[max(0, len(planned) - self._stages + 1) :]  # in other stages: they end after this one begins
         before = planned[: len(planned) - len(beside)]
         following = any(in_flight.num_drafts for in_flight in before)
-        if before and (self._speculator.waits or (following and not self._can_follow())):
+        if before and (self.speculator.waits or (following and not self._can_follow())):
             return step.plan()
-        if (saved := self.kv.save()) is not None:
+        if (saved := self.kv.tiers.save()) is not None:
             step.transfers.append(saved)
-        admits = not (self._static and len(self._batch))
-        if self._by_priority and admits and not following:
-            for victim in self._admission.victims():
-                self._preempt(victim, step)
+        admits = not (self._static and len(self.batch))
+        for victim in self.admission.victims() if admits and not following else ():
+            self._preempt(victim, step)
         self._schedule_running(step, self._most_decodes(admits), {r for other in beside for r in other.rows})
         # Whoever was just thrown out must not come straight back.
-        newcomer = self._admission.newcomer() if admits and not step.short_of_blocks else None
-        prompts = newcomer is not None or bool(self._batch.prefilling)
-        drafts = self._speculator.plan(step.rows, prompts)
-        step.keeps_up = self._speculator.keeps_up
+        newcomer = self.admission.newcomer() if admits and not step.short_of_blocks else None
+        prompts = newcomer is not None or bool(self.batch.prefilling)
+        drafts = self.speculator.plan(step.rows, prompts)
+        step.keeps_up = self.speculator.keeps_up
         if drafts and (self.config.chunked_prefill or not prompts):  # a whole prompt may take all that is left
             add_drafts(step, drafts, self.kv, self._watermark_blocks)
         if following:
             step.following = [row for row, request in enumerate(step.rows) if request.num_in_flight > 2]
         elif prompts:
             # Drafts may have taken the blocks that were there for the newcomer.
-            self._schedule_prompts(step, self._admission.newcomer() if newcomer and step.num_drafts else newcomer)
-        if step.rows and (written := self.kv.write()) is not None:
+            self._schedule_prompts(step, self.admission.newcomer() if newcomer and step.num_drafts else newcomer)
+        if step.rows and (written := self.kv.tiers.write()) is not None:
             step.transfers.append(written)
-        idle = not (step.rows or step.transfers or self._planned)
-        step.awaits_transfers = idle and bool(self._requests and self.kv.transfers)
-        step.last_transfer = self.kv.num_transfers
+        idle = not (step.rows or step.transfers or self.planned)
+        step.awaits_transfers = idle and bool(self._requests and self.kv.transfers.local)
+        step.last_transfer = self.kv.transfers.num_started
+        self._elsewhere.tell()
         plan = step.plan()
         if not plan.empty:
-            self._planned[step.step] = step
+            self.planned[step.step] = step
         return plan
+
+    def exchange(self) -> None:
+        """Tells other engines what is wanted of them, and takes in what has come."""
+        for request in self._elsewhere.arrivals():
+            self.batch.move(request, RequestStatus.prefilling)
+        self._elsewhere.tell()
 
     def _can_follow(self) -> bool:
         """Whether the next step can be planned behind drafts that nobody has read yet: it takes no prompts."""
         return (
             self._follows
-            and not self._batch.prefilling
-            and self._admission.newcomer() is None
-            and not (self._by_priority and self._admission.victims())
-            and can_follow(self._speculator, self.kv, self._batch.running, self._planned.values())
+            and not self.batch.prefilling
+            and self.admission.newcomer() is None
+            and not self.admission.victims()
+            and can_follow(self.speculator, self.kv, self.batch.running, self.planned.values())
         )
 
     def _most_decodes(self, admits: bool) -> int:
         """Running requests that the step may serve: all, unless a prompt that has to be computed whole comes next, and
         fits into no step beside them. Then they sit out every other step, as many as must."""
-        num_running = len(self._batch.running)
+        num_running = len(self.batch.running)
         if self.config.chunked_prefill:
             return num_running
-        prefilling = self._batch.prefilling
-        newcomer = self._admission.newcomer() if admits and not prefilling else None
+        prefilling = self.batch.prefilling
+        newcomer = self.admission.newcomer() if admits and not prefilling else None
         if self._decodes_sat_out or not (prefilling or newcomer):
             self._decodes_sat_out = False
             return num_running
@@ -218,12 +191,12 @@ class Scheduler:
         self._decodes_sat_out = room < num_running
         return min(room, num_running)
 
-    def _schedule_running(self, step: PlannedStep, most: int, elsewhere: set[Request]) -> None:
+    def _schedule_running(self, step: PlannedStep, most: int, others: set[Request]) -> None:
         """One token for each of the `most` first running requests that can have it, and are in no other stage."""
-        running = self._batch.running
+        running = self.batch.running
         if self._stages > 1:
             most = min(most, -(-len(running) // self._stages))  # all stages get about as many
-            running = [request for request in running if request not in elsewhere]
+            running = [request for request in running if request not in others]
         running = running[:most]
         sit_out: set[Request] = set()
         masked = False
@@ -249,11 +222,11 @@ class Scheduler:
         while (blocks := self.kv.grow(request, target)) is None:
             step.short_of_blocks = True
             # Whoever may soon end or not: it counts what is sure to come, so that nobody waits in vain.
-            ending = [r for r in self._batch.running if r.num_tokens + r.num_in_flight >= r.max_total_tokens]
+            ending = [r for r in self.batch.running if r.num_tokens + r.num_in_flight >= r.max_total_tokens]
             if self.kv.num_free_without(ending) > step.promised:
                 step.promised += 1
                 return False
-            last = self._batch.last()
+            last = self.batch.last()
             self._preempt(last, step)  # it ranks behind this request, or is this request
             if last is request:
                 return False
@@ -267,12 +240,12 @@ class Scheduler:
 
     def _schedule_prompts(self, step: PlannedStep, newcomer: Newcomer | None) -> None:
         """Prompts in progress and newcomers: in rank order, as far as the budget goes."""
-        in_progress = iter(self._batch.prefilling.copy())
+        in_progress = iter(self.batch.prefilling.copy())
         current = next(in_progress, None)
         while step.budget > 0 or self._static:  # a static batch is admitted now, and computed bit by bit
             if newcomer and (current is None or newcomer.request.rank < current.rank):
                 admitted = self._admit(newcomer, step)  # who comes behind one that finds no room waits too
-                newcomer = self._admission.newcomer() if admitted and (step.budget > 0 or self._static) else None
+                newcomer = self.admission.newcomer() if admitted and (step.budget > 0 or self._static) else None
             elif current is not None:
                 self._compute(current, step)
                 current = next(in_progress, None)
@@ -286,7 +259,7 @@ class Scheduler:
         if count == needed or (count > 0 and self.config.chunked_prefill):
             step.add_prompt_row(request, count)
         if count == needed:
-            self._batch.move(request, RequestStatus.running)
+            self.batch.move(request, RequestStatus.running)
 
     # --- admission ------------------------------------------------------------------------------------------------
 
@@ -297,104 +270,39 @@ class Scheduler:
         whole = not (self.config.chunked_prefill or self._static)
         if whole and newcomer.missing_tokens > step.budget:
             return False
-        self._line.admit_head()
-        loads: Transfer | None = None
+        self.line.admit_head()
+        loads = None
         if request.status is RequestStatus.swapped:
             step.transfers.append(self.kv.swap_in(request))
-            self._batch.join(request, RequestStatus.loading)
+            status = RequestStatus.loading
         else:
             self.kv.admit(request, match)
             request.num_computed_tokens = match.num_tokens
-            loads = self._load(request, step)
-            status = RequestStatus.loading if loads else RequestStatus.prefilling
-            self._batch.join(request, RequestStatus.receiving if not loads and self._ask(request) else status)
+            status = RequestStatus.prefilling
+            if (loads := self._loads.start(request, step.now)) is not None:
+                step.transfers.append(loads)
+                status = RequestStatus.loading
+            elif self._elsewhere.ask(request, len(self.batch.running)):
+                status = RequestStatus.receiving
+        self.batch.join(request, status)
         if request.num_cached_tokens is None:  # a preempted request that finds its own blocks again is no hit
-            read = len(loads.files) * self.kv.block_size if loads else 0
-            loaded = len(loads.pairs) * self.kv.block_size if loads else 0
-            request.num_cached_tokens = match.num_tokens + loaded
-            if self.kv.prefix_caching and request.fork_of is None and request.prompt_logprobs is None:
-                step.prefix_queried_tokens += request.num_tokens
-                step.prefix_hit_tokens += match.num_tokens + loaded
-                step.host_hit_tokens += loaded - read
-                step.disk_hit_tokens += read
+            step.count_hits(request, match, loads, self.kv)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = step.now
-        if request.status is RequestStatus.prefilling:
+        if status is RequestStatus.prefilling:
             self._compute(request, step)
         return True
-
-    def _load(self, request: Request, step: PlannedStep) -> Transfer | None:
-        """Starts to bring back what host memory and files hold of an admitted request's prompt, where that is sooner
-        done than computing it."""
-        saved = self.kv.find_saved(request)
-        in_host = list(takewhile(lambda one: one.block is not None, saved))
-        # Where reading files takes too long, what needs none may be worth it.
-        for part in (saved, in_host) if len(in_host) < len(saved) else (in_host,):
-            count, reads = len(part), len(part) > len(in_host)
-            if part and self._load_costs.loading_pays(reads, count, count * self.kv.block_size):
-                transfer = self.kv.load(request, part)
-                if transfer is not None:
-                    self._loads[transfer.transfer_id] = step.now, reads, len(transfer.pairs)
-                    step.transfers.append(transfer)
-                return transfer
-        return None
-
-    # --- what another engine computes -----------------------------------------------------------------------------
-
-    def _ask(self, request: Request) -> bool:
-        """Whether another engine is to compute what an admitted request lacks. That does not include its last token,
-        whose logits are needed here."""
-        if request.prefill_at is None or self._elsewhere is None or request.prompt_logprobs is not None:
-            return False
-        if request.fork_of is not None:  # most of it is its leader's
-            return False
-        first, wanted = request.num_committed_blocks, request.num_tokens - 1
-        missing = wanted - request.num_computed_tokens
-        if missing <= 0:
-            return False
-        if not self._elsewhere.pays(missing, len(self._batch.running)):
-            return False
-        blocks = request.block_table[first : -(-wanted // self.kv.block_size)]
-        tokens, number = request.token_ids[:wanted], self.kv.start_receiving(request)
-        ask = Ask(number, request.prefill_at, tokens, request.cache_salt, request.priority, first, blocks)
-        self._asked[request] = ask
-        self._asks.append(ask)
-        return True
-
-    def _cancel(self, request: Request) -> None:
-        """It needs nothing any more that another engine may be computing."""
-        if (ask := self._asked.pop(request, None)) is not None:
-            self._cancelled.append(ask.transfer_id)
-
-    def take_asks(self) -> tuple[list[Ask], list[int]]:
-        """What other engines are to be told: prompts, and transfers that nobody needs any more."""
-        told, self._asks, self._cancelled = (self._asks, self._cancelled), [], []
-        return told
-
-    def take_arrival(self, arrival: Arrival) -> None:
-        """A transfer has ended. What has not come is computed here."""
-        request = self.kv.end_transfer(arrival.transfer_id)
-        if request is None or (ask := self._asked.pop(request, None)) is None:
-            return
-        if arrival.handover is None:
-            request.prefill_at = None
-        else:
-            assert self._elsewhere is not None
-            self._elsewhere.learn(len(ask.token_ids) - request.num_computed_tokens, arrival.handover)
-            request.num_computed_tokens, request.handover = len(ask.token_ids), arrival.handover
-            self.kv.commit(request, request.num_computed_tokens)
-        self._batch.move(request, RequestStatus.prefilling)
 
     # --- giving way -----------------------------------------------------------------------------------------------
 
     def _preempt(self, request: Request, step: PlannedStep) -> None:
         """Takes a request out of the batch. Its blocks go to the host or, also where swap space is full, are lost."""
         receives = request.status is RequestStatus.receiving
-        self._cancel(request)
-        self._batch.leave(request)
+        self._elsewhere.cancel(request)
+        self.batch.leave(request)
         step.preempted.append(request.request_id)
         request.num_preemptions += 1
-        for in_flight in self._planned.values():
+        for in_flight in self.planned.values():
             in_flight.preempted_since.add(request)
         if request.status is RequestStatus.loading:
             if not self.kv.is_swapped(request):
@@ -408,31 +316,36 @@ class Scheduler:
                 self._recompute(request)
                 return
             step.transfers.append(transfer)
-        self._line.push(request, RequestStatus.swapped)
+        self.line.push(request, RequestStatus.swapped)
 
     def _recompute(self, request: Request) -> None:
         self.kv.free(request)
         request.num_computed_tokens = 0
-        self._line.push(request, RequestStatus.waiting)
-
-    def _rank(self, request: Request) -> Rank:
-        """Who goes first: as the policy says, then by arrival. With `shortest` a prompt stands in line as if it had
-        come later, by its tokens: so a long one lets short ones pass for a while, and not for ever."""
-        first = 0.0
-        if self._by_priority:
-            first = request.priority
-        elif self.config.policy is Policy.shortest:
-            first = request.arrival_time + request.prompt_len / self.config.ageing_tokens_per_s
-        return first, self._num_added
+        self.line.push(request, RequestStatus.waiting)
 
     # --- take in a step's tokens ----------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenUpdate]:
         """Books a step's tokens at time `now`, and ends the requests that are done."""
-        step = self._planned.pop(plan.step)
+        step = self.planned.pop(plan.step)
+        self._end_transfers(step, plan, result, now)
+        if plan.num_prefill_tokens:
+            self._loads.costs.computed(plan.num_tokens, now - max(step.now, self._last_update or step.now))
+        seconds = None if self._last_update is None else now - self._last_update
+        self.speculator.book(step.rows, plan, result, seconds)
+        updates, endings = book_tokens(step, plan, result, now, self.kv)
+        for ending in endings:
+            self.finish(*ending[:3])
+        for request in step.rows[plan.num_decode_rows :]:
+            if request.num_output_tokens:
+                self.line.release_siblings(request)
+        self._last_update = now if self._requests else None
+        return updates
+
+    def _end_transfers(self, step: PlannedStep, plan: StepPlan, result: StepResult, now: float) -> None:
         ended = set(result.transfers_done)
         if not plan.req_indices:  # its collection has waited for all transfers: those not made by then never will be
-            ended.update(transfer_id for transfer_id in self.kv.transfers if transfer_id <= step.last_transfer)
+            ended.update(transfer_id for transfer_id in self.kv.transfers.local if transfer_id <= step.last_transfer)
         for transfer_id in sorted(ended):
             failed = result.failed.get(transfer_id, ())
             moved = self.kv.end_transfer(transfer_id, failed)
@@ -442,75 +355,29 @@ class Scheduler:
                 moved.num_computed_tokens = max(moved.num_computed_tokens, loaded)
                 if failed:
                     moved.num_cached_tokens = min(moved.num_cached_tokens or 0, moved.num_computed_tokens)
-                self._batch.move(moved, RequestStatus.prefilling)
-            if transfer_id in self._loads:
-                planned, reads, blocks = self._loads.pop(transfer_id)
-                self._load_costs.loaded(reads, blocks, now - planned)
-        if plan.num_prefill_tokens:
-            self._load_costs.computed(plan.num_tokens, now - max(step.now, self._last_update or step.now))
-        seconds = None if self._last_update is None else now - self._last_update
-        self._speculator.book(step.rows, plan, result, seconds)
-        updates, endings = book_tokens(step, plan, result, now, self.kv)
-        for ending in endings:
-            self.finish(*ending[:3])
-        for request in step.rows[plan.num_decode_rows :]:
-            if request.num_output_tokens:
-                self._line.release_siblings(request)
-        self._last_update = now if self._requests else None
-        return updates
+                self.batch.move(moved, RequestStatus.prefilling)
+            self._loads.ended(transfer_id, now)
 
     def fail(self, plan: StepPlan) -> list[Request]:
         """Gives up a step that did not run to its end. Ends the requests whose KV it would have written, and returns
         them. What it transferred may not have arrived: that is computed again, in other blocks, since the copies may
         still go on."""
-        step = self._planned.pop(plan.step)
+        step = self.planned.pop(plan.step)
         ended = [request for request in step.rows if not request.finished]
         for request in ended:
             self.finish(request, FinishReason.error)
         for moved in self.kv.distrust(step.transfers):
-            if moved in self._batch:
-                self._batch.leave(moved)
+            if moved in self.batch:
+                self.batch.leave(moved)
             self._recompute(moved)
         return ended
 
     def drop(self, plan: StepPlan) -> None:
         """Forgets a step that nobody waits for: its requests have all ended. Its transfers may go on: their blocks are
         free when a later step says that they have ended."""
-        del self._planned[plan.step]
-
-    # --- what a simulator may skip --------------------------------------------------------------------------------
-
-    def steps_alike(self) -> tuple[Sequence[Request], int]:
-        """So many of the next steps would have a token of each of these requests, and nothing else would happen in
-        them if nobody came: no end, no admission, no want of blocks. None and 0 where steps in flight are others."""
-        running, kv = self._batch.running, self.kv
-        waits = self._line.head() is not None
-        others = any(step.rows != running for step in self._planned.values())
-        if not running or len(running) < len(self._batch) or others:
-            return (), 0
-        if self._speculator.most or (waits and (self._by_priority or self._admission.newcomer() is not None)):
-            return (), 0
-        if any(request.must_be_read or request.stop_ids for request in running):
-            return (), 0
-        most = min([r.max_total_tokens - r.num_tokens - max(r.num_in_flight, 1) for r in running])
-        spare = kv.num_free // len(running)
-        return running.copy(), min(most, spare * kv.block_size)
-
-    def skip(self, running: Sequence[Request], times: Sequence[float], token: int) -> None:
-        """Does what steps at these `times` would have done, of those that `steps_alike` has told of: each request gets
-        `token` in each."""
-        count, tokens = len(times), [token] * len(times)
-        for request in running:
-            blocks = self.kv.grow(request, request.num_tokens + request.num_in_flight + count - 1)
-            assert blocks is not None
-            request.token_ids += tokens
-            request.token_times += times
-            request.num_tokens += count
-            request.num_computed_tokens += count
-            request.grow_after = request.quiet_until = 0
-            self.kv.commit(request, request.num_tokens - 1)
+        del self.planned[plan.step]
 
     # --- observation ----------------------------------------------------------------------------------------------
 
     def usage(self) -> KVUsage:
-        return self.kv.usage(self._batch.requests())
+        return self.kv.usage(self.batch.requests())

@@ -32,8 +32,8 @@ from mini_infer.runtime.worker.step_input import Drafts, IntArray, Samples, Step
 
 if TYPE_CHECKING:
     from mini_infer.core.config import EngineConfig
+    from mini_infer.core.limits import Limits
     from mini_infer.runtime.sampling.sampler import Sampler
-    from mini_infer.runtime.worker.limits import Limits
 
 _ONE_TOKEN_AND_NO_GROWTH = np.array([[1], [-1]], dtype=np.int32)
 

@@ -13,6 +13,7 @@ from mini_infer.attention.backend import Requirements
 from mini_infer.cache.layout import KVLayout
 from mini_infer.core.config import Dispatch, EngineConfig, LoadFormat, ModelConfig, Numerics, When
 from mini_infer.core.errors import ConfigError, ModelError
+from mini_infer.core.limits import Limits
 from mini_infer.kernels.ops import Kernels
 from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.loader import as_served, load_model, load_spec, outline, resolve_dtype
@@ -24,7 +25,6 @@ from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.parallel.expert import ALL_EXPERTS, ExpertRanks
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
-from mini_infer.runtime.worker.limits import Limits
 from mini_infer.runtime.worker.memory import allocate_kv, require_room_for_weights
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.torch_model import AttentionBackends, TorchModel

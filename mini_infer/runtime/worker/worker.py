@@ -24,6 +24,7 @@ from mini_infer.cache.kv_store import Allocate
 from mini_infer.cache.transfer import KVTransfer
 from mini_infer.core.config import AllReduce, EngineConfig, Numerics, When
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.limits import Limits
 from mini_infer.kernels.compile_ahead import compiled_in_parallel
 from mini_infer.kernels.ops import select_kernels
 from mini_infer.modeling.loader import resolve_device
@@ -34,7 +35,6 @@ from mini_infer.runtime.graphs.pieces import graph_bytes, token_ladder
 from mini_infer.runtime.graphs.step_graphs import BatchDescriptor, batch_ladder, draft_grid
 from mini_infer.runtime.sampling.sampler import make_sampler
 from mini_infer.runtime.text.tokenizer import load_tokenizer
-from mini_infer.runtime.worker.limits import Limits
 from mini_infer.runtime.worker.memory import (
     allocate_kv,
     decode_steps,

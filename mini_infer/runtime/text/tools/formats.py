@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mini_infer.runtime.text.pieces import Parser
-from mini_infer.runtime.text.tools import hermes, llama3, mistral
+from mini_infer.runtime.text.tools import parsers
 from mini_infer.runtime.text.tools.calls import Parse, calls_rules, literal
 
 Functions = Sequence[Mapping[str, Any]]
@@ -75,16 +75,16 @@ class ToolFormat:
 
 FORMATS = {
     "hermes": ToolFormat(
-        hermes.parse,
-        marker=hermes.OPEN,
-        opening=f"{hermes.OPEN}\n",
-        between=f"\n{hermes.CLOSE}\n{hermes.OPEN}\n",
-        tail=f"\n{hermes.CLOSE}",
+        parsers.hermes,
+        marker=parsers.OPEN,
+        opening=f"{parsers.OPEN}\n",
+        between=f"\n{parsers.CLOSE}\n{parsers.OPEN}\n",
+        tail=f"\n{parsers.CLOSE}",
     ),
     "mistral": ToolFormat(
-        mistral.parse,
-        marker=mistral.OPEN,
-        opening=mistral.OPEN,
+        parsers.mistral,
+        marker=parsers.TOOL_CALLS,
+        opening=parsers.TOOL_CALLS,
         head="[",
         between=", ",
         tail="]",
@@ -92,7 +92,12 @@ FORMATS = {
         id_length=9,  # what its templates insist on
     ),
     "llama3": ToolFormat(
-        llama3.parse, marker=llama3.OPEN, opening="", between="; ", key="parameters", other_text=r"([^{\s<](?s:.*))?"
+        parsers.llama3,
+        marker=parsers.PYTHON_TAG,
+        opening="",
+        between="; ",
+        key="parameters",
+        other_text=r"([^{\s<](?s:.*))?",
     ),
 }
 OTHERS = ("<function=",)  # Qwen3-Coder's markup within Hermes' own

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from mini_infer.runtime.scheduler.load_costs import LoadCosts
+from mini_infer.runtime.scheduler.prefix_loads import LoadCosts
 
 
 def test_a_load_is_tried_until_both_ways_are_known() -> None:

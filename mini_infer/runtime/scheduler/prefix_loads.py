@@ -1,10 +1,16 @@
-"""Whether blocks of a prefix are there sooner by loading or by computing them, by what both took of late."""
+"""Blocks of prefixes that come back from host memory and files, where loading them takes less than computing them: by
+what both took of late."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import takewhile
+
+from mini_infer.cache.kv_manager import KVManager
+from mini_infer.core.plan import Transfer
+from mini_infer.core.request import Request
 
 _WEIGHT = 0.25  # of the latest observation
 _FORGETS = 0.98  # a choice that is not made is observed no more: what speaks against it counts for less each time
@@ -49,3 +55,30 @@ class LoadCosts:
             load.start_s *= _FORGETS
             load.block_s *= _FORGETS
         return pays
+
+
+class PrefixLoads:
+    def __init__(self, kv: KVManager) -> None:
+        self._kv = kv
+        self.costs = LoadCosts()
+        self._under_way: dict[int, tuple[float, bool, int]] = {}  # id -> when planned, whether files are read, blocks
+
+    def start(self, request: Request, now: float) -> Transfer | None:
+        """Starts to bring back what host memory and files hold of an admitted request's prompt, where that pays."""
+        saved = self._kv.tiers.find(request)
+        in_host = list(takewhile(lambda one: one.block is not None, saved))
+        # Where reading files takes too long, what needs none may be worth it.
+        for part in (saved, in_host) if len(in_host) < len(saved) else (in_host,):
+            count, reads = len(part), len(part) > len(in_host)
+            if part and self.costs.loading_pays(reads, count, count * self._kv.block_size):
+                transfer = self._kv.tiers.load(request, part)
+                if transfer is not None:
+                    self._under_way[transfer.transfer_id] = now, reads, len(transfer.pairs)
+                return transfer
+        return None
+
+    def ended(self, transfer_id: int, now: float) -> None:
+        """A transfer has ended; perhaps it was a load."""
+        if transfer_id in self._under_way:
+            planned, reads, blocks = self._under_way.pop(transfer_id)
+            self.costs.loaded(reads, blocks, now - planned)

@@ -1,0 +1,151 @@
+"""Prefixes below the device: in host memory, and in files below that.
+
+    device --save--> host memory --write--> files
+           <--load--             <--load--          (through host memory)
+
+Blocks are copied when they are filled, not when they are evicted: then nobody waits for a block. What swapped requests
+leave of host memory holds the copies, by the hashes that they have on the device. They stay when the device's block is
+given to somebody else, and come back when a prompt asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Sequence
+from typing import NamedTuple
+
+from mini_infer.cache.block_pool import BlockPool
+from mini_infer.cache.under_way import Transfers, UnderWay
+from mini_infer.core.plan import Transfer
+from mini_infer.core.request import Request
+
+SAVED_AT_ONCE = 32  # blocks: a copy of few takes the host as long as one of many
+# Blocks: who is loading alone waits for what is being written, too, and as long as that takes these blocks cannot be
+# given to others. So it is no more than an eighth of host memory either.
+WRITTEN_AT_ONCE = 256
+
+
+class Saved(NamedTuple):
+    """A block of a prefix that the device does not hold."""
+
+    block_hash: bytes
+    block: int | None  # of host memory; None: in a file alone
+
+
+class PrefixTiers:
+    """
+    Args:
+        saves: prefixes are kept in host memory at all; else nothing happens here.
+        files: hashes of prefixes that lie in files, and where more can be written.
+    """
+
+    def __init__(
+        self,
+        device: BlockPool,
+        host: BlockPool,
+        transfers: Transfers,
+        block_size: int,
+        saves: bool,
+        files: Container[bytes] | None,
+    ) -> None:
+        self._device, self._host, self._transfers, self._block_size = device, host, transfers, block_size
+        self._saves, self._writes = saves, files is not None
+        self._files: Container[bytes] = () if files is None else files
+        self._unsaved: dict[bytes, None] = {}  # filled since the last `save`, in that order
+        self._saves_now = False  # somebody has ended whose next turn may ask for its blocks
+        self._unwritten: dict[bytes, None] = {}  # saved and in no file, in that order
+        self._writing: int | None = None  # id of the one transfer to files that may be under way
+
+    def filled(self, hashes: Iterable[bytes]) -> None:
+        """Steps have filled blocks of the device."""
+        if self._saves:
+            self._unsaved.update(dict.fromkeys(hashes))
+
+    def freed(self, request: Request) -> None:
+        """What the request has used is the last to be overwritten in host memory, its beginning last of all."""
+        if self._saves:
+            saved = self._host.find(request.block_hashes[: request.num_committed_blocks])
+            self._host.share(saved)
+            self._host.release(saved)
+            self._saves_now = bool(self._unsaved)
+
+    def save(self) -> Transfer | None:
+        """Starts to copy prefixes that steps have filled to host memory, once there are enough, or one of them may be
+        evicted. The device's blocks stay as they are until the transfer has ended."""
+        if not self._unsaved or not (self._saves_now or len(self._unsaved) >= SAVED_AT_ONCE):
+            return None
+        absent = [block_hash for block_hash in self._unsaved if self._host.block_of(block_hash) is None]
+        self._unsaved.clear()
+        self._saves_now = False
+        held = [(block, h) for h in absent if (block := self._device.block_of(h)) is not None][: self._host.num_free]
+        host = self._host.allocate(len(held))
+        if not host:
+            return None
+        table, hashes = [block for block, _ in held], [block_hash for _, block_hash in held]
+        self._device.share(table)
+        parked = UnderWay(None, table, len(table) * self._block_size, host, dict(zip(host, hashes, strict=True)))
+        return self._transfers.start(parked, True, list(zip(table, host, strict=True)), of_prefixes=True)
+
+    def find(self, request: Request) -> list[Saved]:
+        """What lies in host memory or in files of what comes behind the blocks that an admitted request shares."""
+        found: list[Saved] = []
+        if self._saves:
+            last = request.num_reusable_tokens // self._block_size
+            for block_hash in request.block_hashes[request.num_committed_blocks : last]:
+                block = self._host.block_of(block_hash)
+                if block is None and block_hash not in self._files:
+                    break
+                found.append(Saved(block_hash, block))
+        return found
+
+    def load(self, request: Request, saved: Sequence[Saved]) -> Transfer | None:
+        """Starts to fill an admitted request's table with what `find` has found, or as much of it as host memory has
+        room for. None: for nothing."""
+        self._host.share([one.block for one in saved if one.block is not None])
+        room = self._host.num_free
+        for count, one in enumerate(saved):
+            room -= one.block is None
+            if room < 0:
+                self._host.release([other.block for other in saved[count:] if other.block is not None])
+                saved = saved[:count]
+                break
+        if not saved:
+            return None
+        to_read = [one.block_hash for one in saved if one.block is None]
+        fresh = self._host.allocate(len(to_read))
+        assert fresh is not None
+        files = list(zip(fresh, to_read, strict=True))
+        rest = iter(fresh)
+        host = [next(rest) if one.block is None else one.block for one in saved]
+        first = request.num_committed_blocks
+        pairs = list(zip(host, request.block_table[first : first + len(host)], strict=True))
+        return self._transfers.start(UnderWay(request, host=host, brings=dict(files)), False, pairs, True, files)
+
+    def write(self) -> Transfer | None:
+        """Starts to write to files what has been saved since; their blocks in host memory stay as they are until then.
+        What is evicted there before its turn comes is lost."""
+        if self._writing is not None or not self._unwritten:
+            return None
+        files: list[tuple[int, bytes]] = []
+        most = max(1, min(WRITTEN_AT_ONCE, self._host.num_blocks // 8))
+        while self._unwritten and len(files) < most:
+            block_hash = next(iter(self._unwritten))
+            del self._unwritten[block_hash]
+            block = self._host.block_of(block_hash)
+            if block is not None and block_hash not in self._files:
+                files.append((block, block_hash))
+        if not files:
+            return None
+        host = [block for block, _ in files]
+        self._host.share(host)
+        transfer = self._transfers.start(UnderWay(None, host=host), True, [], True, files)
+        self._writing = transfer.transfer_id
+        return transfer
+
+    def ended(self, transfer_id: int, request: Request | None, brought: Collection[bytes]) -> None:
+        """The copies of a transfer have ended, which has brought these prefixes to host memory."""
+        if transfer_id == self._writing:
+            self._writing = None
+        elif request is None and self._writes:
+            self._unwritten.update(dict.fromkeys(brought))
+            while len(self._unwritten) > self._host.num_blocks:  # the oldest are there no more
+                del self._unwritten[next(iter(self._unwritten))]

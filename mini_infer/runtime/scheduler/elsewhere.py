@@ -1,0 +1,62 @@
+"""Prompts that another engine computes, as the scheduler sees them: what is asked of it, and what has come."""
+
+from __future__ import annotations
+
+from mini_infer.cache.kv_manager import KVManager
+from mini_infer.core.request import Request
+from mini_infer.transfer.protocol import Arrival, Ask, NoReceiver
+
+
+class Elsewhere:
+    def __init__(self, kv: KVManager, receiver: NoReceiver) -> None:
+        self._kv, self._receiver = kv, receiver
+        self._asked: dict[Request, Ask] = {}  # of those that are receiving
+        self._asks: list[Ask] = []  # not sent yet
+        self._cancelled: list[int] = []  # transfers, of which nobody has been told yet
+
+    def ask(self, request: Request, decoding: int) -> bool:
+        """Whether another engine is to compute what an admitted request lacks. That does not include its last token,
+        whose logits are needed here. `decoding` requests would wait while it is computed here."""
+        choice = self._receiver.choice
+        if request.prefill_at is None or choice is None or request.prompt_logprobs is not None:
+            return False
+        if request.fork_of is not None:  # most of it is its leader's
+            return False
+        first, wanted = request.num_committed_blocks, request.num_tokens - 1
+        missing = wanted - request.num_computed_tokens
+        if missing <= 0 or not choice.pays(missing, decoding):
+            return False
+        blocks = request.block_table[first : -(-wanted // self._kv.block_size)]
+        tokens, number = request.token_ids[:wanted], self._kv.start_receiving(request)
+        ask = Ask(number, request.prefill_at, tokens, request.cache_salt, request.priority, first, blocks)
+        self._asked[request] = ask
+        self._asks.append(ask)
+        return True
+
+    def cancel(self, request: Request) -> None:
+        """It needs nothing any more that another engine may be computing."""
+        if (ask := self._asked.pop(request, None)) is not None:
+            self._cancelled.append(ask.transfer_id)
+
+    def tell(self) -> None:
+        """Sends what has been asked for and what nobody needs any more."""
+        if self._asks or self._cancelled:
+            self._receiver.start(self._asks, self._cancelled)
+            self._asks, self._cancelled = [], []
+
+    def arrivals(self) -> list[Request]:
+        """Requests whose transfers have ended since the last call. What has not come is computed here."""
+        return [request for arrival in self._receiver.poll() if (request := self._take(arrival)) is not None]
+
+    def _take(self, arrival: Arrival) -> Request | None:
+        request = self._kv.end_transfer(arrival.transfer_id)
+        if request is None or (ask := self._asked.pop(request, None)) is None:
+            return None
+        if arrival.handover is None:
+            request.prefill_at = None
+        else:
+            assert self._receiver.choice is not None
+            self._receiver.choice.learn(len(ask.token_ids) - request.num_computed_tokens, arrival.handover)
+            request.num_computed_tokens, request.handover = len(ask.token_ids), arrival.handover
+            self._kv.commit(request, request.num_computed_tokens)
+        return request

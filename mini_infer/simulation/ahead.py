@@ -1,0 +1,66 @@
+"""Steps that are all alike: how many lie ahead, when each would end, and their doing at once.
+
+While requests decode, and nobody comes or ends, a step differs from the one before it in nothing but counters. What
+comes out of taking many at once is what would have come out; only StepRecords are not made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mini_infer.core.request import Request
+from mini_infer.runtime.scheduler.scheduler import Scheduler
+
+
+class Ahead(NamedTuple):
+    """The first of `steps` ends at `first`, the second takes `lap`, each other one `growth` more than the one before
+    it."""
+
+    first: float
+    lap: float
+    growth: float
+    steps: int
+
+    def end(self, k: int) -> float:
+        return self.first + (k - 1) * (self.lap + self.growth * (k - 2) / 2)
+
+    def ends(self, count: int) -> list[float]:
+        """Of the first `count`."""
+        first, lap, half = self.first, self.lap, self.growth / 2
+        return [first + k * (lap + half * (k - 1)) for k in range(count)]
+
+
+NOTHING_ALIKE = Ahead(0.0, 0.0, 0.0, 0)
+
+
+def steps_alike(scheduler: Scheduler) -> tuple[Sequence[Request], int]:
+    """So many of the next steps would have a token of each of these requests, and nothing else would happen in them if
+    nobody came: no end, no admission, no want of blocks. None and 0 where steps in flight are others."""
+    running, kv = scheduler.batch.running, scheduler.kv
+    others = any(step.rows != running for step in scheduler.planned.values())
+    if not running or others or scheduler.speculator.most or len(running) < len(scheduler.batch):
+        return (), 0
+    admission = scheduler.admission
+    if scheduler.line.head() is not None and (admission.by_priority or admission.newcomer() is not None):
+        return (), 0
+    if any(request.must_be_read or request.stop_ids for request in running):
+        return (), 0
+    most = min([r.max_total_tokens - r.num_tokens - max(r.num_in_flight, 1) for r in running])
+    return running.copy(), min(most, kv.num_free // len(running) * kv.block_size)
+
+
+def take_steps(scheduler: Scheduler, running: Sequence[Request], times: Sequence[float], token: int) -> None:
+    """Does what steps at these `times` would have done, of those that `steps_alike` has told of: each request gets
+    `token` in each."""
+    kv, count = scheduler.kv, len(times)
+    tokens = [token] * count
+    for request in running:
+        blocks = kv.grow(request, request.num_tokens + request.num_in_flight + count - 1)
+        assert blocks is not None
+        request.token_ids += tokens
+        request.token_times += times
+        request.num_tokens += count
+        request.num_computed_tokens += count
+        request.grow_after = request.quiet_until = 0
+        kv.commit(request, request.num_tokens - 1)
