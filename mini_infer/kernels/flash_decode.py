@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,7 +26,6 @@ from mini_infer.kernels.paged_decode import (
     attend,
     decode_shape,
     first_position,
-    packs,
     paged_decode,
     paged_decode_reference,
     store_rows,
@@ -86,13 +84,12 @@ def _num_parts(tiles, all_tiles, target, WHOLE_TILES: tl.constexpr):
     return tl.minimum(tl.where(tiles > WHOLE_TILES, tl.maximum(share, 1), 1), tiles)
 
 
-@dataclass(frozen=True, eq=False)
-class Parts:
+class Parts(NamedTuple):
     """How a step's rows are split, and where programs leave what they found: shared by layers, which take turns."""
 
     fields: Tensor  # [S, _FIELDS] int32
-    found: Tensor  # [S, packs, queries, value_dim] of q's dtype
-    found_lse: Tensor  # [S, packs, queries] fp32
+    found: Tensor  # [S, packs, queries, value_dim] of q's dtype: the results of parts, where a row has several
+    found_lse: Tensor  # [S, packs, queries] fp32: log2 of their sums of exponentials
 
 
 def split_rows(
@@ -100,9 +97,9 @@ def split_rows(
 ) -> Parts | None:
     """The parts of all rows, for flash_decode with the same arguments. None beyond MAX_ROWS rows, which flash_decode
     leaves whole."""
-    shape = decode_shape(q, keys, values, query_len)
-    tile, found = shape["SLICES"] * shape["SLICE"], (packs(shape), _queries(shape), shape["VALUE_DIM"])
-    return make_parts(q, seq_lens, found, tile=tile, window=window, query_len=query_len)
+    shape, _ = decode_shape(q, keys, values, query_len)
+    found = shape.packs, shape.queries, shape.value_dim
+    return make_parts(q, seq_lens, found, tile=shape.slices * shape.slice, window=window, query_len=query_len)
 
 
 def make_parts(
@@ -124,24 +121,12 @@ def make_parts(
     num_parts = num_rows + 2 * target
     fields = torch.empty((num_parts, _FIELDS.value), dtype=torch.int32, device=q.device)
     _split_rows_kernel[(num_parts,)](
-        fields,
-        seq_lens,
-        num_rows,
-        target,
-        UNBOUNDED if window is None else window,
-        MAX_ROWS=next(size for size in (1, 32, 256, MAX_ROWS) if num_rows <= size),
-        WHOLE_TILES=whole_tiles,
-        LONG_TILES=LONG_TILES,
-        QUERY_LEN=query_len,
-        TILE=tile,
-    )
+        fields, seq_lens, num_rows, target, UNBOUNDED if window is None else window,
+        MAX_ROWS=next(size for size in (1, 32, 256, MAX_ROWS) if num_rows <= size), WHOLE_TILES=whole_tiles,
+        LONG_TILES=LONG_TILES, QUERY_LEN=query_len, TILE=tile,
+    )  # fmt: skip
     numbers = torch.empty((num_parts, *found), dtype=q.dtype, device=q.device)
     return Parts(fields, numbers, torch.empty(numbers.shape[:3], dtype=torch.float32, device=q.device))
-
-
-def _queries(shape: dict[str, Any]) -> int:
-    """Of a pack, without what fills it up."""
-    return min(shape["GROUP"] * shape["QUERY_LEN"], shape["ROWS"])
 
 
 @triton.jit(
@@ -155,55 +140,38 @@ def _flash_decode_kernel(
     values,
     block_tables,
     kv_scales,
-    parts,  # [S, _FIELDS]
-    found,  # [S, packs, QUERIES, VALUE_DIM] of q's dtype: the results of parts, where a row has several
-    found_lse,  # [S, packs, QUERIES] fp32: log2 of their sums of exponentials
+    parts,
     tickets,  # [R * packs] int32, zeros before and after: how many parts of a row are finished
     table_stride,
     window,
     scale_log2,
-    QUERIES: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SLICES: tl.constexpr,
-    SLICE: tl.constexpr,
+    S: tl.constexpr,
 ):
     # KV heads vary fastest: programs that start together read neighbouring heads of the same tokens.
     pack = tl.program_id(0)
-    row, length, begin, end = part_of(parts, tl.program_id(1))
+    row, length, begin, end = part_of(parts.fields, tl.program_id(1))
     if row < 0:
         return
     acc, top, total = attend(
         q, keys, values, block_tables + row * table_stride, kv_scales, row, pack,
         begin, end, length, window, scale_log2,
-        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, ROWS, BLOCK_D, BLOCK_V, SLICES, SLICE,
+        S,
     )  # fmt: skip
-    finish_part(
-        out, acc, top, total, parts, found, found_lse, tickets, row,
-        QUERIES, MERGE_ROWS, GROUP, QUERY_LEN, NUM_KV_HEADS, VALUE_DIM, ROWS, BLOCK_V,
-    )  # fmt: skip
+    finish_part(out, acc, top, total, parts, tickets, row, S)
 
 
 @triton.jit
-def part_of(parts, place):
+def part_of(fields, place):
     """A part's row (-1: none), the row's length, and the positions [begin, end) that are the part's."""
-    fields = parts + place * _FIELDS
+    fields += place * _FIELDS
     return tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
 
 
 @triton.jit
-def parts_of(parts, row, num_parts, BLOCK: tl.constexpr):
+def parts_of(fields, row, num_parts, BLOCK: tl.constexpr):
     """How many parts a row has, and the first of them."""
     place = tl.arange(0, BLOCK)
-    own = tl.load(parts + place * _FIELDS, mask=place < num_parts, other=-1) == row
+    own = tl.load(fields + place * _FIELDS, mask=place < num_parts, other=-1) == row
     return tl.sum(own.to(tl.int32), 0), tl.min(tl.where(own, place, BLOCK), 0)
 
 
@@ -214,45 +182,39 @@ def finish_part(
     top,
     total,
     parts,
-    found,
-    found_lse,
     tickets,
     row,
-    QUERIES: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    S: tl.constexpr,
 ):
     """What a program of a grid [packs, parts] found, to where it belongs: a whole row's to `out`; else to `found`,
     which the last of the row's programs merges, or another kernel where tickets are None."""
     pack, num_packs = tl.program_id(0), tl.num_programs(0)
     place = tl.program_id(1)
-    first_part, num_parts = tl.load(parts + place * _FIELDS + 4), tl.load(parts + place * _FIELDS + 5)
+    QUERIES: tl.constexpr = min(S.group * S.query_len, S.rows)
+    MERGE_ROWS: tl.constexpr = triton.next_power_of_2(QUERIES)
+    fields = parts.fields + place * _FIELDS
+    first_part, num_parts = tl.load(fields + 4), tl.load(fields + 5)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # some queries may see nothing of this part
     if num_parts == 1:
-        store_rows(out, acc, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, VALUE_DIM, ROWS, BLOCK_V)
+        store_rows(out, acc, row, pack, S, S.rows)
     else:
-        query = tl.arange(0, ROWS)
-        dims = tl.arange(0, BLOCK_V)
+        query = tl.arange(0, S.rows)
+        dims = tl.arange(0, S.block_v)
         line = (place * num_packs + pack) * QUERIES + query
         real = query < QUERIES
-        tl.store(found + line[:, None] * VALUE_DIM + dims, acc, mask=real[:, None] & (dims < VALUE_DIM))
-        tl.store(found_lse + line, top + tl.log2(total), mask=real)
+        tl.store(parts.found + line[:, None] * S.value_dim + dims, acc, mask=real[:, None] & (dims < S.value_dim))
+        tl.store(parts.found_lse + line, top + tl.log2(total), mask=real)
         if tickets is not None:
             ticket = tickets + row * num_packs + pack
             tl.debug_barrier()  # the ticket speaks for all threads
             if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
                 tl.store(ticket, 0)  # for the next launch
-                at_once: tl.constexpr = min(32, max(1, 2**14 // (MERGE_ROWS * BLOCK_V)))
+                at_once: tl.constexpr = min(32, max(1, 2**14 // (MERGE_ROWS * S.block_v)))
                 merged = merge(
-                    found, found_lse, (first_part * num_packs + pack) * QUERIES, num_packs * QUERIES, num_parts,
-                    QUERIES, VALUE_DIM, MERGE_ROWS, BLOCK_V, at_once,
+                    parts.found, parts.found_lse, (first_part * num_packs + pack) * QUERIES, num_packs * QUERIES,
+                    num_parts, QUERIES, S.value_dim, MERGE_ROWS, S.block_v, at_once,
                 )  # fmt: skip
-                store_rows(out, merged, row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, VALUE_DIM, MERGE_ROWS, BLOCK_V)
+                store_rows(out, merged, row, pack, S, MERGE_ROWS)
 
 
 @triton.jit
@@ -313,8 +275,8 @@ def flash_decode(
     The first call on a device must not be under capture (RuntimeError). Calls on one device share their tickets, so
     they must not overlap: one stream, or streams that wait for each other.
     """
-    shape, num_rows = decode_shape(q, keys, values, query_len), seq_lens.shape[0]
-    num_packs = packs(shape)
+    (shape, options), num_rows = decode_shape(q, keys, values, query_len), seq_lens.shape[0]
+    num_packs = shape.packs
     if num_rows > MAX_ROWS or num_rows * num_packs > MAX_TICKETS:
         return paged_decode(
             q, keys, values, block_tables, seq_lens, scale=scale, window=window, query_len=query_len, out=out,
@@ -323,30 +285,17 @@ def flash_decode(
     out = q.new_empty(*q.shape[:2], values.shape[3]) if out is None else out
     if not q.numel():
         return out
-    queries = _queries(shape)
     if parts is None:
         parts = split_rows(q, keys, values, seq_lens, window=window, query_len=query_len)
     assert parts is not None, "more rows have been left whole above"
     # A deeper pipeline leaves room for two programs an SM instead of three. The GPU hands out programs three to an SM
     # where the grid has enough of them, those that only exit included, and a few hundred long ones end up unevenly.
     deep = num_rows > 32 and num_rows * num_packs <= 4 * _num_sms(q.device)
+    options |= {"num_stages": 4} if deep else {}
     _flash_decode_kernel[(num_packs, parts.fields.shape[0])](
-        out,
-        q,
-        *stored(keys, values),
-        block_tables,
-        kv_scales,
-        parts.fields,
-        parts.found,
-        parts.found_lse,
-        tickets_of(q.device),
-        block_tables.stride(0),
-        UNBOUNDED if window is None else window,
-        scale * math.log2(math.e),
-        QUERIES=queries,
-        MERGE_ROWS=triton.next_power_of_2(queries),
-        **{**shape, "num_stages": 4 if deep else shape["num_stages"]},
-    )
+        out, q, *stored(keys, values), block_tables, kv_scales, parts, tickets_of(q.device), block_tables.stride(0),
+        UNBOUNDED if window is None else window, scale * math.log2(math.e), shape, **options,
+    )  # fmt: skip
     return out
 
 

@@ -14,6 +14,7 @@ for that, with a program for each query.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from mini_infer.kernels.flash_decode import (
     tickets_of,
 )
 from mini_infer.kernels.limits import FP8_CACHE, AttentionLimits
-from mini_infer.kernels.paged_decode import packs, paged_decode_reference, query_rows, store_rows
+from mini_infer.kernels.paged_decode import Packs, paged_decode_reference, query_rows, store_rows
 from mini_infer.kernels.pdl import launch_options
 
 # Ranks are padded to a power of two by masks; the sums of more would not fit into the registers.
@@ -46,6 +47,15 @@ MERGED_APART = 32  # rows of a batch, up to which parts are merged by a kernel o
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+@dataclass(frozen=True)
+class LatentShape(Packs):
+    """The rest of what the kernel is compiled for. The one KV head's values are the first numbers of its keys."""
+
+    rope_dim: int
+    block_r: int
+    tile: int  # keys
+
+
 @triton.jit
 def _attend(
     q,
@@ -57,46 +67,42 @@ def _attend(
     end,
     length,
     scale_log2,  # scale * log2(e), since exponentials are of base 2
-    GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    TILE: tl.constexpr,
+    S: tl.constexpr,
 ):
-    """Attends with one pack of a row's queries to its positions [begin, end). Returns the weighted latents [ROWS,
-    BLOCK_C], not normalised, the scores' maxima [ROWS] and the sums of the weights."""
-    SIZE: tl.constexpr = RANK + ROPE_DIM
-    c_dims, r_dims, lanes = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R), tl.arange(0, TILE)
-    token, line, real = query_rows(row, pack, GROUP, QUERY_LEN, 1, ROWS)
+    """Attends with one pack of a row's queries to its positions [begin, end). Returns the weighted latents [rows,
+    S.block_v], not normalised, the scores' maxima [ROWS] and the sums of the weights."""
+    ROWS: tl.constexpr = S.rows
+    BLOCK_V: tl.constexpr = S.block_v
+    SIZE: tl.constexpr = S.value_dim + S.rope_dim
+    c_dims, r_dims, lanes = tl.arange(0, BLOCK_V), tl.arange(0, S.block_r), tl.arange(0, S.tile)
+    token, line, real = query_rows(row, pack, S, ROWS)
     own = q + line[:, None] * SIZE
-    q_c = tl.load(own + c_dims, mask=real[:, None] & (c_dims < RANK), other=0.0)
-    q_r = tl.load(own + RANK + r_dims, mask=real[:, None] & (r_dims < ROPE_DIM), other=0.0)
+    q_c = tl.load(own + c_dims, mask=real[:, None] & (c_dims < S.value_dim), other=0.0)
+    q_r = tl.load(own + S.value_dim + r_dims, mask=real[:, None] & (r_dims < S.rope_dim), other=0.0)
     if _INTERPRETED:  # the interpreter's products take bfloat16 for integers
         q_c, q_r = q_c.to(tl.float32), q_r.to(tl.float32)
-    last_seen = (length - QUERY_LEN + token)[:, None]
-    blocks = tl.load(table + (begin + lanes) // BLOCK_SIZE, mask=begin + lanes < end, other=0)
+    last_seen = (length - S.query_len + token)[:, None]
+    blocks = tl.load(table + (begin + lanes) // S.block_size, mask=begin + lanes < end, other=0)
     # A finite floor, not -inf: a query that sees nothing of a part then needs no guard against inf - inf.
     top = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_C), tl.float32)
-    for start in tl.range(begin, end, TILE):
+    acc = tl.zeros((ROWS, BLOCK_V), tl.float32)
+    for start in tl.range(begin, end, S.tile):
         position = start + lanes
         inside = position < end
-        places = latents + (blocks * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)[:, None] * SIZE
+        places = latents + (blocks * S.block_size + position % S.block_size).to(tl.int64)[:, None] * SIZE
         # What lies past the end is not even read: it may hold NaN, and 0 * NaN is NaN.
-        c = tl.load(places + c_dims, mask=inside[:, None] & (c_dims < RANK), other=0.0).to(q_c.dtype)
-        r = tl.load(places + RANK + r_dims, mask=inside[:, None] & (r_dims < ROPE_DIM), other=0.0).to(q_r.dtype)
+        c = tl.load(places + c_dims, mask=inside[:, None] & (c_dims < S.value_dim), other=0.0).to(q_c.dtype)
+        r = tl.load(places + S.value_dim + r_dims, mask=inside[:, None] & (r_dims < S.rope_dim), other=0.0).to(
+            q_r.dtype
+        )
         # The next tile's blocks, a turn ahead, so that its loads need not wait for where they are.
-        upcoming = position + TILE
-        blocks = tl.load(table + upcoming // BLOCK_SIZE, mask=upcoming < end, other=0)
+        upcoming = position + S.tile
+        blocks = tl.load(table + upcoming // S.block_size, mask=upcoming < end, other=0)
         scores = tl.dot(q_c, tl.trans(c), input_precision="tf32x3")
         scores = tl.dot(q_r, tl.trans(r), scores, input_precision="tf32x3") * scale_log2
         visible = inside[None, :]
-        if QUERY_LEN > 1:  # one token sees all of [begin, end)
+        if S.query_len > 1:  # one token sees all of [begin, end)
             visible = visible & (position[None, :] <= last_seen)
         scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -116,23 +122,11 @@ def _mla_decode_kernel(
     latents,
     block_tables,
     seq_lens,
-    parts,  # as in flash_decode.py; None: rows are left whole
-    found,
-    found_lse,
+    parts,  # of flash_decode.py; None: rows are left whole
     tickets,  # None: parts are merged by another kernel
     table_stride,
     scale_log2,
-    QUERIES: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    TILE: tl.constexpr,
+    S: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -144,36 +138,26 @@ def _mla_decode_kernel(
         begin = 0
         end = length
     else:
-        row, length, begin, end = part_of(parts, tl.program_id(1))
+        row, length, begin, end = part_of(parts.fields, tl.program_id(1))
     if row < 0:  # there are fewer parts than programs
         return
     acc, top, total = _attend(
-        q, latents, block_tables + row * table_stride, row, pack, begin, end, length, scale_log2,
-        GROUP, QUERY_LEN, RANK, ROPE_DIM, BLOCK_SIZE, ROWS, BLOCK_C, BLOCK_R, TILE,
-    )  # fmt: skip
+        q, latents, block_tables + row * table_stride, row, pack, begin, end, length, scale_log2, S
+    )
     if parts is None:
-        store_rows(out, acc / total[:, None], row, pack, GROUP, QUERY_LEN, 1, RANK, ROWS, BLOCK_C)
+        store_rows(out, acc / total[:, None], row, pack, S, S.rows)
     else:
-        finish_part(
-            out, acc, top, total, parts, found, found_lse, tickets, row,
-            QUERIES, MERGE_ROWS, GROUP, QUERY_LEN, 1, RANK, ROWS, BLOCK_C,
-        )  # fmt: skip
+        finish_part(out, acc, top, total, parts, tickets, row, S)
 
 
 @triton.jit(do_not_specialize=["num_parts"])
 def _merge_parts_kernel(
     out,
     parts,
-    found,
-    found_lse,
     num_parts,
-    NUM_PACKS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,  # of the numbers, for each program
+    S: tl.constexpr,
+    PACKS: tl.constexpr,
+    BLOCK: tl.constexpr,  # of the numbers, for each program
     BLOCK_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -181,18 +165,20 @@ def _merge_parts_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    query, row, skipped = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_C
-    own, place = parts_of(parts, row, num_parts, BLOCK_PARTS)
+    query, row, skipped = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK
+    own, place = parts_of(parts.fields, row, num_parts, BLOCK_PARTS)
     if own == 1:
         return
-    pack, within = query // ROWS, query % ROWS
-    first = (place * NUM_PACKS + pack) * QUERIES + within
-    PARTS: tl.constexpr = min(BLOCK_PARTS, 2**14 // BLOCK_C)
-    merged = merge(found + skipped, found_lse, first, NUM_PACKS * QUERIES, own, 1, RANK, 1, BLOCK_C, PARTS)
-    token = query // GROUP
-    line = (row * QUERY_LEN + token) * GROUP + query % GROUP
-    dims = skipped + tl.arange(0, BLOCK_C)[None, :]
-    tl.store(out + line.to(tl.int64) * RANK + dims, merged.to(out.dtype.element_ty), mask=dims < RANK)
+    pack, within = query // S.rows, query % S.rows
+    QUERIES: tl.constexpr = min(S.group * S.query_len, S.rows)
+    first = (place * PACKS + pack) * QUERIES + within
+    AT_ONCE: tl.constexpr = min(BLOCK_PARTS, 2**14 // BLOCK)
+    found = parts.found + skipped
+    merged = merge(found, parts.found_lse, first, PACKS * QUERIES, own, 1, S.value_dim, 1, BLOCK, AT_ONCE)
+    token = query // S.group
+    line = (row * S.query_len + token) * S.group + query % S.group
+    dims = skipped + tl.arange(0, BLOCK)[None, :]
+    tl.store(out + line.to(tl.int64) * S.value_dim + dims, merged.to(out.dtype.element_ty), mask=dims < S.value_dim)
 
 
 def mla_decode(
@@ -218,62 +204,36 @@ def mla_decode(
     Safe in a CUDA graph: block_tables and seq_lens may change between replays. The first call on a device must not be
     under capture (RuntimeError). Raises ValueError for shapes that it does not take.
     """
-    shape, num_rows = _shape(q, latents, rank, query_len), seq_lens.shape[0]
-    num_packs = _packs(shape)
+    (shape, options), num_rows = _shape(q, latents, rank, query_len), seq_lens.shape[0]
     out = q.new_empty(*q.shape[:2], rank) if out is None else out
     if not q.numel():
         return out
     apart, pdl = num_rows <= MERGED_APART, launch_options(q.device)
-    found = None if parts is None else (parts.fields, parts.found, parts.found_lse)
     num_parts = num_rows if parts is None else len(parts.fields)
-    queries = min(shape["GROUP"] * query_len, shape["ROWS"])
-    _mla_decode_kernel[(num_packs, num_parts)](
-        out,
-        q,
-        latents,
-        block_tables,
-        seq_lens,
-        *(found or (None,) * 3),
-        None if found is None or apart else tickets_of(q.device),
-        block_tables.stride(0),
-        scale * math.log2(math.e),
-        QUERIES=queries,
-        MERGE_ROWS=triton.next_power_of_2(queries),
-        **shape,
-        **pdl,
-    )
-    if found is not None and apart:
-        block_c = shape["BLOCK_C"] if rank % 128 else 128
-        _merge_parts_kernel[(q.shape[1] * query_len, num_rows, triton.cdiv(rank, block_c))](
-            out,
-            *found,
-            num_parts,
-            NUM_PACKS=num_packs,
-            QUERIES=queries,
-            BLOCK_PARTS=triton.next_power_of_2(num_parts),
-            BLOCK_C=block_c,
-            **{key: shape[key] for key in ("GROUP", "QUERY_LEN", "RANK", "ROWS")},
-            num_warps=4,
-            **pdl,
-        )
+    _mla_decode_kernel[(shape.packs, num_parts)](
+        out, q, latents, block_tables, seq_lens, parts, None if parts is None or apart else tickets_of(q.device),
+        block_tables.stride(0), scale * math.log2(math.e), shape, **options, **pdl,
+    )  # fmt: skip
+    if parts is not None and apart:
+        block = shape.block_v if rank % 128 else 128
+        _merge_parts_kernel[(q.shape[1] * query_len, num_rows, triton.cdiv(rank, block))](
+            out, parts, num_parts, shape, PACKS=shape.packs, BLOCK=block,
+            BLOCK_PARTS=triton.next_power_of_2(num_parts), num_warps=4, **pdl,
+        )  # fmt: skip
     return out
 
 
 def split_latent_rows(q: Tensor, latents: Tensor, rank: int, seq_lens: Tensor, *, query_len: int) -> Parts | None:
     """The parts of all rows, for mla_decode with the same arguments. None where they are too many to be split."""
-    shape = _shape(q, latents, rank, query_len)
-    if len(seq_lens) * _packs(shape) > MAX_TICKETS:
+    shape, _ = _shape(q, latents, rank, query_len)
+    if len(seq_lens) * shape.packs > MAX_TICKETS:
         return None
-    found = _packs(shape), min(shape["GROUP"] * query_len, shape["ROWS"]), rank
-    return make_parts(q, seq_lens, found, tile=shape["TILE"], window=None, query_len=query_len, whole_tiles=1)
+    found = shape.packs, shape.queries, rank
+    return make_parts(q, seq_lens, found, tile=shape.tile, window=None, query_len=query_len, whole_tiles=1)
 
 
-def _packs(shape: dict[str, Any]) -> int:
-    return packs(shape | {"NUM_KV_HEADS": 1})
-
-
-def _shape(q: Tensor, latents: Tensor, rank: int, query_len: int) -> dict[str, Any]:
-    """The compile-time arguments."""
+def _shape(q: Tensor, latents: Tensor, rank: int, query_len: int) -> tuple[LatentShape, dict[str, Any]]:
+    """What the kernel is compiled for, and its launch options."""
     num_heads, (_, block_size, size), itemsize = q.shape[1], latents.shape, q.element_size()
     refusal = LIMITS.refusal(size, block_size, q.dtype, rank)
     if refusal is not None:
@@ -285,19 +245,8 @@ def _shape(q: Tensor, latents: Tensor, rank: int, query_len: int) -> dict[str, A
     # Two tiles of 64 latents in 147 KB, beside the queries' 74 KB; or three of 32, and room for two programs; in fp32
     # one of 16.
     tile, stages = (16, 1) if itemsize == 4 else (64, 2) if rows == 64 else (32, 3)
-    return {
-        "GROUP": num_heads,
-        "QUERY_LEN": query_len,
-        "RANK": rank,
-        "ROPE_DIM": size - rank,
-        "BLOCK_SIZE": block_size,
-        "ROWS": rows,
-        "BLOCK_C": block_c,
-        "BLOCK_R": block_r,
-        "TILE": tile,
-        "num_warps": 8 if block_c * rows > 8192 else 4,
-        "num_stages": stages,
-    }
+    shape = LatentShape(num_heads, query_len, 1, rank, block_size, rows, block_c, size - rank, block_r, tile)
+    return shape, {"num_warps": 8 if block_c * rows > 8192 else 4, "num_stages": stages}
 
 
 def mla_decode_reference(

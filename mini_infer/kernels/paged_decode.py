@@ -8,6 +8,7 @@ arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,18 +30,52 @@ UNBOUNDED = 2**30  # a window that no sequence fills
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@triton.jit
-def query_rows(row, pack, GROUP: tl.constexpr, QUERY_LEN: tl.constexpr, NUM_KV_HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """The queries of one program: their token within the row, their place in q [R * QUERY_LEN, num_heads, head_dim]
-    counted in heads, and whether they exist. Three times [ROWS].
+@dataclass(frozen=True)
+class Packs:
+    """How queries are packed into programs, for which a decode kernel is compiled: kernels call it S."""
 
-    A KV head has GROUP * QUERY_LEN queries, in packs of ROWS. Pack i belongs to KV head i // packs_per_head.
+    group: int  # query heads of a KV head
+    query_len: int  # tokens of a row
+    kv_heads: int
+    value_dim: int
+    block_size: int  # tokens of a block of the cache
+    rows: int  # queries of a program
+    block_v: int  # value_dim, filled up
+
+    @property
+    def packs(self) -> int:
+        """In a row, over all KV heads."""
+        return self.kv_heads * triton.cdiv(self.group * self.query_len, self.rows)
+
+    @property
+    def queries(self) -> int:
+        """Of a pack, without what fills it up."""
+        return min(self.group * self.query_len, self.rows)
+
+
+@dataclass(frozen=True)
+class DecodeShape(Packs):
+    """The rest of what decode kernels are compiled for."""
+
+    head_dim: int
+    block_d: int
+    slices: int  # of a tile, one a warp
+    slice: int  # keys
+
+
+@triton.jit
+def query_rows(row, pack, S: tl.constexpr, ROWS: tl.constexpr):
+    """The queries of one program: their token within the row, their place in q [R * query_len, num_heads, head_dim]
+    counted in heads, and whether they exist. Three times [rows].
+
+    A KV head has group * query_len queries, in packs of rows. Pack i belongs to KV head i // packs_per_head.
     """
-    QUERIES: tl.constexpr = GROUP * QUERY_LEN
+    QUERIES: tl.constexpr = S.group * S.query_len
     PACKS: tl.constexpr = (QUERIES + ROWS - 1) // ROWS
     query = pack % PACKS * ROWS + tl.arange(0, ROWS)
-    token = tl.minimum(query // GROUP, QUERY_LEN - 1)  # what pads a pack sees what the last token sees
-    return token, ((row * QUERY_LEN + token) * NUM_KV_HEADS + pack // PACKS) * GROUP + query % GROUP, query < QUERIES
+    token = tl.minimum(query // S.group, S.query_len - 1)  # what pads a pack sees what the last token sees
+    line = ((row * S.query_len + token) * S.kv_heads + pack // PACKS) * S.group + query % S.group
+    return token, line, query < QUERIES
 
 
 @triton.jit
@@ -63,35 +98,27 @@ def attend(
     length,
     window,
     scale_log2,  # scale * log2(e), since exponentials are of base 2
-    GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SLICES: tl.constexpr,
-    SLICE: tl.constexpr,
+    S: tl.constexpr,
 ):
-    """Attends with one pack of a row's queries to its positions [begin, end), in tiles of SLICES * SLICE.
+    """Attends with one pack of a row's queries to its positions [begin, end), in tiles of slices * slice.
 
     Each warp owns a slice of the tile, with a softmax of its own: a batched product gives each warp one element of the
     batch, so warps wait for each other's loads only, not for each other's maxima. The slices are merged at the end.
-    Returns the weighted values [ROWS, BLOCK_V], not normalised, the scores' maxima [ROWS] and the sums of the weights.
+    Returns the weighted values [rows, block_v], not normalised, the scores' maxima [rows] and the sums of the weights.
     """
-    TILE: tl.constexpr = SLICES * SLICE
-    PACKS: tl.constexpr = (GROUP * QUERY_LEN + ROWS - 1) // ROWS
+    SLICES: tl.constexpr = S.slices
+    ROWS: tl.constexpr = S.rows
+    TILE: tl.constexpr = SLICES * S.slice
+    PACKS: tl.constexpr = (S.group * S.query_len + ROWS - 1) // ROWS
     PAIRS: tl.constexpr = keys.dtype.element_ty == tl.int16  # of float8
     PARTS: tl.constexpr = 2 if PAIRS else 1  # of a head's dimensions, the even ones and the odd ones
-    dims, value_dims = tl.arange(0, BLOCK_D // PARTS), tl.arange(0, BLOCK_V // PARTS)
-    lanes = tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)
+    dims, value_dims = tl.arange(0, S.block_d // PARTS), tl.arange(0, S.block_v // PARTS)
+    lanes = tl.arange(0, SLICES)[:, None] * S.slice + tl.arange(0, S.slice)
     position = begin + lanes
-    blocks = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
-    token, line, real = query_rows(row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, ROWS)
-    asked = q + line[:, None] * HEAD_DIM + dims * PARTS
-    there = real[:, None] & (dims < HEAD_DIM // PARTS)
+    blocks = tl.load(table + position // S.block_size, mask=position < end, other=0)
+    token, line, real = query_rows(row, pack, S, ROWS)
+    asked = q + line[:, None] * S.head_dim + dims * PARTS
+    there = real[:, None] & (dims < S.head_dim // PARTS)
     own = tl.load(asked, mask=there, other=0.0)
     own_odd = own
     if PAIRS:
@@ -99,7 +126,7 @@ def attend(
     v_scale = 1.0
     if kv_scales is not None:
         scale_log2 *= tl.load(kv_scales + pack // PACKS)
-        v_scale = tl.load(kv_scales + NUM_KV_HEADS + pack // PACKS)
+        v_scale = tl.load(kv_scales + S.kv_heads + pack // PACKS)
     if PAIRS and q.dtype.element_ty == tl.bfloat16:
         # A query that is divided by its largest number is in the range of float16.
         own, own_odd = own.to(tl.float32), own_odd.to(tl.float32)
@@ -107,31 +134,33 @@ def attend(
         own, own_odd = (own / largest).to(tl.float16), (own_odd / largest).to(tl.float16)
         scale_log2 *= largest[None, :, :]
     DOT: tl.constexpr = tl.float32 if _INTERPRETED else own.dtype  # whose products take bfloat16 for integers
-    own = tl.broadcast_to(own.to(DOT)[None, :, :], (SLICES, ROWS, BLOCK_D // PARTS))
-    own_odd = tl.broadcast_to(own_odd.to(DOT)[None, :, :], (SLICES, ROWS, BLOCK_D // PARTS))
-    last_seen = (length - QUERY_LEN + token)[None, :, None]
-    keys += pack // PACKS * (HEAD_DIM // PARTS) + dims
-    values += pack // PACKS * (VALUE_DIM // PARTS) + value_dims
+    own = tl.broadcast_to(own.to(DOT)[None, :, :], (SLICES, ROWS, S.block_d // PARTS))
+    own_odd = tl.broadcast_to(own_odd.to(DOT)[None, :, :], (SLICES, ROWS, S.block_d // PARTS))
+    last_seen = (length - S.query_len + token)[None, :, None]
+    keys += pack // PACKS * (S.head_dim // PARTS) + dims
+    values += pack // PACKS * (S.value_dim // PARTS) + value_dims
     # A finite floor, not -inf: a slice that sees nothing then needs no guard against inf - inf.
     top = tl.full((SLICES, ROWS), -1e30, tl.float32)
     total = tl.zeros((SLICES, ROWS), tl.float32)
-    acc = tl.zeros((SLICES, ROWS, BLOCK_V // PARTS), tl.float32)
+    acc = tl.zeros((SLICES, ROWS, S.block_v // PARTS), tl.float32)
     acc_odd = acc
     for start in tl.range(begin, end, TILE):
         position = start + lanes
         inside = position < end
-        slots = (blocks * BLOCK_SIZE + position % BLOCK_SIZE).to(tl.int64)[:, :, None]
+        slots = (blocks * S.block_size + position % S.block_size).to(tl.int64)[:, :, None]
         # What lies past the end is not even read: it may hold NaN, and 0 * NaN is NaN.
         owned = inside[:, :, None]
-        k = tl.load(keys + slots * (NUM_KV_HEADS * HEAD_DIM // PARTS), mask=owned & (dims < HEAD_DIM // PARTS), other=0)
+        k = tl.load(
+            keys + slots * (S.kv_heads * S.head_dim // PARTS), mask=owned & (dims < S.head_dim // PARTS), other=0
+        )
         v = tl.load(
-            values + slots * (NUM_KV_HEADS * VALUE_DIM // PARTS),
-            mask=owned & (value_dims < VALUE_DIM // PARTS),
+            values + slots * (S.kv_heads * S.value_dim // PARTS),
+            mask=owned & (value_dims < S.value_dim // PARTS),
             other=0,
         )
         # The next tile's blocks, a turn ahead: loads whose addresses are still being loaded would halve the pipeline.
         upcoming = position + TILE
-        blocks = tl.load(table + upcoming // BLOCK_SIZE, mask=upcoming < end, other=0)
+        blocks = tl.load(table + upcoming // S.block_size, mask=upcoming < end, other=0)
         k = tl.permute(k, (0, 2, 1))
         k_odd, v_odd = k, v
         if PAIRS:
@@ -142,7 +171,7 @@ def attend(
             scores = tl.dot(own_odd, k_odd.to(DOT), scores, input_precision="tf32x3")
         scores *= scale_log2
         visible = inside[:, None, :]
-        if QUERY_LEN > 1:  # one token sees all of [begin, end)
+        if S.query_len > 1:  # one token sees all of [begin, end)
             key = position[:, None, :]
             visible = visible & (key <= last_seen) & (key > last_seen - window)
         scores = tl.where(visible, scores, float("-inf"))
@@ -158,9 +187,9 @@ def attend(
     best = tl.max(top, 0)
     rescale = tl.exp2(top - best)
     if PAIRS:
-        acc = tl.reshape(tl.join(acc, acc_odd), (SLICES, ROWS, BLOCK_V))
+        acc = tl.reshape(tl.join(acc, acc_odd), (SLICES, ROWS, S.block_v))
     acc *= (rescale * v_scale)[:, :, None]
-    return sum_slices(acc, SLICES, ROWS, BLOCK_V), best, tl.sum(total * rescale, 0)
+    return sum_slices(acc, SLICES, ROWS, S.block_v), best, tl.sum(total * rescale, 0)
 
 
 @triton.jit
@@ -176,57 +205,27 @@ def sum_slices(x, SLICES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexp
 
 
 @triton.jit
-def store_rows(
-    out,
-    rows,  # [ROWS, BLOCK_V]
-    row,
-    pack,
-    GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    dims = tl.arange(0, BLOCK_V)
-    _, line, real = query_rows(row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, ROWS)
-    wide = real[:, None] & (dims < VALUE_DIM)
-    tl.store(out + line[:, None] * VALUE_DIM + dims, rows.to(out.dtype.element_ty), mask=wide)
+def store_rows(out, rows, row, pack, S: tl.constexpr, ROWS: tl.constexpr):
+    """rows [ROWS, block_v], the results of a pack, to their places."""
+    dims = tl.arange(0, S.block_v)
+    _, line, real = query_rows(row, pack, S, ROWS)
+    wide = real[:, None] & (dims < S.value_dim)
+    tl.store(out + line[:, None] * S.value_dim + dims, rows.to(out.dtype.element_ty), mask=wide)
 
 
 # Integers are not specialised: a new batch size or table width must not compile anew in the middle of serving.
 @triton.jit(do_not_specialize=["table_stride", "window"], do_not_specialize_on_alignment=["block_tables", "seq_lens"])
 def _paged_decode_kernel(
-    out,
-    q,
-    keys,
-    values,
-    block_tables,
-    kv_scales,
-    seq_lens,
-    table_stride,
-    window,
-    scale_log2,
-    GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SLICES: tl.constexpr,
-    SLICE: tl.constexpr,
+    out, q, keys, values, block_tables, kv_scales, seq_lens, table_stride, window, scale_log2, S: tl.constexpr
 ):
     pack, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(seq_lens + row)
     acc, _, total = attend(
         q, keys, values, block_tables + row * table_stride, kv_scales, row, pack,
-        first_position(length, window, QUERY_LEN), length, length, window, scale_log2,
-        GROUP, QUERY_LEN, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, ROWS, BLOCK_D, BLOCK_V, SLICES, SLICE,
+        first_position(length, window, S.query_len), length, length, window, scale_log2,
+        S,
     )  # fmt: skip
-    store_rows(out, acc / total[:, None], row, pack, GROUP, QUERY_LEN, NUM_KV_HEADS, VALUE_DIM, ROWS, BLOCK_V)
+    store_rows(out, acc / total[:, None], row, pack, S, S.rows)
 
 
 def paged_decode(
@@ -252,26 +251,19 @@ def paged_decode(
     CUDA graph: block_tables and seq_lens may change between replays. Raises ValueError for shapes that it does not
     take.
     """
-    shape = decode_shape(q, keys, values, query_len)
+    shape, options = decode_shape(q, keys, values, query_len)
     out = q.new_empty(*q.shape[:2], values.shape[3]) if out is None else out
     if q.numel():
-        _paged_decode_kernel[(packs(shape), seq_lens.shape[0])](
-            out,
-            q,
-            *stored(keys, values),
-            block_tables,
-            kv_scales,
-            seq_lens,
-            block_tables.stride(0),
-            UNBOUNDED if window is None else min(window, UNBOUNDED),
-            scale * math.log2(math.e),
-            **shape,
-        )
+        window = UNBOUNDED if window is None else min(window, UNBOUNDED)
+        _paged_decode_kernel[(shape.packs, seq_lens.shape[0])](
+            out, q, *stored(keys, values), block_tables, kv_scales, seq_lens, block_tables.stride(0), window,
+            scale * math.log2(math.e), shape, **options,
+        )  # fmt: skip
     return out
 
 
-def decode_shape(q: Tensor, keys: Tensor, values: Tensor, query_len: int) -> dict[str, Any]:
-    """The compile-time arguments of a decode kernel: the shapes, and what is fastest for them on an H200."""
+def decode_shape(q: Tensor, keys: Tensor, values: Tensor, query_len: int) -> tuple[DecodeShape, dict[str, Any]]:
+    """What a decode kernel is compiled for, and its launch options: what is fastest for the shapes on an H200."""
     num_heads, (_, block_size, num_kv_heads, head_dim) = q.shape[1], keys.shape
     value_dim = values.shape[3]
     refusal = LIMITS.refusal(head_dim, block_size, q.dtype, value_dim)
@@ -289,24 +281,13 @@ def decode_shape(q: Tensor, keys: Tensor, values: Tensor, query_len: int) -> dic
     # A matrix product has at least 16 rows. More than this do not fit into the registers.
     rows = 16 if group * query_len <= 16 or widest > 128 else 32
     slices = 4 if widest * keys.element_size() <= 256 else 2  # two tiles of K and V in 64 KB (fp32 of 256: 128 KB)
-    return {
-        "GROUP": group,
-        "QUERY_LEN": query_len,
-        "NUM_KV_HEADS": num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_SIZE": block_size,
-        "ROWS": rows,
-        "BLOCK_D": block_d,
-        "BLOCK_V": block_v,
-        "SLICES": slices,
-        # Of bytes twice as many keys are as large a tile, and what a tile costs beside its products is paid less often.
-        "SLICE": 32 if byte and rows == 16 and widest <= 128 else 16,
-        "num_warps": slices,
-        "num_stages": 3,
-        # Three programs an SM instead of two. The compiler would take a few registers more, and needs none of them.
-        "maxnreg": 168 if rows == 16 and widest <= 128 and keys.element_size() == 2 else None,
-    }
+    # Of bytes twice as many keys are as large a tile, and what a tile costs beside its products is paid less often.
+    length = 32 if byte and rows == 16 and widest <= 128 else 16
+    # Three programs an SM instead of two. The compiler would take a few registers more, and needs none of them.
+    maxnreg = 168 if rows == 16 and widest <= 128 and keys.element_size() == 2 else None
+    packs = group, query_len, num_kv_heads, value_dim, block_size, rows, block_v
+    shape = DecodeShape(*packs, head_dim, block_d, slices, length)
+    return shape, {"num_warps": slices, "num_stages": 3, "maxnreg": maxnreg}
 
 
 def stored(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -319,11 +300,6 @@ def unscaled(keys: Tensor, values: Tensor, kv_scales: Tensor | None) -> tuple[Te
     if kv_scales is None:
         return keys, values
     return keys.float() * kv_scales[0, :, None], values.float() * kv_scales[1, :, None]
-
-
-def packs(shape: dict[str, Any]) -> int:
-    """Packs of queries in a row, over all KV heads."""
-    return shape["NUM_KV_HEADS"] * triton.cdiv(shape["GROUP"] * shape["QUERY_LEN"], shape["ROWS"])
 
 
 def paged_decode_reference(
