@@ -147,7 +147,7 @@ class Ablation(Experiment):
         ) as session:
             error_gates = logit_gate.gates(self._gated, spec.gate_logit_error) if spec.gate_logit_error else []
             exact_gates = self._exact_gates(device, inputs)
-            session.await_peers()
+            session.prepare(inputs)
             searches = Searches(session, spec.search, partial(self._inputs, vocabulary=vocabulary))
             work = [
                 (

@@ -28,7 +28,7 @@ from experiments.lab.measure.traces import RequestTrace
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
 from experiments.lab.spec import ExperimentSpec
-from experiments.lab.workloads.arrivals import gamma_times
+from experiments.lab.workloads.base import gamma_times
 from mini_infer import SamplingParams
 from mini_infer.core.config import Connector, Device, EngineConfig, HandOver, Numerics
 from mini_infer.core.config import replace as changed

@@ -12,12 +12,15 @@ from experiments.lab.measure import cells, lending
 from experiments.lab.measure.hardware import Hardware
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.subjects import EngineSubject, Kind
+from experiments.lab.measure.traces import Served
+from experiments.lab.peers.pool import Peers
 from experiments.lab.points import Point
 from experiments.lab.show.progress import Steps
-from experiments.lab.workloads import Inputs
+from experiments.lab.workloads import Inputs, Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
+DRAFTS = {"method": "ngram", "adaptive": False}
 LOADS = {
     "load": {
         "short": {"workload.count": 3, "workload.prompt_tokens": 20},
@@ -89,6 +92,30 @@ def test_an_engine_serves_all_passes_of_its_variant(build, calls):
     assert {row.value for row in found.rows if row.metric == "prefix_hit_rate"} == {0.0}  # of the repeat before
     assert all(gate.passed for gate in found.gates)
     assert "one engine for all its passes" in found.procedure
+
+
+def test_while_peers_load_engines_start_and_are_warmed_up(build, calls, monkeypatch):
+    monkeypatch.setattr(Peers, "begun", True)
+    monkeypatch.setattr(Peers, "await_begun", lambda self: calls.append(("peers are there", 0, 0)))
+    variants = {"transformers": {"label": "base"}, "engine": {"seed": 7}, "drafts": {"seed": 8, "speculation": DRAFTS}}
+    found = measure(build("measure.aa=always", variants=variants))
+    before = calls[: calls.index(("peers are there", 0, 0))]
+    assert {call for call in before if call[0] == "__init__"} == {("__init__", 0, 0), ("__init__", 7, 0)}
+    warm_ups = [(name, count) for name, seed, count in before if seed == 7][1:]
+    assert warm_ups == [("serve", 3), ("forget", 0), ("serve", 2)]  # of both points, in full
+    assert next(call for call in calls if call[1] == 8) == ("__init__", 8, 0)  # which times its own steps as it starts
+    own = [(name, count) for name, seed, count in calls[len(before) + 1 :] if seed == 7]
+    assert own[:3] == [("forget", 0), ("serve", 2), ("serve", 3)]
+    assert {row.value for row in found.rows if row.metric == "prefix_hit_rate"} == {0.0}
+
+
+def test_an_engine_that_was_warm_is_warmed_up_briefly():
+    asked = []
+    lent = lending.Lent(SimpleNamespace(serve=lambda items, concurrency: asked.append(items) or Served((), 0.0, 0.0)))
+    items = [Item((index,), length) for index, length in enumerate((100, 8, 30))]
+    for point in ("a", "a", "b"):
+        lent.warm_up(point, items, 3)
+    assert [[item.output_tokens for item in one] for one in asked] == [[100, 8, 30], [16, 8], [100, 8, 30]]
 
 
 def test_primed_prefixes_are_found_in_every_repeat(build):

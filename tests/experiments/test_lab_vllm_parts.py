@@ -99,8 +99,8 @@ def test_its_client_and_ours_take_turns_at_one_server():
 
 
 def test_a_request_that_failed_there_is_told():
-    row = {"start_times": [1.0], "ttfts": [0.0], "itls": [[]], "input_lens": [4], "output_lens": [0], "errors": ["no"]}
-    (trace,) = bench.read({**row, "duration": 1.0}, 5).requests
+    row = {"start_times": [1.0], "ttfts": [0.0], "itls": [[]], "output_lens": [0], "errors": ["no"]}
+    (trace,) = bench.read({**row, "duration": 1.0}, [[1] * 4], 5).requests
     assert (trace.error, trace.token_times) == ("no", ())
 
 

@@ -21,7 +21,7 @@ from experiments.lab.workloads import (
     prompt_lengths,
 )
 from experiments.lab.workloads import text as text_workload
-from experiments.lab.workloads.arrivals import gamma_times
+from experiments.lab.workloads.base import gamma_times
 from experiments.lab.workloads.vocabulary import ModelVocabulary
 from mini_infer.core.config import DryConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError

@@ -59,16 +59,17 @@ class Bench:
                 "--disable-tqdm",
             ]
             found = self._serve.main(self._parser.parse_args(arguments))
-        return wire.pack_served(read(found, output_tokens))
+        return wire.pack_served(read(found, prompts, output_tokens))
 
 
-def read(found: Mapping[str, Any], output_tokens: int) -> Served:
-    """What its detailed result says of each request. Its clock is time.perf_counter."""
-    names = ("start_times", "ttfts", "itls", "input_lens", "output_lens", "errors")
-    rows = zip(*(found[name] for name in names), strict=True)
+def read(found: Mapping[str, Any], prompts: Sequence[Sequence[int]], output_tokens: int) -> Served:
+    """What its detailed result says of each request, but for the prompts' lengths: without a tokenizer it takes each
+    for one token. Its clock is time.perf_counter."""
+    names = ("start_times", "ttfts", "itls", "output_lens", "errors")
+    rows = zip(prompts, *(found[name] for name in names), strict=True)
     traces = tuple(
         RequestTrace(
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=len(prompt),
             asked_tokens=output_tokens,
             arrival=start,
             token_times=() if error else tuple(_spread(start + ttft, gaps, count)),
@@ -76,7 +77,7 @@ def read(found: Mapping[str, Any], output_tokens: int) -> Served:
             error=error,
             tells_tokens=False,
         )
-        for start, ttft, gaps, prompt_tokens, count, error in rows
+        for prompt, start, ttft, gaps, count, error in rows
     )
     first = min(trace.arrival for trace in traces)
     end = max((trace.token_times[-1] for trace in traces if trace.token_times), default=first)

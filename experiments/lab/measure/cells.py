@@ -14,7 +14,7 @@ from experiments.lab.judge.timing import Evidence
 from experiments.lab.measure.clocks import Drift, Watch
 from experiments.lab.measure.costs import device_of
 from experiments.lab.measure.hardware import Ceilings
-from experiments.lab.measure.lending import Lending
+from experiments.lab.measure.lending import Lending, Lent
 from experiments.lab.measure.subjects import Kind
 from experiments.lab.measure.traces import Served
 from experiments.lab.points import Point
@@ -65,9 +65,7 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
     """An engine that has been warmed up on other prompts, priming of the prefix cache where the workload wants it, and
     the timed pass."""
     with lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
-        lent.forget()
-        if inputs.warmup:
-            lent.warm_up(cell.point.name, inputs.warmup, cell.workload.in_flight)
+        warm_up(cell, inputs, lent)
         if inputs.prime:
             lent.serve(inputs.prime, 1)
         before = tuple(lent.served)
@@ -78,6 +76,12 @@ def serve(cell: Cell, inputs: Inputs, watch: Watch, lending: Lending) -> Pass:
         if cell.workload.has_ramps:
             served = served.without_ramps()
         return Pass(replace(served, joules=watched.joules), watched.drift, inputs.measured, before)
+
+
+def warm_up(cell: Cell, inputs: Inputs, lent: Lent) -> None:
+    lent.forget()
+    if inputs.warmup:
+        lent.warm_up(cell.point.name, inputs.warmup, cell.workload.in_flight)
 
 
 def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Context:
@@ -91,6 +95,11 @@ def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Co
     dtype = resolve_dtype(cell.engine.model, spec, device)
     together = ceilings.of(cell.engine.parallel.ranks)
     return Context(slo, lambda records: roofline.floors(spec, dtype, records, together))
+
+
+def starts_untimed(cell: Cell) -> bool:
+    """Whether an engine takes no time of its own steps or sums while it starts: then others may load beside it."""
+    return cell.kind is Kind.engine and not cell.engine.speculation.most and cell.engine.parallel.ranks == 1
 
 
 def drafts_on_made_up_prompts(cell: Cell) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Set
 from typing import Any
@@ -26,6 +27,7 @@ from experiments.lab.store.rows import Row
 from experiments.lab.workloads import Inputs
 
 ATTEMPTS = 3  # at a pass, where the machine changes its speed
+LESS = 0.75  # of the GPU's change in the attempt before: then another is worth its time
 
 
 class Session:
@@ -67,8 +69,14 @@ class Session:
             if cell.variant not in left_out:
                 self._peers.begin(cell.kind, cell.engine)
 
-    def await_peers(self) -> None:
-        """Until those that have been begun are there: nothing is timed while they load."""
+    def prepare(self, inputs: Mapping[str, Inputs]) -> None:
+        """While peers load, engines that are kept start, and are warmed up at each point of `inputs`. Comes back when
+        those peers are there: nothing is timed while they load."""
+        for cell in self.cells.values() if self._peers.begun else ():
+            first = cell.variant == cell.engine_of and cell.variant not in self._left_out
+            if first and cell.point.name in inputs and cells.starts_untimed(cell):
+                with self._lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
+                    cells.warm_up(cell, inputs[cell.point.name], lent)
         self._peers.await_begun()
 
     def round(self, repeat: int, point: Point, inputs: Inputs) -> None:
@@ -153,9 +161,12 @@ class Session:
         self._steps.next(f"{self.labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
 
     def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
-        """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
+        """A pass, after those that had to be repeated because the machine changed its speed meanwhile. A GPU's
+        change that hardly becomes less is what this load does to it, and would only be seen once more."""
         passes = [cells.serve(cell, inputs, self._watch, self._lending)]
-        while (problem := passes[-1].drift.problem) and len(passes) < ATTEMPTS:
-            self._steps.again(problem)
+        least = math.inf
+        while (drift := passes[-1].drift).problem and len(passes) < ATTEMPTS and (drift.gpu or 0) <= LESS * least:
+            least = drift.gpu or math.inf
+            self._steps.again(drift.problem)
             passes.append(cells.serve(cell, inputs, self._watch, self._lending))
         return passes

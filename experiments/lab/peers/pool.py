@@ -107,6 +107,11 @@ class Peers:
         if key not in self._begun:
             self._begun[key] = self._process(kind, config, wait=False)
 
+    @property
+    def begun(self) -> bool:
+        """Whether any is loading, or waits for its first turn."""
+        return bool(self._begun)
+
     def await_begun(self) -> None:
         """Until what was begun has started, or has failed, which is told when its turn comes."""
         for key, begun in self._begun.items():

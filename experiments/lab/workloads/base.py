@@ -3,6 +3,7 @@ each request is due, and a warm-up on prompts that begin differently from every 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -10,8 +11,6 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from experiments.lab.workloads.arrivals import gamma_times
-from experiments.lab.workloads.check import above_zero, at_least
 from mini_infer.core.errors import ConfigError
 
 START = 16  # tokens: prompts that are to share nothing differ within these (one KV block of the default size)
@@ -239,3 +238,39 @@ def prompt_lengths(items: Sequence[Item]) -> list[int]:
 def generator(seed: int, purpose: str) -> np.random.Generator:
     """One stream of random numbers a purpose, so that a setting of one (say the rate) leaves the others alone."""
     return np.random.default_rng([seed, *purpose.encode()])
+
+
+def gamma_times(count: int, rate_per_s: float, cv: float, rng: np.random.Generator) -> list[float]:
+    """`count` times in seconds, the first at 0, with independent gamma-distributed gaps of mean 1 / rate_per_s and
+    coefficient of variation `cv`. With cv = 1 the gaps are exponential: a Poisson process."""
+    gaps = rng.gamma(shape=cv**-2, scale=cv**2 / rate_per_s, size=count - 1)
+    return [0.0, *np.cumsum(gaps).tolist()]
+
+
+# Checks of settings. One that is None was not given, and passes.
+
+
+def at_least(workload: object, bound: int, *names: str) -> None:
+    for name in names:
+        value = getattr(workload, name)
+        if value is not None and not bound <= value < math.inf:
+            raise ConfigError(f"workload.{name} must be at least {bound}, got {value}")
+
+
+def above_zero(workload: object, *names: str) -> None:
+    for name in names:
+        value = getattr(workload, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"workload.{name} must be above 0, got {value}")
+
+
+def share(workload: object, *names: str) -> None:
+    for name in names:
+        value = getattr(workload, name)
+        if not 0 <= value <= 1:
+            raise ConfigError(f"workload.{name} is a share: it must be from 0 to 1, got {value}")
+
+
+def ordered(workload: object, low: str, high: str) -> None:
+    if getattr(workload, high) < getattr(workload, low):
+        raise ConfigError(f"workload.{high}={getattr(workload, high)} is below workload.{low}={getattr(workload, low)}")

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from experiments.lab.workloads import check, trace_file
+from experiments.lab.workloads import base, trace_file
 from experiments.lab.workloads.base import Arrivals, Arriving, Inputs, Item, Vocabulary, generator
-from experiments.lab.workloads.hash_blocks import SMALLEST_BLOCK, HashBlocks, shrunk
-from experiments.lab.workloads.mooncake import HASH_BLOCK
-from experiments.lab.workloads.records import Record
-from experiments.lab.workloads.tokens import RandomTokens
-from experiments.lab.workloads.trace_file import TraceFile, TraceFormat
+from experiments.lab.workloads.tokens import SMALLEST_BLOCK, HashBlocks, RandomTokens, shrunk
+from experiments.lab.workloads.trace_file import HASH_BLOCK, Record, TraceFile, TraceFormat
 from mini_infer.core.errors import ConfigError
 
 
@@ -43,9 +40,9 @@ class Trace(Arriving):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.at_least(self, 0, "start")
-        check.at_least(self, 1, "limit", "shrink", "max_prompt_tokens", "max_output_tokens")
-        check.above_zero(self, "rate_scale")
+        base.at_least(self, 0, "start")
+        base.at_least(self, 1, "limit", "shrink", "max_prompt_tokens", "max_output_tokens")
+        base.above_zero(self, "rate_scale")
         if self.rate_scale != 1 and self.arrivals is not Arrivals.trace:
             raise ConfigError(
                 f"workload.rate_scale={self.rate_scale} needs workload.arrivals=trace; it is {self.arrivals.value}"

@@ -1,15 +1,30 @@
-"""A recorded trace, read and checked to its last line: what is measured must not depend on which lines were skipped."""
+"""A recorded trace, read and checked to its last line: what is measured must not depend on which lines were skipped.
+
+Azure's traces are CSV with one request a line, times and lengths only (Patel et al., "Splitwise: Efficient Generative
+LLM Inference Using Phase Splitting", ISCA 2024):
+
+    TIMESTAMP,ContextTokens,GeneratedTokens
+    2023-11-16 18:15:46.6805900,374,44
+
+Mooncake's are JSON lines with times in milliseconds, lengths, and a hash for every 512 tokens of the prompt. A hash
+covers its block and all before it: prompts are equal as far as their ids are (Qin et al., "Mooncake: Trading More
+Storage for Less Computation", FAST 2025):
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ..., 2353, 2354]}
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
-from experiments.lab.workloads import azure, mooncake
-from experiments.lab.workloads.records import BrokenLine, Record
 from mini_infer.core.errors import ConfigError
 
 
@@ -20,8 +35,34 @@ class TraceFormat(str, Enum):
 
 
 MOST_TOKENS = 10**9  # beyond any model: a slip of the pen
-PARSERS = {TraceFormat.azure: azure.parse, TraceFormat.mooncake: mooncake.parse}
 WHERE = "docs/workloads.md says where to get a trace and what it must look like"
+TIME, PROMPT, OUTPUT = COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")  # of Azure
+# Seven digits of a second, which Python 3.10 does not read by itself; later traces add an offset from UTC.
+MOMENT = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:?\d\d)?")
+INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")  # of Mooncake
+HASH_BLOCK = 512  # tokens
+LATEST_MS = 10**15  # what a float holds to the tenth of a millisecond
+Numbered = Iterator[tuple[int, Any]]  # lines of a file, or records, from 1 on
+
+
+@dataclass(frozen=True)
+class Record:
+    """
+    Attributes:
+        time_s: when the request arrived; only differences matter.
+        prefix_ids: one id for each HASH_BLOCK tokens of the prompt, the last block partly filled. Prompts share
+            their beginning as far as their ids are the same. Empty: nothing is known to be shared.
+    """
+
+    time_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix_ids: tuple[int, ...] = ()
+
+
+class BrokenLine(Exception):
+    """Its number, and what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +97,9 @@ def read(path: str, format: TraceFormat = TraceFormat.auto) -> TraceFile:
     try:
         records = tuple(_checked(PARSERS[format](iter(lines))))
     except BrokenLine as broken:
+        line, reason = broken.args
         raise ConfigError(
-            f"{path}, line {broken.line}: {broken.reason}. Mend the file; no line is passed over in silence"
+            f"{path}, line {line}: {reason}. Mend the file; no line is passed over in silence"
         ) from broken
     if not records:
         raise ConfigError(f"workload.path={path} has a header and no requests. {WHERE}")
@@ -67,15 +109,15 @@ def read(path: str, format: TraceFormat = TraceFormat.auto) -> TraceFile:
 def _detect(path: str, first: str) -> TraceFormat:
     if first.startswith("{"):
         return TraceFormat.mooncake
-    if any(column in first for column in azure.COLUMNS):
+    if any(column in first for column in COLUMNS):
         return TraceFormat.azure
     raise ConfigError(
         f"workload.path={path} is no trace that is known here. Its first line is {first[:80]!r}; an Azure trace begins "
-        f"with the columns {','.join(azure.COLUMNS)}, a Mooncake trace is JSON lines with {', '.join(mooncake.FIELDS)}"
+        f"with the columns {','.join(COLUMNS)}, a Mooncake trace is JSON lines with {', '.join(FIELDS)}"
     )
 
 
-def _checked(records: Iterable[tuple[int, Record]]) -> Iterator[Record]:
+def _checked(records: Numbered) -> Iterator[Record]:
     before: float | None = None
     for number, record in records:
         for what, tokens in (("prompt", record.prompt_tokens), ("output", record.output_tokens)):
@@ -87,3 +129,78 @@ def _checked(records: Iterable[tuple[int, Record]]) -> Iterator[Record]:
             )
         before = record.time_s
         yield record
+
+
+def azure(lines: Numbered) -> Numbered:
+    """Records. Columns may stand in any order, and others beside them. Raises BrokenLine."""
+    number, line = next(lines)
+    header = [cell.strip() for cell in line.split(",")]
+    missing = [column for column in COLUMNS if column not in header]
+    if missing:
+        raise BrokenLine(number, f"the columns are {','.join(header)}; {', '.join(missing)} missing")
+    for number, line in lines:
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != len(header):
+            raise BrokenLine(number, f"it has {len(cells)} of {len(header)} columns: {line[:60]!r}")
+        row = dict(zip(header, cells, strict=True))
+        yield number, Record(_time(number, row[TIME]), _int(number, PROMPT, row), _int(number, OUTPUT, row))
+
+
+def _int(number: int, column: str, row: dict[str, str]) -> int:
+    if not INTEGER.fullmatch(row[column]):
+        raise BrokenLine(number, f"{column} must be a whole number, got {row[column]!r}")
+    return int(row[column])
+
+
+def _time(number: int, text: str) -> float:
+    match = MOMENT.fullmatch(text)
+    try:
+        if match is None:
+            raise ValueError
+        seconds, fraction, offset = match.groups()
+        zone = "+00:00" if offset in (None, "Z") else offset
+        moment = datetime.strptime(seconds.replace("T", " ") + zone, "%Y-%m-%d %H:%M:%S%z")
+    except ValueError:
+        raise BrokenLine(number, f"{TIME} must look like 2023-11-16 18:15:46.6805900, got {text!r}") from None
+    epoch = datetime(2000, 1, 1, tzinfo=timezone.utc)  # near enough for a float to keep all seven digits
+    return (moment - epoch).total_seconds() + float(fraction or 0)
+
+
+def mooncake(lines: Numbered) -> Numbered:
+    """Records. Raises BrokenLine."""
+    for number, line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise BrokenLine(number, f"it is no JSON, or cut short: ...{line[-60:]!r}") from None
+        if not isinstance(row, dict):
+            raise BrokenLine(number, f"it must be an object with {', '.join(FIELDS)}, got {line[:60]!r}")
+        missing = [name for name in FIELDS if name not in row]
+        if missing:
+            raise BrokenLine(number, f"{', '.join(missing)} missing; it has {', '.join(row)}")
+        yield number, _record(number, *(row[name] for name in FIELDS))
+
+
+def _record(number: int, timestamp: Any, prompt: Any, output: Any, ids: Any) -> Record:
+    is_number = isinstance(timestamp, (int, float)) and not isinstance(timestamp, bool)
+    if not is_number or not abs(timestamp) < LATEST_MS:
+        raise BrokenLine(number, f"timestamp must be milliseconds, got {timestamp!r}")
+    for name, value in (("input_length", prompt), ("output_length", output)):
+        if not _is_int(value):
+            raise BrokenLine(number, f"{name} must be a whole number, got {value!r}")
+    if not isinstance(ids, list) or not all(_is_int(value) for value in ids):
+        raise BrokenLine(number, f"hash_ids must be a list of whole numbers, got {str(ids)[:60]}")
+    blocks = -(-prompt // HASH_BLOCK)
+    if prompt > 0 and len(ids) != blocks:
+        raise BrokenLine(
+            number,
+            f"input_length={prompt} makes {blocks} blocks of {HASH_BLOCK} tokens, but hash_ids holds {len(ids)}",
+        )
+    return Record(timestamp / 1e3, prompt, output, tuple(ids))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+PARSERS = {TraceFormat.azure: azure, TraceFormat.mooncake: mooncake}

@@ -16,7 +16,7 @@ def add_cli_args(parser):
 
 
 def main(args):
-    found = {name: [] for name in ("start_times", "ttfts", "itls", "input_lens", "output_lens", "errors")}
+    found = {name: [] for name in ("start_times", "ttfts", "itls", "output_lens", "errors")}
     start = time.perf_counter()
     with open(args.dataset_path) as file:
         prompts = [json.loads(line)["prompt"] for line in file]
@@ -32,7 +32,6 @@ def main(args):
         events = usage["completion_tokens"] // 2  # of two tokens each
         found["ttfts"].append(0.01)
         found["itls"].append([0.02] * (events - 1))
-        found["input_lens"].append(usage["prompt_tokens"])
         found["output_lens"].append(usage["completion_tokens"])
         found["errors"].append("")
     return {**found, "duration": time.perf_counter() - start}
