@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from experiments.lab.judge import distributions
 from experiments.lab.show import effects, wording
-from experiments.lab.show.figures import experts, forest, frame, load, memory, panels, profile, timeline
+from experiments.lab.show.figures import experts, forest, frame, load, panels, profile, stacks, timeline
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result
@@ -91,8 +91,8 @@ def _under_load(result: Result) -> Iterator[Picture]:
             title = wording.titled(f"How long {' and '.join(told)} waited", point)
             plot = PlotSpec("waits", title, tuple(PanelSpec(m, PanelKind.distribution) for m in told.values()))
             yield Picture("waits", title, partial(panels.draw, plot, own))
-    if memory.of(result):
-        yield Picture("memory-map", "Where the memory goes", partial(memory.draw, result))
+    if stacks.memory_of(result):
+        yield Picture("memory-map", "Where the memory goes", partial(stacks.memory, result))
     if result.experts:
         yield Picture("experts", experts.TITLE, partial(experts.draw, result))
 

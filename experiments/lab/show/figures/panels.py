@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.lab.judge.metrics import Better
-from experiments.lab.show.figures import bars, formula, frame, lines, matrix, split
+from experiments.lab.show.figures import bars, formula, frame, lines, matrix, stacks
 from experiments.lab.show.figures.frame import INK
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.result import Result
@@ -48,7 +48,7 @@ def draw(plot: PlotSpec, result: Result) -> Figure:
 
 
 def _stack(plot: PlotSpec, result: Result) -> Figure:
-    figure = split.draw(plot.panels[0], result)
+    figure = stacks.of_metrics(plot.panels[0], result)
     if figure is None:
         figure, ax = frame.one(PANEL_HEIGHT)
         frame.nothing(ax, NO_VALUE)
