@@ -58,9 +58,6 @@ def _stack(plot: PlotSpec, result: Result) -> Figure:
 
 def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, rows: bars.Rows | None, named: bool) -> str:
     """Why there is nothing to draw; else empty. `rows`: of bars that lie; `named`: whether they are."""
-    if panel.kind is PanelKind.distribution:
-        ax.set_title("lower is better", fontsize=8, color=INK)
-        return "" if lines.distribution(ax, panel, result) else "not stored for this run (experiment.timeline)"
     metric = result.info.metrics.get(panel.metric)
     if metric is None or (panel.kind is PanelKind.curve and panel.x not in result.info.metrics):
         return f"{panel.metric}: not measured in this run"  # which may have chosen other metrics
