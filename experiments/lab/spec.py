@@ -32,9 +32,6 @@ class ClaimSpec:
     source: str = ""  # where the figure comes from
 
 
-DISTRIBUTIONS = ("ttft", "tpot", "e2e", "itl")  # metrics of which single requests, or tokens, are stored
-
-
 class PanelKind(str, Enum):
     bars = "bars"  # one group of bars a point
     lines = "lines"  # one line a variant, over a numeric setting
@@ -42,7 +39,6 @@ class PanelKind(str, Enum):
     matrix = "matrix"  # pairs of mechanisms, from variants called a, b and a+b beside the baseline
     formula = "formula"  # speed-up over the baseline, measured and by Leviathan's formula, over a setting or a metric
     stack = "stack"  # bars of pieces, which are `parts`; the figure's only panel
-    distribution = "distribution"  # share of requests, or tokens, above a time; needs what `timeline` stores
 
 
 @dataclass(frozen=True)
@@ -72,14 +68,6 @@ class PanelSpec:
             raise ConfigError(f"the panel of {self.metric!r}: bars start at 0; for a log axis choose kind: lines")
         if (self.kind is PanelKind.stack) != bool(self.parts):
             raise ConfigError(f"the panel of {self.metric!r}: kind: stack and `parts` go together")
-        base, _, of_class = self.metric.partition("@")
-        known = base.split("_")[0] in DISTRIBUTIONS and not (base.startswith("itl") and of_class)
-        if self.kind is PanelKind.distribution and not known:
-            allowed = ", ".join(f"{name}_ms" for name in DISTRIBUTIONS)
-            raise ConfigError(
-                f"the panel of {self.metric!r} draws a distribution, which there is of {allowed} (and of one class of "
-                "requests, metric@class, but for itl_ms)"
-            )
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def verdicts(compose_config, slower_ms, *overrides):
     experiment, found = findings(compose_config, variants, CLAIMS, "workload.output_tokens=12", *overrides)
     if not all(row.valid for row in found.rows):
         return {"same": [], "slower": []}
-    judged = [(claim.variant, judge(claim, found.rows, found.gates).verdict) for claim in experiment.claims]
+    judged = [(claim.variant, judge(claim, Table(found.rows), found.gates).verdict) for claim in experiment.claims]
     return {name: [verdict for variant, verdict in judged if variant == name] for name in ("same", "slower")}
 
 

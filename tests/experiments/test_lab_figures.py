@@ -12,7 +12,7 @@ from experiments.lab.judge.claims import Bound, Claim
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.steps import ExpertRow, expert_rows
-from experiments.lab.show.figures import bars, experts, forest, frame, gallery, load, matrix, memory, panels, profile
+from experiments.lab.show.figures import bars, experts, forest, frame, gallery, load, matrix, panels, profile, stacks
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.rows import Row
 
@@ -199,11 +199,11 @@ def test_the_interval_of_a_share_stays_within_it():
 
 def test_memory_is_what_the_engine_said_when_it_started():
     given = result(peers={"base": (STARTED,), "new": ({"vllm": "0.23"},)})
-    assert memory.of(given) == {"base": {"weights": 14.0, "KV": 30.0, "CUDA graphs": 1.0}}
+    assert stacks.memory_of(given) == {given.info.variants["base"]: {"weights": 14.0, "KV": 30.0, "CUDA graphs": 1.0}}
     device = given.info.provenance.device | {"gpu_memory_gib": 80.0}
     on_gpu = replace(given, info=replace(given.info, provenance=replace(given.info.provenance, device=device)))
-    assert memory.of(on_gpu)["base"][memory.FREE] == pytest.approx(35.0)
-    (ax,) = memory.draw(on_gpu).axes
+    assert stacks.memory_of(on_gpu)[given.info.variants["base"]][stacks.FREE] == pytest.approx(35.0)
+    (ax,) = stacks.memory(on_gpu).axes
     assert [bar.get_width() for bar in ax.patches] == [14.0, 30.0, 1.0, 35.0]
     assert "memory-map" in names(given)
     assert "memory-map" not in names(result())

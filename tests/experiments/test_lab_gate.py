@@ -8,7 +8,7 @@ from experiments.lab.judge.claims import Bound, Claim, Verdict, joined, judge, r
 from experiments.lab.judge.gate import Difference, compare
 from experiments.lab.points import point
 from experiments.lab.spec import ClaimSpec
-from experiments.lab.store.rows import Row
+from experiments.lab.store.rows import Row, Table
 from mini_infer.core.errors import ConfigError
 
 
@@ -60,7 +60,7 @@ def claim(bound, value):
 )
 def test_verdicts_follow_the_interval(bound, value, verdict):
     measured = rows("base", [10.0] * 5) + rows("new", [14.0, 14.5, 15.0, 15.5, 16.0])
-    assert judge(claim(bound, value), measured, []).verdict is verdict
+    assert judge(claim(bound, value), Table(measured), []).verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_verdicts_follow_the_interval(bound, value, verdict):
 )
 def test_a_claim_of_two_sides_needs_the_whole_interval_between_them(low, high, verdict):
     claimed = Claim("speed", "new", "p", Bound.within, low, upper=high)
-    assert judge(claimed, rows("new", [14.0, 14.5, 15.0, 15.5, 16.0]), []).verdict is verdict
+    assert judge(claimed, Table(rows("new", [14.0, 14.5, 15.0, 15.5, 16.0])), []).verdict is verdict
     assert [(side.bound, side.value) for side in claimed.sides] == [(Bound.at_least, low), (Bound.at_most, high)]
 
 
 def test_a_claim_is_judged_by_its_target_and_carries_its_aim():
     measured = rows("base", [10.0] * 5) + rows("new", [14.0, 14.5, 15.0, 15.5, 16.0])
     (claimed,) = resolved(at={"size": 1}, at_least=13.0, aim=20.0)
-    assert judge(replace(claimed, point="p"), measured, []).verdict is Verdict.supported
+    assert judge(replace(claimed, point="p"), Table(measured), []).verdict is Verdict.supported
     assert [(side.bound, side.value) for side in claimed.sides] == [(Bound.at_least, 13.0), (Bound.at_least, 20.0)]
 
 
@@ -135,14 +135,14 @@ def test_a_claim_that_says_nothing_is_refused(changes, message):
 
 def test_one_repeat_proves_nothing():
     measured = rows("base", [10.0]) + rows("new", [99.0])
-    judged = judge(claim(Bound.ratio_at_least, 1.0), measured, [])
+    judged = judge(claim(Bound.ratio_at_least, 1.0), Table(measured), [])
     assert (judged.verdict, judged.reason) == (Verdict.inconclusive, "one repeat has no interval")
 
 
 def test_the_speed_of_wrong_tokens_does_not_count():
     measured = rows("base", [10.0] * 5) + rows("new", [99.0] * 5)
     failed = compare("new", "p", [[1]], [[2]])
-    judged = judge(claim(Bound.ratio_at_least, 1.0), measured, [failed])
+    judged = judge(claim(Bound.ratio_at_least, 1.0), Table(measured), [failed])
     assert judged.verdict is Verdict.inconclusive
     assert "tokens differ" in judged.reason
 
@@ -150,6 +150,6 @@ def test_the_speed_of_wrong_tokens_does_not_count():
 def test_invalid_rows_are_not_counted():
     measured = rows("base", [10.0] * 5) + rows("new", [20.0] * 5)
     spoiled = Row("new", "p", 5, "speed", 0.001, "tokens/s", valid=False, reason="a request failed")
-    judged = judge(claim(Bound.at_least, 20.0), [*measured, spoiled], [])
+    judged = judge(claim(Bound.at_least, 20.0), Table([*measured, spoiled]), [])
     assert judged.verdict is Verdict.supported
     assert judged.estimate.n == 5

@@ -17,7 +17,7 @@ from experiments.lab.show.answer import answer, flags
 from experiments.lab.show.grids import Sheet
 from experiments.lab.show.progress import Steps
 from experiments.lab.store import result as store
-from experiments.lab.store.rows import Row
+from experiments.lab.store.rows import Row, Table
 from mini_infer.core.config import EngineConfig, KernelChoice, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import Quantization
@@ -225,14 +225,14 @@ def error_gate(variant="new", point=None, error=0.03):
     ],
 )
 def test_a_claim_on_wrong_numbers_is_inconclusive(gates, reason):
-    judged = judge(AT, ROWS, gates)
+    judged = judge(AT, Table(ROWS), gates)
     assert judged.verdict is Verdict.inconclusive
     assert judged.reason.startswith(reason)
 
 
 def test_gates_of_others_change_nothing():
     for gate in (error_gate(point="q"), error_gate("other"), error_gate(error=0.01)):
-        assert judge(AT, ROWS, [gate]).verdict is Verdict.supported
+        assert judge(AT, Table(ROWS), [gate]).verdict is Verdict.supported
 
 
 def test_the_figures_stand_beside_the_speed(tmp_path):

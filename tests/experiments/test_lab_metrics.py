@@ -207,10 +207,11 @@ def test_a_peer_has_no_steps_and_that_is_no_fault():
 
 
 def test_the_roofline_needs_ceilings():
-    served = Served((), 0.0, 1.0, (record(0, 0.0, 1.0),))
+    served = Served((), 0.0, 1.0, (record(0, 0.0, 0.4), record(1, 0.4, 1.0)))
     assert value("mbu", served, Context(no_floors="nobody measured them")).reason == "nobody measured them"
-    known = Context(floors=lambda records: [Floor(0.5, 0.1)])
-    assert formulas.measure(served, ["mbu", "mfu", "floor_ms"], known) == {"mbu": 0.5, "mfu": 0.1, "floor_ms": 500.0}
+    known = Context(floors=lambda records: [Floor(0.3, 0.1), Floor(0.2, 0.5)])
+    found = formulas.measure(served, ["mbu", "mfu", "floor_ms"], known)
+    assert found == pytest.approx({"mbu": 0.5, "mfu": 0.6, "floor_ms": 400.0})
 
 
 def test_peak_memory_is_in_mib():

@@ -9,9 +9,8 @@ import pytest
 from made_up import engine_steps, requests, result
 from PIL import Image
 
-from experiments.lab.judge import distributions
 from experiments.lab.judge.claims import Bound, Claim
-from experiments.lab.show.figures import frame, gallery, timeline
+from experiments.lab.show.figures import frame, gallery, timeline, waits
 from experiments.lab.show.figures.frame import BOUND
 from experiments.lab.show.figures.panels import draw as draw_panels
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
@@ -48,8 +47,6 @@ def test_every_kind_of_panel_is_drawn_with_its_unit():
         PanelSpec("output_tokens_per_s", x_label="requests in flight"),
         LINES,
         PanelSpec("ttft_p50_ms", PanelKind.curve, x="output_tokens_per_s"),
-        PanelSpec("ttft_p50_ms", PanelKind.distribution),
-        PanelSpec("itl_p99_ms", PanelKind.distribution),
     ]
     axes = axes_of(panels, given)
     labels = [(ax.get_xlabel(), ax.get_ylabel().replace("\n", " ")) for ax in axes if ax.get_visible()]
@@ -57,8 +54,6 @@ def test_every_kind_of_panel_is_drawn_with_its_unit():
         ("requests in flight", "output tokens per second (tokens/s)"),
         ("concurrency", "time to first token, median request (ms)"),
         ("output tokens per second (tokens/s)", "time to first token, median request (ms)"),
-        ("time to first token of a request (ms)", "share of requests above (%)"),
-        ("inter-token latency of a token (ms)", "share of decoded tokens above (%)"),
     ]
     assert size_of(frame.png(axes[0].figure, "demo"))[0] == int(frame.WIDTH * frame.DPI)
     assert all(not texts(ax) or "not" not in texts(ax)[0] for ax in axes)
@@ -118,7 +113,6 @@ def test_what_is_invalid_or_missing_is_said():
         (PanelSpec("output_tokens_per_s"), "no valid value"),
         (LINES, "no valid value"),
         (PanelSpec("ttft_p50_ms", PanelKind.curve, x="itl_p99_ms"), "no valid value"),
-        (PanelSpec("ttft_p50_ms", PanelKind.distribution), "not stored for this run (experiment.timeline)"),
         (PanelSpec("steps"), "steps: not measured in this run"),
         (PanelSpec("ttft_p50_ms", PanelKind.curve, x="steps"), "ttft_p50_ms: not measured in this run"),
     ]:
@@ -180,23 +174,15 @@ def test_a_bound_of_a_claim_is_drawn_unless_far_away():
 
 
 def test_ratios_to_the_tail_are_shares():
-    x, share = distributions.above([3.0, 1.0, 2.0], [1.0, 2.0, 1.0])
+    x, share = waits.above([3.0, 1.0, 2.0], [1.0, 2.0, 1.0])
     assert x == [1.0, 1.0, 2.0, 3.0]
     assert share == [100.0, 50.0, 25.0, 0.0]
 
 
-def test_a_distribution_of_one_class_of_requests():
-    given = result(requests=requests(count=20))
-    every, streams = (distributions.of(name, given).values["base"][0] for name in ("ttft_p50_ms", "ttft_ms@stream"))
-    assert len(every) == 20
-    assert len(streams) == 10
-    assert set(streams) < set(every)
-    assert all(time == pytest.approx(1e3 * 0.3 / 31) for time in distributions.of("tpot_ms", given).values["base"][0])
-
-
 def test_gaps_between_tokens_come_from_the_steps():
     steps = engine_steps(count=50)
-    times, weights = distributions.of("itl_max_ms", result(steps=steps)).values["base"]
+    (gaps,) = (found for found in waits.of(result(steps=steps)) if found.what == "decoded tokens")
+    times, weights = gaps.values["base"]
     assert sum(weights) == sum(step.decode_tokens for step in steps[1:])
     last = steps[-1].start_s + steps[-1].duration_s - steps[-2].start_s - steps[-2].duration_s
     assert times[-1] == pytest.approx(1e3 * last)
@@ -207,8 +193,6 @@ def test_gaps_between_tokens_come_from_the_steps():
     [
         ({"metric": "ttft_ms", "kind": PanelKind.lines}, "point's key"),
         ({"metric": "ttft_ms", "kind": PanelKind.curve}, "metric along its x axis"),
-        ({"metric": "steps", "kind": PanelKind.distribution}, "which there is of ttft_ms, tpot_ms, e2e_ms, itl_ms"),
-        ({"metric": "itl_ms@stream", "kind": PanelKind.distribution}, "but for itl_ms"),
         ({"metric": "ttft_ms", "log_y": True}, "bars start at 0"),
     ],
 )

@@ -204,16 +204,6 @@ def test_a_dtype_that_was_not_measured_counts_at_the_fastest_rate():
     assert floor(roofline.Cost(0, {"float32": 1e12}), both).compute_s == pytest.approx(10)
 
 
-def test_utilization_of_a_pass(qwen, h200):
-    steps = [record(end_time=0.004), record(end_time=0.006)]
-    found = roofline.utilization(steps, roofline.floors(qwen, torch.bfloat16, steps, h200))
-    one = floor(cost(qwen, torch.bfloat16, roofline.work(steps[0])), h200)
-    assert found.mbu == pytest.approx(2 * one.memory_s / 0.010)
-    assert found.mfu == pytest.approx(2 * one.compute_s / 0.010)
-    assert found.floor_s == pytest.approx(one.seconds)
-    assert roofline.utilization([], []) is None
-
-
 # --- whose ceilings ------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from experiments.lab.judge import stats
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.points import Point, find_point
 from experiments.lab.spec import ClaimSpec
-from experiments.lab.store.rows import Row, Table
+from experiments.lab.store.rows import Table
 from mini_infer.core.errors import ConfigError
 
 AIM = "aim"  # begins the source of a claim that has no target
@@ -151,9 +151,8 @@ def _bound(spec: ClaimSpec, where: str) -> tuple[Bound, float, float | None]:
     return bound, value, None
 
 
-def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate | ErrorGate], share: bool = False) -> Judgement:
+def judge(claim: Claim, table: Table, gates: Sequence[Gate | ErrorGate], share: bool = False) -> Judgement:
     """`share`: the metric lies between 0 and 1."""
-    table = Table(rows)
     values = table.values(claim.variant, claim.point, claim.metric)
     for gate in gates:
         if not gate.passed and gate.covers(claim.variant, claim.point):
@@ -166,7 +165,7 @@ def judge(claim: Claim, rows: Sequence[Row], gates: Sequence[Gate | ErrorGate], 
     else:
         found = stats.absolute(values, share) if values else None
     if found is None:
-        return _inconclusive(claim, None, _why_none(claim, rows))
+        return _inconclusive(claim, None, _why_none(claim, table))
     if found.low is None or found.high is None:
         return _inconclusive(claim, found, "one repeat has no interval")
     least = claim.value if claim.bound.is_floor or claim.upper is not None else -math.inf
@@ -184,9 +183,9 @@ def _why(gate: Gate | ErrorGate) -> str:
     return "its tokens differ from the baseline's"
 
 
-def _why_none(claim: Claim, rows: Sequence[Row]) -> str:
-    own, reference = (claim.variant, claim.point), (claim.reference_variant, claim.reference_point)
-    absent = [row.variant for row in rows if row.is_absent and (row.variant, row.point) in (own, reference)]
+def _why_none(claim: Claim, table: Table) -> str:
+    cells = (claim.variant, claim.point), (str(claim.reference_variant), str(claim.reference_point))
+    absent = [cell[0] for cell in cells if cell in table.absent]
     return f"not measured, because {absent[0]} is absent" if absent else "no valid measurement"
 
 

@@ -13,22 +13,11 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from experiments.lab.judge.metrics import (
-    NOT_A_PEERS,
-    NOTHING,
-    Better,
-    Compute,
-    Context,
-    Missing,
-    of_engine,
-    of_pass,
-    total,
-)
+from experiments.lab.judge.metrics import NOTHING, Better, Missing, Value, of_engine, total
 from experiments.lab.measure.traces import Served
 from mini_infer.core.plan import StepRecord
 from mini_infer.speculative.policy.costs import StepCosts
@@ -37,50 +26,41 @@ PLACES = 8  # behind a request's last token, of which acceptance is told one by 
 NO_DRAFTS = Missing("there were no drafts", applies=False)
 NO_DRAFT_MODEL = Missing("no draft model proposes", applies=False)
 NO_COSTS = Missing("what its steps cost was not measured when the engine started", applies=False)
-_HIGH, _LOW = Better.higher, Better.lower
+Records = Sequence[StepRecord]
+Count = Callable[[Records], float]
 
 
 # ------------------------------------------------------------------------------------------------ what became of drafts
 
 
-def _accepted(served: Served) -> int:
-    return sum(sum(record.accepted) for record in served.records)
+def _accepted(records: Records) -> int:
+    return sum(sum(record.accepted) for record in records)
 
 
-def _drafted(served: Served) -> int:
-    return sum(sum(record.drafted) for record in served.records)
+def _drafted(records: Records) -> int:
+    return sum(sum(record.drafted) for record in records)
 
 
-def _of_drafts(compute: Callable[[Served], tuple[float, float]]) -> Compute:
-    """A ratio, where there were drafts at all."""
-
-    def ratio(served: Served) -> float | Missing:
-        above, below = compute(served)
-        return above / below if below else NO_DRAFTS
-
-    return of_engine(ratio)
-
-
-def _tried(served: Served) -> int:
+def _tried(records: Records) -> int:
     """Drafts before which all were accepted. Those behind a rejected one were never tried."""
-    tried = 0
-    for record in served.records:
-        before = (*record.drafted[:1], *record.accepted)
-        tried += sum(map(min, before, record.drafted))
-    return tried
+    return sum(sum(map(min, (*record.drafted[:1], *record.accepted), record.drafted)) for record in records)
 
 
-def _acceptance_at(place: int) -> Compute:
-    return _of_drafts(
-        lambda served: (
-            sum(sum(record.accepted[place : place + 1]) for record in served.records),
-            sum(sum(record.drafted[place : place + 1]) for record in served.records),
-        )
-    )
+def _verified_rows(records: Records) -> int:
+    return sum(sum(record.drafted[:1]) for record in records)
 
 
-def _verified_rows(served: Served) -> int:
-    return sum(sum(record.drafted[:1]) for record in served.records)
+def _at(place: int, counts: Callable[[StepRecord], Sequence[int]]) -> Count:
+    return lambda records: sum(sum(counts(record)[place : place + 1]) for record in records)
+
+
+def _ratio(above: Count, below: Count) -> Value:
+    """Where there were drafts at all."""
+    return lambda served: above(served.records) / count if (count := below(served.records)) else NO_DRAFTS
+
+
+def _a_decode(count: Count) -> Callable[[Served], float]:
+    return lambda served: count(served.records) / max(1, sum(record.decode_rows for record in served.records))
 
 
 def _draft_time_share(served: Served) -> float | Missing:
@@ -110,27 +90,12 @@ def leviathan_speedup(acceptance: float, k: int, draft_cost: float, verify_cost:
     return expected_tokens(acceptance, k) / (k * draft_cost + verify_cost)
 
 
-@dataclass(frozen=True)
-class _Prediction:
-    """Of the steps without prompts, all of them together. Seconds are the table's."""
-
-    tokens: float
-    seconds: float
-    rows: int  # that brought tokens
-    plain_s: float  # of the same steps without drafts
-
-    # Of the steps with drafts:
-    drafted_s: float  # without their drafts
-    verify_s: float  # verification alone
-    draft_s: float  # a token of the draft for every row
-
-
 def _decoding(served: Served) -> list[StepRecord]:
     """Steps in which nothing but decoding was done."""
     return [record for record in served.records if record.decode_rows and not record.prefill_tokens]
 
 
-def _seconds(records: list[StepRecord]) -> float:
+def _seconds(records: Records) -> float:
     return sum(record.end_time - record.start_time for record in records)
 
 
@@ -140,16 +105,17 @@ def _decode_rate(served: Served) -> float | Missing:
     return sum(record.sampled_tokens for record in steps) / seconds if seconds > 0 else NOTHING
 
 
-def _predict(served: Served) -> _Prediction | Missing:
+def _predict(served: Served) -> dict[str, float | Missing] | Missing:
+    """What the formula says of the steps without prompts, all of them together, by the metric's name."""
     steps, costs = _decoding(served), served.step_costs
     if costs is None:
-        return NO_COSTS if _drafted(served) else NO_DRAFTS
+        return NO_COSTS if _drafted(served.records) else NO_DRAFTS
     if not steps:
         return NOTHING
-    decoding = replace(served, records=tuple(steps))
-    tried = _tried(decoding)
-    acceptance = _accepted(decoding) / tried if tried else 0.0
-    tokens = seconds = plain_s = drafted_s = verify_s = draft_s = 0.0
+    tried = _tried(steps)
+    acceptance = _accepted(steps) / tried if tried else 0.0
+    tokens = seconds = plain_s = 0.0
+    drafted_s = verify_s = draft_s = 0.0  # of the steps with drafts: without them, verification alone, one draft a row
     for record in steps:
         rows = record.decode_rows
         step_s, without_s = _step_seconds(record, costs), costs.verify_seconds(rows, 1)
@@ -161,7 +127,13 @@ def _predict(served: Served) -> _Prediction | Missing:
             drafted_s += without_s
             verify_s += step_s - sum(map(costs.draft_seconds, record.drafted))
             draft_s += costs.draft_seconds(rows)
-    return _Prediction(tokens, seconds, sum(r.decode_tokens for r in steps), plain_s, drafted_s, verify_s, draft_s)
+    draft_cost: float | Missing = draft_s / drafted_s if draft_s else NO_DRAFT_MODEL
+    return {
+        "formula_tokens_per_s": tokens / seconds,
+        "formula_speedup": tokens / seconds / (sum(record.decode_tokens for record in steps) / plain_s),
+        "draft_cost": draft_cost if drafted_s else NO_DRAFTS,
+        "verify_cost": verify_s / drafted_s if drafted_s else NO_DRAFTS,
+    }
 
 
 def _step_seconds(record: StepRecord, costs: StepCosts) -> float:
@@ -171,97 +143,54 @@ def _step_seconds(record: StepRecord, costs: StepCosts) -> float:
     return costs.step_seconds(lengths)
 
 
-def _predicted(part: Callable[[_Prediction], float | Missing]) -> Compute:
-    def compute(served: Served) -> float | Missing:
-        found = _predict(served)
-        return found if isinstance(found, Missing) else part(found)
-
-    return of_engine(compute)
+def _predicted(name: str) -> Value:
+    return lambda served: found if isinstance(found := _predict(served), Missing) else found[name]
 
 
-def _draft_cost(found: _Prediction) -> float | Missing:
-    if not found.drafted_s:
-        return NO_DRAFTS
-    return found.draft_s / found.drafted_s if found.draft_s else NO_DRAFT_MODEL
+def _share_of_formula(served: Served) -> float | Missing:
+    measured, told = _decode_rate(served), _predicted("formula_tokens_per_s")(served)
+    if isinstance(told, Missing):
+        return told
+    return measured if isinstance(measured, Missing) else measured / told
 
 
-def _share_of_formula(served: Served, context: Context) -> float | Missing:
-    if not served.records:
-        return NOT_A_PEERS
-    measured, found = _decode_rate(served), _predict(served)
-    if isinstance(found, Missing):
-        return found
-    return measured if isinstance(measured, Missing) else measured / (found.tokens / found.seconds)
-
-
-DRAFTS = {
-    "acceptance": of_pass(
-        "share of the tried drafts that were accepted", "", _HIGH, _of_drafts(lambda s: (_accepted(s), _tried(s)))
-    ),
-    "accepted_of_drafted": of_pass(
-        "share of all drafts that were accepted", "", _HIGH, _of_drafts(lambda s: (_accepted(s), _drafted(s)))
-    ),
-    **{
-        f"acceptance_{place + 1}": of_pass(
-            f"share of the drafts in place {place + 1} that were accepted", "", _HIGH, _acceptance_at(place)
-        )
-        for place in range(PLACES)
-    },
-    "accepted_length": of_pass(
-        "tokens that a request with drafts gets in a step, mean",
-        "tokens",
-        _HIGH,
-        _of_drafts(lambda s: (_verified_rows(s) + _accepted(s), _verified_rows(s))),
-    ),
-    "tokens_per_decode": of_pass(
-        "tokens that a running request gets in a step, mean",
-        "tokens",
-        _HIGH,
-        of_engine(lambda s: 1 + _accepted(s) / max(1, sum(r.decode_rows for r in s.records))),
-    ),
-    "drafts_per_decode": of_pass(
-        "drafts of a running request in a step, mean",
-        "tokens",
-        _LOW,
-        of_engine(lambda s: _drafted(s) / max(1, sum(r.decode_rows for r in s.records))),
-    ),
-    "decode_tokens_per_s": of_pass(
-        "output tokens per second of the steps without prompts", "tokens/s", _HIGH, of_engine(_decode_rate)
-    ),
-    "formula_tokens_per_s": of_pass(
-        "output tokens per second of the steps without prompts, by Leviathan's formula",
-        "tokens/s",
-        _HIGH,
-        _predicted(lambda p: p.tokens / p.seconds),
-    ),
-    "formula_share": of_pass(
-        "output tokens per second of the steps without prompts, measured / by Leviathan's formula",
-        "",
-        _HIGH,
-        _share_of_formula,
-    ),
-    "formula_speedup": of_pass(
-        "speed-up of steps without prompts, by Leviathan's formula",
-        "",
-        _HIGH,
-        _predicted(lambda p: p.tokens / p.seconds / (p.rows / p.plain_s)),
-    ),
-    "draft_cost": of_pass(
-        "time of one draft token a row, in steps without drafts",
-        "",
-        _LOW,
-        _predicted(_draft_cost),
-    ),
-    "verify_cost": of_pass(
-        "time of a step that verifies drafts, in steps without drafts",
-        "",
-        _LOW,
-        _predicted(lambda p: p.verify_s / p.drafted_s if p.drafted_s else NO_DRAFTS),
-    ),
-    "draft_time_share": of_pass(
-        "share of the time of steps with drafts that the draft model takes", "", _LOW, of_engine(_draft_time_share)
-    ),
-    "wasted_tokens": of_pass(
-        "drafts that were rejected", "tokens", _LOW, total(lambda r: sum(r.drafted) - sum(r.accepted))
-    ),
+_RATE = "output tokens per second of the steps without prompts"
+_PLACES: dict[str, tuple[str, Value]] = {
+    f"acceptance_{place + 1}": (
+        f"share of the drafts in place {place + 1} that were accepted",
+        _ratio(_at(place, lambda record: record.accepted), _at(place, lambda record: record.drafted)),
+    )
+    for place in range(PLACES)
 }
+DRAFTS = {
+    **of_engine("", Better.higher, {
+        "acceptance": ("share of the tried drafts that were accepted", _ratio(_accepted, _tried)),
+        "accepted_of_drafted": ("share of all drafts that were accepted", _ratio(_accepted, _drafted)),
+        **_PLACES,
+    }, share=True),
+    **of_engine("", Better.lower, {
+        "draft_time_share": ("share of the time of steps with drafts that the draft model takes", _draft_time_share),
+    }, share=True),
+    **of_engine("tokens", Better.higher, {
+        "accepted_length": ("tokens that a request with drafts gets in a step, mean",
+                            _ratio(lambda records: _verified_rows(records) + _accepted(records), _verified_rows)),
+        "tokens_per_decode": ("tokens that a running request gets in a step, mean",
+                              lambda served: 1 + _a_decode(_accepted)(served)),
+    }),
+    **of_engine("tokens", Better.lower, {
+        "drafts_per_decode": ("drafts of a running request in a step, mean", _a_decode(_drafted)),
+        "wasted_tokens": ("drafts that were rejected", total(lambda r: sum(r.drafted) - sum(r.accepted))),
+    }),
+    **of_engine("tokens/s", Better.higher, {
+        "decode_tokens_per_s": (_RATE, _decode_rate),
+        "formula_tokens_per_s": (f"{_RATE}, by Leviathan's formula", _predicted("formula_tokens_per_s")),
+    }),
+    **of_engine("", Better.higher, {
+        "formula_share": (f"{_RATE}, measured / by Leviathan's formula", _share_of_formula),
+        "formula_speedup": ("speed-up of steps without prompts, by Leviathan's formula", _predicted("formula_speedup")),
+    }),
+    **of_engine("", Better.lower, {
+        "draft_cost": ("time of one draft token a row, in steps without drafts", _predicted("draft_cost")),
+        "verify_cost": ("time of a step that verifies drafts, in steps without drafts", _predicted("verify_cost")),
+    }),
+}  # fmt: skip

@@ -28,14 +28,14 @@ from experiments.lab.judge.metrics import (
     Metric,
     Missing,
     Samples,
+    Value,
     mean,
     of_engine,
     of_pass,
-    of_request,
     too_few,
     total,
 )
-from experiments.lab.judge.roofline import Utilization, utilization
+from experiments.lab.judge.roofline import Floor
 from experiments.lab.measure.traces import HostUse, RequestTrace, Served
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import ExpertTraffic, StepRecord
@@ -82,11 +82,10 @@ def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula
 
         return compute
 
-    formulas = {f"{key}_ms": Formula(Metric(f"{what}, mean {one}", "ms", Better.lower), average)}
+    entries: dict[str, tuple[str, Compute]] = {f"{key}_ms": (f"{what}, mean {one}", average)}
     for q in PERCENTILES:
-        label = f"{what}, median {one}" if q == 50 else f"{what}, P{q}"
-        formulas[f"{key}_p{q}_ms"] = Formula(Metric(label, "ms", Better.lower), percentile(q))
-    return formulas
+        entries[f"{key}_p{q}_ms"] = f"{what}, median {one}" if q == 50 else f"{what}, P{q}", percentile(q)
+    return of_pass("ms", Better.lower, entries, of_requests=True)
 
 
 def _gaps(served: Served) -> list[tuple[Hashable, float]]:
@@ -139,7 +138,11 @@ def _hit_rate(served: Served, context: Context) -> float | Missing:
     return sum(request.cached_tokens for request in served.requests) / asked if asked else NOTHING
 
 
-def _mean_over_time(value: Callable[[StepRecord], float], per: Callable[[StepRecord], float]) -> Compute:
+def _preemptions(served: Served, context: Context) -> float | Missing:
+    return float(sum(request.preemptions for request in served.requests)) if served.records else NOT_A_PEERS
+
+
+def _mean_over_time(value: Callable[[StepRecord], float], per: Callable[[StepRecord], float]) -> Value:
     """Ratio of two sums over the steps, each weighted by how long it took. Idle time between steps counts nothing."""
 
     def compute(served: Served) -> float | Missing:
@@ -148,10 +151,10 @@ def _mean_over_time(value: Callable[[StepRecord], float], per: Callable[[StepRec
         above = sum(t * value(record) for t, record in zip(lasted, served.records, strict=True))
         return above / below if below > 0 else NOTHING
 
-    return of_engine(compute)
+    return compute
 
 
-def _hits(tokens: Callable[[StepRecord], int]) -> Callable[[Served], float | Missing]:
+def _hits(tokens: Callable[[StepRecord], int]) -> Value:
     def compute(served: Served) -> float | Missing:
         asked = sum(request.prompt_tokens for request in served.requests)
         return sum(tokens(record) for record in served.records) / asked if asked else NOTHING
@@ -170,20 +173,20 @@ def _expert_imbalance(served: Served) -> float | Missing:
 
 
 def _of_exchanges(
-    value: Callable[[ExpertTraffic], float], per: Callable[[ExpertTraffic], float] | None = None
-) -> Compute:
+    value: Callable[[ExpertTraffic], float], per: Callable[[ExpertTraffic], float] = lambda _: 1
+) -> Value:
     """Mean over the steps in which tokens went to experts of other ranks, or the ratio of two sums."""
 
     def compute(served: Served) -> float | Missing:
         found = [record.expert_traffic for record in served.records if record.expert_traffic is not None]
-        below = len(found) if per is None else sum(map(per, found))
+        below = sum(map(per, found))
         return sum(map(value, found)) / below if below else NOT_EXCHANGED
 
-    return of_engine(compute)
+    return compute
 
 
-def _milliseconds(stage: str) -> Callable[[ExpertTraffic], float]:
-    return lambda traffic: 1e3 * getattr(traffic, f"{stage}_s")
+def _stage(name: str) -> Value:
+    return _of_exchanges(lambda traffic: 1e3 * getattr(traffic, f"{name}_s"))
 
 
 def _over_http(compute: Callable[[Served, HostUse], float | Missing]) -> Compute:
@@ -202,6 +205,10 @@ def _cpu_us(seconds: Callable[[HostUse], float | None]) -> Compute:
     return _over_http(compute)
 
 
+def _peak_memory(served: Served, context: Context) -> float | Missing:
+    return UNKNOWN_MEMORY if served.peak_memory is None else served.peak_memory / 2**20
+
+
 def _joules_per_token(served: Served, context: Context) -> float | Missing:
     tokens = sum(len(request.token_times) for request in served.requests)
     return NO_COUNTER if served.joules is None or not tokens else served.joules / tokens
@@ -212,19 +219,19 @@ def _tokens_per_read(served: Served, host: HostUse) -> float | Missing:
     return sum(len(request.token_times) for request in served.requests) / reads if reads else NOTHING
 
 
-def _roofline(part: Callable[[Utilization], float]) -> Compute:
+def _roofline(value: Callable[[Sequence[Floor], float], float]) -> Compute:
+    """Of the steps' floors, and the seconds that they took: scheduling, which the host adds, is part of the gap."""
+
     def compute(served: Served, context: Context) -> float | Missing:
         if not served.records:
             return NOT_A_PEERS
         if context.floors is None:
             return Missing(context.no_floors, applies=False)
-        found = utilization(served.records, context.floors(served.records))
-        return NOTHING if found is None else part(found)
+        seconds = sum(record.end_time - record.start_time for record in served.records)
+        return value(context.floors(served.records), seconds) if seconds > 0 else NOTHING
 
     return compute
 
-
-_HIGH, _LOW = Better.higher, Better.lower
 
 # Of bringing tokens to the experts of other ranks, and what they are called in a table.
 STAGES = {
@@ -237,135 +244,95 @@ STAGES = {
 SERVING: dict[str, Formula] = {
     **_times("ttft", "time to first token", "request", _of_requests(lambda r: r.ttft)),
     **_times("itl", "inter-token latency", "gap", _gaps),
-    "itl_max_ms": of_request("inter-token latency, longest gap", "ms", _LOW, _longest_gap),
     **_times("tpot", "time per output token after the first", "request", _of_requests(lambda r: r.tpot)),
     **_times("e2e", "end-to-end latency", "request", _of_requests(lambda r: r.e2e)),
-    "output_tokens_per_s": of_request("output tokens per second", "tokens/s", _HIGH, _rate(_output_tokens)),
-    "input_tokens_per_s": of_request("prompt tokens per second", "tokens/s", _HIGH, _rate(_input_tokens)),
-    "requests_per_s": of_request("requests per second", "requests/s", _HIGH, _rate(_completed)),
-    "goodput_rps": of_request("requests per second that met every SLO", "requests/s", _HIGH, _goodput),
-    "slo_share": of_request("share of the requests that met every SLO", "", _HIGH, _kept_share),
-    "slo_rate_rps": of_pass(
-        "highest rate of arrivals at which requests met the SLO", "requests/s", _HIGH, lambda s, c: NOT_SEARCHED
-    ),
-    "total_s": of_pass("time for the whole workload", "s", _LOW, lambda s, c: s.took),
-    "prefix_hit_rate": of_request("share of prompt tokens found in the prefix cache", "", _HIGH, _hit_rate),
-    "preemptions": of_request(
-        "preemptions", "", _LOW, of_engine(lambda s: float(sum(r.preemptions for r in s.requests)))
-    ),
-    "kv_utilization": of_pass(
-        "KV slots in use / reserved",
-        "",
-        _HIGH,
-        _mean_over_time(lambda r: r.kv.used_slots, lambda r: r.kv.reserved_slots),
-    ),
-    "kv_used_share": of_pass(
-        "share of the KV blocks in use",
-        "",
-        _LOW,
-        _mean_over_time(lambda r: r.kv.used_blocks, lambda r: r.kv.total_blocks),
-    ),
-    "kv_cached_blocks": of_pass(
-        "free KV blocks that hold a cached prefix",
-        "blocks",
-        _HIGH,
-        _mean_over_time(lambda r: r.kv.cached_blocks, lambda r: 1),
-    ),
-    "evictions": of_pass("cached KV blocks overwritten", "blocks", _LOW, total(lambda r: r.evictions)),
-    "swapped_blocks": of_pass(
-        "KV blocks moved to host memory or back",
-        "blocks",
-        _LOW,
-        total(lambda r: r.swapped_out_blocks + r.swapped_in_blocks),
-    ),
-    "host_hit_rate": of_pass(
-        "share of prompt tokens that came back from host memory",
-        "",
-        _HIGH,
-        of_engine(_hits(lambda r: r.host_hit_tokens)),
-    ),
-    "disk_hit_rate": of_pass(
-        "share of prompt tokens that came back from files", "", _HIGH, of_engine(_hits(lambda r: r.disk_hit_tokens))
-    ),
-    "tier_blocks": of_pass(
-        "KV blocks of prefixes copied to host memory or back",
-        "blocks",
-        _LOW,
-        total(lambda r: r.saved_blocks + r.loaded_blocks),
-    ),
-    "file_blocks": of_pass(
-        "KV blocks of prefixes written to files or read",
-        "blocks",
-        _LOW,
-        total(lambda r: r.written_blocks + r.read_blocks),
-    ),
-    "steps": of_pass("engine steps", "steps", _LOW, total(lambda r: 1)),
-    "step_ms": of_pass("time of an engine step, mean", "ms", _LOW, mean(lambda r: 1e3 * (r.end_time - r.start_time))),
-    "schedule_ms": of_pass("time to schedule a step, mean", "ms", _LOW, mean(lambda r: 1e3 * r.schedule_s)),
-    "tokens_per_step": of_pass(
-        "tokens computed in a step, mean", "tokens", _HIGH, mean(lambda r: r.prefill_tokens + r.verified_tokens)
-    ),
-    "batch_size": of_pass("requests that decode together, mean", "requests", _HIGH, of_engine(_batch_size)),
-    "expert_imbalance": of_pass(
-        "tokens of a layer's busiest expert / of its average one, mean step", "", _LOW, of_engine(_expert_imbalance)
-    ),
-    "exchange_mb": of_pass(
-        "bytes of a step to experts of other ranks and back, mean",
-        "MB",
-        _LOW,
-        _of_exchanges(lambda t: t.sent_bytes / 1e6),
-    ),
-    "exchange_excess": of_pass(
-        "those bytes / a row there and back for each rank with a token's experts",
-        "",
-        _LOW,
-        _of_exchanges(lambda t: t.sent_bytes, lambda t: t.ideal_bytes),
-    ),
-    **{
-        f"{stage}_ms": of_pass(f"{what}, mean step", "ms", _LOW, _of_exchanges(_milliseconds(stage)))
-        for stage, what in STAGES.items()
-    },
+    **of_pass("ms", Better.lower, {
+        "itl_max_ms": ("inter-token latency, longest gap", _longest_gap),
+    }, of_requests=True),
+    **of_pass("tokens/s", Better.higher, {
+        "output_tokens_per_s": ("output tokens per second", _rate(_output_tokens)),
+        "input_tokens_per_s": ("prompt tokens per second", _rate(_input_tokens)),
+    }, of_requests=True),
+    **of_pass("requests/s", Better.higher, {
+        "requests_per_s": ("requests per second", _rate(_completed)),
+        "goodput_rps": ("requests per second that met every SLO", _goodput),
+    }, of_requests=True),
+    **of_pass("requests/s", Better.higher, {
+        "slo_rate_rps": ("highest rate of arrivals at which requests met the SLO", lambda s, c: NOT_SEARCHED),
+    }),
+    **of_pass("", Better.higher, {
+        "slo_share": ("share of the requests that met every SLO", _kept_share),
+        "prefix_hit_rate": ("share of prompt tokens found in the prefix cache", _hit_rate),
+    }, share=True, of_requests=True),
+    **of_pass("", Better.lower, {"preemptions": ("preemptions", _preemptions)}, of_requests=True),
+    **of_pass("s", Better.lower, {"total_s": ("time for the whole workload", lambda s, c: s.took)}),
+    **of_engine("", Better.higher, {
+        "kv_utilization": ("KV slots in use / reserved",
+                           _mean_over_time(lambda r: r.kv.used_slots, lambda r: r.kv.reserved_slots)),
+        "host_hit_rate": ("share of prompt tokens that came back from host memory", _hits(lambda r: r.host_hit_tokens)),
+        "disk_hit_rate": ("share of prompt tokens that came back from files", _hits(lambda r: r.disk_hit_tokens)),
+    }, share=True),
+    **of_engine("", Better.lower, {
+        "kv_used_share": ("share of the KV blocks in use",
+                          _mean_over_time(lambda r: r.kv.used_blocks, lambda r: r.kv.total_blocks)),
+    }, share=True),
+    **of_engine("blocks", Better.higher, {
+        "kv_cached_blocks": ("free KV blocks that hold a cached prefix",
+                             _mean_over_time(lambda r: r.kv.cached_blocks, lambda r: 1)),
+    }),
+    **of_engine("blocks", Better.lower, {
+        "evictions": ("cached KV blocks overwritten", total(lambda r: r.evictions)),
+        "swapped_blocks": ("KV blocks moved to host memory or back",
+                           total(lambda r: r.swapped_out_blocks + r.swapped_in_blocks)),
+        "tier_blocks": ("KV blocks of prefixes copied to host memory or back",
+                        total(lambda r: r.saved_blocks + r.loaded_blocks)),
+        "file_blocks": ("KV blocks of prefixes written to files or read",
+                        total(lambda r: r.written_blocks + r.read_blocks)),
+    }),
+    **of_engine("steps", Better.lower, {"steps": ("engine steps", total(lambda r: 1))}),
+    **of_engine("ms", Better.lower, {
+        "step_ms": ("time of an engine step, mean", mean(lambda r: 1e3 * (r.end_time - r.start_time))),
+        "schedule_ms": ("time to schedule a step, mean", mean(lambda r: 1e3 * r.schedule_s)),
+        **{f"{stage}_ms": (f"{what}, mean step", _stage(stage)) for stage, what in STAGES.items()},
+    }),
+    **of_engine("tokens", Better.higher, {
+        "tokens_per_step": ("tokens computed in a step, mean", mean(lambda r: r.prefill_tokens + r.verified_tokens)),
+    }),
+    **of_engine("requests", Better.higher, {"batch_size": ("requests that decode together, mean", _batch_size)}),
+    **of_engine("", Better.lower, {
+        "expert_imbalance": ("tokens of a layer's busiest expert / of its average one, mean step", _expert_imbalance),
+        "exchange_excess": ("those bytes / a row there and back for each rank with a token's experts",
+                            _of_exchanges(lambda t: t.sent_bytes, lambda t: t.ideal_bytes)),
+    }),
+    **of_engine("MB", Better.lower, {
+        "exchange_mb": ("bytes of a step to experts of other ranks and back, mean",
+                        _of_exchanges(lambda t: t.sent_bytes / 1e6)),
+    }),
     **DRAFTS,
-    "peak_memory_mib": of_pass(
-        "peak memory", "MiB", _LOW, lambda s, c: UNKNOWN_MEMORY if s.peak_memory is None else s.peak_memory / 2**20
-    ),
-    "joules_per_token": of_pass("energy of the GPU, a token", "J", _LOW, _joules_per_token),
-    "api_cpu_us": of_pass("CPU of the API processes, a token", "us", _LOW, _cpu_us(lambda host: host.api_s)),
-    "engine_cpu_us": of_pass("CPU of the engine process, a token", "us", _LOW, _cpu_us(lambda host: host.engine_s)),
-    "client_cpu_us": of_pass("CPU of the load client, a token", "us", _LOW, _cpu_us(lambda host: host.client_s)),
-    "client_busy": of_pass(
-        "share of the time that the busiest process of the load client computes",
-        "",
-        _LOW,
-        _over_http(lambda served, host: host.client_busy),
-    ),
-    "tokens_per_read": of_pass(
-        "tokens that a client reads at once, mean", "tokens", _LOW, _over_http(_tokens_per_read)
-    ),
-    "mbu": of_pass("memory bandwidth utilization", "", _HIGH, _roofline(lambda u: u.mbu)),
-    "mfu": of_pass("compute utilization", "", _HIGH, _roofline(lambda u: u.mfu)),
-    "floor_ms": of_pass(
-        "least time that the hardware allows a step, mean", "ms", _LOW, _roofline(lambda u: 1e3 * u.floor_s)
-    ),
-    "gpu_idle_share": of_pass(
-        "share of a decode step that the GPU waits for the next", "", _LOW, lambda s, c: NOT_PROFILED
-    ),
-}
-
-SHARES = (
-    *(
-        "slo_share",
-        "prefix_hit_rate",
-        "host_hit_rate",
-        "disk_hit_rate",
-        "kv_utilization",
-        "kv_used_share",
-        "client_busy",
-        "gpu_idle_share",
-    ),
-    *("accepted_of_drafted", "draft_time_share", *(name for name in DRAFTS if name.startswith("acceptance"))),
-)
-SERVING |= {name: replace(SERVING[name], metric=replace(SERVING[name].metric, share=True)) for name in SHARES}
+    **of_pass("MiB", Better.lower, {"peak_memory_mib": ("peak memory", _peak_memory)}),
+    **of_pass("J", Better.lower, {"joules_per_token": ("energy of the GPU, a token", _joules_per_token)}),
+    **of_pass("us", Better.lower, {
+        "api_cpu_us": ("CPU of the API processes, a token", _cpu_us(lambda host: host.api_s)),
+        "engine_cpu_us": ("CPU of the engine process, a token", _cpu_us(lambda host: host.engine_s)),
+        "client_cpu_us": ("CPU of the load client, a token", _cpu_us(lambda host: host.client_s)),
+    }),
+    **of_pass("tokens", Better.lower, {
+        "tokens_per_read": ("tokens that a client reads at once, mean", _over_http(_tokens_per_read)),
+    }),
+    **of_pass("", Better.lower, {
+        "client_busy": ("share of the time that the busiest process of the load client computes",
+                        _over_http(lambda served, host: host.client_busy)),
+        "gpu_idle_share": ("share of a decode step that the GPU waits for the next", lambda s, c: NOT_PROFILED),
+    }, share=True),
+    **of_pass("", Better.higher, {
+        "mbu": ("memory bandwidth utilization", _roofline(lambda floors, s: sum(f.memory_s for f in floors) / s)),
+        "mfu": ("compute utilization", _roofline(lambda floors, s: sum(f.compute_s for f in floors) / s)),
+    }),
+    **of_pass("ms", Better.lower, {
+        "floor_ms": ("least time that the hardware allows a step, mean",
+                     _roofline(lambda floors, s: 1e3 * sum(f.seconds for f in floors) / len(floors))),
+    }),
+}  # fmt: skip
 
 OF_SEARCHES = ("slo_rate_rps",)  # of several passes: see rate_search.py
 OF_PROFILES = ("gpu_idle_share",)  # and of no timed pass: see profile.py

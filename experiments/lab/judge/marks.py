@@ -11,7 +11,7 @@ from experiments.lab.judge import stats
 from experiments.lab.judge.stats import Estimate
 from experiments.lab.show import wording
 from experiments.lab.store.result import Result
-from experiments.lab.store.rows import Table, Turn
+from experiments.lab.store.rows import Turn
 
 SEVERALFOLD = 2.0  # between the smallest and the largest repeat of a process
 OF_TIME = ("s", "ms", "us", "µs", "GB/s", "TFLOP/s", "tokens/s", "requests/s")  # units of what should repeat
@@ -29,8 +29,7 @@ class Again:
     @property
     def alarms(self) -> bool:
         """Whether the run tells the baseline from itself, which 5 % of sound runs do."""
-        low, high = self.ratio.low, self.ratio.high
-        return low is not None and high is not None and not low <= 1 <= high
+        return self.ratio.told != 0
 
 
 def again(result: Result) -> Again | None:
@@ -46,7 +45,7 @@ def again(result: Result) -> Again | None:
 
 def log_ratios(result: Result, variant: str, metric: str) -> dict[Turn, list[float]]:
     """Of the variant to the baseline, turn by turn, over the points that both have in it."""
-    table, logs = Table(result.rows), defaultdict(list)
+    table, logs = result.table, defaultdict(list)
     for point in result.info.points:
         base = table.values(str(result.info.baseline), point, metric)
         for turn, value in table.values(variant, point, metric).items():
@@ -64,7 +63,7 @@ def _main_metric(result: Result) -> str | None:
 
 def severalfold(result: Result) -> list[str]:
     """Of each variant the worst disagreement between the repeats of a process, in words; the worst of all first."""
-    info, table = result.info, Table(result.rows)
+    info, table = result.info, result.table
     worst: dict[str, tuple[float, str]] = {}
     names = [n for n, m in info.metrics.items() if m.unit in OF_TIME and not any(tail in n for tail in TAILS)]
     for variant, label in info.variants.items():

@@ -3,7 +3,7 @@ service level objectives (SLO) that a request must keep to count as good."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -81,6 +81,7 @@ def too_few(reason: str) -> Missing:
 
 NOT_A_PEERS = Missing("a peer has no engine steps to look at", applies=False)
 NOTHING = Missing("no request gave a sample of it")
+Value = Callable[[Served], "float | Missing"]
 Compute = Callable[[Served, Context], "float | Missing"]
 Samples = Callable[[Served], Sequence["tuple[Hashable, float | None]"]]
 
@@ -89,24 +90,39 @@ Samples = Callable[[Served], Sequence["tuple[Hashable, float | None]"]]
 class Formula:
     metric: Metric
     compute: Compute
-    of_requests: bool = True  # and so can be taken of one class of them
+    of_requests: bool = False  # and so can be taken of one class of them
 
 
-def of_engine(compute: Callable[[Served], float | Missing]) -> Compute:
-    return lambda served, context: compute(served) if served.records else NOT_A_PEERS
+def of_pass(
+    unit: str,
+    better: Better,
+    entries: Mapping[str, tuple[str, Compute]],
+    *,
+    share: bool = False,
+    of_requests: bool = False,
+) -> dict[str, Formula]:
+    """Of metrics that have these in common, by name: label and formula."""
+    return {
+        name: Formula(Metric(label, unit, better, share), compute, of_requests)
+        for name, (label, compute) in entries.items()
+    }
 
 
-def total(value: Callable[[StepRecord], float]) -> Compute:
-    return of_engine(lambda served: float(sum(value(record) for record in served.records)))
+def of_engine(
+    unit: str, better: Better, entries: Mapping[str, tuple[str, Value]], *, share: bool = False
+) -> dict[str, Formula]:
+    """Likewise of metrics that look at an engine's steps, which a peer does not tell."""
+
+    def of_steps(value: Value) -> Compute:
+        return lambda served, context: value(served) if served.records else NOT_A_PEERS
+
+    wrapped = {name: (label, of_steps(value)) for name, (label, value) in entries.items()}
+    return of_pass(unit, better, wrapped, share=share)
 
 
-def mean(value: Callable[[StepRecord], float]) -> Compute:
-    return of_engine(lambda served: sum(value(record) for record in served.records) / len(served.records))
+def total(value: Callable[[StepRecord], float]) -> Value:
+    return lambda served: float(sum(map(value, served.records)))
 
 
-def of_request(label: str, unit: str, better: Better, compute: Compute) -> Formula:
-    return Formula(Metric(label, unit, better), compute)
-
-
-def of_pass(label: str, unit: str, better: Better, compute: Compute) -> Formula:
-    return Formula(Metric(label, unit, better), compute, of_requests=False)
+def mean(value: Callable[[StepRecord], float]) -> Value:
+    return lambda served: sum(map(value, served.records)) / len(served.records)

@@ -41,10 +41,7 @@ class Pair:
 
     @property
     def told(self) -> Told:
-        low, high = self.interaction.low, self.interaction.high
-        if low is None or high is None or low <= 1 <= high:
-            return Told.within
-        return Told.above if low > 1 else Told.below
+        return {1: Told.above, -1: Told.below, 0: Told.within}[self.interaction.told]
 
 
 def mechanisms(result: Result) -> list[str]:

@@ -20,7 +20,7 @@ at 4.45 TB/s take 3.18 ms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,21 +73,6 @@ class Floor:
     @property
     def seconds(self) -> float:
         return max(self.memory_s, self.compute_s)
-
-
-@dataclass(frozen=True)
-class Utilization:
-    """Of a whole pass.
-
-    Attributes:
-        mbu: share of the steps' time that the least bytes take at the measured bandwidth.
-        mfu: share of the steps' time that the least operations take at the measured rate.
-        floor_s: mean floor of a step.
-    """
-
-    mbu: float
-    mfu: float
-    floor_s: float
 
 
 def work(record: StepRecord) -> StepWork:
@@ -191,18 +176,3 @@ def floor(cost: Cost, ceilings: Ceilings) -> Floor:
 
 def floors(spec: ModelSpec, dtype: torch.dtype, records: Iterable[StepRecord], ceilings: Ceilings) -> list[Floor]:
     return [floor(cost(spec, dtype, work(record)), ceilings) for record in records]
-
-
-def utilization(records: Sequence[StepRecord], floors: Sequence[Floor]) -> Utilization | None:
-    """MBU, MFU and the mean floor of a pass; None where it has no steps.
-
-    A step's time is all of it, scheduling included: what the host adds is part of the gap to the floor.
-    """
-    seconds = sum(record.end_time - record.start_time for record in records)
-    if not records or seconds <= 0:
-        return None
-    return Utilization(
-        mbu=sum(f.memory_s for f in floors) / seconds,
-        mfu=sum(f.compute_s for f in floors) / seconds,
-        floor_s=sum(f.seconds for f in floors) / len(floors),
-    )

@@ -38,6 +38,13 @@ class Estimate:
     n: int
     processes: int = 1
 
+    @property
+    def told(self) -> int:
+        """Of a ratio: 1 where the whole interval lies above 1, -1 where it lies below, 0 where nothing is shown."""
+        if self.low is None or self.high is None:
+            return 0
+        return 1 if self.low > 1 else -1 if self.high < 1 else 0
+
 
 @dataclass(frozen=True)
 class Line:

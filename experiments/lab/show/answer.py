@@ -65,7 +65,7 @@ def in_words(effect: Effect, info: RunInfo) -> str:
     if effect.at_another_point and effect.reference is not None:
         times = f"{wording.number(ratio.median)}x " if ratio else ""
         return f"{short} {times}that at {wording.point(effect.reference[1])} ({told})"
-    if ratio is None or ratio.low is None or ratio.high is None:
+    if ratio is None or ratio.low is None:
         return f"{short} {told}" + (" (one valid repeat)" if effect.own.n == 1 else "")
     if effect.told == 0:
         gain = effect.gain
@@ -133,9 +133,8 @@ def _at_most(result: Result) -> str:
     """Where nothing is compared: what the best variant has of each metric, at the last point that has it."""
     info, told = result.info, []
     for name in filter(wording.known, info.metrics):
-        measured = ([result.table.values(v, at, name) for v in info.variants] for at in reversed(info.points))
-        there = next((values for values in measured if any(values)), [])
-        medians = [stats.absolute(values).median for values in there if values]
+        measured = ([result.estimate(v, at, name) for v in info.variants] for at in reversed(info.points))
+        medians = next((found for each in measured if (found := [e.median for e in each if e])), [])
         if medians:
             best = (max if info.metrics[name].better is Better.higher else min)(medians)
             told.append(f"{wording.short(name, info)} {wording.value(best, name, info)}")
@@ -163,18 +162,17 @@ def _without_claims(result: Result) -> str:
     next one shows a difference."""
     info = result.info
     for name, at in ((name, at) for name in info.metrics for at in reversed(info.points)):
-        own = {v: values for v in info.variants if v != info.aa and (values := result.table.values(v, at, name))}
-        found = {v: stats.absolute(values) for v, values in own.items()}
+        found = {v: e for v in info.variants if v != info.aa and (e := result.estimate(v, at, name))}
         if not found:
             continue
         shown = ", ".join(f"{info.variants[v]} {wording.interval(each)}" for v, each in found.items())
         text = f"{f'{wording.point(at)}: ' if at else ''}{wording.short(name, info)} {shown}."
         higher = info.metrics[name].better is Better.higher
         first, second, *_ = [*sorted(found, key=lambda v: found[v].median, reverse=higher), "", ""]
-        ratio = stats.ratio(own[first], own[second]) if second else None
-        if ratio is None or ratio.low is None or ratio.high is None:
+        ratio = stats.ratio(*(result.table.values(v, at, name) for v in (first, second)))
+        if ratio is None or ratio.low is None:
             return text
-        if ratio.low <= 1 <= ratio.high:
+        if not ratio.told:
             return f"{text} {info.variants[first]} and {info.variants[second]} cannot be told apart."
         return f"{text} Best: {info.variants[first]}, {wording.interval(ratio, 'x')} of {info.variants[second]}."
     return "There is no answer: no valid measurement."

@@ -98,11 +98,9 @@ def _cells(a: Sheet, b: Sheet, variant: str, point: str, metric: str) -> tuple[s
 
 
 def _verdict(found: stats.Estimate, metric: Metric) -> str:
-    if found.low is None or found.high is None:
-        return "one repeat"
-    if found.low <= 1 <= found.high:
-        return NONE_SHOWN
-    improved = (found.low > 1) == (metric.better is Better.higher)
+    if not found.told:
+        return NONE_SHOWN if found.low is not None else "one repeat"
+    improved = (found.told > 0) == (metric.better is Better.higher)
     if metric.unit in SPEED or metric.unit.endswith("/s"):
         return "B faster" if improved else "B slower"
     return "B better" if improved else "B worse"

@@ -72,10 +72,7 @@ class Effect:
     @property
     def told(self) -> int:
         """1 where the whole interval is better, -1 where it is worse, 0 where nothing is shown."""
-        gain = self.gain
-        if gain is None or gain.low is None or gain.high is None:
-            return 0
-        return 1 if gain.low > 1 else -1 if gain.high < 1 else 0
+        return self.gain.told if self.gain else 0
 
 
 def quantity(claim: Claim) -> tuple[str | None, ...]:
@@ -114,17 +111,12 @@ def between(result: Result, metric: str, cell: Cell, reference: Cell | None, rea
     info, better = result.info, result.info.metrics[metric].better
     if info.fails(*cell) or (reference and info.fails(*reference)):
         return Effect(metric, cell, reference, better, None, None, None, reason=reason)
-    own, base = value(result, metric, cell), value(result, metric, reference) if reference else None
+    own, base = (result.estimate(*each, metric) if each else None for each in (cell, reference))
     values = [result.table.values(*each, metric) for each in (cell, reference) if each]
     paired = stats.ratio(*values) if reference else None
     if paired is not None and paired.median <= 0:
         paired = None  # nothing of it was left, and a ratio says nothing
     return Effect(metric, cell, reference, better, own, base, paired, reason=reason)
-
-
-def value(result: Result, metric: str, cell: Cell) -> Estimate | None:
-    values = result.table.values(*cell, metric)
-    return stats.absolute(values) if values else None
 
 
 def peers(info: RunInfo) -> list[str]:

@@ -61,7 +61,7 @@ class Sheet:
     """The numbers of one result as tables, one a metric."""
 
     def __init__(self, result: Result) -> None:
-        self.info = result.info
+        self._result, self.info = result, result.info
         self._turns = len({(row.process, row.repeat) for row in result.rows})
         self.table = result.table
         self._lacking: dict[Cell, str] = {}  # what stands where a cell that was tried has no value
@@ -159,17 +159,15 @@ class Sheet:
 
     def value(self, variant: str, point: str, metric: str) -> str:
         """Median and interval; and how many repeats, where some are missing."""
-        values = self.table.values(variant, point, metric)
-        if not values:
+        found = self._result.estimate(variant, point, metric)
+        if found is None:
             return self._lacking.get((variant, point, metric), MISSING)
-        text = wording.interval(stats.absolute(values, self.info.metrics[metric].share))
-        return text if len(values) == self._turns else f"{text} (n={len(values)})"
+        return wording.interval(found) + (f" (n={found.n})" if found.n != self._turns else "")
 
     def ratio(self, variant: str, point: str, metric: str) -> str:
         if variant == self.info.baseline:
             return "1" if self.table.values(variant, point, metric) else MISSING
-        baseline = self.table.values(str(self.info.baseline), point, metric)
-        found = stats.ratio(self.table.values(variant, point, metric), baseline)
+        found = self._result.ratio(variant, point, metric)
         return MISSING if found is None else wording.interval(found, "x")
 
     @property
@@ -203,7 +201,7 @@ class Sheet:
     def _median_of(self, metric: str) -> Column:
         def text(variant: str, point: str, _: str) -> str:
             values = self.table.values(variant, point, metric)
-            return wording.number(stats.median(list(values.values()))) if values else MISSING
+            return wording.number(stats.median([*values.values()])) if values else MISSING
 
         return text
 

@@ -126,8 +126,7 @@ def _of_the_limit(result: Result) -> list[str]:
         (v, p) for v in info.variants for p in info.points
     ]
     for cell in cells:
-        names = ("floor_ms", "step_ms", "mbu", "mfu")
-        found = [effects.value(result, name, cell) for name in names]
+        found = [result.estimate(*cell, name) for name in ("floor_ms", "step_ms", "mbu", "mfu")]
         floor, step, *used = (each.median if each else 0.0 for each in found)
         where = ", ".join(part for part in (info.variants[cell[0]], wording.point(cell[1])) if part)
         if floor and step:

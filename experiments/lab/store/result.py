@@ -29,9 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.axes import IN_PROCESS, OWN
+from experiments.lab.judge import stats
 from experiments.lab.judge.claims import Claim, Judgement, joined, judge
 from experiments.lab.judge.gate import ErrorGate, Gate
 from experiments.lab.judge.metrics import Metric
+from experiments.lab.judge.stats import Estimate
 from experiments.lab.measure.profile import KernelRow, StepProfile
 from experiments.lab.measure.steps import ExpertRow, RequestRow, StepRow
 from experiments.lab.points import short_names
@@ -145,6 +147,16 @@ class Result:
     def table(self) -> Table:
         return Table(self.rows)
 
+    def estimate(self, variant: str, point: str, metric: str) -> Estimate | None:
+        """None where there is no valid value."""
+        values, about = self.table.values(variant, point, metric), self.info.metrics.get(metric)
+        return stats.absolute(values, about is not None and about.share) if values else None
+
+    def ratio(self, variant: str, point: str, metric: str) -> Estimate | None:
+        """To the baseline, turn by turn."""
+        baseline = self.table.values(str(self.info.baseline), point, metric)
+        return stats.ratio(self.table.values(variant, point, metric), baseline)
+
     @property
     def repeats(self) -> int:
         """In each process."""
@@ -154,7 +166,7 @@ class Result:
     def judgements(self) -> tuple[Judgement, ...]:
         """Of the claims, in their order."""
         info = self.info
-        return tuple(judge(c, self.rows, info.every_gate, info.metrics[c.metric].share) for c in info.claims)
+        return tuple(judge(c, self.table, info.every_gate, info.metrics[c.metric].share) for c in info.claims)
 
     @property
     def traced(self) -> tuple[RequestRow, ...]:

@@ -37,7 +37,13 @@ class Row:
 
 
 class Table:
+    """
+    Attributes:
+        absent: (variant, point) of what nobody tried to measure.
+    """
+
     def __init__(self, rows: Sequence[Row]) -> None:
+        self.absent = {(row.variant, row.point) for row in rows if row.is_absent}
         self._values: dict[tuple[str, str, str], dict[Turn, float]] = {}
         for row in rows:
             if row.valid:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from PIL import Image  # matplotlib writes its PNGs with it
 
 from experiments.lab.judge.metrics import Metric
-from experiments.lab.show import wording
 
 # Okabe and Ito's palette, which people with any colour vision can tell apart, with a brown for its black, on which no
 # interval could be seen. Of nine colours, seven hatches, seven markers and four dashes any two of 36 variants differ.
@@ -45,7 +44,6 @@ WIDTH = 10.2  # inches: about what a code-hosting page shows without shrinking
 MADE_FOR = "mini-infer report: "
 LEGEND_CHARACTERS = 110  # a row
 ROOM = 1.05  # times the highest value an axis from 0 reaches
-NARROW = 0.045  # of the axis: a smaller piece of a bar has no room for its number
 _TIP, NEXT = "tip:", "\u2016"  # begin and separate what the points of an artist say to the pointer
 
 
@@ -97,34 +95,6 @@ def _shorter(tag: str) -> str:
     """The same tag with coordinates to a tenth of a point, and no blanks that say nothing."""
     tag = re.sub(r'style="[^"]*"', lambda found: re.sub(r"(?<=[:;]) |font-family:[^;\"]*;?", "", found[0]), tag)
     return re.sub(r"(\d+\.\d)\d+", r"\1", " ".join(tag.split()))
-
-
-def stacks(rows: Mapping[str, Mapping[str, float]], looks: Mapping[str, Mapping[str, Any]], unit: str) -> Figure:
-    """Bars from the left, a row of pieces each, whose sizes in `unit` stand in them and their sum behind.
-
-    Args:
-        looks: of each piece by its name, in the order of the legend.
-    """
-    legend_lines = -(-len(looks) // 3)
-    figure, ax = one(0.9 + 0.55 * len(rows) + 0.25 * legend_lines, grid="x")
-    longest = max(sum(pieces.values()) for pieces in rows.values())
-    for row, (who, pieces) in enumerate(rows.items()):
-        left = 0.0
-        for name, size in pieces.items():
-            seen = name in ax.get_legend_handles_labels()[1]
-            (bar,) = ax.barh(row, size, 0.68, left=left, linewidth=0.6, label=None if seen else name,
-                             **{"edgecolor": "white", **looks[name]})  # fmt: skip
-            says(bar, [f"{who}: {name} {wording.number(size)} {unit}"])
-            if size > NARROW * longest:
-                ax.annotate(wording.number(size), (left + size / 2, row), ha="center", va="center", fontsize=7.5,
-                            **ON_TOP)  # fmt: skip
-            left += size
-        ax.annotate(wording.number(left), (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    name_rows(ax, [textwrap.fill(who, 26) for who in rows])
-    ax.set_xlim(0, 1.1 * longest)
-    linear(ax.xaxis, 8)
-    legend(figure, [ax])
-    return figure
 
 
 def says(artist: Artist, tips: Sequence[str]) -> None:

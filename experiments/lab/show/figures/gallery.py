@@ -8,10 +8,8 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from experiments.lab.judge import distributions
 from experiments.lab.show import effects, wording
-from experiments.lab.show.figures import experts, forest, frame, load, memory, panels, profile, timeline
-from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
+from experiments.lab.show.figures import experts, forest, frame, load, panels, profile, stacks, timeline, waits
 from experiments.lab.store import result as store
 from experiments.lab.store.result import Result
 
@@ -85,14 +83,11 @@ def _under_load(result: Result) -> Iterator[Picture]:
             requests=tuple(r for r in result.requests if r.point == point),
             steps=tuple(s for s in result.steps if s.point == point),
         )
-        waited = {"requests": "ttft_ms", "tokens": "itl_ms"}
-        told = {who: metric for who, metric in waited.items() if distributions.of(metric, own).differ}
-        if told:
-            title = wording.titled(f"How long {' and '.join(told)} waited", point)
-            plot = PlotSpec("waits", title, tuple(PanelSpec(m, PanelKind.distribution) for m in told.values()))
-            yield Picture("waits", title, partial(panels.draw, plot, own))
-    if memory.of(result):
-        yield Picture("memory-map", "Where the memory goes", partial(memory.draw, result))
+        waited = waits.of(own)
+        if waited:
+            yield Picture("waits", waits.title(waited, point), partial(waits.draw, waited, own, point))
+    if stacks.memory_of(result):
+        yield Picture("memory-map", "Where the memory goes", partial(stacks.memory, result))
     if result.experts:
         yield Picture("experts", experts.TITLE, partial(experts.draw, result))
 

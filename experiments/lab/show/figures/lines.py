@@ -1,5 +1,5 @@
-"""Lines over a setting, curves of one metric over another, the single requests and tokens behind a metric; and what
-panels of points share: names on the x axis, and the bounds of claims."""
+"""Lines over a setting, curves of one metric over another; and what panels of points share: names on the x axis, and
+the bounds of claims."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from experiments.lab.judge import distributions
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import BOUND, INK, ON_TOP, line_style, plain, spread
@@ -104,32 +103,6 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         frame.from_zero(ax.xaxis, ax, True, 5)
     ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[panel.x], 44), fontsize=9)
     return bool(every)
-
-
-def distribution(ax: Axes, panel: PanelSpec, result: Result) -> bool:
-    """The share of requests, or of tokens, that took longer than the time on the x axis: a straight look at the tail,
-    where 1 % on the y axis is the P99."""
-    shown = distributions.of(panel.metric, result)
-    every: list[float] = []
-    smallest = 100.0
-    for row, (variant, label) in enumerate(result.info.variants.items()):
-        times, weights = shown.values.get(variant, ((), ()))
-        if times:
-            every += times
-            x, share = distributions.above(times, weights)
-            style = line_style(row, 0)
-            ax.step(x, share, where="post", label=label, color=style["color"], linestyle=style["linestyle"])
-            smallest = min(smallest, *(s for s in share if s > 0))
-    if not every:
-        return False
-    if 0 < 30 * min(every) < max(every):
-        frame.log(ax.xaxis, ax, True)
-    ax.set_yscale("log")
-    ax.set_ylim(max(smallest / 1.5, 0.01), 130)
-    frame.log_ticks(ax.yaxis, 1000)
-    ax.set_xlabel(shown.label, fontsize=9)
-    ax.set_ylabel(f"share of {shown.what} above (%)", fontsize=9)
-    return True
 
 
 def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, float]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.lab.show import effects, wording
+from experiments.lab.show import wording
 from experiments.lab.show.figures import frame, lines
 from experiments.lab.show.figures.frame import INK
 from experiments.lab.spec import PanelKind, PanelSpec
@@ -72,7 +72,7 @@ def _knee(result: Result) -> str:
     for variant, label in result.info.variants.items():
         last = None
         for point, settings in result.info.points.items():
-            reached = effects.value(result, GOODPUT, (variant, point))
+            reached = result.estimate(variant, point, GOODPUT)
             if reached is None or reached.median < IN_TIME * settings[RATE]:
                 break
             last = settings[RATE]

@@ -28,10 +28,9 @@ def draw(ax: Axes, metric: str, result: Result) -> bool:
 
     def enter(row: int, column: int, found: Estimate, unit: str = "x") -> None:
         """Coloured by its value above the diagonal, and grey where nothing is told."""
-        told = found.low is not None and found.high is not None and not found.low <= 1 <= found.high
         text = f"{found.median:.2f}{unit}"
-        texts[row, column] = text if told or unit else f"({text})"
-        if not told:
+        texts[row, column] = text if found.told or unit else f"({text})"
+        if not found.told:
             noise[row, column] = 0
         elif row < column:
             cells[row, column] = found.median

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.lab.judge.metrics import Better
-from experiments.lab.show.figures import bars, formula, frame, lines, matrix, split
+from experiments.lab.show.figures import bars, formula, frame, lines, matrix, stacks
 from experiments.lab.show.figures.frame import INK
 from experiments.lab.spec import PanelKind, PanelSpec, PlotSpec
 from experiments.lab.store.result import Result
@@ -48,7 +48,7 @@ def draw(plot: PlotSpec, result: Result) -> Figure:
 
 
 def _stack(plot: PlotSpec, result: Result) -> Figure:
-    figure = split.draw(plot.panels[0], result)
+    figure = stacks.of_metrics(plot.panels[0], result)
     if figure is None:
         figure, ax = frame.one(PANEL_HEIGHT)
         frame.nothing(ax, NO_VALUE)
@@ -58,9 +58,6 @@ def _stack(plot: PlotSpec, result: Result) -> Figure:
 
 def _panel(ax: Axes, panel: PanelSpec, result: Result, width: float, rows: bars.Rows | None, named: bool) -> str:
     """Why there is nothing to draw; else empty. `rows`: of bars that lie; `named`: whether they are."""
-    if panel.kind is PanelKind.distribution:
-        ax.set_title("lower is better", fontsize=8, color=INK)
-        return "" if lines.distribution(ax, panel, result) else "not stored for this run (experiment.timeline)"
     metric = result.info.metrics.get(panel.metric)
     if metric is None or (panel.kind is PanelKind.curve and panel.x not in result.info.metrics):
         return f"{panel.metric}: not measured in this run"  # which may have chosen other metrics

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from experiments.lab.measure.profile import ROLES, KernelRow, StepProfile, by_role, role_of
 from experiments.lab.show import wording
-from experiments.lab.show.figures import frame
+from experiments.lab.show.figures import frame, stacks
 from experiments.lab.show.grids import Grid
 from experiments.lab.store.result import Result
 
@@ -101,8 +101,7 @@ def draw(result: Result, point: str) -> Figure:
     """A bar for each engine that was profiled there, a peer's beside ours."""
     own = [profile for profile in result.info.profiles if profile.point == point]
     pieces = {result.info.variants[profile.variant]: _pieces(profile, result.kernels) for profile in own}
-    figure = frame.stacks(pieces, LOOKS, "µs")
-    figure.axes[0].set_xlabel("µs of a decode step on the GPU, under the profiler", fontsize=9)
+    figure = stacks.draw(pieces, "µs", "µs of a decode step on the GPU, under the profiler", LOOKS)
     figure.suptitle(wording.titled(TITLE, point), fontsize=12)
     return figure
 
