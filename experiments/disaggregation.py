@@ -34,7 +34,7 @@ from mini_infer.core.config import Connector, Device, EngineConfig, HandOver, Nu
 from mini_infer.core.config import replace as changed
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.processes.async_engine import AsyncEngine
-from mini_infer.serving.processes.supervisor import ways_to_make
+from mini_infer.serving.processes.engines import ways_to_make
 
 TOGETHER, APART, STREAM, AUTO = "together", "apart", "stream", "auto"
 ALWAYS = HandOver.always
@@ -267,7 +267,7 @@ def _ttft(answer: _Answer) -> float:
 def _moved(engine: AsyncEngine) -> tuple[int, int]:
     """Prompts that came from another engine so far, and those that might have."""
     every = [replica.stats for replica in engine.replicas]
-    return sum(each.prompts_received for each in every), sum(each.prompts_computed_here for each in every)
+    return sum(each.kv_transfers for each in every), sum(each.prompts_computed_here for each in every)
 
 
 def _config(engine: EngineConfig, variant: str) -> EngineConfig:

@@ -61,7 +61,7 @@ async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
         except OSError:  # a full disk, say: a server whose log takes nothing still serves
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Python would end with an error if it could not flush
 
-    from mini_infer.serving.logs import install
+    from mini_infer.core.logs import install
 
     install(settings.log_format)
     # What takes a second to import, and no help text needs.
@@ -70,7 +70,7 @@ async def _serve(settings: ServerSettings, sock: socket.socket) -> int:
         from mini_infer.serving.processes.supervisor import Supervisor
 
         return await Supervisor(settings, sock, on_ready).run()
-    from mini_infer.serving.api.web import serve
+    from mini_infer.serving.http.server import serve
 
     return await serve(settings, sock, on_ready)
 

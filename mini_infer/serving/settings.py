@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mini_infer.core.config import EngineConfig, LoadFormat, When
 from mini_infer.core.errors import ConfigError
+from mini_infer.core.logs import LogFormat
 
 if TYPE_CHECKING:
     from mini_infer.serving.keys import Keys
@@ -78,11 +79,6 @@ class LogLevel(str, Enum):
     debug = "debug"
 
 
-class LogFormat(str, Enum):
-    text = "text"  # for people
-    json = "json"  # an object a line
-
-
 class Tools(str, Enum):
     auto = "auto"  # told by the chat template
     hermes = "hermes"  # Qwen 2.5 and 3 too
@@ -118,7 +114,7 @@ class ServerSettings:
     allowed_origins: str | None = None  # web pages that browsers let ask: origins divided by commas, or *
     api_processes: int = 1  # processes that share the work of HTTP; give it one for every 20,000 tokens a second
     api_key: str | None = None  # clients must send it as "Authorization: Bearer KEY"; a process list shows flags
-    api_keys: str | None = None  # YAML file of several, by name, each with limits of its own (docs/serving.md)
+    api_keys: str | None = None  # YAML file of several, each with limits of its own (docs/serving.md); may change
     isolate_keys: bool = False  # cached prefixes are found by the key that sent them alone
     key_everywhere: bool = False  # /metrics, /docs and /openapi.json ask for a key, too; probes never do
     max_queued: int = 1024  # requests that may wait beyond those that run; further ones get 429
@@ -169,6 +165,10 @@ class ServerSettings:
                 raise ConfigError(f"{name} needs keys: give api_keys or api_key")
         if self.api_keys is not None:
             _ = self.keys  # before minutes go into a model
+        if self.otlp_traces_endpoint is not None:
+            from mini_infer.serving.tracing import require_opentelemetry
+
+            require_opentelemetry()
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile needs the certificate that it belongs to: give ssl_certfile too")
         if self.root_path is not None and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
@@ -178,8 +178,7 @@ class ServerSettings:
 
     @cached_property
     def keys(self) -> Keys:
-        """Read once, and sent along to every API process: all of them number the keys alike, whatever becomes of the
-        file. Raises ConfigError."""
+        """Sent along to every API process, which then looks at the file itself. Raises ConfigError."""
         from mini_infer.serving.keys import Keys
 
         return Keys(self.api_key, self.api_keys)

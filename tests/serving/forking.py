@@ -31,7 +31,7 @@ from mini_infer.serving.processes import api_process, launch
 IMPORTED = (
     "mini_infer.cli.serve",
     "mini_infer.runtime.executor.local",
-    "mini_infer.serving.api.web",
+    "mini_infer.serving.http.server",
     "mini_infer.serving.processes.engine_process",
     "mini_infer.serving.processes.supervisor",
 )

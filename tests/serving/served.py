@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
-from mini_infer.serving.api.stream import Stream
-from mini_infer.serving.processes.async_engine import AsyncEngine
-from mini_infer.serving.processes.engine_process import EngineServer
-from mini_infer.serving.processes.launch import MAX_QUEUED
-from mini_infer.serving.processes.wire import (
+from mini_infer.serving.link.stream import Stream
+from mini_infer.serving.link.wire import (
     Add,
     Command,
     Delta,
@@ -27,6 +24,9 @@ from mini_infer.serving.processes.wire import (
     merge,
     non_default_params,
 )
+from mini_infer.serving.processes.async_engine import AsyncEngine
+from mini_infer.serving.processes.engine_process import EngineServer
+from mini_infer.serving.processes.launch import MAX_QUEUED
 
 TIMEOUT_S = 60
 ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)

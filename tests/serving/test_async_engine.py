@@ -9,9 +9,10 @@ import pytest
 from served import ENDLESS, PROMPT, SHORT, TIMEOUT_S, dry_config, until, whole, with_engine
 
 from mini_infer import LLMEngine, RequestError, SamplingParams
+from mini_infer.serving.link.wire import Delta
 from mini_infer.serving.processes.async_engine import AsyncEngine, EngineDead, QueueFull
 from mini_infer.serving.processes.launch import EngineProcess
-from mini_infer.serving.processes.wire import Delta, Stats
+from mini_infer.serving.stats import Stats
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -131,11 +132,11 @@ def test_deadlines(engine_process: EngineProcess) -> None:
 def test_a_cancelled_task_aborts(engine_process: EngineProcess) -> None:
     async def use(engine: AsyncEngine) -> None:
         tasks = [asyncio.ensure_future(whole(engine.submit(PROMPT, ENDLESS))) for _ in range(3)]
-        await until(lambda: engine.stats.running == 3)
+        await until(lambda: engine.stats.num_requests_running == 3)
         for task in tasks:
             task.cancel()
         assert await engine.drain(1)
-        await until(lambda: engine.stats.running == engine.stats.kv_used_blocks == 0)
+        await until(lambda: engine.stats.num_requests_running == engine.stats.kv_used_blocks == 0)
 
     with_engine(engine_process.socket_path, use)
 
@@ -147,7 +148,7 @@ def test_the_queue_has_an_end_for_all_connections_together() -> None:
         running = [each.submit(PROMPT, ENDLESS) for each in (engine, other) for _ in range(4)]
         await asyncio.gather(*(stream.ready() for stream in running))
         waiting = [engine.submit(PROMPT, SHORT), other.submit(PROMPT, SHORT)]
-        await until(lambda: engine.stats.waiting == other.stats.waiting == 2)
+        await until(lambda: engine.stats.num_requests_waiting == other.stats.num_requests_waiting == 2)
         for each in (engine, other):
             refused = each.submit(PROMPT, SHORT)
             with pytest.raises(QueueFull, match="2 requests wait, and 2 may") as full:
@@ -172,7 +173,7 @@ def test_two_processes_at_once_and_what_one_does_the_other_sees(engine_process: 
         assert len({tuple(delta.token_ids) for (delta,) in results}) == 1
         running = other.submit(PROMPT, ENDLESS)
         await running.ready()
-        await until(lambda: engine.stats.running == 1)
+        await until(lambda: engine.stats.num_requests_running == 1)
         await other.close()
         with pytest.raises(EngineDead, match="closed"):
             other.submit(PROMPT, SHORT)
@@ -187,7 +188,7 @@ def test_an_idle_engine_process_uses_no_cpu(engine_process: EngineProcess) -> No
         await whole(engine.submit(PROMPT, SHORT))
         seen: list[Stats] = []
         engine.on_stats(seen.append)
-        await until(lambda: engine.stats.running == 0)
+        await until(lambda: engine.stats.num_requests_running == 0)
         times = psutil.Process(engine_process.pid).cpu_times()
         await asyncio.sleep(0.4)
         later = psutil.Process(engine_process.pid).cpu_times()

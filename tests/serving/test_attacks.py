@@ -25,12 +25,11 @@ from attacks import ATTACKS, CHAT, HEAD, STREAM, TEXT, http_client, httpx_post, 
 from http_server import Server, running, wait_for
 
 from mini_infer import RequestError, SamplingParams
-from mini_infer.serving.api.answer_size import bounded
-from mini_infer.serving.api.aside import MOST_WAITING, VERY_LONG, Aside
 from mini_infer.serving.api.errors import ApiError, as_api_error
-from mini_infer.serving.api.json_pieces import encode, in_blocks, pieces
-from mini_infer.serving.api.large_body import LARGE
-from mini_infer.serving.api.unfinished import UnfinishedBodies
+from mini_infer.serving.api.prompts import MOST_WAITING, VERY_LONG, Aside
+from mini_infer.serving.api.sampling import bounded
+from mini_infer.serving.http.bodies import LARGE, UnfinishedBodies
+from mini_infer.serving.http.writing import encode, in_blocks, pieces
 from mini_infer.serving.processes.async_engine import QueueFull
 
 MANY_OPTIONAL = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}

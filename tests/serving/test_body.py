@@ -9,7 +9,7 @@ from starlette.types import Message
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from mini_infer.serving.api.body import body_writer
+from mini_infer.serving.http.writing import body_writer
 
 BEGIN: Message = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
 PIECES = [b"data: 1\n\n", b"x" * 5000, "data: \u00e9\n\n".encode()]

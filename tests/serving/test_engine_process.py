@@ -34,8 +34,9 @@ from mini_infer.core.config import replace
 from mini_infer.core.errors import RankError
 from mini_infer.core.sampling_params import Grammar
 from mini_infer.runtime.text.grammar import CompiledGrammar
+from mini_infer.serving.link.wire import Abort, Outputs, Refused
 from mini_infer.serving.processes.async_engine import AsyncEngine, EngineDead
-from mini_infer.serving.processes.wire import Abort, Outputs, Refused, Stats
+from mini_infer.serving.stats import Stats
 
 MakeServer = Callable[..., HandDrivenServer]
 
@@ -59,7 +60,7 @@ def test_an_abort_frees_the_blocks_within_a_step(hand_driven: MakeServer) -> Non
     server.turn()
     assert server.used_blocks() == 0
     stats = [event for event in client.hear() if isinstance(event, Stats)]
-    assert (stats[-1].running, stats[-1].waiting, stats[-1].kv_used_blocks) == (0, 0, 0)
+    assert (stats[-1].num_requests_running, stats[-1].num_requests_waiting, stats[-1].kv_used_blocks) == (0, 0, 0)
     assert not server.engine.has_unfinished_requests()
 
 
@@ -139,10 +140,11 @@ def test_whatever_comes_everybody_is_answered_and_nothing_is_left(hand_driven: M
     def listen() -> None:
         for client, open_requests in zip(clients, asked, strict=True):
             for event in client.hear():
-                if isinstance(event, Refused):
+                if isinstance(event, Refused) and event.number in open_requests:
                     open_requests[event.number] = 0
                 for delta in event.deltas if isinstance(event, Outputs) else ():
-                    open_requests[delta.number] -= delta.finish_reason is not None
+                    if delta.number in open_requests:  # else it was aborted
+                        open_requests[delta.number] -= delta.finish_reason is not None
 
     for number in range(300):
         which = rng.randrange(3)
@@ -201,8 +203,8 @@ def test_stats_add_up(hand_driven: MakeServer) -> None:
     last = [event for event in client.hear() if isinstance(event, Stats)][-1]
     assert last.ended == {"stop": 0, "length": 3, "abort": 1, "error": 0, "deadline": 0}
     assert last.prompt_tokens == 3 * 64 + len(PROMPT)
-    assert (last.prefix_queried_tokens, last.prefix_hit_tokens) == (3 * 64 + len(PROMPT), 96)
-    assert last.steps == len(server.engine.records)
+    assert (last.prefix_cache_queries, last.prefix_cache_hits) == (3 * 64 + len(PROMPT), 96)
+    assert last.engine_steps == len(server.engine.records)
     counts = {name: sum(histogram.counts) for name, histogram in last.histograms.items()}
     total = {name: histogram.sum for name, histogram in last.histograms.items()}
     aborted = last.generation_tokens - 3 * 8
@@ -277,7 +279,7 @@ def test_a_grammar_is_compiled_while_the_others_go_on(hand_driven: MakeServer) -
     while server.server._newcomers.num_completions:
         server.turn()
     events += client.hear()
-    assert [e.number for e in events if isinstance(e, Refused)] == [3]
+    assert [e.number for e in events if isinstance(e, Refused)] == [2, 3]
     assert 2 not in {d.number for e in events if isinstance(e, Outputs) for d in e.deltas}
 
 

@@ -29,6 +29,7 @@ from openai.types.responses import (
 from openai.types.shared_params import response_format_json_schema
 
 from mini_infer.serving.api import schema
+from mini_infer.serving.api.sampling import SAME_NAME
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 PATHS: dict[str, tuple[type[schema.ApiModel], list[Any], dict[str, Any]]] = {
@@ -120,8 +121,9 @@ SHORT = {CHAT: "max_completion_tokens", TEXT: "max_tokens", RESPONSES: "max_outp
 
 
 def read_names() -> Iterator[str]:
-    """Of attributes that the API's code reads, and of texts that name one."""
-    for file in Path(schema.__file__).parent.glob("*.py"):
+    """Of attributes that the API's code reads, of texts that name one, and of what SamplingParams has, too."""
+    yield from SAME_NAME
+    for file in Path(schema.__file__).parent.rglob("*.py"):
         if file.name in ("schema.py", "refused.py"):
             continue
         for node in ast.walk(ast.parse(file.read_text())):

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from http_server import ROOT, Server, http_client, running, wait_for
 
-from mini_infer.serving.api.web import _pass_signals_to
+from mini_infer.serving.http.server import _pass_signals_to
 
 TEXT = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 8000, "ignore_eos": True}  # 80 s with steps of 10 ms

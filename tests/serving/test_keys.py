@@ -8,19 +8,21 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-from http_server import Server, refusal, running, wait_for
+from http_server import Server, http_client, refusal, running, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from mini_infer.core.errors import ConfigError
-from mini_infer.serving.accounts import Accounts, Exceeded
-from mini_infer.serving.keys import Key, Keys
+from mini_infer.serving import keys as module
+from mini_infer.serving.keys import Accounts, Exceeded, Key, Keys
 from mini_infer.serving.settings import ServerSettings
 
 FILE = f"""
 alice: {{key: alice-key}}
 bob: {{sha256: "{hashlib.sha256(b"bob-key").hexdigest()}"}}
 carol: {{key: carol-key}}
+dave: {{key: dave-key}}
 few: {{key: few-key, requests_per_minute: 2}}
 one: {{key: one-key, max_open: 1}}
 tokens: {{key: tokens-key, tokens_per_minute: 60}}
@@ -60,21 +62,39 @@ def test_whose_key_it_is(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(FILE)
     keys = Keys("plain", str(path))
-    assert keys.name_of("Bearer bob-key") == "bob"
-    assert keys.name_of("bearer  plain ") == "default"
+    assert name_of(keys, "Bearer bob-key") == "bob"
+    assert name_of(keys, "bearer  plain ") == "default"
     for nobody in ("", "Bearer ", "Bearer none", "Basic bob-key", "bob-key", "Bearer \udc80"):
-        assert keys.name_of(nobody) is None
+        assert name_of(keys, nobody) is None
     assert not Keys(None, None)
 
 
-def test_the_file_is_read_once_for_all_api_processes(tmp_path: Path) -> None:
+def name_of(keys: Keys, authorization: str) -> str | None:
+    found = keys.find(authorization)
+    return None if found is None else found[0]
+
+
+def test_a_file_that_changes_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.0)
     path = tmp_path / "keys.yaml"
     path.write_text(FILE)
-    settings = ServerSettings(api_keys=str(path))
-    path.write_text("zoe: {key: zoe-key}")
-    sent = pickle.loads(pickle.dumps(settings))
-    assert list(sent.keys.named) == list(settings.keys.named) == ["alice", "bob", "carol", "few", "one", "tokens"]
-    assert sent.keys.name_of("Bearer bob-key") == "bob"
+    keys = pickle.loads(pickle.dumps(ServerSettings(api_keys=str(path)))).keys  # as an API process gets it
+    assert name_of(keys, "Bearer alice-key") == "alice"
+    path.write_text("zoe: {key: zoe-key, max_open: 1}")
+    assert name_of(keys, "Bearer alice-key") is None
+    assert keys.find("Bearer zoe-key") == ("zoe", Key(key="zoe-key", max_open=1))
+    for broken in ("zoe: {rate: 1}", None):
+        if broken is None:
+            path.unlink()
+        else:
+            path.write_text(broken)
+        assert name_of(keys, "Bearer zoe-key") == "zoe", "what cannot be used changes nothing"
+        assert "the keys stay as they were" in caplog.text
+        caplog.clear()
+    path.write_text("zoe: {key: new-key}")
+    assert name_of(keys, "Bearer new-key") == "zoe"
 
 
 def test_settings_that_need_keys(tmp_path: Path) -> None:
@@ -99,11 +119,11 @@ class Clock:
         return self.now
 
 
-def taken(accounts: Accounts, times: int, prompt_tokens: int = 1, completions: int = 1) -> int:
+def taken(accounts: Accounts, limits: Key, times: int, completions: int = 1, name: str = "x") -> int:
     """How many requests of so many are taken."""
     for number in range(times):
         try:
-            accounts.take(0, prompt_tokens, completions)
+            accounts.take(name, limits, 1, completions)
         except Exceeded:
             return number
     return times
@@ -111,60 +131,70 @@ def taken(accounts: Accounts, times: int, prompt_tokens: int = 1, completions: i
 
 def test_a_minutes_requests_may_come_at_once_and_then_one_after_another() -> None:
     clock = Clock()
-    accounts = Accounts([Key(key="x", requests_per_minute=6)], None, 1, clock)
-    assert taken(accounts, 10) == 6
+    accounts, limits = Accounts(None, 1, clock), Key(key="x", requests_per_minute=6)
+    assert taken(accounts, limits, 10) == 6
     with pytest.raises(Exceeded, match="requests_per_minute is 6") as error:
-        accounts.take(0, 1, 1)
+        accounts.take("x", limits, 1, 1)
     assert error.value.retry_after == pytest.approx(10)
     clock.now += 10.01
-    assert taken(accounts, 10) == 1
+    assert taken(accounts, limits, 10) == 1
     clock.now += 3600
-    assert taken(accounts, 10) == 6
+    assert taken(accounts, limits, 10) == 6
 
 
 def test_less_than_one_a_minute() -> None:
     clock = Clock()
-    accounts = Accounts([Key(key="x", requests_per_minute=0.5)], None, 1, clock)
-    assert taken(accounts, 3) == 1
+    accounts, limits = Accounts(None, 1, clock), Key(key="x", requests_per_minute=0.5)
+    assert taken(accounts, limits, 3) == 1
     clock.now += 119
-    assert taken(accounts, 3) == 0
+    assert taken(accounts, limits, 3) == 0
     clock.now += 1.01
-    assert taken(accounts, 3) == 1
+    assert taken(accounts, limits, 3) == 1
 
 
 def test_tokens_are_owed() -> None:
     clock = Clock()
-    accounts = Accounts([Key(key="x", tokens_per_minute=60)], None, 1, clock)
-    accounts.take(0, 50, 1)
-    accounts.give_back(0, 40, 1)  # 30 more than there are
+    accounts, limits = Accounts(None, 1, clock), Key(key="x", tokens_per_minute=60)
+    accounts.take("x", limits, 50, 1)
+    accounts.give_back("x", limits, 40, 1)  # 30 more than there are
     with pytest.raises(Exceeded, match="tokens_per_minute is 60") as error:
-        accounts.take(0, 1, 1)
+        accounts.take("x", limits, 1, 1)
     assert error.value.retry_after == pytest.approx(30)
     clock.now += 30.5
-    accounts.take(0, 1, 1)
+    accounts.take("x", limits, 1, 1)
 
 
 def test_what_is_open() -> None:
-    accounts = Accounts([Key(key="x", max_open=3)], None, 1, Clock())
-    assert taken(accounts, 5) == 3
-    accounts.give_back(0, 0, 2)
-    assert taken(accounts, 1, completions=3) == 0
-    accounts.give_back(0, 0, 1)
-    assert taken(accounts, 1, completions=9) == 1  # alone it is served, as with --max-queued
+    accounts, limits = Accounts(None, 1, Clock()), Key(key="x", max_open=3)
+    assert taken(accounts, limits, 5) == 3
+    accounts.give_back("x", limits, 0, 2)
+    assert taken(accounts, limits, 1, completions=3) == 0
+    accounts.give_back("x", limits, 0, 1)
+    assert taken(accounts, limits, 1, completions=9) == 1  # alone it is served, as with --max-queued
+
+
+def test_who_owes_nothing_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_KEYS", 2)
+    clock = Clock()
+    accounts, limits = Accounts(None, 1, clock), Key(key="x", requests_per_minute=1, max_open=1)
+    assert [taken(accounts, limits, 2, name=name) for name in "abc"] == [1, 1, 0]
+    accounts.give_back("a", limits, 0, 1)
+    clock.now += 61
+    assert [taken(accounts, limits, 2, name=name) for name in "cab"] == [1, 0, 0]  # b's is still open
 
 
 def test_processes_share_them_and_a_killed_one_owes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "accounts"
-    keys = [Key(key="x", max_open=4, requests_per_minute=100)]
-    accounts = Accounts(keys, os.open(path, os.O_RDWR | os.O_CREAT), 2)
+    limits = Key(key="x", max_open=4, requests_per_minute=100)
+    accounts = Accounts(os.open(path, os.O_RDWR | os.O_CREAT), 2)
     child = os.fork()
     if child == 0:  # ends without giving anything back
-        os._exit(taken(Accounts(keys, os.open(path, os.O_RDWR), 2), 3))
+        os._exit(taken(Accounts(os.open(path, os.O_RDWR), 2), limits, 3))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    assert taken(accounts, 4) == 1
+    assert taken(accounts, limits, 4) == 1
     child = os.fork()
     if child == 0:  # takes the place of the one before it
-        os._exit(taken(Accounts(keys, os.open(path, os.O_RDWR), 2), 9))
+        os._exit(taken(Accounts(os.open(path, os.O_RDWR), 2), limits, 9))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
@@ -224,6 +254,20 @@ def test_a_key_finds_its_own_prefixes_alone(server: Server) -> None:
     assert cached("bob-key") == 0
 
 
+def counts(server: Server, key: str) -> dict[str, float]:
+    text = server.http.get("/metrics", headers={"authorization": "Bearer alice-key"}).text
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return {s.name.removeprefix("mini_infer:"): s.value for s in samples if s.labels.get("key") == key}
+
+
+def test_who_leaves_pays_for_what_was_computed(server: Server) -> None:
+    """Also for a whole answer, of which nothing had come."""
+    body = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True}
+    with http_client(server.url, 0.3) as client, pytest.raises(httpx.TimeoutException):
+        client.post("/v1/completions", json=body, headers={"authorization": "Bearer dave-key"})
+    wait_for(lambda: 10 < counts(server, "dave").get("key_generation_tokens_total", 0) < 2000)
+
+
 def test_metrics_count_by_key_and_ask_for_one(server: Server) -> None:
     for path in ("/metrics", "/docs", "/openapi.json"):
         assert server.http.get(path).status_code == 401
@@ -231,16 +275,11 @@ def test_metrics_count_by_key_and_ask_for_one(server: Server) -> None:
     for path in ("/healthz", "/readyz", "/version"):
         assert server.http.get(path).status_code == 200
 
-    def counts(key: str) -> dict[str, float]:
-        text = server.http.get("/metrics", headers={"authorization": "Bearer alice-key"}).text
-        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-        return {s.name.removeprefix("mini_infer:"): s.value for s in samples if s.labels.get("key") == key}
-
     assert ask(server, "carol-key", "c" * 30, max_tokens=5, ignore_eos=True)[0] == 200
-    wait_for(lambda: counts("carol").get("key_generation_tokens_total") == 5)
-    assert counts("carol") == {
+    wait_for(lambda: counts(server, "carol").get("key_generation_tokens_total") == 5)
+    assert counts(server, "carol") == {
         "key_requests_total": 1,
         "key_prompt_tokens_total": 30,
         "key_generation_tokens_total": 5,
     }
-    wait_for(lambda: counts("few").get("key_refusals_total", 0) >= 2)
+    wait_for(lambda: counts(server, "few").get("key_refusals_total", 0) >= 2)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mini_infer.serving.api.errors import ApiError
-from mini_infer.serving.api.large_body import MAX_FIELD, PIECE, LargeBodies, parse_json
 from mini_infer.serving.api.schema import MAX_ENTRIES
+from mini_infer.serving.http.bodies import MAX_FIELD, PIECE, LargeBodies, parse_json
 
 BODIES = LargeBodies(["prompt", "messages", "logit_bias", "response_format", "model"])
 IDS = list(range(100_000))

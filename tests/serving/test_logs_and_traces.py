@@ -97,7 +97,8 @@ def test_a_request_is_a_span_of_the_clients_trace(collector: Collector, tmp_path
     assert abs(whole.end_time_unix_nano - edges[-1]) < 20_000_000
     assert before < whole.start_time_unix_nano < whole.end_time_unix_nano < time.time_ns()
     assert parts[2].end_time_unix_nano - parts[2].start_time_unix_nano > 3 * 15_000_000  # three steps
-    assert not [span for span in collector.spans if span.parent_span_id == left.span_id]  # its client left
+    parts = [span for span in collector.spans if span.parent_span_id == left.span_id]
+    assert [span.name for span in parts] == ["queue", "prefill", "decode"], "its client left, and the engine tells"
 
 
 def test_a_collector_that_is_not_there_costs_nobody_anything() -> None:
@@ -109,9 +110,9 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     from mini_infer.core.errors import ConfigError
-    from mini_infer.serving.api.tracing import Tracer
+    from mini_infer.serving.settings import ServerSettings
 
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match="mini-infer\\[otel\\]"):
-        Tracer("http://localhost", "dry")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
+    with pytest.raises(ConfigError, match="mini-infer\\[otel\\]"):  # before minutes go into a model
+        ServerSettings(otlp_traces_endpoint="http://localhost")
     assert refusal("--dry-run", "--log-format", "xml")[0] == 2

@@ -23,10 +23,10 @@ from served import PROMPT, SHORT, TIMEOUT_S, dry_config, whole
 
 from mini_infer import EngineConfig, LLMEngine
 from mini_infer.core.errors import ConfigError
+from mini_infer.serving.link.wire import Add, FrameReader, FrameWriter, Ready, command_decoder
 from mini_infer.serving.processes.async_engine import MOST_RERUNS, AsyncEngine, EngineDead
-from mini_infer.serving.processes.devices import environments
+from mini_infer.serving.processes.engines import environments
 from mini_infer.serving.processes.launch import PREFIX
-from mini_infer.serving.processes.wire import Add, FrameReader, FrameWriter, Ready, command_decoder
 
 TEXT = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 8000, "ignore_eos": True}

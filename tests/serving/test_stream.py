@@ -8,9 +8,9 @@ from collections.abc import Collection
 import pytest
 
 from mini_infer.core.errors import RequestError
-from mini_infer.serving.api.body import begun
-from mini_infer.serving.api.stream import Blocked, Stream
-from mini_infer.serving.processes.wire import Delta
+from mini_infer.serving.http.writing import begun
+from mini_infer.serving.link.stream import Blocked, Stream
+from mini_infer.serving.link.wire import Delta
 
 
 class Written:

@@ -10,7 +10,7 @@ import pytest
 
 from mini_infer.serving.api.completions import CompletionRenderer
 from mini_infer.serving.api.schema import CompletionRequest
-from mini_infer.serving.processes.wire import Delta
+from mini_infer.serving.link.wire import Delta
 
 
 def renderer(**body: Any) -> CompletionRenderer:

@@ -6,7 +6,7 @@ import random
 
 from mini_infer import SamplingParams
 from mini_infer.core.request import TokenLogprob
-from mini_infer.serving.processes.wire import (
+from mini_infer.serving.link.wire import (
     Abort,
     Add,
     Delta,

@@ -13,7 +13,7 @@ import torch
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.config import replace
-from mini_infer.serving.api.stream import Stream
+from mini_infer.serving.link.stream import Stream
 from mini_infer.serving.processes.async_engine import AsyncEngine
 from mini_infer.serving.processes.launch import EngineProcess
 
@@ -53,7 +53,7 @@ async def tokens_apart(folder: Path, connector: str) -> tuple[list[list[int]], i
             found = await asyncio.gather(*map(tokens_of, streams))
             moved = 0
             for _ in range(30):  # stats come every 0.1 s
-                moved = engine.replicas[1].stats.prompts_received
+                moved = engine.replicas[1].stats.kv_transfers
                 await asyncio.sleep(0.1)
             return found, moved
         finally:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import mini_infer
 from mini_infer.core.config import EngineConfig
+from mini_infer.core.logs import install
 from mini_infer.core.plan import StepPlan
 from mini_infer.runtime.executor.plan_ring import PlanRing, RingFiles
 
@@ -103,6 +104,7 @@ def main() -> None:
     line = sys.stdin.buffer.readline()
     if not line:
         return  # rank 0 has ended meanwhile
+    install()
     about = json.loads(line)
     faulthandler.enable(os.dup(about["story"]))
     threading.Thread(target=_exit_with_rank_0, daemon=True).start()

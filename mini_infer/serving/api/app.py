@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response, Security
@@ -20,22 +20,23 @@ from starlette.types import Message, Receive, Scope, Send
 import mini_infer
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.api import answers, errors, schema
-from mini_infer.serving.api.chat import chat
+from mini_infer.serving.api.chat.chat import chat
+from mini_infer.serving.api.chat.conversation import as_messages
+from mini_infer.serving.api.chat.responses import respond
 from mini_infer.serving.api.completions import complete
-from mini_infer.serving.api.conversation import as_messages
 from mini_infer.serving.api.errors import ApiError
-from mini_infer.serving.api.intake import CheckedRoute
-from mini_infer.serving.api.responses import respond
 from mini_infer.serving.api.service import Service
 from mini_infer.serving.api.sse import SERVER_SEND
+from mini_infer.serving.http.acceptor import allow_many_open_files
+from mini_infer.serving.http.bodies import CheckedRoute
+from mini_infer.serving.link.replica import Replica
 from mini_infer.serving.metrics import CONTENT_TYPE
-from mini_infer.serving.processes.open_files import allow_many_open_files
-from mini_infer.serving.processes.replica import Replica
 from mini_infer.serving.settings import ServerSettings, from_environment
 
 logger = logging.getLogger("uvicorn.error")  # what the server's own messages go through
 
 ABOUT = ("/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")  # what a key can be asked for
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 LINGER_S = 2.0  # from the engine's death to the server's end: the running requests learn of it, and /healthz says so
 
 probes = APIRouter(tags=["state"])
@@ -138,10 +139,19 @@ def _json(content: Any, status: int = 200) -> Response:
 # --- the state of the server --------------------------------------------------------------------------------------
 
 
-@probes.head("/health", include_in_schema=False)
-@probes.get("/health", include_in_schema=False)
-@probes.head("/healthz", include_in_schema=False)
-@probes.get("/healthz", summary="Whether the engine lives, with its settings; also as /health")
+def _probe(path: str, *others: str, summary: str) -> Callable[[Endpoint], Endpoint]:
+    """GET and HEAD."""
+
+    def register(endpoint: Endpoint) -> Endpoint:
+        probes.get(path, summary=summary)(endpoint)
+        for each, methods in ((path, ["HEAD"]), *((other, ["GET", "HEAD"]) for other in others)):
+            probes.add_api_route(each, endpoint, methods=methods, include_in_schema=False)
+        return endpoint
+
+    return register
+
+
+@_probe("/healthz", "/health", summary="Whether the engine lives, with its settings; also as /health")
 async def healthz(request: Request) -> Response:
     service = _service(request)
     info, replicas = service.engine.info, [_about(replica) for replica in service.engine.replicas]
@@ -155,11 +165,8 @@ async def healthz(request: Request) -> Response:
         "settings": info.settings,
         "startup": info.startup,
     }
-    failure = service.engine.failure
-    if failure is not None:
-        return _json({"status": "dead", "reason": failure, **about}, 503)
-    if service.hang is not None:
-        return _json({"status": "hung", "reason": service.hang, **about}, 503)
+    if trouble := service.trouble:
+        return _json({**trouble, **about}, 503)
     down = any(replica["status"] == "down" for replica in replicas)
     return _json({"status": "degraded" if down else "ok", **about})
 
@@ -174,23 +181,14 @@ def _about(replica: Replica) -> dict[str, Any]:
     }
 
 
-@probes.head("/ping", include_in_schema=False)
-@probes.get("/ping", include_in_schema=False)
-@probes.head("/readyz", include_in_schema=False)
-@probes.get("/readyz", summary="Whether requests are taken; also as /ping")
+@_probe("/readyz", "/ping", summary="Whether requests are taken; also as /ping")
 async def readyz(request: Request) -> Response:
     service = _service(request)
-    if service.engine.failure is not None:
-        return _json({"status": "dead", "reason": service.engine.failure}, 503)
-    if service.hang is not None:
-        return _json({"status": "hung", "reason": service.hang}, 503)
-    if service.stopping:
-        return _json({"status": "stopping"}, 503)
-    return _json({"status": "ready"})
+    not_ready = service.trouble or ({"status": "stopping"} if service.stopping else {})
+    return _json(not_ready or {"status": "ready"}, 503 if not_ready else 200)
 
 
-@probes.head("/version", include_in_schema=False)
-@probes.get("/version", summary="Of the server")
+@_probe("/version", summary="Of the server")
 async def version() -> Response:
     return _json({"version": mini_infer.__version__})
 
@@ -269,9 +267,9 @@ async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt, a text, or messages, a conversation", param="prompt")
     if body.messages is not None:
-        tokens = await service.tokens(as_messages(body.messages), "messages")
+        tokens = await service.prompts.tokens(as_messages(body.messages), "messages")
     else:
-        tokens = await service.tokens(body.prompt or "", "prompt")
+        tokens = await service.prompts.tokens(body.prompt or "", "prompt")
     return _json({"count": len(tokens), "max_model_len": service.engine.info.max_model_len, "tokens": tokens})
 
 
@@ -279,7 +277,7 @@ async def tokenize(request: Request, body: schema.TokenizeRequest) -> Response:
 async def detokenize(request: Request, body: schema.DetokenizeRequest) -> Response:
     service = _service(request)
     service.require_model(body.model)
-    (text,) = await service.decode([body.tokens], "tokens")
+    (text,) = await service.prompts.decode([body.tokens], "tokens")
     return _json({"prompt": text})
 
 

@@ -9,25 +9,25 @@ from typing import NamedTuple
 from fastapi import Request
 from starlette.datastructures import Headers
 
-from mini_infer.serving.accounts import Accounts, Exceeded
-from mini_infer.serving.api.errors import ApiError
+from mini_infer.serving.api.errors import ApiError, try_later
+from mini_infer.serving.keys import Accounts, Exceeded, Key
 from mini_infer.serving.settings import ServerSettings
 
 
 class Caller(NamedTuple):
     """
     Attributes:
-        name: of its key; empty where the server has no keys.
+        name: of its key; empty, with no limits, where the server has no keys.
         headers: of its request.
     """
 
     name: str
+    limits: Key | None
     headers: Headers
 
 
 _caller: ContextVar[Caller] = ContextVar("caller")  # whom this task serves
 current = _caller.get
-Count = Callable[[str, int], None]
 GiveBack = Callable[[int, int], None]  # told the generated tokens and the completions that have ended
 
 
@@ -38,24 +38,23 @@ class Callers:
         count: called with what the metrics count, and how much more of it there is.
     """
 
-    def __init__(self, settings: ServerSettings, accounts: int | None, count: Count) -> None:
+    def __init__(self, settings: ServerSettings, accounts: int | None, count: Callable[[str, int], None]) -> None:
         self._keys = settings.keys
         self._isolate = settings.isolate_keys
         self._count = count
-        self._numbers = {name: number for number, name in enumerate(self._keys.named)}
-        self._accounts = Accounts(list(self._keys.named.values()), accounts, settings.api_processes)
+        self._accounts = Accounts(accounts, settings.api_processes)
 
     def enter(self, request: Request) -> None:
         """The request's task serves this client from here on. Raises ApiError where its key is nobody's."""
-        name = self._keys.name_of(request.headers.get("authorization", "")) if self._keys else ""
-        if name is None:
+        found = self._keys.find(request.headers.get("authorization", "")) if self._keys else ("", None)
+        if found is None:
             raise ApiError(
                 401,
                 'the API key is wrong or missing: send the header "Authorization: Bearer KEY"',
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        _caller.set(Caller(name, request.headers))
+        _caller.set(Caller(*found, request.headers))
 
     def salt(self, wanted: str) -> str:
         """Of the request's cached prefixes: what one key has sent, no other can find out where keys are isolated."""
@@ -70,28 +69,22 @@ class Callers:
         Raises:
             ApiError: the key's limits are reached.
         """
-        if not self._keys:
+        name, limits, _ = current()
+        if limits is None:
             return lambda generated_tokens, completions: None
-        name = current().name
-        number, is_limited = self._numbers[name], self._keys.named[name].is_limited
-        if is_limited:
+        if limits.is_limited:
             try:
-                self._accounts.take(number, prompt_tokens, completions)
+                self._accounts.take(name, limits, prompt_tokens, completions)
             except Exceeded as error:
                 self._count(f"key_refusals {name}", 1)
-                raise ApiError(
-                    429,
-                    f"the key {name!r} has reached its limit: {error}",
-                    type="rate_limit_error",
-                    code="rate_limit_exceeded",
-                    headers={"Retry-After": str(max(1, round(error.retry_after + 0.5)))},
-                ) from None
+                message = f"the key {name!r} has reached its limit: {error}"
+                raise try_later(message, "rate_limit_exceeded", error.retry_after + 0.5) from None
         self._count(f"key_requests {name}", 1)
         self._count(f"key_prompt_tokens {name}", prompt_tokens)
 
         def give_back(generated_tokens: int, completions: int) -> None:
             self._count(f"key_generation_tokens {name}", generated_tokens)
-            if is_limited:
-                self._accounts.give_back(number, generated_tokens, completions)
+            if limits.is_limited:
+                self._accounts.give_back(name, limits, generated_tokens, completions)
 
         return give_back

@@ -15,7 +15,7 @@ from mini_infer.serving.api.sampling import sampling_params
 from mini_infer.serving.api.schema import CompletionRequest
 from mini_infer.serving.api.service import Service
 from mini_infer.serving.api.sse import DONE, EventStream, EventTemplate, WholeAnswer, new_id
-from mini_infer.serving.processes.wire import Delta, PromptLogprobs
+from mini_infer.serving.link.wire import Delta, PromptLogprobs
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -29,8 +29,8 @@ async def complete(service: Service, body: CompletionRequest) -> Response:
     scoring = bool(body.echo) and max_tokens == 0
     params = sampling_params(body, max_tokens + scoring, body.logprobs, **more)
     prompts = as_prompts(body.prompt, service.max_requests)
-    room = service.room(body.truncate_prompt_tokens, max_tokens)
-    encoded = await service.encode(prompts, "prompt", room)
+    room = service.prompts.room(body.truncate_prompt_tokens, max_tokens)
+    encoded = await service.prompts.encode(prompts, "prompt", room)
     texts = await _echoes(prompts if room is None else encoded, service) if body.echo else None
     streams = service.submit(encoded, params, body)  # behind all that waits: nobody would end them if the client left
     request_id = new_id("cmpl", body.request_id)
@@ -57,7 +57,8 @@ def _holds_ids(prompt: Any) -> bool:
 
 async def _echoes(prompts: Sequence[str | list[int]], service: Service) -> list[str]:
     """Each prompt's text: as it was sent, or what its token ids stand for."""
-    decoded = iter(await service.decode([prompt for prompt in prompts if not isinstance(prompt, str)], "prompt"))
+    token_ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    decoded = iter(await service.prompts.decode(token_ids, "prompt"))
     return [prompt if isinstance(prompt, str) else next(decoded) for prompt in prompts]
 
 
@@ -98,19 +99,16 @@ class CompletionRenderer:
         self._unsaid = set(range(len(prompts) * num_choices)) if echo else set()  # choices that lack their echo
         self._offsets = [0] * (len(prompts) * num_choices)  # characters that each choice has got
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
-        self._template: EventTemplate | None = None
-        if body.stream:
-            self._template = EventTemplate(
-                self._common,
-                before=lambda choice, first: b'{"index":%d,"text":' % choice,
-                between=b"",
-                num_choices=len(prompts) * num_choices,
-                options=body.stream_options,
-                prompt_tokens=sum(map(len, prompts)),
-            )
+        self._template = EventTemplate(
+            self._common,
+            before=lambda choice, first: b'{"index":%d,"text":' % choice,
+            between=b"",
+            num_choices=len(prompts) * num_choices,
+            options=body.stream_options,
+            prompt_tokens=sum(map(len, prompts)),
+        )
 
     def event(self, prompt: int, delta: Delta) -> bytes:
-        assert self._template is not None
         choice = prompt * self._num_choices + delta.index
         if self._template.tells_usage:
             told = self._choice(prompt, delta)
@@ -124,7 +122,6 @@ class CompletionRenderer:
         return self._template.full(choice, text, logprobs, delta, delta.token_ids if self._with_token_ids else None)
 
     def last_event(self, usage: dict[str, Any]) -> bytes:
-        assert self._template is not None
         return self._template.usage(self._usage(usage)) + DONE
 
     def whole(self, prompts: Sequence[Sequence[Delta]], usage: dict[str, Any]) -> dict[str, Any]:

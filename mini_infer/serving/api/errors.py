@@ -12,8 +12,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from mini_infer.core.errors import RequestError
-from mini_infer.serving.processes.link import EngineDead
-from mini_infer.serving.processes.replica import EngineError, QueueFull
+from mini_infer.serving.link.link import EngineDead
+from mini_infer.serving.link.replica import EngineError, QueueFull
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,11 @@ class ApiError(Exception):
         return Response(self.body, self.status, headers=self.headers, media_type="application/json")
 
 
+def try_later(message: str, code: str, seconds: float) -> ApiError:
+    headers = {"Retry-After": str(max(1, round(seconds)))}
+    return ApiError(429, message, type="rate_limit_error", code=code, headers=headers)
+
+
 def _sayable(text: str | None) -> str | None:
     return None if text is None else text.encode(errors="replace").decode()
 
@@ -77,9 +82,7 @@ def _told(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=API_NAMES.get(error.param or "", error.param))
     if isinstance(error, QueueFull):
-        wait = max(1, round(error.retry_after))
-        headers = {"Retry-After": str(wait)}
-        return ApiError(429, str(error), type="rate_limit_error", code="queue_full", headers=headers)
+        return try_later(str(error), "queue_full", error.retry_after)
     if isinstance(error, EngineDead):
         return ApiError(503, str(error), type="server_error", code="engine_dead")
     if isinstance(error, EngineError):

@@ -8,9 +8,18 @@ Known fields that cannot be served are refused (refused.py); those that nobody k
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    SkipValidation,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from mini_infer.serving.api.refused import (
     OF_CHAT,
@@ -36,57 +45,34 @@ MAX_ENTRIES = {
 LONG_FIELDS = ("prompt", "messages", "input", "tokens")  # as long as a body may be
 
 
-def _few(name: str) -> BeforeValidator:
-    """Looked at before the entries are, each of which could be wrong."""
-    limit = MAX_ENTRIES[name]
+class _Few(NamedTuple):
+    """A field of at most as many entries as MAX_ENTRIES says. It is looked at before they are, each of which could be
+    wrong."""
 
-    def check(value: object) -> object:
+    name: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        limit = MAX_ENTRIES[self.name]
+        return {**handler(schema), "maxItems": limit, "maxProperties": limit}  # each is for its own type
+
+    def _check(self, value: object) -> object:
+        limit = MAX_ENTRIES[self.name]
         if isinstance(value, (list, dict)) and len(value) > limit:
             raise ValueError(f"it has {len(value)} entries; at most {limit} are allowed")
         return value
 
-    return BeforeValidator(check)
-
 
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what the engine's wire carries
-# Their forms are told apart by the code that uses them, with one clear message instead of one for each form.
-PromptField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "integer"}},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            ]
-        }
-    ),
-]
-ContentField = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "object", "properties": {"type": {"const": "text"}, "text": {}}}},
-                {"type": "null"},
-            ]
-        }
-    ),
-]
-StopField = Annotated[
-    Any,
-    _few("stop"),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "maxItems": MAX_ENTRIES["stop"]},
-            ]
-        }
-    ),
-]
+# The forms of what is not validated here are told apart by the code that uses them, with one clear message instead of
+# one for each form.
+PromptField = SkipValidation[str | list[int] | list[str] | list[list[int]]]
+ContentField = SkipValidation[str | list[dict[str, Any]] | None]
+StopField = Annotated[SkipValidation[str | list[str] | None], _Few("stop")]
+InputField = Annotated[SkipValidation[str | list[dict[str, Any]]], _Few("input")]
+ToolChoice = SkipValidation[Literal["none", "auto", "required"] | dict[str, Any] | None]
 
 
 class ApiModel(BaseModel):
@@ -159,10 +145,8 @@ class GenerationRequest(ApiModel):
     stop: StopField = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: Annotated[dict[str, float] | None, _few("logit_bias")] = Field(
-        None,
-        description="Token id -> what is added to its logit.",
-        json_schema_extra={"maxProperties": MAX_ENTRIES["logit_bias"]},
+    logit_bias: Annotated[dict[str, float] | None, _Few("logit_bias")] = Field(
+        None, description="Token id -> what is added to its logit."
     )
     response_format: ResponseFormat | None = None
     user: str | None = Field(None, description="A label, which changes no answer; so are the next ones.")
@@ -174,12 +158,12 @@ class GenerationRequest(ApiModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = Field(None, description="As structured_outputs.json.")
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str] | None, _few("guided_choice")] = None
+    guided_choice: Annotated[list[str] | None, _Few("guided_choice")] = None
     guided_grammar: str | None = Field(None, description="In Lark.")
-    bad_words: Annotated[list[str] | None, _few("bad_words")] = Field(
+    bad_words: Annotated[list[str] | None, _Few("bad_words")] = Field(
         None, description="Texts that the answer does not contain; not together with another constraint."
     )
-    allowed_token_ids: Annotated[list[Integer] | None, _few("allowed_token_ids")] = Field(
+    allowed_token_ids: Annotated[list[Integer] | None, _Few("allowed_token_ids")] = Field(
         None, description="No other tokens; not together with another constraint."
     )
     truncate_prompt_tokens: Integer | None = Field(
@@ -191,9 +175,7 @@ class GenerationRequest(ApiModel):
     repetition_penalty: float | None = None
     min_tokens: Integer | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[Integer] | None, _few("stop_token_ids")] = Field(
-        None, json_schema_extra={"maxItems": MAX_ENTRIES["stop_token_ids"]}
-    )
+    stop_token_ids: Annotated[list[Integer] | None, _Few("stop_token_ids")] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Integer | None = Field(None, description="Smaller goes first, with scheduler.policy=priority.")
@@ -228,7 +210,7 @@ class ChatMessage(ApiModel):
 
 
 # One wrong entry is enough to refuse all.
-Messages = Annotated[list[ChatMessage], Field(fail_fast=True), _few("messages")]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True), _Few("messages")]
 
 
 class Function(ApiModel):
@@ -246,35 +228,14 @@ class Tool(_Typed):
     function: Function
 
 
-ToolChoice = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"enum": ["none", "auto", "required", None]},
-                {
-                    "type": "object",
-                    "properties": {
-                        "type": {"const": "function"},
-                        "function": {"type": "object", "properties": {"name": {"type": "string"}}},
-                    },
-                },
-            ]
-        }
-    ),
-]
-
-
 class ChatRequest(GenerationRequest):
     refused = {**GenerationRequest.refused, **OF_CHAT}
 
-    messages: Messages = Field(json_schema_extra={"maxItems": MAX_ENTRIES["messages"]})
+    messages: Messages
     max_completion_tokens: Integer | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
-    tools: Annotated[list[Tool] | None, _few("tools")] = Field(
-        None, json_schema_extra={"maxItems": MAX_ENTRIES["tools"]}
-    )
+    tools: Annotated[list[Tool] | None, _Few("tools")] = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call.")
     reasoning_effort: str | None = Field(None, description="Where the model's chat template asks for it.")
@@ -330,13 +291,6 @@ class ResponseText(ApiModel):
     format: ResponseTextFormat | None = None
 
 
-InputField = Annotated[
-    Any,
-    _few("input"),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
-]
-
-
 class ResponsesRequest(GenerationRequest):
     """Of the fields beyond OpenAI's API, those of /v1/chat/completions are taken."""
 
@@ -345,9 +299,7 @@ class ResponsesRequest(GenerationRequest):
     input: InputField
     instructions: str | None = None
     max_output_tokens: Integer | None = None
-    tools: Annotated[list[ResponseTool] | None, _few("tools")] = Field(
-        None, json_schema_extra={"maxItems": MAX_ENTRIES["tools"]}
-    )
+    tools: Annotated[list[ResponseTool] | None, _Few("tools")] = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     text: ResponseText | None = None
@@ -361,7 +313,7 @@ class TokenizeRequest(ApiModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = Field(None, json_schema_extra={"maxItems": MAX_ENTRIES["messages"]})
+    messages: Messages | None = None
 
 
 class DetokenizeRequest(ApiModel):

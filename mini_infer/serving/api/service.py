@@ -7,36 +7,32 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 from mini_infer.core.errors import RequestError
 from mini_infer.core.sampling_params import SamplingParams
-from mini_infer.runtime.text.conversation import Conversation
-from mini_infer.runtime.text.prompt import Prompt, require_fit
 from mini_infer.runtime.text.reasoning import CLOSE as THOUGHT
 from mini_infer.runtime.text.tools.formats import FORMATS, ToolFormat, format_of
-from mini_infer.serving.api.answer_size import bounded
-from mini_infer.serving.api.aside import Aside
 from mini_infer.serving.api.callers import Caller, Callers, GiveBack, current
 from mini_infer.serving.api.errors import ApiError
 from mini_infer.serving.api.logprobs import TokenTexts
-from mini_infer.serving.api.sampling import deadline_s
+from mini_infer.serving.api.prompts import Prompts
+from mini_infer.serving.api.sampling import bounded, deadline_s
 from mini_infer.serving.api.schema import GenerationRequest
 from mini_infer.serving.api.sse import Running
-from mini_infer.serving.api.stream import Stream
-from mini_infer.serving.api.tracing import Tracer
-from mini_infer.serving.api.unfinished import UnfinishedBodies
+from mini_infer.serving.http.bodies import UnfinishedBodies
+from mini_infer.serving.link.stream import Stream
 from mini_infer.serving.metrics import Metrics
 from mini_infer.serving.processes.async_engine import AsyncEngine
 from mini_infer.serving.settings import Reasoning, ServerSettings, Tools
+from mini_infer.serving.tracing import Tracer
 
 ALIAS = "mini-infer"  # always names the served model
 GRACE_S = 0.25  # from a deadline, which the engine keeps, until it is kept here
 COUNT_S = 0.1  # between two reports to the engine of what was counted here
 UNFINISHED_BODIES = 16  # of the largest size, together
-IDS_PER_CHARACTER = 4  # a token id need only be looked at
 
 
 class Service:
@@ -49,7 +45,7 @@ class Service:
         self.texts = TokenTexts(engine.tokenizer)
         self.running = Running()
         self.unfinished = UnfinishedBodies(UNFINISHED_BODIES * settings.max_body_bytes)
-        self._aside = Aside()
+        self.prompts = Prompts(engine)
         self._counts: Counter[str] = Counter()
         self.callers = Callers(settings, accounts, self._count)
         endpoint = settings.otlp_traces_endpoint
@@ -99,7 +95,7 @@ class Service:
 
     async def close(self) -> None:
         self.stop()
-        self._aside.close()
+        self.prompts.close()
         await self.engine.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
@@ -150,6 +146,14 @@ class Service:
         silence = self.engine.silence_s
         return f"the engine has not said anything for {silence:.0f} s" if silence > self.settings.hang_timeout else None
 
+    @property
+    def trouble(self) -> dict[str, str]:
+        """What a probe says of the engine; nothing where it lives."""
+        for status, reason in (("dead", self.engine.failure), ("hung", self.hang)):
+            if reason is not None:
+                return {"status": status, "reason": reason}
+        return {}
+
     # --- counts ---------------------------------------------------------------------------------------------------
 
     def count_response(self, path: str, status: int) -> None:
@@ -177,85 +181,6 @@ class Service:
                 404, f"the model {name[:200]!r} does not exist; this server has {names}", param="model",
                 code="model_not_found",
             )  # fmt: skip
-
-    def room(self, wanted: int | None, max_tokens: int | None) -> int | None:
-        """How many of a prompt's last tokens a request keeps by its `truncate_prompt_tokens`; None: all of them.
-
-        Raises:
-            RequestError: the wish cannot be.
-        """
-        if wanted == -1:
-            return max(1, self.engine.info.max_model_len - (max_tokens or 1))
-        if wanted is not None and wanted < 1:
-            raise RequestError(
-                f"truncate_prompt_tokens must be -1, or 1 or more; got {wanted}", "truncate_prompt_tokens"
-            )
-        return wanted
-
-    async def encode(self, prompts: Sequence[Prompt], param: str, room: int | None = None) -> list[list[int]]:
-        """Each prompt's token ids, known to fit into the model.
-
-        Args:
-            param: the field that they came in, for messages.
-            room: how many tokens are kept of each, the last ones.
-
-        Raises:
-            RequestError: one is none, or holds what cannot be encoded.
-            ApiError: one is too long.
-        """
-        if room is not None:
-            prompts = [prompt[-room:] if _is_token_ids(prompt) else prompt for prompt in prompts]
-        for prompt in prompts:
-            self._require_possible(prompt, param)
-        cost = sum(map(_cost, prompts))
-        return await self._aside.do(cost, lambda: [self._fitting(prompt, param, room) for prompt in prompts])
-
-    async def tokens(self, prompt: Prompt, param: str) -> list[int]:
-        """A prompt's token ids, however many."""
-        return await self._aside.do(_cost(prompt), lambda: self._tokens(prompt, param))
-
-    async def decode(self, prompts: Sequence[Sequence[int]], param: str) -> list[str]:
-        """What each prompt's token ids stand for, special tokens too. Raises RequestError where one is none."""
-
-        def text(token_ids: Sequence[int]) -> str:
-            return self.tokenizer.decode(self._tokens(token_ids, param), skip_special_tokens=False)
-
-        return await self._aside.do(sum(map(len, prompts)), lambda: [text(token_ids) for token_ids in prompts])
-
-    def _require_possible(self, prompt: Prompt, param: str) -> None:
-        """Before it is encoded, or each of its token ids looked at."""
-        if _is_token_ids(prompt):
-            self._require_fit(len(prompt), param)
-            return
-        longest = self.tokenizer.longest_token
-        length = _num_characters(prompt)
-        most = self.engine.info.max_model_len * longest
-        if longest and length > most:
-            raise ApiError(
-                400,
-                f"the prompt has {length} characters: this model's maximum context length is "
-                f"{self.engine.info.max_model_len} tokens, and none of them is longer than {longest} characters",
-                param=param,
-                code="context_length_exceeded",
-            )
-
-    def _fitting(self, prompt: Prompt, param: str, room: int | None) -> list[int]:
-        token_ids = self._tokens(prompt, param)
-        token_ids = token_ids if room is None else token_ids[-room:]
-        self._require_fit(len(token_ids), param)
-        return token_ids
-
-    def _require_fit(self, num_tokens: int, param: str) -> None:
-        try:
-            require_fit(num_tokens, self.engine.info.max_model_len)
-        except RequestError as error:
-            raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
-
-    def _tokens(self, prompt: Prompt, param: str) -> list[int]:
-        try:
-            return self.engine.encode(prompt)
-        except RequestError as error:
-            raise RequestError(str(error), param if error.param in (None, "prompt") else error.param) from error
 
     def submit(self, prompts: Sequence[list[int]], params: SamplingParams, body: GenerationRequest) -> list[Stream]:
         """One stream for each prompt, or an error and none."""
@@ -297,25 +222,3 @@ class Service:
         give_back(stream.usage.completion_tokens, params.n)
         if self._tracer is not None:
             self._tracer.ended(stream, params, arrival, caller.name, caller.headers)
-
-
-def _cost(prompt: Prompt) -> int:
-    """Of encoding it, in characters of text."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    if isinstance(prompt, Conversation):
-        return _cost(prompt.messages) + len(str(prompt.tools)) + len(str(prompt.variables))
-    if prompt and isinstance(prompt[0], Mapping):
-        return sum(len(str(value)) for message in prompt if isinstance(message, Mapping) for value in message.values())
-    return len(prompt) // IDS_PER_CHARACTER
-
-
-def _num_characters(prompt: Prompt) -> int:
-    """That are sure to be encoded: a template may leave out thoughts, names and tools."""
-    if isinstance(prompt, Conversation):
-        return sum(len(message["content"]) for message in prompt.messages)
-    return len(prompt) if isinstance(prompt, str) else 0
-
-
-def _is_token_ids(prompt: Prompt) -> TypeGuard[list[int]]:
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)

@@ -18,12 +18,11 @@ from fastapi import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mini_infer.core.request import FinishReason
-from mini_infer.serving.api.body import body_writer
 from mini_infer.serving.api.errors import ApiError, as_api_error
-from mini_infer.serving.api.json_pieces import encode, in_blocks, pieces
 from mini_infer.serving.api.schema import StreamOptions
-from mini_infer.serving.api.stream import Blocked, Stream
-from mini_infer.serving.processes.wire import DEADLINE, Delta, merge
+from mini_infer.serving.http.writing import body_writer, encode, in_blocks, pieces
+from mini_infer.serving.link.stream import Blocked, Stream
+from mini_infer.serving.link.wire import DEADLINE, Delta, merge
 
 DONE = b"data: [DONE]\n\n"
 CLIENT_LEFT = 499  # as other servers log it

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mini_infer.core.errors import MiniInferError
-from mini_infer.serving.processes.handover import Channel, Handover
+from mini_infer.serving.http.handover import Channel, Handover
 from mini_infer.serving.processes.launch import child_environment, ending_of
 from mini_infer.serving.settings import ServerSettings
 
@@ -86,7 +86,7 @@ def main() -> int | str:
     """The process. Arguments: the descriptors of the channel and the accounts, the engines' sockets. stdin brings the
     settings."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the supervisor, who decides
-    from mini_infer.serving.api.web import serve_handed_over  # takes a second, in which the engine is made
+    from mini_infer.serving.http.server import serve  # takes a second, in which the engine is made
 
     try:
         settings: ServerSettings = pickle.load(sys.stdin.buffer)
@@ -94,7 +94,7 @@ def main() -> int | str:
         return 0
     handover = Handover(socket.socket(fileno=int(sys.argv[1])))
     try:
-        return asyncio.run(serve_handed_over(settings, sys.argv[3:], handover, int(sys.argv[2])))
+        return asyncio.run(serve(settings, handover, engine_paths=sys.argv[3:], accounts=int(sys.argv[2])))
     except asyncio.CancelledError:  # a signal while it was connecting
         return 0
     except MiniInferError as error:

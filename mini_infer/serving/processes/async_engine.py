@@ -14,12 +14,13 @@ from mini_infer.core.config import EngineConfig, RouterPolicy
 from mini_infer.core.request import SamplingParams
 from mini_infer.runtime.text.prompt import Prompt, encode_prompt, require_fit
 from mini_infer.runtime.text.tokenizer import Tokenizer, load_tokenizer
-from mini_infer.serving.api.stream import Stream
+from mini_infer.serving.link.link import EngineDead
+from mini_infer.serving.link.replica import QueueFull, Replica, Request, why_none
+from mini_infer.serving.link.stream import Stream
+from mini_infer.serving.link.wire import Add, non_default_params
 from mini_infer.serving.processes.launch import MAX_QUEUED, EngineProcess, prefill_socket
-from mini_infer.serving.processes.link import EngineDead
-from mini_infer.serving.processes.replica import QueueFull, Replica, Request, why_none
-from mini_infer.serving.processes.wire import Add, Stats, non_default_params
 from mini_infer.serving.router import Router
+from mini_infer.serving.stats import Stats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -228,8 +229,9 @@ class AsyncEngine:
             return
         self._closing = True
         for replica in self.replicas:
-            for request in list(replica.requests.values()):
+            for request in replica.requests.values():
                 request.stream.abort()
+                self._fail(request, EngineDead("the engine has been closed"))
             replica.close()
             if replica.process is not None:
                 await asyncio.to_thread(replica.process.stop)
@@ -285,18 +287,16 @@ class AsyncEngine:
     def _abort(self, request: Request) -> None:
         assert request.route is not None
         self.replicas[request.route.replica].abort(request)
-        self._leave(request)
-        self._count_end()
 
     # --- what the engines say -------------------------------------------------------------------------------------
 
     def take_end(self, request: Request) -> None:
-        self._leave(request, request.stream.usage.cached_tokens)
+        self._leave(request, None if request.stream.aborted else request.stream.usage.cached_tokens)
         self._count_end()
 
     def take_refusal_of(self, request: Request, error: Exception) -> None:
         self._leave(request)
-        if isinstance(error, QueueFull):
+        if isinstance(error, QueueFull) and not request.stream.aborted:
             assert request.route is not None
             request.refused_by.add(request.route.replica)
             self._place_again(request, error)
@@ -305,8 +305,7 @@ class AsyncEngine:
 
     def take_news(self, replica: Replica) -> None:
         stats = replica.stats
-        unfinished = stats.running + stats.prefilling + stats.waiting + stats.swapped + stats.receiving
-        self._router.told(replica.number, unfinished, stats.kv_total_blocks)
+        self._router.told(replica.number, stats.unfinished, stats.kv_total_blocks)
         for callback in self._stats_callbacks:
             _call(callback, stats)
 
@@ -322,7 +321,7 @@ class AsyncEngine:
         for request in lost:
             self._leave(request)
             request.num_lost += 1
-            if request.stream.has_begun or request.num_lost > MOST_RERUNS:
+            if request.stream.aborted or request.stream.has_begun or request.num_lost > MOST_RERUNS:
                 self._fail(request, EngineDead(reason))
             else:
                 self._place_again(request, EngineDead(reason))

@@ -26,12 +26,8 @@ from mini_infer.core.errors import MiniInferError, RankError, RequestError
 from mini_infer.core.request import FinishReason, RequestOutput, SamplingParams
 from mini_infer.runtime.handover import make_sender
 from mini_infer.runtime.llm_engine import LLMEngine
-from mini_infer.serving.api.queue_bound import QueueBound
-from mini_infer.serving.processes.connection import Connection
-from mini_infer.serving.processes.engine_stats import EngineStats
-from mini_infer.serving.processes.launch import MAX_QUEUED, prefill_socket
-from mini_infer.serving.processes.newcomers import Newcomer, Newcomers, Owner, num_completions
-from mini_infer.serving.processes.wire import (
+from mini_infer.serving.link.connection import Connection
+from mini_infer.serving.link.wire import (
     DEADLINE,
     Add,
     Count,
@@ -43,6 +39,9 @@ from mini_infer.serving.processes.wire import (
     Ready,
     Refused,
 )
+from mini_infer.serving.processes.engine_stats import EngineStats
+from mini_infer.serving.processes.launch import MAX_QUEUED, prefill_socket
+from mini_infer.serving.processes.newcomers import Newcomer, Newcomers, Owner, QueueBound, num_completions
 from mini_infer.transfer.receiver import Receiver
 
 logger = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class EngineServer:
         self._num_connections = 0
         self._newcomers = Newcomers(engine.grammars)
         self._bound = QueueBound(max_queued, engine.config.scheduler.max_num_seqs)
-        self._owners: dict[str, Owner] = {}  # of the engine's requests, but those that their owner has aborted
+        self._owners: dict[str, Owner] = {}  # of the engine's requests, but those whose connection has ended
         self._deadlines: list[tuple[float, str]] = []  # a heap
         self._expired: set[str] = set()
         self._failures = 0
@@ -210,8 +209,10 @@ class EngineServer:
             owner = Owner(connection, command.number)
             if isinstance(command, Add):
                 self._receive_add(owner, command)
-            elif not self._newcomers.discard(owner):
-                self._abort(owner)
+            elif self._newcomers.discard(owner):
+                connection.notices.append(Refused(owner.number, "it was aborted"))
+            else:
+                self._engine.abort(_request_id(owner))
 
     def _receive_add(self, owner: Owner, add: Add) -> None:
         if self._drained_by is None:
@@ -241,8 +242,9 @@ class EngineServer:
         connection.close()
         self._connections.remove(connection)
         self._newcomers.discard_all(connection)
-        for owner in [o for o in self._owners.values() if o.connection is connection]:
-            self._abort(owner)
+        for request_id in [each for each, owner in self._owners.items() if owner.connection is connection]:
+            del self._owners[request_id]
+            self._engine.abort(request_id)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -281,11 +283,6 @@ class EngineServer:
         if add.deadline_time is not None:
             heapq.heappush(self._deadlines, (add.deadline_time, request_id))
 
-    def _abort(self, owner: Owner) -> None:
-        request_id = _request_id(owner)
-        if self._owners.pop(request_id, None) is not None:
-            self._engine.abort(request_id)
-
     def _enforce_deadlines(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= time.perf_counter():
             _, request_id = heapq.heappop(self._deadlines)
@@ -318,14 +315,15 @@ class EngineServer:
                 continue
             request_id = output.request_id
             owner = owners.get(request_id)
-            entries = output.prompt_logprobs
+            entries = None if owner is None else output.prompt_logprobs
             prompt_logprobs = None if entries is None else PromptLogprobs.of(entries)
             for new in output.outputs:
-                reason, cached, spans = None, 0, None
+                reason, cached, spans, left = None, 0, None, False
                 if new.finish_reason is not None:
                     assert new.metrics is not None
                     expired = new.finish_reason is FinishReason.abort and request_id in self._expired
                     reason = DEADLINE if expired else new.finish_reason.value
+                    left = reason == FinishReason.abort.value  # nobody reads it; its tokens are counted
                     cached, spans = new.metrics.num_cached_tokens, new.metrics.spans
                     now = time.perf_counter()
                     self._stats.finish(new, reason, len(output.prompt_token_ids), now)
@@ -335,13 +333,13 @@ class EngineServer:
                         Delta(
                             owner.number,
                             new.index,
-                            new.text_delta,
+                            "" if left else new.text_delta,
                             new.token_ids_delta,
-                            new.logprobs_delta,
+                            None if left else new.logprobs_delta,
                             reason,
                             new.stop_reason,
                             cached,
-                            prompt_logprobs,
+                            None if left else prompt_logprobs,
                             spans,
                         )
                     )

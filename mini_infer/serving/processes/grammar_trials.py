@@ -30,6 +30,7 @@ from collections import deque
 from typing import IO, Any, NamedTuple
 
 from mini_infer.core.errors import RequestError
+from mini_infer.core.logs import install
 from mini_infer.core.sampling_params import Grammar, GrammarKind
 from mini_infer.runtime.text.grammar import GrammarCompiler, Vocabulary, make_matcher, refuse
 from mini_infer.serving.processes.launch import child_environment
@@ -277,6 +278,7 @@ def main() -> None:
     """The nursery. Its argument is the control socket's descriptor; stdin brings the vocabulary."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # it ends with the engine process
         signal.signal(ignored, signal.SIG_IGN)
+    install()
     os.nice(NICENESS)
     try:
         vocabulary = pickle.load(sys.stdin.buffer)

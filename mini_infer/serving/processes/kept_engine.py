@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mini_infer.core.errors import MiniInferError
+from mini_infer.serving.link.link import Link, Listener
+from mini_infer.serving.link.wire import Drain
 from mini_infer.serving.processes.launch import EngineProcess
-from mini_infer.serving.processes.link import Link
-from mini_infer.serving.processes.wire import Drain, Outputs, Refused, Stats
 
 if TYPE_CHECKING:  # few have Ray
     from mini_infer.serving.processes.ray_engine import RayEngine
@@ -26,7 +26,7 @@ WATCH_S = 1.0  # between two looks at when it last said something
 BACKSTOP_S = 5.0  # beyond the time that a drained engine has, until it is killed
 
 
-class KeptEngine:
+class KeptEngine(Listener):
     """
     Args:
         make: a process that listens at a path.
@@ -135,11 +135,3 @@ class KeptEngine:
             self.start_again()
         else:
             self._on_end(self, reason)
-
-    def take_stats(self, stats: Stats) -> None: ...
-
-    def take_outputs(self, outputs: Outputs) -> None: ...
-
-    def take_refusal(self, refused: Refused) -> None: ...
-
-    def take_pause(self) -> None: ...

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import mini_infer
 from mini_infer.core.config import EngineConfig
-from mini_infer.serving.logs import install
+from mini_infer.core.logs import install
 
 BACKLOG = 128
 PREFIX = "mini-infer-"  # of folders for sockets

@@ -19,7 +19,7 @@ from typing import Any
 
 from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.errors import ConfigError
-from mini_infer.serving.processes.devices import needs_no_gpu
+from mini_infer.serving.processes.engines import needs_no_gpu
 from mini_infer.serving.processes.launch import BACKLOG, EngineProcess
 from mini_infer.serving.processes.relay import Relay, connect_with, new_key
 

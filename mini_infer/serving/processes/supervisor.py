@@ -11,20 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import signal
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from mini_infer.core.config import EngineConfig, Launcher, replace
-from mini_infer.serving.processes.acceptor import Acceptor
+from mini_infer.serving.http.acceptor import Acceptor
 from mini_infer.serving.processes.api_process import ApiProcess
-from mini_infer.serving.processes.devices import count_gpus, environments
+from mini_infer.serving.processes.engines import ways_to_make
 from mini_infer.serving.processes.kept_engine import KeptEngine
-from mini_infer.serving.processes.launch import PREFIX, EngineProcess
+from mini_infer.serving.processes.launch import PREFIX
 from mini_infer.serving.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -213,26 +210,3 @@ class Supervisor:
             await engine.restart(self._settings.shutdown_timeout)
             await asyncio.sleep(SETTLE_S)
         logger.warning("all replicas have been restarted")
-
-
-def ways_to_make(engine: EngineConfig, max_queued: int) -> list[Callable[[str], Any]]:
-    """Of each engine, those for prompts first, an engine process that listens at a path. Of them all no more than
-    `max_queued` completions may wait. Raises ConfigError where there cannot be as many."""
-    parallel = engine.parallel
-    number = parallel.decode or parallel.replicas
-    config = replace(engine, parallel={"replicas": 1, "launcher": Launcher.processes})
-    max_queued = -(-max_queued // number)
-    if parallel.launcher is Launcher.ray:
-        from mini_infer.serving.processes.ray_engine import RayEngine, require_cluster
-
-        require_cluster(engine)
-        return [partial(RayEngine, config, max_queued)] * number
-    surroundings = environments(engine, os.environ, count_gpus)
-    configs = [config] * number
-    if parallel.prefill:  # those for prompts come first
-        computes, decodes = ({"prefill": 1, "decode": 0}, parallel.prefill), ({"prefill": 0, "decode": 1}, number)
-        configs = [replace(config, parallel=role) for role, count in (computes, decodes) for _ in range(count)]
-    return [
-        partial(EngineProcess, own, max_queued, environment=environment)
-        for own, environment in zip(configs, surroundings, strict=True)
-    ]

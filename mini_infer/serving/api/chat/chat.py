@@ -9,12 +9,12 @@ from typing import Any
 from fastapi import Response
 
 from mini_infer.runtime.text.pieces import Kind
+from mini_infer.serving.api.chat.turn import Part, Turn, start_turn
 from mini_infer.serving.api.logprobs import TokenTexts, chat_logprobs
 from mini_infer.serving.api.schema import ChatRequest
 from mini_infer.serving.api.service import Service
 from mini_infer.serving.api.sse import DONE, EventStream, EventTemplate, WholeAnswer, new_id
-from mini_infer.serving.api.turn import Part, Turn, start_turn
-from mini_infer.serving.processes.wire import Delta
+from mini_infer.serving.link.wire import Delta
 
 
 async def chat(service: Service, body: ChatRequest) -> Response:
@@ -32,35 +32,32 @@ class ChatRenderer:
         self._common = {"id": request_id, "created": int(time.time()), "model": service.model_name}
         self._texts: TokenTexts | None = service.texts if body.logprobs else None
         self._readers = turn.readers
-        self._template: EventTemplate | None = None
-        if body.stream:
-            self._template = EventTemplate(
-                {**self._common, "object": "chat.completion.chunk"},
-                before=_before_text,
-                between=b"}",
-                num_choices=turn.num_choices,
-                options=body.stream_options,
-                prompt_tokens=turn.prompt_tokens,
-            )
+        self._template = EventTemplate(
+            {**self._common, "object": "chat.completion.chunk"},
+            before=_before_text,
+            between=b"}",
+            num_choices=turn.num_choices,
+            options=body.stream_options,
+            prompt_tokens=turn.prompt_tokens,
+        )
 
     def event(self, prompt: int, delta: Delta) -> bytes:
-        assert self._template is not None
         is_plain = self._texts is None and delta.finish_reason is None and not self._template.tells_usage
         if self._readers is not None and not (is_plain and self._readers[delta.index].passes):
-            return self._events(self._template, delta, self._readers[delta.index].read)
+            return self._events(delta, self._readers[delta.index].read)
         if self._template.tells_usage:
-            return self._events(self._template, delta, _as_text)
+            return self._events(delta, _as_text)
         if is_plain:
             return self._template.text(delta.index, delta.text) if delta.text else b""
         return self._template.full(delta.index, delta.text, self._logprobs(delta), delta)
 
-    def _events(self, template: EventTemplate, delta: Delta, read: Any) -> bytes:
+    def _events(self, delta: Delta, read: Any) -> bytes:
         """One for each part of the text. The first has the log-probabilities, the last says how it ended."""
         ended = delta.finish_reason is not None
         said = [_said(part) for part in read(delta.text, last=ended)]
-        if not said and (ended or self._texts is not None or template.tells_usage):
+        if not said and (ended or self._texts is not None or self._template.tells_usage):
             said = [{}]
-        if said and template.begins(delta.index):
+        if said and self._template.begins(delta.index):
             said[0] = {"role": "assistant", **said[0]}
         choices: list[dict[str, Any]] = [
             {"index": delta.index, "delta": each, "logprobs": None, "finish_reason": None} for each in said
@@ -69,11 +66,10 @@ class ChatRenderer:
             choices[0]["logprobs"] = self._logprobs(delta)
         if ended:
             choices[-1] |= {"finish_reason": self._finish_reason(delta), "stop_reason": delta.stop_reason}
-        template.count(delta)
-        return b"".join([template.choice(choice) for choice in choices])
+        self._template.count(delta)
+        return b"".join([self._template.choice(choice) for choice in choices])
 
     def last_event(self, usage: dict[str, Any]) -> bytes:
-        assert self._template is not None
         return self._template.usage(usage) + DONE
 
     def whole(self, prompts: Sequence[Sequence[Delta]], usage: dict[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from mini_infer.core.errors import ConfigError, MiniInferError, ModelError
-from mini_infer.serving.processes.launch import EngineProcess
-from mini_infer.serving.processes.wire import (
+from mini_infer.serving.link.wire import (
     Event,
     Failed,
     FrameReader,
@@ -17,9 +16,10 @@ from mini_infer.serving.processes.wire import (
     Outputs,
     Ready,
     Refused,
-    Stats,
     event_decoder,
 )
+from mini_infer.serving.processes.launch import EngineProcess
+from mini_infer.serving.stats import Stats
 
 if TYPE_CHECKING:  # few have Ray
     from mini_infer.serving.processes.ray_engine import RayEngine
@@ -32,7 +32,9 @@ class EngineDead(MiniInferError, RuntimeError):
     """There is no engine process any more; the message says how it ended."""
 
 
-class Listener(Protocol):
+class Listener:
+    """Who is told what an engine says."""
+
     def take_outputs(self, outputs: Outputs) -> None: ...
 
     def take_pause(self) -> None:

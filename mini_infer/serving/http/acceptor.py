@@ -1,9 +1,12 @@
-"""Accepting connections, also when descriptors run out: no error a connection, and no turning in circles."""
+"""Accepting connections, also when descriptors run out: no error a connection, and no turning in circles. And how many
+of these there may be."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -14,6 +17,8 @@ BACKLOG = 2048
 AT_ONCE = 64  # connections accepted before anything else gets a turn
 RETRY_S = 0.02
 COMPLAINT_S = 10.0  # between two lines of the log that say the same
+WANTED = 65_536  # open files
+RESERVED = 64  # for what is no connection
 
 
 class Acceptor:
@@ -78,3 +83,21 @@ class Acceptor:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listener)
         loop.call_later(RETRY_S, self._resume)
+
+
+def room_for_connections() -> int:
+    """As many as this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return WANTED if soft == resource.RLIM_INFINITY else max(soft - RESERVED, 1)
+
+
+def allow_many_open_files() -> None:
+    """Raises this process's own limit towards the one that the system sets it.
+
+    Many systems start programs with 256 or 1,024, for old ones that can do no more, and let them ask for a lot.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS says that there is no limit, and has one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,15 +1,42 @@
-"""Which GPUs each replica gets."""
+"""The engines that a config asks for: how each is made, and which GPUs it sees."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
-from mini_infer.core.config import Device, EngineConfig, LoadFormat
+from mini_infer.core.config import Device, EngineConfig, Launcher, LoadFormat, replace
 from mini_infer.core.errors import ConfigError
+from mini_infer.serving.processes.launch import EngineProcess
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def ways_to_make(engine: EngineConfig, max_queued: int) -> list[Callable[[str], Any]]:
+    """Of each engine, those for prompts first, an engine process that listens at a path. Of them all no more than
+    `max_queued` completions may wait. Raises ConfigError where there cannot be as many."""
+    parallel = engine.parallel
+    number = parallel.decode or parallel.replicas
+    config = replace(engine, parallel={"replicas": 1, "launcher": Launcher.processes})
+    max_queued = -(-max_queued // number)
+    if parallel.launcher is Launcher.ray:
+        from mini_infer.serving.processes.ray_engine import RayEngine, require_cluster
+
+        require_cluster(engine)
+        return [partial(RayEngine, config, max_queued)] * number
+    surroundings = environments(engine, os.environ, count_gpus)
+    configs = [config] * number
+    if parallel.prefill:  # those for prompts come first
+        computes, decodes = ({"prefill": 1, "decode": 0}, parallel.prefill), ({"prefill": 0, "decode": 1}, number)
+        configs = [replace(config, parallel=role) for role, count in (computes, decodes) for _ in range(count)]
+    return [
+        partial(EngineProcess, own, max_queued, environment=environment)
+        for own, environment in zip(configs, surroundings, strict=True)
+    ]
 
 
 def environments(

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mini_infer.serving.processes.wire import Delta, merge
+from mini_infer.serving.link.wire import Delta, merge
 
 T = TypeVar("T")
 Blocked = Awaitable[None] | None  # what a writer has to wait for, if anything, before it can write on
@@ -40,7 +40,8 @@ class Stream:
     """
 
     def __init__(self, num_completions: int, num_prompt_tokens: int, on_abort: Callable[[], None]) -> None:
-        self.num_unfinished = num_completions
+        self.num_unfinished = num_completions  # that the engine has not ended
+        self.aborted = False  # by the reader, who is told nothing more; the engine's last word is still to come
         self._num_completions = num_completions
         self._num_prompt_tokens = num_prompt_tokens
         self._num_cached_tokens = 0
@@ -56,6 +57,11 @@ class Stream:
     @property
     def usage(self) -> Usage:
         return Usage(self._num_prompt_tokens, self._num_cached_tokens, self._num_tokens)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more comes."""
+        return self.aborted or not self.num_unfinished
 
     @property
     def has_begun(self) -> bool:
@@ -78,7 +84,7 @@ class Stream:
         while not self._pending:
             if self.error is not None:
                 raise self.error
-            if not self.num_unfinished:
+            if self.is_over:
                 return
             await self._news()
 
@@ -91,7 +97,7 @@ class Stream:
         """
         while True:
             blocked = self._fetch(write)
-            while blocked is None and self.num_unfinished:
+            while blocked is None and not self.is_over:
                 blocked = await self._forward_news(write)
             if blocked is not None:
                 await self._or_abort(blocked)
@@ -108,7 +114,7 @@ class Stream:
                 return
             try:
                 blocked = self._fetch(write)
-                if blocked is not None or not self.num_unfinished:
+                if blocked is not None or self.is_over:
                     future.set_result(blocked)
             except Exception as error:
                 future.set_exception(error)
@@ -142,14 +148,10 @@ class Stream:
 
     def abort(self) -> None:
         """Frees what the request holds within a step. Nothing more comes; one that has ended stays as it is."""
-        if self.num_unfinished:
+        if not self.is_over:
+            self.aborted = True
             self._on_abort()
-            self.num_unfinished = 0
-            self._end()
             self.wake()
-
-    async def aclose(self) -> None:
-        self.abort()
 
     async def __aenter__(self) -> Stream:
         return self
@@ -169,6 +171,8 @@ class Stream:
             if not self.num_unfinished:
                 self._end()
         pending = self._pending
+        if self.aborted:
+            return False
         if not pending:
             pending[delta.index] = delta
             return True
@@ -177,7 +181,8 @@ class Stream:
 
     def fail(self, error: Exception) -> None:
         """Raised to the reader once he has fetched what has come."""
-        self.error = error
+        if not self.aborted:
+            self.error = error
         self.num_unfinished = 0
         self._end()
         self.wake()

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mini_infer.core.errors import RequestError
+from mini_infer.serving.api.chat.conversation import joined_text
 from mini_infer.serving.api.schema import ChatRequest, GenerationRequest, ResponsesRequest
 
 TEXTS = ("input_text", "output_text", "reasoning_text", "text")
@@ -15,7 +16,7 @@ SAME_NAME = (*GenerationRequest.model_fields, "parallel_tool_calls", "include_re
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """Raises RequestError for what has no place in a chat request."""
-    fields = body.model_dump(include=set(SAME_NAME), exclude_none=True, by_alias=True)
+    fields = body.model_dump(include=set(SAME_NAME), exclude_none=True, by_alias=True, warnings=False)
     fields["messages"] = _messages(body)
     fields["tools"] = [
         {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
@@ -83,15 +84,7 @@ def _turn(messages: list[dict[str, Any]], unless: str = "") -> dict[str, Any]:
 
 
 def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{where} must be a text or a list of parts", "input")
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in TEXTS or not isinstance(part.get("text"), str):
-            raise RequestError(f"{where} has a part of type {str(kind)[:40]!r}: texts alone are understood", "input")
-    return "\n".join(part["text"] for part in content)
+    return "" if content == [] else joined_text(content, where, "input", TEXTS)
 
 
 def _tool_choice(choice: Any) -> Any:

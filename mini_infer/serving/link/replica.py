@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mini_infer.core.errors import MiniInferError, RequestError
-from mini_infer.serving.api.stream import Stream
+from mini_infer.serving.link.link import Link, Listener
+from mini_infer.serving.link.stream import Stream
+from mini_infer.serving.link.wire import Abort, Add, Count, Outputs, Ready, Refused
 from mini_infer.serving.processes.launch import EngineProcess
-from mini_infer.serving.processes.link import Link
-from mini_infer.serving.processes.wire import Abort, Add, Count, Outputs, Ready, Refused, Stats
 from mini_infer.serving.router import Chain, Route
+from mini_infer.serving.stats import Stats
+
+if TYPE_CHECKING:
+    from mini_infer.serving.processes.async_engine import AsyncEngine
 
 RETRY_S = 0.1  # from a connection that ended to the next attempt
 
@@ -44,20 +48,7 @@ class Request:
         self.num_lost = 0  # engines that died with it
 
 
-class Owner(Protocol):
-    """Who is told what becomes of the requests."""
-
-    def take_news(self, replica: Replica) -> None: ...
-
-    def take_end(self, request: Request) -> None:
-        """The engine has said all that it will say of it."""
-
-    def take_refusal_of(self, request: Request, error: Exception) -> None: ...
-
-    def take_loss(self, replica: Replica, lost: list[Request]) -> None: ...
-
-
-class Replica:
+class Replica(Listener):
     """Told to `open` or to `keep_open`, and then whom to tell what comes: `attach`.
 
     Args:
@@ -80,7 +71,7 @@ class Replica:
         self.failure: str | None = "it has not served yet"
         self.requests: dict[int, Request] = {}
         self._to_wake: list[Stream] = []
-        self._owner: Owner | None = None
+        self._owner: AsyncEngine | None = None
         self._link: Link | None = None
         self._opening: asyncio.Task[None] | None = None
 
@@ -110,7 +101,7 @@ class Replica:
         self._opening = asyncio.get_running_loop().create_task(connect())
         return self._opening
 
-    def attach(self, owner: Owner) -> None:
+    def attach(self, owner: AsyncEngine) -> None:
         self._owner = owner
         if self._link is not None:
             self._link.attach(self)
@@ -141,11 +132,12 @@ class Replica:
         self.requests[request.add.number] = request
 
     def abort(self, request: Request) -> None:
-        if self.requests.pop(request.add.number, None) is not None and self._link is not None:
+        """The engine's last word of it is still to come."""
+        if request.add.number in self.requests and self._link is not None:
             self._link.send(Abort(request.add.number))
 
     @property
-    def _told(self) -> Owner:
+    def _told(self) -> AsyncEngine:
         assert self._owner is not None
         return self._owner
 
@@ -155,7 +147,7 @@ class Replica:
         requests = self.requests
         for delta in outputs.deltas:
             request = requests.get(delta.number)
-            if request is None:  # aborted meanwhile
+            if request is None:  # it has ended
                 continue
             stream = request.stream
             if stream.put(delta):

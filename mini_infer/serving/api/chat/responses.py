@@ -10,12 +10,12 @@ from typing import Any
 from fastapi import Response
 
 from mini_infer.runtime.text.pieces import Kind
-from mini_infer.serving.api.response_input import as_chat
+from mini_infer.serving.api.chat.response_input import as_chat
+from mini_infer.serving.api.chat.turn import Part, Turn, start_turn
 from mini_infer.serving.api.schema import ResponsesRequest
 from mini_infer.serving.api.service import Service
 from mini_infer.serving.api.sse import EventStream, WholeAnswer, encode
-from mini_infer.serving.api.turn import Part, Turn, start_turn
-from mini_infer.serving.processes.wire import Delta
+from mini_infer.serving.link.wire import Delta
 
 
 async def respond(service: Service, body: ResponsesRequest) -> Response:

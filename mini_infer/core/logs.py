@@ -1,4 +1,4 @@
-"""Logs for people, as Python and uvicorn write them, or for programs: one JSON object a line."""
+"""Log lines of a server's processes, as Python and uvicorn write them, or for programs: one JSON object a line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import json
 import logging
 import os
 import time
+from enum import Enum
 
-from mini_infer.serving.settings import PREFIX, LogFormat
-
-VARIABLE = f"{PREFIX}LOG_FORMAT"
+VARIABLE = "MINI_INFER_LOG_FORMAT"
 ACCESS = ("client", "method", "path", "http_version", "status")  # the arguments of uvicorn's access log
+
+
+class LogFormat(str, Enum):
+    text = "text"  # for people
+    json = "json"  # an object a line
 
 
 class JsonFormatter(logging.Formatter):

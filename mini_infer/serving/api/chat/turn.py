@@ -13,12 +13,12 @@ from mini_infer.runtime.text.pieces import Kind, Parser
 from mini_infer.runtime.text.reasoning import CLOSE as THOUGHT
 from mini_infer.runtime.text.reasoning import OPEN as THINK
 from mini_infer.runtime.text.reasoning import ReasoningParser
-from mini_infer.serving.api.conversation import conversation
+from mini_infer.serving.api.chat.conversation import conversation
+from mini_infer.serving.api.chat.tools import ToolUse, tool_use
 from mini_infer.serving.api.sampling import constraint, sampling_params
 from mini_infer.serving.api.schema import ChatRequest
 from mini_infer.serving.api.service import Service
-from mini_infer.serving.api.stream import Stream
-from mini_infer.serving.api.tools import ToolUse, tool_use
+from mini_infer.serving.link.stream import Stream
 
 END_OF_PROMPT = 8  # tokens: enough for <think> and the white space behind it
 IN_IDS = string.ascii_letters + string.digits
@@ -49,7 +49,8 @@ async def start_turn(service: Service, body: ChatRequest) -> Turn:
         more["skip_special_tokens"] = False
     params = sampling_params(body, limit, _alternatives(body), **more)
     prompt = conversation(body, tools.tools if tools else (), service.tokenizer.chat_template)
-    (token_ids,) = await service.encode([prompt], "messages", service.room(body.truncate_prompt_tokens, limit))
+    room = service.prompts.room(body.truncate_prompt_tokens, limit)
+    (token_ids,) = await service.prompts.encode([prompt], "messages", room)
     thinks = service.splits_reasoning and _ends_with(service, token_ids, THINK)
     if thinks and _is_rigid(body, tools):  # no thoughts fit into what the text has to be
         token_ids += service.tokenizer.encode_within(f"\n{THOUGHT}\n\n")

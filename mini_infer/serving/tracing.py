@@ -9,9 +9,19 @@ from typing import Any
 
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.sampling_params import SamplingParams
-from mini_infer.serving.api.stream import Stream
+from mini_infer.serving.link.stream import Stream
 
 NS = 1_000_000_000
+
+
+def require_opentelemetry() -> None:
+    """Raises ConfigError where it is not installed."""
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace.export  # noqa: F401
+    except ImportError as error:
+        missing = "otlp_traces_endpoint needs OpenTelemetry: pip install 'mini-infer[otel]'"
+        raise ConfigError(f"{missing} ({error})") from error
 
 
 class Tracer:
@@ -20,22 +30,16 @@ class Tracer:
     Args:
         endpoint: URL of a collector that speaks OTLP over HTTP, such as http://localhost:4318/v1/traces.
         model: as clients know it.
-
-    Raises:
-        ConfigError: OpenTelemetry is not installed.
     """
 
     def __init__(self, endpoint: str, model: str) -> None:
-        try:
-            from opentelemetry import trace
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-        except ImportError as error:
-            missing = "otlp_traces_endpoint needs OpenTelemetry: pip install 'mini-infer[otel]'"
-            raise ConfigError(f"{missing} ({error})") from error
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
         name = os.environ.get("OTEL_SERVICE_NAME", "mini-infer")
         self._model = model
         self._trace = trace

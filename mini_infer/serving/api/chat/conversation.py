@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mini_infer.core.errors import RequestError
@@ -58,7 +58,7 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
     # OpenAI renamed the system role for its newer models.
     role = "system" if message.role == "developer" else message.role
     needs_none = message.content is None and (message.tool_calls or message.reasoning_content is not None)
-    content = "" if needs_none else _text(message.content, f"messages[{index}].content")
+    content = "" if needs_none else joined_text(message.content, f"messages[{index}].content", "messages", ("text",))
     rest = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
@@ -80,18 +80,19 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"type": "function", "function": function, **({"id": call.id} if call.id else {})}
 
 
-def _text(content: Any, where: str) -> str:
+def joined_text(content: Any, where: str, param: str, types: Collection[str]) -> str:
+    """Of a content that is a text, or a list of parts of these types."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise RequestError(f"{where} must be a string or a list of text parts", "messages")
+        raise RequestError(f"{where} must be a string or a list of text parts", param)
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
+        if kind not in types:
             named = f"of type {kind[:40]!r}" if isinstance(kind, str) else "without a type"
-            raise RequestError(f"{where} has a part {named}: this server understands text parts alone", "messages")
+            raise RequestError(f"{where} has a part {named}: this server understands text parts alone", param)
         if not isinstance(part.get("text"), str):
-            raise RequestError(f"{where} has a text part whose `text` is no string", "messages")
+            raise RequestError(f"{where} has a text part whose `text` is no string", param)
         texts.append(part["text"])
     return "\n".join(texts)

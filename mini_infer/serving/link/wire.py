@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from mini_infer.core.request import SamplingParams, TokenLogprob
-from mini_infer.serving.histograms import Histogram
+from mini_infer.serving.stats import Stats
 
 DEADLINE = "deadline"  # a finish reason beside those of FinishReason
 K = TypeVar("K")
@@ -54,7 +54,8 @@ class Count(Message):
 
 
 class Abort(Message):
-    """Nothing more is said about the request, whether it is still running or not."""
+    """Whoever reads the answer has left. The request ends, and its last Deltas say what it came to; one that is not in
+    the engine yet is Refused."""
 
     number: int
 
@@ -156,48 +157,6 @@ class Failed(Message):
     message: str
 
 
-class Stats(Message):
-    """How the whole engine stands, whoever's requests they are; every connection gets it.
-
-    Tokens, hits, preemptions and completions are counted since the engine started, so that any Stats tells all.
-    """
-
-    running: int = 0
-    prefilling: int = 0
-    waiting: int = 0
-    swapped: int = 0
-    kv_used_blocks: int = 0
-    kv_cached_blocks: int = 0  # free, but still holding a prefix
-    kv_total_blocks: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0  # computed or found in the prefix cache; one computed again after a preemption counts again
-    generation_tokens: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    host_hit_tokens: int = 0  # of them
-    disk_hit_tokens: int = 0
-    saved_bytes: int = 0  # of prefixes, to host memory
-    loaded_bytes: int = 0  # and back
-    written_bytes: int = 0  # to files
-    read_bytes: int = 0  # and back
-    lost_blocks: int = 0  # as in StepRecord
-    host_cached_blocks: int = 0
-    preemptions: int = 0
-    evictions: int = 0
-    drafts: int = 0  # times that a request's last token had drafts behind it
-    drafted: list[int] = []  # by place: drafts that were verified
-    accepted: list[int] = []  # and those of them that were accepted
-    ended: dict[str, int] = {}  # completions by finish reason
-    draining: bool = False  # it refuses requests, and will end
-    receiving: int = 0  # requests whose prompts other engines compute
-    prompts_received: int = 0
-    prompts_not_received: int = 0  # asked for in vain, and computed here
-    prompts_computed_here: int = 0  # since that cost less than to ask
-    received_bytes: int = 0
-    counted: dict[str, int] = {}  # by all API processes: "responses PATH STATUS", "refused REASON"
-    histograms: dict[str, Histogram] = {}  # of ended completions, by the names of BOUNDS
-
-
 Command = Add | Abort | Count | Drain
 Event = Ready | Outputs | Refused | Failed | Stats
 
@@ -218,7 +177,7 @@ class FrameWriter:
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray()
 
-    def frame(self, message: Message) -> bytes:
+    def frame(self, message: Message | Stats) -> bytes:
         """Raises TypeError, ValueError or OverflowError where MessagePack has no word for something."""
         self._encoder.encode_into(message, self._buffer, _LENGTH.size)
         _LENGTH.pack_into(self._buffer, 0, len(self._buffer) - _LENGTH.size)

@@ -6,17 +6,17 @@ import socket
 
 import msgspec
 
-from mini_infer.serving.processes.wire import (
+from mini_infer.serving.link.wire import (
     Command,
     Delta,
     Event,
     FrameReader,
     FrameWriter,
     Outputs,
-    Stats,
     command_decoder,
     merge,
 )
+from mini_infer.serving.stats import Stats
 
 RECEIVED_AT_ONCE = 2**18  # bytes between two steps: at most about a millisecond of decoding
 
