@@ -26,7 +26,7 @@ from typing import IO, Any
 
 import pytest
 
-from mini_infer.serving.processes import api_process, launch
+from mini_infer.serving.processes import launch
 
 IMPORTED = (
     "mini_infer.cli.serve",
@@ -148,8 +148,7 @@ def popen(start: Start, command: Sequence[str], stdin: int, pass_fds: Sequence[i
 def engines_are_forked(patch: pytest.MonkeyPatch, start: Start) -> None:
     """And API processes. Until `patch` is undone, in this process and in those that it forks."""
     names = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
-    for module in (api_process, launch):
-        patch.setattr(module, "subprocess", SimpleNamespace(Popen=functools.partial(popen, start), **names))
+    patch.setattr(launch, "subprocess", SimpleNamespace(Popen=functools.partial(popen, start), **names))
 
 
 class Forks:

@@ -58,6 +58,11 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
+async def idle(engine: AsyncEngine) -> None:
+    """Nothing is left of what was submitted."""
+    await asyncio.wait_for(until(lambda: not any(replica.requests for replica in engine.replicas)), 10)
+
+
 def add(number: int, params: SamplingParams | dict[str, object] = ENDLESS, prompt: list[int] = PROMPT) -> Add:
     fields = params if isinstance(params, dict) else non_default_params(params)
     return Add(number, prompt, fields, 0, "", True, time.perf_counter(), None)

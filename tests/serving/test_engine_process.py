@@ -23,6 +23,7 @@ from served import (
     HandDrivenServer,
     add,
     dry_config,
+    idle,
     served_in_a_thread,
     until,
     whole,
@@ -296,7 +297,6 @@ def test_start_says_what_the_engine_is_and_close_ends_it() -> None:
         running = engine.submit(PROMPT, SamplingParams(max_tokens=None, ignore_eos=True))
         await engine.close()
         assert [delta async for delta in running if delta.finish_reason] == []
-        assert not engine.alive
         return engine.info.pid
 
     assert not psutil.pid_exists(asyncio.run(main()))
@@ -317,7 +317,7 @@ def test_a_killed_engine_process_ends_every_stream_with_an_error() -> None:
     async def main() -> None:
         engine = await AsyncEngine.start(dry_config())
         deaths: list[str] = []
-        engine.on_death(deaths.append)
+        engine.on_death = deaths.append
         streams = [engine.submit(PROMPT, ENDLESS) for _ in range(3)]
         await asyncio.gather(*(stream.ready() for stream in streams))
         os.kill(engine.info.pid, signal.SIGINT)  # as a terminal's Ctrl-C, which the parent decides about
@@ -325,11 +325,10 @@ def test_a_killed_engine_process_ends_every_stream_with_an_error() -> None:
         for stream in streams:
             with pytest.raises(EngineDead, match="the engine process was killed by SIGKILL"):
                 await whole(stream)
-        assert not engine.alive
         assert deaths == [engine.failure]
         with pytest.raises(EngineDead, match="SIGKILL"):
             engine.submit(PROMPT, SHORT)
-        assert await engine.drain(0.1)
+        await idle(engine)
         await engine.close()
 
     asyncio.run(main())

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from http_server import Server, http_client, refusal, running, wait_for
 from prometheus_client.parser import text_string_to_metric_families
-from served import PROMPT, SHORT, TIMEOUT_S, dry_config, whole
+from served import PROMPT, SHORT, TIMEOUT_S, dry_config, idle, whole
 
 from mini_infer import EngineConfig, LLMEngine
 from mini_infer.core.errors import ConfigError
@@ -288,7 +288,7 @@ def test_a_request_that_kills_engine_after_engine_is_given_up(tmp_path: Path) ->
         with pytest.raises(EngineDead, match=r"replica \d: the engine process has closed the connection"):
             await whole(engine.submit(PROMPT, SHORT))
         assert asked == 1 + MOST_RERUNS
-        assert await engine.drain(1)
+        await idle(engine)
         await engine.close()
         for each in servers:
             each.close()

@@ -67,7 +67,7 @@ def create_app(
         service = await Service.start(settings or _alone(from_environment(os.environ)), engine_paths, accounts)
         app.state.service = service
         if on_engine_death is not None:
-            service.engine.on_death(functools.partial(_linger, asyncio.get_running_loop(), on_engine_death))
+            service.engine.on_death = functools.partial(_linger, asyncio.get_running_loop(), on_engine_death)
         try:
             yield
         finally:

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from mini_infer.core.errors import RequestError
+from mini_infer.core.errors import MiniInferError, RequestError
 from mini_infer.serving.link.link import EngineDead
 from mini_infer.serving.link.replica import EngineError, QueueFull
 
@@ -83,10 +83,9 @@ def _told(error: Exception) -> ApiError:
         return ApiError(400, str(error), param=API_NAMES.get(error.param or "", error.param))
     if isinstance(error, QueueFull):
         return try_later(str(error), "queue_full", error.retry_after)
-    if isinstance(error, EngineDead):
-        return ApiError(503, str(error), type="server_error", code="engine_dead")
-    if isinstance(error, EngineError):
-        return ApiError(500, str(error), type="server_error", code="engine_error")
+    if isinstance(error, (EngineDead, EngineError)):
+        status, code = (503, "engine_dead") if isinstance(error, EngineDead) else (500, "engine_error")
+        return ApiError(status, str(error), type="server_error", code=code)
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if isinstance(error, HTTPException):
@@ -126,14 +125,5 @@ def install(app: FastAPI) -> None:
         request.app.state.service.count_refusal(told.code or str(told.status))
         return told.response()
 
-    for kind in (
-        ApiError,
-        RequestError,
-        QueueFull,
-        EngineDead,
-        EngineError,
-        RequestValidationError,
-        HTTPException,
-        Exception,
-    ):
+    for kind in (ApiError, MiniInferError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

@@ -21,7 +21,7 @@ from mini_infer.serving.api.logprobs import TokenTexts
 from mini_infer.serving.api.prompts import Prompts
 from mini_infer.serving.api.sampling import bounded, deadline_s
 from mini_infer.serving.api.schema import GenerationRequest
-from mini_infer.serving.api.sse import Running
+from mini_infer.serving.api.sse import Answer
 from mini_infer.serving.http.bodies import UnfinishedBodies
 from mini_infer.serving.link.stream import Stream
 from mini_infer.serving.metrics import Metrics
@@ -43,7 +43,7 @@ class Service:
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self.texts = TokenTexts(engine.tokenizer)
-        self.running = Running()
+        self.running: set[Answer] = set()
         self.unfinished = UnfinishedBodies(UNFINISHED_BODIES * settings.max_body_bytes)
         self.prompts = Prompts(engine)
         self._counts: Counter[str] = Counter()
@@ -108,7 +108,8 @@ class Service:
         seconds = f"{self.settings.shutdown_timeout:g} s"
         message = f"the server shuts down, and the request did not finish within the {seconds} left to it"
         self._over = ApiError(503, message, type="server_error", code="shutting_down")
-        self.running.end_all(self._over)
+        for answer in list(self.running):
+            answer.end(self._over)
         for task in self._arriving:
             task.cancel()
 

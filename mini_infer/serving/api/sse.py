@@ -49,31 +49,14 @@ class Renderer(Protocol):
         """One answer for everything: for each prompt, its completions in order."""
 
 
-class Running:
-    """The answers under way, so that all can be ended at once when the server shuts down."""
+class Answer(Response):
+    """Ends its engine streams when it is done, when the client goes away, and when it is told to.
 
-    def __init__(self) -> None:
-        self._answers: set[_Answer] = set()
+    Args:
+        running: the answers under way, of which this is one until it has ended.
+    """
 
-    def __len__(self) -> int:
-        return len(self._answers)
-
-    def add(self, answer: _Answer) -> None:
-        self._answers.add(answer)
-
-    def discard(self, answer: _Answer) -> None:
-        self._answers.discard(answer)
-
-    def end_all(self, error: ApiError) -> None:
-        """Each client gets this error, in its stream where that has begun."""
-        for answer in list(self._answers):
-            answer.end(error)
-
-
-class _Answer(Response):
-    """Ends its engine streams when it is done, when the client goes away, and when it is told to."""
-
-    def __init__(self, streams: Sequence[Stream], render: Renderer, running: Running, request_id: str) -> None:
+    def __init__(self, streams: Sequence[Stream], render: Renderer, running: set[Answer], request_id: str) -> None:
         self._streams = streams
         self._render = render
         self._running = running
@@ -135,7 +118,7 @@ class _Answer(Response):
         raise error
 
 
-class WholeAnswer(_Answer):
+class WholeAnswer(Answer):
     """One JSON object, when everything is computed. With log-probabilities it can be long: then it is written in
     pieces, as fast as the client reads them, and streams go on in between."""
 
@@ -167,7 +150,7 @@ class WholeAnswer(_Answer):
         return [completions[index] for index in sorted(completions)]
 
 
-class EventStream(_Answer):
+class EventStream(Answer):
     """Server-sent events. The status line waits for the first of them, so that a refusal can still be a 400."""
 
     _started = False

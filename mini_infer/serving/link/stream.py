@@ -28,9 +28,9 @@ class Stream:
 
         async for delta in stream: ...
 
-    or, at less cost a delta, `await stream.forward(write)`. Whoever leaves the loop early calls `abort` (or uses
-    `async with`); a task that is cancelled in it has done so. Deltas that nobody has fetched are merged: at most one a
-    completion is kept, however slow the reader.
+    or, at less cost a delta, `await stream.forward(write)`. Whoever leaves the loop early calls `abort`; a
+    task that is cancelled in it has done so. Deltas that nobody has fetched are merged: at most one a completion is
+    kept, however slow the reader.
 
     Raises (while it is read):
         RequestError: the engine refuses the request.
@@ -152,12 +152,6 @@ class Stream:
             self.aborted = True
             self._on_abort()
             self.wake()
-
-    async def __aenter__(self) -> Stream:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self.abort()
 
     # --- the engine's side ----------------------------------------------------------------------------------------
 

@@ -7,14 +7,13 @@ import contextlib
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 from mini_infer.core.errors import MiniInferError
 from mini_infer.serving.http.handover import Channel, Handover
-from mini_infer.serving.processes.launch import child_environment, ending_of
+from mini_infer.serving.processes.launch import ending_of, start
 from mini_infer.serving.settings import ServerSettings
 
 POLL_S = 0.02
@@ -41,12 +40,7 @@ class ApiProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptors = [theirs.fileno(), accounts]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, *map(str, descriptors), *engine_paths],
-                stdin=subprocess.PIPE,
-                pass_fds=descriptors,
-                env=child_environment(),
-            )
+            self._process = start(__name__, *descriptors, *engine_paths, pass_fds=descriptors)
         self.channel = Channel(ours, on_serving, lambda: on_end(self))
 
     @property

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -22,9 +20,6 @@ from mini_infer.serving.processes.launch import MAX_QUEUED, EngineProcess, prefi
 from mini_infer.serving.router import Router
 from mini_infer.serving.stats import Stats
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
 STARTUP_TIMEOUT_S = 1800.0
 GATHER_S = 0.5  # an engine that serves says so at once
 MOST_RERUNS = 2  # of a request whose engine died: it may be what the engine died of
@@ -38,6 +33,7 @@ class AsyncEngine:
         replicas: the engines.
         info: what the first of them turned out to be, and the least of their max_model_len.
         tokenizer: the model's, for prompts that are text.
+        on_death: called with the failure if the only engine process dies; not at `close`.
     """
 
     def __init__(
@@ -56,12 +52,8 @@ class AsyncEngine:
         self._patience = patience
         self._num_prefill = num_prefill
         self._num_submitted = 0
-        self._num_unfinished = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._closing = False
-        self._stats_callbacks: list[Callable[[Stats], None]] = []
-        self._death_callbacks: list[Callable[[str], None]] = []
+        self.on_death: Callable[[str], None] = lambda reason: None
         for replica in replicas:
             replica.attach(self)
 
@@ -135,10 +127,6 @@ class AsyncEngine:
         return None if any(replica.failure is None for replica in self.replicas) else why_none(self.replicas)
 
     @property
-    def alive(self) -> bool:
-        return self.failure is None and not self._closing
-
-    @property
     def socket_path(self) -> str:
         """For `connect` in other processes."""
         return self.replicas[0].socket_path
@@ -154,14 +142,6 @@ class AsyncEngine:
             if replica.failure is None:
                 replica.count(counts)
                 break
-
-    def on_stats(self, callback: Callable[[Stats], None]) -> None:
-        """Calls it with all Stats to come."""
-        self._stats_callbacks.append(callback)
-
-    def on_death(self, callback: Callable[[str], None]) -> None:
-        """Calls it with the failure if the engine process dies; not at `close`."""
-        self._death_callbacks.append(callback)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's token ids. Raises RequestError."""
@@ -211,17 +191,7 @@ class AsyncEngine:
         request = Request(add, stream, params.n, chain)
         if not self._place(request):
             raise EngineDead(why_none(self.replicas))
-        self._num_unfinished += 1
-        self._idle.clear()
         return stream
-
-    async def drain(self, timeout: float | None = None) -> bool:
-        """Waits until all that was submitted has ended; False if `timeout` seconds were not enough."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
-        except asyncio.TimeoutError:
-            return False
-        return True
 
     async def close(self) -> None:
         """Aborts what runs, and ends the process that `start` started."""
@@ -231,7 +201,7 @@ class AsyncEngine:
         for replica in self.replicas:
             for request in replica.requests.values():
                 request.stream.abort()
-                self._fail(request, EngineDead("the engine has been closed"))
+                request.stream.fail(EngineDead("the engine has been closed"))
             replica.close()
             if replica.process is not None:
                 await asyncio.to_thread(replica.process.stop)
@@ -268,21 +238,12 @@ class AsyncEngine:
     def _place_again(self, request: Request, error: Exception) -> None:
         """It ends with the error where nobody else may take it."""
         if not self._place(request):
-            self._fail(request, error)
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        request.stream.fail(error)
-        self._count_end()
+            request.stream.fail(error)
 
     def _leave(self, request: Request, cached_tokens: int | None = None) -> None:
         """Its replica has nothing to do with it any more."""
         assert request.route is not None
         self._router.end(request.route, cached_tokens)
-
-    def _count_end(self) -> None:
-        self._num_unfinished -= 1
-        if not self._num_unfinished:
-            self._idle.set()
 
     def _abort(self, request: Request) -> None:
         assert request.route is not None
@@ -292,7 +253,6 @@ class AsyncEngine:
 
     def take_end(self, request: Request) -> None:
         self._leave(request, None if request.stream.aborted else request.stream.usage.cached_tokens)
-        self._count_end()
 
     def take_refusal_of(self, request: Request, error: Exception) -> None:
         self._leave(request)
@@ -301,13 +261,11 @@ class AsyncEngine:
             request.refused_by.add(request.route.replica)
             self._place_again(request, error)
         else:
-            self._fail(request, error)
+            request.stream.fail(error)
 
     def take_news(self, replica: Replica) -> None:
         stats = replica.stats
         self._router.told(replica.number, stats.unfinished, stats.kv_total_blocks)
-        for callback in self._stats_callbacks:
-            _call(callback, stats)
 
     def take_loss(self, replica: Replica, lost: Sequence[Request]) -> None:
         if self._closing:
@@ -322,12 +280,11 @@ class AsyncEngine:
             self._leave(request)
             request.num_lost += 1
             if request.stream.aborted or request.stream.has_begun or request.num_lost > MOST_RERUNS:
-                self._fail(request, EngineDead(reason))
+                request.stream.fail(EngineDead(reason))
             else:
                 self._place_again(request, EngineDead(reason))
         if not several:
-            for callback in self._death_callbacks:
-                _call(callback, reason)
+            self.on_death(reason)
 
 
 async def _first(replicas: Sequence[Replica], timeout: float) -> None:
@@ -338,10 +295,3 @@ async def _first(replicas: Sequence[Replica], timeout: float) -> None:
         raise EngineDead(why_none(replicas))
     if others:
         await asyncio.wait(others, timeout=GATHER_S)
-
-
-def _call(callback: Callable[[T], None], news: T) -> None:
-    try:
-        callback(news)
-    except Exception:  # it is no reason to lose the connection
-        logger.exception("a callback failed")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mini_infer
@@ -34,6 +34,18 @@ def child_environment(environment: Mapping[str, str] | None = None) -> dict[str,
     package_root = str(Path(mini_infer.__file__).parents[1])
     path = os.pathsep.join(filter(None, (package_root, given.get("PYTHONPATH"))))
     return {**given, "PYTHONPATH": path}
+
+
+def start(
+    module: str, *arguments: object, pass_fds: Sequence[int], environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Runs this package's module with a pipe as its stdin. `pass_fds` are the descriptors that it has, too."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        pass_fds=pass_fds,
+        env=child_environment(environment),
+    )
 
 
 def ending_of(process: subprocess.Popen[bytes]) -> str | None:
@@ -75,11 +87,9 @@ class EngineProcess:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.socket_path)
             listener.listen(BACKLOG)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "mini_infer.serving.processes.launch", str(listener.fileno())],
-                stdin=subprocess.PIPE,
-                pass_fds=[listener.fileno()],
-                env=child_environment(environment),
+            place = listener.fileno()
+            self._process = start(
+                "mini_infer.serving.processes.launch", place, pass_fds=[place], environment=environment
             )
         assert self._process.stdin is not None
         self._stdin = self._process.stdin  # its end tells the child that this process is gone
