@@ -132,14 +132,17 @@ class KVTransfer:
         self._under_way.append((transfer.transfer_id, event))
 
     def poll(self, wait: bool = False) -> tuple[int, ...]:
-        """Ids of transfers that have ended since the last call; where it is to wait, of all that were started.
+        """Ids of transfers that have ended since the last call; where it is to wait, of all that were started. Files that
+        are being written are waited for only where nothing else is under way: few want the blocks that they hold.
 
         Steps that are launched after this see what the copies wrote: whatever is queued after an event was seen to have
         passed runs after it, on any stream.
         """
         ended = []
+        writes_alone = not self._under_way and all(transfer.to_host for transfer, _ in self._at_files)
         for transfer, jobs in self._at_files.copy():
-            if not (wait or all(job.done() for job in jobs)):
+            waits = wait and (writes_alone or not transfer.to_host)
+            if not (waits or all(job.done() for job in jobs)):
                 continue
             self._at_files.remove((transfer, jobs))
             if failed := [block for job in jobs for block in job.result()]:

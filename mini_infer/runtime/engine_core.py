@@ -153,7 +153,8 @@ class EngineCore:
         """Before blocks are given to others by somebody who knows of no copies: those under way end with a step that
         has no rows, those from other engines when these say so."""
         self.receiver.abandon()
-        self.executor.collect(self.executor.launch(StepPlan(0)))
+        for _ in range(2):  # copies, and then what is written to files
+            self.executor.collect(self.executor.launch(StepPlan(0)))
 
     def _observe(
         self, step: _InFlightStep, result: StepResult, updates: Sequence[TokenUpdate], num_dropped: int, end: float

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,25 @@ def test_blocks_go_to_files_and_come_back(name: str, device: torch.device, tmp_p
     for now, then in zip(contents(store), before, strict=True):
         for source, target in ((7, 9), (5, 6)):
             assert torch.equal(now[:, :, target], then[:, :, source])
+
+
+def test_who_waits_for_copies_does_not_wait_for_files_being_written(tmp_path: Path) -> None:
+    layout, may_write = LAYOUTS["latent"], threading.Event()
+
+    class Slow(BlockFiles):
+        def write(self, *arguments: Any) -> bool:
+            return may_write.wait(30) and super().write(*arguments)
+
+    files = Slow(str(tmp_path), "latent", layout.bytes_per_block(3), 10**8)
+    transfer = KVTransfer([filled(layout, 4, CPU)], num_host_blocks=2, files=files)
+    transfer.start(Transfer(0, True, [], True, [(0, b"0" * 32)]))
+    transfer.start(Transfer(1, False, [(1, 2)], True, [(1, b"1" * 32)]))  # such a file there is not
+    transfer.start(Transfer(2, True, [(1, 1)]))
+    assert sorted(transfer.poll(wait=True)) == [1, 2]
+    assert transfer.poll() == ()
+    may_write.set()
+    assert transfer.poll(wait=True) == (0,)
+    assert transfer.take_failed([0, 1]) == {1: [1]}
 
 
 def test_too_little_host_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
