@@ -132,8 +132,8 @@ class KVTransfer:
         self._under_way.append((transfer.transfer_id, event))
 
     def poll(self, wait: bool = False) -> tuple[int, ...]:
-        """Ids of transfers that have ended since the last call; where it is to wait, of all that were started. Files that
-        are being written are waited for only where nothing else is under way: few want the blocks that they hold.
+        """Ids of transfers that have ended since the last call; where it is to wait, of all that were started. For
+        files that are being written it waits only where nothing else is under way: few want the blocks that they hold.
 
         Steps that are launched after this see what the copies wrote: whatever is queued after an event was seen to have
         passed runs after it, on any stream.
