@@ -91,5 +91,10 @@ def test_another_server_gets_messages() -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    assert body_writer(send)(b"piece") is None
+    async def main() -> None:
+        blocked = body_writer(send)(b"piece")
+        assert blocked is not None
+        await blocked
+
+    asyncio.run(main())
     assert sent == [{"type": "http.response.body", "body": b"piece", "more_body": True}]

@@ -8,7 +8,6 @@ from collections.abc import Collection
 import pytest
 
 from mini_infer.core.errors import RequestError
-from mini_infer.serving.http.writing import begun
 from mini_infer.serving.link.stream import Blocked, Stream
 from mini_infer.serving.link.wire import Delta
 
@@ -23,11 +22,10 @@ class Written:
 
     def write(self, deltas: Collection[Delta]) -> Blocked:
         self.batches.append(list(deltas))
-        return begun(self._send())
+        return None if self.free.is_set() else self._until_free()
 
-    async def _send(self) -> None:
-        if not self.free.is_set():
-            await self.free.wait()
+    async def _until_free(self) -> None:
+        await self.free.wait()
 
     @property
     def texts(self) -> list[list[str]]:

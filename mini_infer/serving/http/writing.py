@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -62,15 +61,15 @@ def _enclosed(begin: bytes, entries: Iterator[Any], end: bytes) -> Iterator[byte
 
 
 def body_writer(send: Send) -> Callable[[bytes], Blocked]:
-    """What sends pieces of an answer that `send`, the server's own, has begun with neither a length nor an end. No
-    coroutine is made for one while its client reads.
+    """What sends pieces of an answer that `send`, the server's own, has begun with neither a length nor an end.
 
     What uvicorn does for a piece costs more than all that is done for it here, so where it serves the piece goes to its
-    transport, as the same bytes. Anything out of the ordinary, and any other server, goes through `send`.
+    transport, as the same bytes. A piece for a client who is behind, and any other server, goes through `send`, for
+    which the caller waits.
     """
 
     def through_send(body: bytes) -> Blocked:
-        return begun(send({"type": "http.response.body", "body": body, "more_body": True}))
+        return send({"type": "http.response.body", "body": body, "more_body": True})
 
     cycle = getattr(send, "__self__", None)
     if not isinstance(cycle, RequestResponseCycle):
@@ -78,25 +77,11 @@ def body_writer(send: Send) -> Callable[[bytes], Blocked]:
     flow, write = cycle.flow, cycle.transport.write
 
     def to_transport(body: bytes) -> Blocked:
-        if flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+        if cycle.disconnected or cycle.response_complete:
+            return None
+        if flow.write_paused or not cycle.chunked_encoding:
             return through_send(body)
         write(b"%x\r\n%b\r\n" % (len(body), body))
         return None
 
     return to_transport
-
-
-def begun(work: Awaitable[None]) -> Blocked:
-    """Does what can be done of it without waiting; the rest, if there is any, is for the caller to await."""
-    steps = work.__await__()
-    try:
-        waits_for = next(steps)
-    except StopIteration:
-        return None
-    return _rest(steps, waits_for)
-
-
-@types.coroutine
-def _rest(steps: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
-    yield waits_for
-    yield from steps
