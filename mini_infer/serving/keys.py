@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -227,7 +227,7 @@ class Accounts:
         whose, start = self._rows.get(name) or (float(int(_digest(name)[:12], 16) + 1), 0)
         if self._numbers[start] == whose:
             return start
-        rows = self._numbers[:: self._width].tolist()
+        rows: list[Any] = self._numbers[:: self._width].tolist()
         if whose in rows:
             start = rows.index(whose) * self._width
         else:

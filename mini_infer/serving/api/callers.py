@@ -54,7 +54,8 @@ class Callers:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        _caller.set(Caller(*found, request.headers))
+        name, limits = found
+        _caller.set(Caller(name, limits, request.headers))
 
     def salt(self, wanted: str) -> str:
         """Of the request's cached prefixes: what one key has sent, no other can find out where keys are isolated."""
