@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from experiments.lab.show.figures import frame
 from experiments.lab.store.result import Result
@@ -27,5 +28,6 @@ def draw(result: Result) -> Figure:
         ax.set_title(f"{point or result.info.variants[own[0].variant]}: busiest {load.max():.1f}x", fontsize=9)
         ax.set_xlabel("expert", fontsize=9)
     axes[0][0].set_ylabel("layer with experts", fontsize=9)
+    axes[0][0].yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image, ax=list(axes[0]), label="tokens, by the average expert's", extend="max")
     return figure
