@@ -98,8 +98,8 @@ class SchedulerOverhead(Probe):
     def derived(self, found: Sequence[Row]) -> list[tuple[str, Point, dict[str, float | None]]]:
         running = {point.name: point.values["running"] for point in self._running}
         by_running = {running[row.point]: row.value for row in found if row.metric == "step_us"}
-        line = stats.fit_line(list(by_running), list(by_running.values()))
-        return [(VARIANT, self._fit, {"us_per_request": line.slope, "r_squared": line.r_squared})]
+        slope, r_squared = stats.fit_line(list(by_running), list(by_running.values()))
+        return [(VARIANT, self._fit, {"us_per_request": slope, "r_squared": r_squared})]
 
     def _steps_by_running(self, point: Point) -> dict[str, float | None]:
         times = _timed_steps(self._busy_scheduler(point.values["running"]), self.spec.steps)

@@ -159,6 +159,5 @@ def test_percentiles_need_ten_samples_beyond_them(n, q, shown):
 
 
 def test_a_straight_line_is_found():
-    line = stats.fit_line([1, 2, 3, 4], [5, 7, 9, 11])
-    assert (line.slope, line.intercept, line.r_squared) == pytest.approx((2, 3, 1))
-    assert stats.fit_line([1, 2, 3, 4], [1, -1, 1, -1]).r_squared < 0.5
+    assert stats.fit_line([1, 2, 3, 4], [5, 7, 9, 11]) == pytest.approx((2, 1))
+    assert stats.fit_line([1, 2, 3, 4], [1, -1, 1, -1])[1] < 0.5

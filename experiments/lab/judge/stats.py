@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist, correlation, linear_regression
 from typing import TypeVar
 
 import numpy as np
@@ -17,10 +18,10 @@ from experiments.lab.store.rows import Turn
 
 T = TypeVar("T")
 
-Z = 1.959963984540054  # 97.5 % quantile of the normal distribution: both sides together leave out 5 %
+Z = NormalDist().inv_cdf(0.975)  # both sides together leave out 5 %
 SAMPLES_BEYOND = 10  # a percentile is shown where at least this many samples lie beyond it: P99 takes 1,000
 MEDIAN_SAMPLES = 10  # a median of requests or gaps takes this many
-DIFFER_Z = 0.6744897501960817  # 75 % quantile of the normal distribution: see `processes_differ`
+DIFFER_Z = NormalDist().inv_cdf(0.75)  # see `processes_differ`
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,6 @@ class Estimate:
         if self.low is None or self.high is None:
             return 0
         return 1 if self.low > 1 else -1 if self.high < 1 else 0
-
-
-@dataclass(frozen=True)
-class Line:
-    slope: float
-    intercept: float
-    r_squared: float
 
 
 def median(values: Sequence[float]) -> float:
@@ -202,12 +196,7 @@ def samples_needed(q: float) -> int:
     return MEDIAN_SAMPLES if q <= 50 else math.ceil(round(100 * SAMPLES_BEYOND / (100 - q), 6))
 
 
-def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
-    """Least squares; `r_squared` is the share of y's variance that the line explains."""
-    xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    if len(xs) < 3:
-        raise ValueError(f"a fit needs at least three points, got {len(xs)}")
-    slope, intercept = np.polyfit(xs, ys, 1)
-    residual = float(np.sum((ys - (slope * xs + intercept)) ** 2))
-    total = float(np.sum((ys - ys.mean()) ** 2))
-    return Line(float(slope), float(intercept), 1.0 if total == 0 else 1 - residual / total)
+def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """The slope of least squares, and R2: the share of y's variance that the line explains. Raises ValueError where
+    there are fewer than two points, or where all of x, or of y, are equal."""
+    return linear_regression(x, y).slope, correlation(x, y) ** 2

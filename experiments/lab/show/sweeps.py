@@ -17,29 +17,23 @@ def joined(results: Sequence[Result]) -> list[Result]:
     found: list[Result] = []
     left = list(results)
     while left:
-        sweeps = {key: _beside(key, left[0], results) for key in left[0].info.changed}
+        first = left[0]
+        alike = {key: _alike(key, first, results) for key in first.info.changed}
+        sweeps = {key: [r for r in runs if key in r.info.changed] for key, runs in alike.items()}
         key = max(sweeps, key=lambda name: len(sweeps[name]), default="")
-        together = sweeps[key] if key and len(sweeps[key]) > 1 else left[:1]
-        if len(together) > 1:
-            unchanged = [
-                r
-                for r in _alike(key, left[0], results)
-                if key not in r.info.changed and _value(key, r.info) is not None
-            ]
-            found.append(_join(key, [*unchanged, *together]))
+        together = sweeps.get(key, [])
+        if len(together) < 2:
+            together = [first]
+            found.append(first)
         else:
-            found.append(left[0])
+            unchanged = [r for r in alike[key] if key not in r.info.changed and _value(key, r.info) is not None]
+            found.append(_join(key, [*unchanged, *together]))
         left = [r for r in left if not any(r is run for run in together)]
     return found
 
 
-def _beside(key: str, result: Result, results: Sequence[Result]) -> list[Result]:
-    """The runs on the same machine that differ from `result` in this key alone, itself included."""
-    return [r for r in _alike(key, result, results) if key in r.info.changed]
-
-
 def _alike(key: str, result: Result, results: Sequence[Result]) -> list[Result]:
-    """Whether they change the key or not."""
+    """The runs on the same machine that differ from `result` in this key at most."""
     rest = _without(key, result.info)
     return [r for r in results if r.info.hardware == result.info.hardware and _without(key, r.info) == rest]
 

@@ -29,7 +29,7 @@ def lines(result: Result) -> list[Line]:
         gates.setdefault(kind if gate.passed else (*kind, str(gate.point)), []).append(gate)
     return [
         *(_of_gates(alike, result.info) for alike in gates.values()),
-        *(_of_claim(judged, result.info) for judged in result.judgements),
+        *(of_claim(judged, result.info) for judged in result.judgements),
     ]
 
 
@@ -70,6 +70,6 @@ def _difference(gate: Gate) -> str:
     return f" (first difference: request {at.request}, token {at.position}: {at.expected} became {at.got})"
 
 
-def _of_claim(judged: Judgement, info: RunInfo) -> Line:
+def of_claim(judged: Judgement, info: RunInfo) -> Line:
     words, figure = wording.claim(judged.claim, info), wording.measured(judged, info)
     return Line(words, judged.verdict.value, figure, judged.claim.source, judged.reason)

@@ -5,6 +5,7 @@ nothing but a later `wandb sync`, and nobody is prompted."""
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab import sweep
-from experiments.lab.judge import stats
 from experiments.lab.schema import TrackerKind, TrackerSettings
-from experiments.lab.show import wording
+from experiments.lab.show import verdicts
 from experiments.lab.store.result import Result, page_name
 
 NOT_SERIES = ("variant", "point", "preempted", "finished")  # columns of a step that are no numbers
@@ -113,25 +113,19 @@ def _sent(written: Sequence[str], settings: TrackerSettings) -> str:
 
 def _medians(result: Result) -> Medians:
     info, found = result.info, {}
-    for metric, about in info.metrics.items():
-        for point in info.points:
-            for variant, label in info.variants.items():
-                if values := result.table.values(variant, point, metric):
-                    e = stats.absolute(values, about.share)
-                    ratio = stats.ratio(values, result.table.values(str(info.baseline), point, metric))
-                    gated = any(gate.covers(variant, point) for gate in info.every_gate)
-                    found[variant, point, metric] = {
-                        "metric": metric,
-                        "point": point,
-                        "variant": label,
-                        "median": e.median,
-                        "low": e.low,
-                        "high": e.high,
-                        "n": e.n,
-                        "unit": about.unit,
-                        "ratio to baseline": ratio and ratio.median,
-                        "gate": ("failed" if info.fails(variant, point) else "passed") if gated else None,
-                    }
+    for metric, point, variant in itertools.product(info.metrics, info.points, info.variants):
+        if e := result.estimate(variant, point, metric):
+            ratio = result.ratio(variant, point, metric)
+            gated = any(gate.covers(variant, point) for gate in info.every_gate)
+            found[variant, point, metric] = {
+                "metric": metric,
+                "point": point,
+                "variant": info.variants[variant],
+                **{name: getattr(e, name) for name in ("median", "low", "high", "n")},
+                "unit": info.metrics[metric].unit,
+                "ratio to baseline": ratio and ratio.median,
+                "gate": ("failed" if info.fails(variant, point) else "passed") if gated else None,
+            }
     return found
 
 
@@ -167,13 +161,4 @@ def _over_time(result: Result, variant: str) -> Iterator[tuple[str, str, list[Va
 
 
 def _claims(result: Result) -> list[Values]:
-    return [
-        {
-            "claim": wording.claim(judged.claim, result.info),
-            "verdict": judged.verdict.value,
-            "measured": wording.measured(judged, result.info),
-            "why": judged.reason,
-            "source": judged.claim.source,
-        }
-        for judged in result.judgements
-    ]
+    return [asdict(verdicts.of_claim(judged, result.info)) for judged in result.judgements]

@@ -11,20 +11,11 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from experiments.lab.judge import stats
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame, lines
-from experiments.lab.show.figures.frame import COLOURS, HATCHES, INK, line_style
-from experiments.lab.show.figures.intervals import (
-    ARROW,
-    Estimator,
-    Intervals,
-    intervals,
-    mark_cut,
-    medians,
-    of_metric,
-    reach,
-    tip,
-)
+from experiments.lab.show.figures.frame import COLOURS, HATCHES, INK, SPARE, line_style
+from experiments.lab.show.figures.intervals import Estimator, Intervals, intervals, of_metric, tip
 from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
@@ -61,7 +52,7 @@ def rows_of(panel: PanelSpec, result: Result) -> Rows | None:
         return None
     variants, at = result.info.variants, _points(panel, result)
     found = {(v, p): result.table.values(v, p, panel.metric) for v in variants for p in at}
-    every = medians(values for values in found.values() if values)
+    every = [stats.absolute(values).median for values in found.values() if values]
     log = bool(every) and min(every) > 0 and max(every) > DWARFED * min(every)
     if len(variants) == 1 or not (log or len(at) == 1 or (len(at) > 1 and len(variants) > MANY)):
         return None
@@ -77,13 +68,13 @@ def rows_of(panel: PanelSpec, result: Result) -> Rows | None:
 def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
     """False where nothing is drawn."""
     count, plain_bars = len(rows.series), len(rows.series) == 1 and not rows.log
-    within = reach((m for each in rows.series.values() for m in medians(v for v in each if v)), rows.log)
+    most = max((v for each in rows.series.values() for values in each for v in values.values()), default=0.0)
     for index, (label, measured) in enumerate(rows.series.items()):
         kept = [(row, values) for row, values in enumerate(measured) if values]
         if not kept:
             continue
         repeats = [values for _, values in kept]
-        drawn = intervals(repeats, within, rows.estimate)
+        drawn = intervals(repeats, rows.estimate)
         places = [row + (index - (count - 1) / 2) * 0.5 / count for row, _ in kept]
         tips = [tip(rows.names[row], label if count > 1 else "", values, rows.estimate) for row, values in kept]
         if plain_bars:
@@ -98,8 +89,7 @@ def draw_rows(ax: Axes, rows: Rows, named: bool) -> bool:
             points, *_ = ax.errorbar(drawn.medians, places, xerr=drawn.errors, label=label if count > 1 else None,
                                      **style)  # fmt: skip
             frame.says(points, tips)
-        mark_cut(ax, places, drawn, "x")
-        _repeats(ax, places, repeats, drawn, across=True, number=count == 1)
+        _repeats(ax, places, repeats, drawn, SPARE * most, across=True, number=count == 1)
     for row, tried in enumerate(rows.tried):
         if not any(measured[row] for measured in rows.series.values()):
             ax.annotate("INVALID" if tried else "not measured", (0, row), (3, 0), xycoords=("axes fraction", "data"),
@@ -121,9 +111,10 @@ def draw(ax: Axes, panel: PanelSpec, result: Result, width: float) -> dict[str, 
     found = {(v, p): result.table.values(v, p, panel.metric) for v in variants for p in at}
     tried = {(row.variant, row.point) for row in result.rows if row.metric == panel.metric}
     step = 0.8 / len(variants)
-    longest = max((len(wording.number(m)) for m in medians(each for each in found.values() if each)), default=0)
+    estimates = (result.estimate(v, p, panel.metric) for v, p in found)
+    longest = max((len(wording.number(each.median)) for each in estimates if each), default=0)
     dense = 0.8 * width * step / max(1, len(at)) < LETTER * longest
-    within = reach(value for values in found.values() for value in values.values())
+    most = max((value for values in found.values() for value in values.values()), default=0.0)
     estimate = of_metric(result.info.metrics[panel.metric])
     for column, (variant, label) in enumerate(variants.items()):
         place_of = {p: group + (column - (len(variants) - 1) / 2) * step for group, p in enumerate(at)}
@@ -133,12 +124,11 @@ def draw(ax: Axes, panel: PanelSpec, result: Result, width: float) -> dict[str, 
                             fontsize=7.5, rotation=90)  # fmt: skip
         kept = [point for point in at if found[variant, point]]
         places, repeats = [place_of[point] for point in kept], [found[variant, point] for point in kept]
-        drawn = intervals(repeats, within, estimate)
+        drawn = intervals(repeats, estimate)
         bars = ax.bar(places, drawn.medians, step * 0.92, yerr=drawn.errors, label=label, **_bar_style(column))
         for bar, point in zip(bars, kept, strict=True):
             frame.says(bar, [tip(label, wording.point(point), found[variant, point], estimate)])
-        mark_cut(ax, places, drawn)
-        _repeats(ax, places, repeats, drawn, across=False, number=True, rotation=90 if dense else 0)
+        _repeats(ax, places, repeats, drawn, SPARE * most, across=False, number=True, rotation=90 if dense else 0)
     ax.margins(y=0.24 if dense else 0.1)
     lines.name_points(ax, panel, result, at, width)
     return {point: float(index) for index, point in enumerate(at)}
@@ -154,18 +144,20 @@ def _repeats(
     places: Sequence[float],
     repeats: Sequence[Mapping[Turn, float]],
     drawn: Intervals,
+    most: float,
     *,
     across: bool,
     number: bool,
     rotation: int = 0,
 ) -> None:
-    """Every repeat as a dot, and the median behind what is drawn of a bar. `across`: values are on the x axis."""
+    """Every repeat as a dot, and the median behind what is seen of a bar, up to `most`. `across`: values are on the x
+    axis."""
     for index, (place, values) in enumerate(zip(places, repeats, strict=True)):
         dots = [(value, place) if across else (place, value) for value in values.values()]
         ax.plot(*zip(*dots, strict=True), ".", color=INK, markersize=3, alpha=0.6, zorder=4)
         if number:
-            end = float(np.nanmax([*values.values(), drawn.medians[index] + drawn.errors[1][index]]))
-            away = 3 + ARROW * drawn.cut[1][index] + across
+            end = min(float(np.nanmax([*values.values(), drawn.medians[index] + drawn.errors[1][index]])), most)
+            away = 3 + across
             ax.annotate(wording.number(drawn.medians[index]), (end, place) if across else (place, end),
                         (away, 0) if across else (0, away), textcoords="offset points", rotation=rotation,
                         fontsize=8 if across else 7.5, **(MIDDLE if across else CENTRED))  # fmt: skip

@@ -17,7 +17,7 @@ from experiments.lab.judge.draft_formulas import leviathan_speedup
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import BOUND, INK, line_style, plain, spread
-from experiments.lab.show.figures.intervals import intervals, mark_cut, medians, reach
+from experiments.lab.show.figures.intervals import intervals
 from experiments.lab.spec import PanelSpec
 from experiments.lab.store.result import Result
 from experiments.lab.store.rows import Turn
@@ -40,12 +40,10 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> bool:
     assert panel.x is not None
     info = result.info
     found = (_over_metric if panel.x in info.metrics else _over_setting)(panel, panel.x, result)
-    within = reach([1.0, *(value for one in found for value in (*medians(one.speedups), *one.line[1]))])
     for one in found:
         style = line_style(one.colour, 0)
-        points = intervals(one.speedups, within, stats.factors)
+        points = intervals(one.speedups, stats.factors)
         ax.errorbar(one.x, points.medians, yerr=points.errors, label=one.label, **{**style, "linestyle": "none"})
-        mark_cut(ax, one.x, points, colour=style["color"])
         ax.plot(*one.line, color=style["color"], linewidth=1.1)
     ax.plot([], [], color=INK, linewidth=1.1, label="by the formula")
     ax.axhline(1, color=INK, linewidth=0.8, linestyle=":")

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.container import BarContainer
+from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
@@ -44,6 +44,7 @@ WIDTH = 10.2  # inches: about what a code-hosting page shows without shrinking
 MADE_FOR = "mini-infer report: "
 LEGEND_CHARACTERS = 110  # a row
 ROOM = 1.05  # times the highest value an axis from 0 reaches
+SPARE = 2.0  # times what is measured it reaches at most, whatever its intervals
 _TIP, NEXT = "tip:", "\u2016"  # begin and separate what the points of an artist say to the pointer
 
 
@@ -142,6 +143,7 @@ def axis_label(metric: Metric, width: int) -> str:
 
 def log(axis: Axis, ax: Axes, is_x: bool) -> None:
     (ax.set_xscale if is_x else ax.set_yscale)("log")
+    _hold(ax, is_x, log=True)
     low, high = axis.get_view_interval()
     log_ticks(axis, high / low)
 
@@ -151,7 +153,22 @@ def from_zero(axis: Axis, ax: Axes, is_x: bool, ticks: int) -> None:
     most = ax.dataLim.xmax if is_x else ax.dataLim.ymax
     end = max(axis.get_view_interval()[1], ROOM * most)
     (ax.set_xlim if is_x else ax.set_ylim)(0, end or 1)
+    _hold(ax, is_x, log=False)
     linear(axis, ticks)
+
+
+def _hold(ax: Axes, is_x: bool, log: bool) -> None:
+    """What is measured rules an axis. Intervals that are very wide beside it run off, where whole they would press
+    everything else flat: from 0 on there is as much room for them again, on a log axis on either side."""
+    caps = [cap for each in ax.containers if isinstance(each, ErrorbarContainer) for cap in each.lines[1]]
+    lines = [line for line in ax.lines if line not in caps]
+    drawn = [float(value) for line in lines for value in (line.get_xdata() if is_x else line.get_ydata())]  # type: ignore[union-attr]
+    low, high = min((v for v in drawn if v > 0), default=0.0), max(drawn, default=0.0)
+    if high > 0:
+        spare = max(SPARE, high / low) if log else SPARE
+        left, right = ax.get_xlim() if is_x else ax.get_ylim()
+        if left < low / spare * log or right > high * spare:
+            (ax.set_xlim if is_x else ax.set_ylim)(max(left, low / spare * log), min(right, high * spare))
 
 
 def log_ticks(axis: Axis, span: float) -> None:

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from experiments.lab.show import wording
 from experiments.lab.show.figures import frame
 from experiments.lab.show.figures.frame import BOUND, INK, ON_TOP, line_style, plain, spread
-from experiments.lab.show.figures.intervals import intervals, mark_cut, medians, of_metric, reach, tip
+from experiments.lab.show.figures.intervals import intervals, of_metric, tip
 from experiments.lab.spec import PanelKind, PanelSpec
 from experiments.lab.store.result import Result
 
@@ -34,8 +34,7 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
     place_of = {x: float(x) if numeric else float(index) for index, x in enumerate(dict.fromkeys(at_x.values()))}
     alone = len(place_of) == len(at_x)  # whatever else changes does so with x
     rests = {name: "" if alone else _rest(info.points[name], key) for name in at_x}
-    every = [values for v in variants for name in at_x if (values := table.values(v, name, panel.metric))]
-    within, estimate = reach(medians(every), has_log_y(panel, result)), of_metric(info.metrics[panel.metric])
+    estimate = of_metric(info.metrics[panel.metric])
     for row, (variant, label) in enumerate(variants.items()):
         for kind, rest in enumerate(dict.fromkeys(rests.values())):
             found = [(place_of[at_x[name]], values) for name in at_x
@@ -44,12 +43,11 @@ def draw(ax: Axes, panel: PanelSpec, result: Result) -> dict[str, float]:
                 continue
             found.sort(key=lambda item: item[0])
             x, repeats = [place for place, _ in found], [values for _, values in found]
-            y = intervals(repeats, within, estimate)
+            y = intervals(repeats, estimate)
             text = ", ".join(part for part in (label if len(variants) > 1 else "", rest) if part)
             style = line_style(row, kind)
             line, *_ = ax.errorbar(x, y.medians, yerr=y.errors, label=text or label, **style)
             frame.says(line, [tip(text, plain(place), values, estimate) for place, values in found])
-            mark_cut(ax, x, y, colour=style["color"])
     if numeric:
         log = panel.log_x and min(place_of.values(), default=1) > 0
         if log:
@@ -74,16 +72,13 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
         ]
         for variant in info.variants
     }
-    every = [place for places in measured.values() for place in places]
-    within_x = reach(medians(xs for _, xs, _ in every), panel.log_x)
-    within_y = reach(medians(ys for _, _, ys in every), has_log_y(panel, result))
     of_x, of_y = of_metric(info.metrics[panel.x]), of_metric(info.metrics[panel.metric])
     named = False
     for row, (variant, label) in enumerate(info.variants.items()):
         if not measured[variant]:
             continue
         names, all_x, all_y = zip(*measured[variant], strict=True)
-        x, y = intervals(all_x, within_x, of_x), intervals(all_y, within_y, of_y)
+        x, y = intervals(all_x, of_x), intervals(all_y, of_y)
         style = line_style(row, 0)
         line, *_ = ax.errorbar(x.medians, y.medians, xerr=x.errors, yerr=y.errors, label=label, **style)
         frame.says(line, [tip(label, wording.point(point), ys, of_y) for point, ys in zip(names, all_y, strict=True)])
@@ -95,14 +90,13 @@ def curve(ax: Axes, panel: PanelSpec, result: Result) -> bool:
             if key is not None:
                 ax.set_title(f"{ax.get_title()} (small numbers: {wording.setting(key)})", fontsize=8, color=INK)
             named = True
-        mark_cut(ax, y.medians, x, "x", style["color"])
-        mark_cut(ax, x.medians, y, "y", style["color"])
-    if panel.log_x and every:
+    drawn = any(measured.values())
+    if panel.log_x and drawn:
         frame.log(ax.xaxis, ax, True)
-    elif every:
+    elif drawn:
         frame.from_zero(ax.xaxis, ax, True, 5)
     ax.set_xlabel(panel.x_label or frame.axis_label(info.metrics[panel.x], 44), fontsize=9)
-    return bool(every)
+    return drawn
 
 
 def bounds(ax: Axes, panel: PanelSpec, result: Result, places: Mapping[str, float]) -> None:
