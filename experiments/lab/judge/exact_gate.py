@@ -84,37 +84,28 @@ class ExactGate:
         """Of a variant's requests at a point, those of a closed loop and of an open one alike all at once."""
         asked = items[:: max(1, -(-len(items) // MOST_REQUESTS))]
         questions = _questions([list(item.prompt) for item in asked], [item.output_tokens for item in asked])
-        first = [list(item.prompt) for item in prime]
         weights = f"{logit_gate.LAYERS} layers, random weights"
-        return self._gate(variant, point, _shrunk(config), questions, first, weights)
+        return self._gate((variant, point), _shrunk(config), questions, weights, prime)
 
     def of_probes(self, variant: str, config: EngineConfig) -> Gate:
         """With the shipped model, in place of the variant's."""
         questions = probes(whole=not config.scheduler.chunked_prefill)
         weights = "trained weights, small chunks, little memory"
-        return self._gate(variant, "", _stressed(config), questions, [], weights)
+        return self._gate((variant, ""), _stressed(config), questions, weights, ())
 
     def _gate(
-        self,
-        variant: str,
-        point: str,
-        config: EngineConfig,
-        questions: list[Question],
-        prime: list[list[int]],
-        weights: str,
+        self, cell: tuple[str, str], config: EngineConfig, asked: list[Question], weights: str, prime: Sequence[Item]
     ) -> Gate:
         config = replace(config, numerics=Numerics.batch_invariant if self._on_gpu else Numerics.fast)
         with closing(LLMEngine(config)) as engine:
-            for prompt in prime:
-                engine.generate([prompt], SamplingParams(temperature=0, max_tokens=1))
+            for item in prime:
+                engine.generate([list(item.prompt)], SamplingParams(temperature=0, max_tokens=1))
             # The second time prefixes are there, and what drafts are proposed from.
-            found = [_answers(engine, questions) for _ in range(2)]
-        expected = self._expected(plain(config), questions)
+            found = [_answers(engine, asked) for _ in range(2)]
+        expected = self._expected(plain(config), asked)
         right = [[token for token, _ in answer] for answer in expected]
         against = f"it is answered alone ({weights}{self._how})"
-        first, again = (
-            compare(variant, point, right, self._told(questions, answers, expected), against) for answers in found
-        )
+        first, again = (compare(*cell, right, self._told(asked, answers, expected), against) for answers in found)
         return first.joined(again)
 
     def _told(self, questions: list[Question], answers: Answers, expected: Answers) -> Tokens:
@@ -138,9 +129,9 @@ class ExactGate:
         new = [question for question in questions if all(asked != question for asked, _ in known)]
         if new:
             with closing(LLMEngine(config)) as engine:
-                answers = [_answers(engine, [question])[0] for question in new]
-            known += zip(new, answers, strict=True)
-            self._alone += [(config, question, answer) for question, answer in zip(new, answers, strict=True)]
+                found = [(question, _answers(engine, [question])[0]) for question in new]
+            known += found
+            self._alone += [(config, *each) for each in found]
         return [next(answer for asked, answer in known if asked == question) for question in questions]
 
 
@@ -217,15 +208,9 @@ def _stressed(config: EngineConfig) -> EngineConfig:
         config,
         model=model,
         attention=replace(config.attention, mla=MLAForm.auto),  # it has no latents
-        cache=replace(
-            cache,
-            num_blocks=blocks,
-            memory_gib=None,
-            num_host_blocks=None,
-            host_memory_gib=None,
+        cache=replace(  # without files: those of earlier gates would answer
+            logit_gate.bare(cache, blocks),
             host_prefix_gib=None if cache.host_prefix_gib is None else SMALL_TIER_GIB,
-            disk_prefix_path=None,  # files of earlier gates would answer
-            disk_prefix_gib=None,
             watermark=0.0,
         ),
         scheduler=replace(
@@ -250,11 +235,8 @@ def layers_of(config: EngineConfig) -> int:
 
 def _answers(engine: LLMEngine, questions: Sequence[Question]) -> Answers:
     outputs = engine.generate([prompt for prompt, _ in questions], [params for _, params in questions])
-    answers: Answers = []
-    for done in (output.outputs[0] for output in outputs):
-        logprobs: Sequence[TokenLogprob | None] = done.logprobs or [None] * len(done.token_ids)
-        answers.append(list(zip(done.token_ids, logprobs, strict=True)))
-    return answers
+    done = [output.outputs[0] for output in outputs]
+    return [list(zip(each.token_ids, each.logprobs or [None] * len(each.token_ids), strict=True)) for each in done]
 
 
 def _excluded(params: SamplingParams, entry: TokenLogprob | None) -> bool:

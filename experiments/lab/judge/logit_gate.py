@@ -36,6 +36,7 @@ from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.config import (
     AttentionChoice,
     AttentionConfig,
+    CacheConfig,
     DType,
     EngineConfig,
     GraphsConfig,
@@ -86,17 +87,16 @@ def shrunk(config: EngineConfig) -> EngineConfig:
     return replace(
         config,
         model=replace(model, hf_config=shape, load_format=LoadFormat.dummy, max_model_len=length),
-        cache=replace(
-            config.cache,
-            num_blocks=blocks,
-            memory_gib=None,
-            num_host_blocks=None,
-            host_prefix_gib=None,
-            disk_prefix_path=None,
-            disk_prefix_gib=None,
-        ),
+        cache=bare(config.cache, blocks),
         scheduler=replace(config.scheduler, max_num_seqs=SEQUENCES),
     )
+
+
+def bare(cache: CacheConfig, num_blocks: int) -> CacheConfig:
+    """With so many blocks, and nothing of them anywhere else."""
+    on_host_or_disk = ("num_host_blocks", "host_memory_gib", "host_prefix_gib", "disk_prefix_path", "disk_prefix_gib")
+    nothing: dict[str, Any] = dict.fromkeys(("memory_gib", *on_host_or_disk))
+    return replace(cache, num_blocks=num_blocks, **nothing)
 
 
 def reference(config: EngineConfig) -> EngineConfig:

@@ -13,13 +13,10 @@ from experiments.lab.store.result import Result, RunInfo
 
 TARGET = "target"  # begins the source of a claim
 CHECKS = ("client_busy", "preemptions")  # claims on these say that the measurement is sound, not what was found
-PEER_KINDS = (
-    "vllm",
-    "vllm_served",
-    "hf",
-    "hf_continuous",
-)  # of variants; of implementations of a kernel, what others wrote
-PEER_KERNELS = ("fa3", "fa4", "flash_attn", "sdpa", "torch", "compile")
+PEERS = (  # kinds of variants; and of implementations of a kernel, what others wrote
+    *("vllm", "vllm_served", "hf", "hf_continuous"),
+    *("fa3", "fa4", "flash_attn", "sdpa", "torch", "compile"),
+)
 Cell = tuple[str, str]  # variant, point
 
 
@@ -75,12 +72,6 @@ class Effect:
         return self.gain.told if self.gain else 0
 
 
-def quantity(claim: Claim) -> tuple[str | None, ...]:
-    """What a claim is about; an aim is about the same as its target."""
-    reference = (claim.reference_variant, claim.reference_point) if claim.bound.is_ratio else ()
-    return (claim.metric, claim.variant, claim.point, *reference)
-
-
 def of_claims(result: Result) -> list[Effect]:
     """In the order of the claims; several claims on one quantity are one effect, and checks are none."""
     found: dict[tuple[str, Cell, Cell | None], Effect] = {}
@@ -122,7 +113,7 @@ def between(result: Result, metric: str, cell: Cell, reference: Cell | None, rea
 def peers(info: RunInfo) -> list[str]:
     """The variants that somebody else wrote."""
     kinds = variant_kinds(info)
-    return [name for name in info.variants if kinds.get(name) in (*PEER_KINDS, *PEER_KERNELS)]
+    return [name for name in info.variants if kinds.get(name) in PEERS]
 
 
 def variant_kinds(info: RunInfo) -> dict[str, str]:

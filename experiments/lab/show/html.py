@@ -23,7 +23,7 @@ pre,code{background:#f4f4f4;font-size:13px}pre{padding:8px;overflow-x:auto}
 blockquote{margin:8px 0;padding:4px 12px;border-left:4px solid #D55E00;background:#fff4ec}
 svg{max-width:100%;height:auto}svg text{font-family:"DejaVu Sans",Verdana,sans-serif}
 summary{cursor:pointer;font-weight:600;margin:6px 0}
-.js section{display:none}.js section.on{display:block}
+section{scroll-margin-top:60px}.js section{display:none}.js section.on{display:block}
 #tip{position:fixed;pointer-events:none;background:#202020;color:#fff;padding:3px 8px;border-radius:4px;font-size:13px}
 """
 SCRIPT = """

@@ -82,11 +82,10 @@ def _readme_table(results: Sequence[Result]) -> str:
 
 def _cell(result: Result) -> str:
     """The effect and its verdicts; what is beyond a claim, its aim, stands on the page."""
-    info, names = result.info, pairs.metrics(result)
-    found = effects.of_claims(result)
+    info, found = result.info, effects.of_claims(result)
     text = answer.in_words(found[0], info) if found else "no claim"
-    if names and pairs.of(result, names[0]):
-        text = f"{len(pairs.of(result, names[0]))} pairs"
+    if measured := [pair for name in pairs.metrics(result)[:1] for pair in pairs.of(result, name)]:
+        text = f"{len(measured)} pairs"
     over = " over HTTP" if column(info) == CPU and _is_served(info) else ""
     parts = [f"[{text}]({page_name(info)}.md){over}"]
     claims = [judged.verdict for judged in result.judgements]
