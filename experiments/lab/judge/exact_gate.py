@@ -236,7 +236,8 @@ def layers_of(config: EngineConfig) -> int:
 def _answers(engine: LLMEngine, questions: Sequence[Question]) -> Answers:
     outputs = engine.generate([prompt for prompt, _ in questions], [params for _, params in questions])
     done = [output.outputs[0] for output in outputs]
-    return [list(zip(each.token_ids, each.logprobs or [None] * len(each.token_ids), strict=True)) for each in done]
+    nothing: Sequence[None] = [None] * MOST_TOKENS
+    return [list(zip(each.token_ids, each.logprobs or nothing[: len(each.token_ids)], strict=True)) for each in done]
 
 
 def _excluded(params: SamplingParams, entry: TokenLogprob | None) -> bool:

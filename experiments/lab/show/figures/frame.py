@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import matplotlib
 import matplotlib.style
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -162,13 +163,15 @@ def _hold(ax: Axes, is_x: bool, log: bool) -> None:
     everything else flat: from 0 on there is as much room for them again, on a log axis on either side."""
     caps = [cap for each in ax.containers if isinstance(each, ErrorbarContainer) for cap in each.lines[1]]
     lines = [line for line in ax.lines if line not in caps]
-    drawn = [float(value) for line in lines for value in (line.get_xdata() if is_x else line.get_ydata())]  # type: ignore[union-attr]
-    low, high = min((v for v in drawn if v > 0), default=0.0), max(drawn, default=0.0)
-    if high > 0:
+    places = [np.asarray(line.get_xdata() if is_x else line.get_ydata(), dtype=np.float64) for line in lines]
+    drawn = [place for each in places for place in each.tolist() if place > 0]
+    if drawn:
+        low, high = min(drawn), max(drawn)
         spare = max(SPARE, high / low) if log else SPARE
-        left, right = ax.get_xlim() if is_x else ax.get_ylim()
-        if left < low / spare * log or right > high * spare:
-            (ax.set_xlim if is_x else ax.set_ylim)(max(left, low / spare * log), min(right, high * spare))
+        least, most = low / spare if log else 0.0, high * spare
+        start, end = ax.get_xlim() if is_x else ax.get_ylim()
+        if start < least or end > most:
+            (ax.set_xlim if is_x else ax.set_ylim)(max(start, least), min(end, most))
 
 
 def log_ticks(axis: Axis, span: float) -> None:
