@@ -21,7 +21,7 @@ table{border-collapse:collapse;font-size:13px;display:block;overflow-x:auto}
 td,th{border:1px solid #ddd;padding:4px 8px;text-align:left;vertical-align:top}th{background:#f4f4f4}
 pre,code{background:#f4f4f4;font-size:13px}pre{padding:8px;overflow-x:auto}
 blockquote{margin:8px 0;padding:4px 12px;border-left:4px solid #D55E00;background:#fff4ec}
-svg{max-width:100%;height:auto}svg text{font-family:"DejaVu Sans",Verdana,sans-serif}
+svg{max-width:100%;height:auto}svg text{font-family:"DejaVu Sans",Verdana,sans-serif;white-space:pre}
 summary{cursor:pointer;font-weight:600;margin:6px 0}
 section{scroll-margin-top:60px}.js section{display:none}.js section.on{display:block}
 #tip{position:fixed;pointer-events:none;background:#202020;color:#fff;padding:3px 8px;border-radius:4px;font-size:13px}
