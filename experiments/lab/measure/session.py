@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.judge import stats
-from experiments.lab.measure import cells, hardware, profile_pass
+from experiments.lab.measure import cells, hardware
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.kinds import Kind
@@ -110,12 +110,8 @@ class Session:
             try:
                 with self._lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
                     items = inputs.measured[: cell.workload.in_flight]
-                    if isinstance(lent.subject, Lease):
-                        found, kernels = lent.subject.profile(items, cell.variant, point.name)
-                    else:
-                        assert isinstance(lent.subject, EngineSubject)
-                        engine = lent.subject.engine
-                        found, kernels = profile_pass.profile_decode(engine, items, cell.variant, point.name)
+                    assert isinstance(lent.subject, EngineSubject | Lease)
+                    found, kernels = lent.subject.profile(items, cell.variant, point.name)
             except (NoProfile, PeerError) as why:
                 self.notes.append(f"{self.labels[cell.variant]}: no decode step was profiled, because {why}.")
                 continue
