@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.lab.load import subject as over_http
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.peers import pool
 from experiments.lab.peers.base import PeerAbsent, PeerError
@@ -190,6 +191,20 @@ def test_peers_that_have_room_are_begun_together(gpu):
             peers.open(Kind.vllm, config(98, 0.2))
         peers.begin(Kind.hf, config(2, 0.2))
     assert gpu[4:] == ["start 2", "stop 2", "stop 1"]
+
+
+def test_servers_that_have_room_are_begun_with_them(gpu, monkeypatch):
+    monkeypatch.setattr(over_http, "PeerProcess", Stub)
+    monkeypatch.setattr(over_http, "open_subject", lambda kind, config, settings, threads, server: server)
+    with closing(Peers(PeerSettings())) as peers:
+        for kind in (Kind.served, Kind.vllm_served, Kind.served_bench, Kind.http):
+            peers.begin(kind, config(list(Kind).index(kind), 0.2))
+        peers.await_begun()
+        mine, theirs = (list(Kind).index(kind) for kind in (Kind.served, Kind.vllm_served))
+        assert gpu == [f"start {mine}", f"start {theirs}", f"{mine} is ready", f"{theirs} is ready"]
+        assert peers.open(Kind.served, config(mine, 0.2)).about["seed"] == mine
+        assert gpu[4:] == []
+    assert sorted(gpu[4:]) == [f"stop {mine}", f"stop {theirs}"]
 
 
 def test_a_peer_loads_while_others_work():

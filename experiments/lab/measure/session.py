@@ -66,7 +66,7 @@ class Session:
         devices = [cell.engine.model.device for cell in measured.values() if cell.kind is not Kind.simulated]
         self._watch = Watch(hardware.resolve(devices[0]) if devices else "cpu")
         for cell in measured.values() if spec.keep_engines else ():  # which all have room side by side
-            if cell.variant not in left_out:
+            if cell.variant not in left_out and cells.starts_untimed(cell):
                 self._peers.begin(cell.kind, cell.engine)
 
     def prepare(self, inputs: Mapping[str, Inputs]) -> None:
@@ -74,7 +74,8 @@ class Session:
         those peers are there: nothing is timed while they load."""
         for cell in self.cells.values() if self._peers.begun else ():
             first = cell.variant == cell.engine_of and cell.variant not in self._left_out
-            if first and cell.point.name in inputs and cells.starts_untimed(cell):
+            here = cell.kind is Kind.engine and cell.point.name in inputs
+            if first and here and cells.starts_untimed(cell):
                 with self._lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
                     cells.warm_up(cell, inputs[cell.point.name], lent)
         self._peers.await_begun()

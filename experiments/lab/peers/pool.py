@@ -91,9 +91,9 @@ class Peers:
             self._bench.close()
 
     def begin(self, kind: Kind, config: EngineConfig) -> None:
-        """Starts a peer whose turn will come and that has room beside all others; servers are started when it comes."""
-        device = hardware.resolve(config.model.device)
-        if not kind.can.module or not _has_own_process(kind, device) or (kind.can.needs_gpu and device != CUDA):
+        """Starts a peer, or a server, whose turn will come and that has room beside all others on a GPU."""
+        device, elsewhere = hardware.resolve(config.model.device), kind.can.elsewhere or kind.can.client_of is not None
+        if device != CUDA or elsewhere or not _has_own_process(kind, device):
             return
         config = settled(config)
         key = _key(kind, config)
@@ -139,7 +139,7 @@ class Peers:
         elif begun is not None:
             if not isinstance(begun, PeerProcess):
                 raise begun
-            self._processes[key] = process = begun
+            self._processes[key] = process = self._start(kind, config, begun)
         else:
             if not kind.can.elsewhere:
                 self._make_room(config, device)
@@ -157,14 +157,17 @@ class Peers:
         return over_http.Bench(kind.label, server, self._bench)
 
     def _process(self, kind: Kind, config: EngineConfig, wait: bool) -> PeerProcess:
+        threads = torch.get_num_threads()
+        if kind.can.over_http:
+            return over_http.start(kind, config, self._settings, threads, wait)
         settings: ProcessSettings = self._settings.vllm if kind is Kind.vllm else self._settings.hf
-        return PeerProcess(kind.label, kind.can.module, config, settings, wait=wait, threads=torch.get_num_threads())
+        return PeerProcess(kind.label, kind.can.module, config, settings, wait=wait, threads=threads)
 
-    def _start(self, kind: Kind, config: EngineConfig) -> LivingPeer:
+    def _start(self, kind: Kind, config: EngineConfig, begun: PeerProcess | None = None) -> LivingPeer:
         try:
             if kind.can.over_http:
-                return over_http.open_subject(kind, config, self._settings, torch.get_num_threads())
-            return self._process(kind, config, wait=True)
+                return over_http.open_subject(kind, config, self._settings, torch.get_num_threads(), begun)
+            return begun or self._process(kind, config, wait=True)
         except PeerAbsent as error:
             self._absent[kind] = str(error)
             raise
