@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Set
 from typing import Any
@@ -27,7 +26,6 @@ from experiments.lab.store.rows import Row
 from experiments.lab.workloads import Inputs
 
 ATTEMPTS = 3  # at a pass, where the machine changes its speed
-LESS = 0.75  # of the GPU's change in the attempt before: then another is worth its time
 
 
 class Session:
@@ -158,12 +156,9 @@ class Session:
         self._steps.next(f"{self.labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
 
     def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
-        """A pass, after those that had to be repeated because the machine changed its speed meanwhile. A GPU's
-        change that hardly becomes less is what this load does to it, and would only be seen once more."""
+        """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
         passes = [cells.serve(cell, inputs, self._watch, self._lending)]
-        least = math.inf
-        while (drift := passes[-1].drift).problem and len(passes) < ATTEMPTS and (drift.gpu or 0) <= LESS * least:
-            least = drift.gpu or math.inf
-            self._steps.again(drift.problem)
+        while (problem := passes[-1].drift.problem) and len(passes) < ATTEMPTS:
+            self._steps.again(problem)
             passes.append(cells.serve(cell, inputs, self._watch, self._lending))
         return passes
