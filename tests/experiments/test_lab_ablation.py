@@ -245,7 +245,7 @@ def test_a_peer_cannot_be_asked_for_an_open_loop(build, checkpoint):
         ({"metrics": ["goodput_rps"]}, "goodput_rps needs experiment.slo"),
         ({"slo": {"ttft_ms": -1}}, "experiment.slo.ttft_ms must be above 0"),
         ({"gate_logit_error": 0}, "gate_logit_error must be above 0"),
-        ({"samples": -1}, "experiment.samples must be 0 or more"),
+        ({"samples": -1}, "experiment.samples must be at least 0"),
         ({"metrics": ["itl_p99_ms@"]}, "names no class of requests"),
     ],
 )
