@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import schema
+from experiments.lab import check, schema
 from experiments.lab.axes import CONF
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge.metrics import Better, Metric
@@ -73,12 +73,8 @@ class CalibrateSpec(ExperimentSpec):
     output_tokens: int = 24
 
     def __post_init__(self) -> None:
-        for name in ("rows", "contexts", "prompts", "decodes", "beside_prompts"):
-            values = getattr(self, name)
-            if not values or min(values) < 1:
-                raise ConfigError(f"experiment.{name} must be a list of numbers from 1 on, got {list(values)}")
-        if self.output_tokens < 2:
-            raise ConfigError(f"experiment.output_tokens must be at least 2, got {self.output_tokens}")
+        check.at_least("experiment", self, 1, "rows", "contexts", "prompts", "decodes", "beside_prompts")
+        check.at_least("experiment", self, 2, "output_tokens")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from experiments.lab import axes, points, schema
+from experiments.lab import axes, check, points, schema
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO, Better, Context, Metric, Missing
@@ -65,8 +65,7 @@ class CapacitySpec(ExperimentSpec):
             raise ConfigError("experiment.slo has no bound: give experiment.slo.ttft_ms, tpot_ms, itl_ms or e2e_ms")
         if not 0 < self.share <= 1:
             raise ConfigError(f"experiment.share must be above 0 and at most 1, got {self.share}")
-        if self.most_replicas < 1:
-            raise ConfigError(f"experiment.most_replicas must be at least 1, got {self.most_replicas}")
+        check.at_least("experiment", self, 1, "most_replicas")
         for key, values in self.settings.items():
             if not key.startswith("engine.") or not isinstance(values, Sequence) or isinstance(values, str):
                 raise ConfigError(

@@ -7,8 +7,7 @@ and it is kept in conf/hardware/.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from experiments.lab import points, schema
+from experiments.lab import check, points, schema
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.kernels.timer import seconds_of
@@ -68,8 +67,7 @@ class CeilingsSpec(ExperimentSpec):
             formats = self.formats.get(device)
             if not formats or not set(formats) <= set(FORMATS):
                 raise ConfigError(f"experiment.formats.{device} must be a list of {', '.join(FORMATS)}, got {formats}")
-        if self.sustained_s <= 0:
-            raise ConfigError(f"experiment.sustained_s must be above 0, got {self.sustained_s}")
+        check.above_zero("experiment", self, "sustained_s")
 
 
 class CeilingsExperiment(Probe):
@@ -117,7 +115,7 @@ class CeilingsExperiment(Probe):
         return replace(findings, ceilings=self.found(findings.rows).ceilings[-1])
 
     def values(self, variant: str, point: Point) -> dict[str, float]:
-        with _threads(self._threads[variant]):
+        with hardware.torch_threads(self._threads[variant]):
             return self._transfers(point) if "mib" in point.values else self._matmul(point)
 
     def _transfers(self, point: Point) -> dict[str, float]:
@@ -246,14 +244,3 @@ FORMATS: dict[str, Callable[[int, str], Callable[[], Tensor]]] = {
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Runs with so many torch threads; None leaves them alone."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from experiments.lab import points, schema
+from experiments.lab import check, points, schema
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.explain import suggest
 from experiments.lab.judge import stats
@@ -111,8 +111,7 @@ class KernelSpec(ExperimentSpec):
                 raise ConfigError(f"unknown metric {metric!r}{suggest(metric, METRICS)}")
         if self.dtype is DType.auto:
             raise ConfigError("experiment.dtype must be one of float32, bfloat16, float16")
-        if not self.allowed_error > 0:
-            raise ConfigError(f"experiment.allowed_error must be above 0, got {self.allowed_error}")
+        check.above_zero("experiment", self, "allowed_error")
 
 
 class KernelSweep(Experiment):

@@ -7,8 +7,8 @@ modules and by the definition that kernels are tested against. So it needs no GP
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +18,10 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from experiments.lab import points, schema
+from experiments.lab import check, points, schema
 from experiments.lab.experiment import Findings
 from experiments.lab.judge.metrics import Better, Metric
+from experiments.lab.measure import hardware
 from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
 from experiments.lab.show.beside import Beside
@@ -103,9 +104,7 @@ class QuantizationSpec(ExperimentSpec):
 
     def __post_init__(self) -> None:
         sizes = ("samples", "length", "windows", "window_tokens", "few_windows", "prompts", "prompt_tokens")
-        for name in (*sizes, "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"experiment.{name} must be at least 1, got {getattr(self, name)}")
+        check.at_least("experiment", self, 1, *sizes, "new_tokens")
         for share in self.left:
             if not 0 < share < 1:
                 raise ConfigError(f"experiment.left must be shares between 0 and 1, got {share}")
@@ -146,7 +145,7 @@ class Quantization(Probe):
 
     def values(self, variant: str, point: Point) -> dict[str, float | None]:
         turn = self._turns[variant, point.name] = self._turns.get((variant, point.name), -1) + 1
-        with _threads(self.threads), torch.no_grad():
+        with hardware.torch_threads(self.threads), torch.no_grad():
             study = self._study = self._study or _Study(self._folder, self.spec, self.settings.seed)
             recipe, dtype = self._recipes[variant], self.spec.variants[variant].get("dtype")
             whole, reading, bits = point is WHOLE, study.reading(turn), 16.0
@@ -320,13 +319,3 @@ def _recipe(name: str, settings: Mapping[str, Any], spec: QuantizationSpec, seed
         return Recipe(**rest, samples=spec.samples, length=spec.length, seed=seed)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"experiment.variants.{name}: {error}") from error
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import points, schema
+from experiments.lab import check, points, schema
 from experiments.lab.judge import stats
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.rounds import Probe
@@ -61,13 +61,8 @@ class OverheadSpec(ExperimentSpec):
     waiting_running: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("running", "prompt_tokens", "waiting"):
-            values = getattr(self, name)
-            if not values or min(values) < 1:
-                raise ConfigError(f"experiment.{name} must be a list of numbers from 1 on, got {list(values)}")
-        for name in ("steps", "matches", "waiting_running"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"experiment.{name} must be at least 1, got {getattr(self, name)}")
+        lists = ("running", "prompt_tokens", "waiting")
+        check.at_least("experiment", self, 1, *lists, "steps", "matches", "waiting_running")
         if len(set(self.running)) < 3:
             raise ConfigError(f"experiment.running needs three sizes or more to fit a line, got {list(self.running)}")
 

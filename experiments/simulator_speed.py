@@ -16,13 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments.lab import points, schema
+from experiments.lab import check, points, schema
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure.rounds import Probe
 from experiments.lab.points import Point
 from experiments.lab.spec import ExperimentSpec
 from mini_infer.core.config import Device, EngineConfig
-from mini_infer.core.errors import ConfigError
 from mini_infer.core.limits import Limits
 from mini_infer.serving.router import Router
 from mini_infer.simulation.cluster import Cluster
@@ -68,11 +67,8 @@ class SpeedSpec(ExperimentSpec):
     output_tokens: int = 211
 
     def __post_init__(self) -> None:
-        if not self.replicas or min(self.replicas) < 1:
-            raise ConfigError(f"experiment.replicas must be a list of numbers from 1 on, got {list(self.replicas)}")
-        for name in ("cells", "rate_per_s", "requests", "prompt_tokens", "output_tokens"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"experiment.{name} must be above 0, got {getattr(self, name)}")
+        names = ("replicas", "cells", "rate_per_s", "requests", "prompt_tokens", "output_tokens")
+        check.above_zero("experiment", self, *names)
 
 
 class SimulatorSpeed(Probe):

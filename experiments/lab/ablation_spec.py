@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from experiments.lab import check
 from experiments.lab.judge import formulas
 from experiments.lab.judge.metrics import SLO
 from experiments.lab.measure.kinds import Kind
@@ -59,10 +60,8 @@ class AblationSpec(ExperimentSpec):
         if not self.metrics:
             raise ConfigError("experiment.metrics is empty: name what to measure")
         formulas.require_known(self.metrics, self.slo)
-        if self.gate_logit_error is not None and self.gate_logit_error <= 0:
-            raise ConfigError(f"experiment.gate_logit_error must be above 0, got {self.gate_logit_error}")
-        if self.samples < 0:
-            raise ConfigError(f"experiment.samples must be 0 or more, got {self.samples}")
+        check.above_zero("experiment", self, "gate_logit_error")
+        check.at_least("experiment", self, 0, "samples")
         profiled = [name for name in self.metrics if name in formulas.OF_PROFILES]
         if profiled and not self.profile:
             raise ConfigError(

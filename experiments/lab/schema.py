@@ -20,7 +20,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.lab import axes
+from experiments.lab import axes, check
 from experiments.lab.axes import CONF, Axes
 from experiments.lab.explain import describe, suggest
 from experiments.lab.measure.hardware import Hardware
@@ -87,13 +87,8 @@ class Measure:
     points: dict[str, Any] = field(default_factory=dict)  # axis of experiment.points -> the values to measure instead
 
     def __post_init__(self) -> None:
-        for name in ("processes", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"measure.{name} must be at least 1, got {getattr(self, name)}")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"measure.threads must be at least 1, got {self.threads}")
-        if self.seed < 0:
-            raise ConfigError(f"measure.seed must be 0 or more, got {self.seed}")
+        check.at_least("measure", self, 1, "processes", "repeats", "threads")
+        check.at_least("measure", self, 0, "seed")
 
 
 @dataclass(frozen=True)
@@ -135,8 +130,7 @@ class TrackerSettings:
     def __post_init__(self) -> None:
         if not self.project or not self.folder:
             raise ConfigError("tracker.project and tracker.folder must not be empty")
-        if self.sync_timeout_s <= 0:
-            raise ConfigError(f"tracker.sync_timeout_s must be above 0, got {self.sync_timeout_s}")
+        check.above_zero("tracker", self, "sync_timeout_s")
 
 
 @dataclass(frozen=True)

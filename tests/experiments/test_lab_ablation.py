@@ -102,15 +102,6 @@ def test_clocks_that_drift_are_invalid(build, monkeypatch):
     assert len(found.rows) == 2 * 2 * 3  # each was tried three times
 
 
-@pytest.mark.parametrize(("second", "attempts"), [(0.07, 2), (0.055, 3)])
-def test_what_a_load_does_to_a_gpu_again_is_not_tried_a_third_time(build, monkeypatch, second, attempts):
-    """0.08 at first: 0.07 is hardly less, 0.055 is."""
-    speeds = itertools.chain([1.0, 1.08, 1.0, 1 + second], itertools.repeat(1.0))
-    monkeypatch.setattr(clocks, "take", lambda device, wanted=None: clocks.Speed(1.0, gpu_s=next(speeds)))
-    found = measure(build(*FIXED, "measure.repeats=1", metrics=["steps"]))
-    assert len([row for row in found.rows if row.variant == "transformers"]) == attempts
-
-
 def test_what_the_host_does_beside_a_gpu_is_told(build, monkeypatch):
     speeds = itertools.cycle([1.0, 1.2])
     monkeypatch.setattr(clocks, "take", lambda device, wanted=None: clocks.Speed(next(speeds), gpu_s=1.0))
@@ -254,7 +245,7 @@ def test_a_peer_cannot_be_asked_for_an_open_loop(build, checkpoint):
         ({"metrics": ["goodput_rps"]}, "goodput_rps needs experiment.slo"),
         ({"slo": {"ttft_ms": -1}}, "experiment.slo.ttft_ms must be above 0"),
         ({"gate_logit_error": 0}, "gate_logit_error must be above 0"),
-        ({"samples": -1}, "experiment.samples must be 0 or more"),
+        ({"samples": -1}, "experiment.samples must be at least 0"),
         ({"metrics": ["itl_p99_ms@"]}, "names no class of requests"),
     ],
 )

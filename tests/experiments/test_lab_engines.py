@@ -104,11 +104,7 @@ def test_claims_stay_where_all_that_they_name_does():
 def test_settings_of_peers_are_typed(compose_config):
     config = compose_config("peers.vllm.pythonpath=/site", "+peers.vllm.args.async_scheduling=false")
     found = schema.build(schema.PeerSettings, config.peers, "peers")
-    assert (found.vllm.pythonpath, found.vllm.args, found.hf.own_process) == (
-        "/site",
-        {"async_scheduling": False},
-        None,
-    )
+    assert (found.vllm.pythonpath, found.vllm.args) == ("/site", {"async_scheduling": False})
     with pytest.raises(Exception, match=r"pythonpth"):
         compose_config("peers.vllm.pythonpth=/site")
     with pytest.raises(ConfigError, match=r"timeout_s must be above 0"):

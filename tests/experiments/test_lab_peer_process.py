@@ -7,16 +7,18 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from experiments.lab.load import subject as over_http
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.peers import pool
 from experiments.lab.peers.base import PeerAbsent, PeerError
 from experiments.lab.peers.pool import Peers
 from experiments.lab.peers.process import PeerProcess
-from experiments.lab.peers.settings import HFSettings, PeerSettings, ProcessSettings, VLLMSettings
+from experiments.lab.peers.settings import PeerSettings, ProcessSettings, VLLMSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
@@ -164,7 +166,7 @@ def gpu(stubs, monkeypatch):
 
 
 def test_a_process_stays_for_its_next_turn_and_forgets(gpu):
-    with Peers(PeerSettings()) as peers:
+    with closing(Peers(PeerSettings())) as peers:
         for _ in range(3):
             peers.open(Kind.vllm, config(1, 0.5)).close()
             assert peers.open(Kind.engine, config(0, 0.5)) is None  # beside it, in this process
@@ -178,7 +180,7 @@ def test_a_process_stays_for_its_next_turn_and_forgets(gpu):
 
 
 def test_peers_that_have_room_are_begun_together(gpu):
-    with Peers(PeerSettings()) as peers:
+    with closing(Peers(PeerSettings())) as peers:
         for seed in (1, 98, 1):
             peers.begin(Kind.vllm, config(seed, 0.2))
         peers.begin(Kind.engine, config(0, 0.2))
@@ -189,6 +191,20 @@ def test_peers_that_have_room_are_begun_together(gpu):
             peers.open(Kind.vllm, config(98, 0.2))
         peers.begin(Kind.hf, config(2, 0.2))
     assert gpu[4:] == ["start 2", "stop 2", "stop 1"]
+
+
+def test_servers_that_have_room_are_begun_with_them(gpu, monkeypatch):
+    monkeypatch.setattr(over_http, "PeerProcess", Stub)
+    monkeypatch.setattr(over_http, "open_subject", lambda kind, config, settings, threads, server: server)
+    with closing(Peers(PeerSettings())) as peers:
+        for kind in (Kind.served, Kind.vllm_served, Kind.served_bench, Kind.http):
+            peers.begin(kind, config(list(Kind).index(kind), 0.2))
+        peers.await_begun()
+        mine, theirs = (list(Kind).index(kind) for kind in (Kind.served, Kind.vllm_served))
+        assert gpu == [f"start {mine}", f"start {theirs}", f"{mine} is ready", f"{theirs} is ready"]
+        assert peers.open(Kind.served, config(mine, 0.2)).about["seed"] == mine
+        assert gpu[4:] == []
+    assert sorted(gpu[4:]) == [f"stop {mine}", f"stop {theirs}"]
 
 
 def test_a_peer_loads_while_others_work():
@@ -207,7 +223,7 @@ def test_a_peer_loads_while_others_work():
 
 
 def test_idle_peers_make_room(gpu, capsys):
-    with Peers(PeerSettings()) as peers:
+    with closing(Peers(PeerSettings())) as peers:
         peers.open(Kind.vllm, config(1, 0.5)).close()
         assert peers.open(Kind.engine, config(0, 0.6)) is None
         assert gpu == ["start 1", "stop 1"]
@@ -232,20 +248,21 @@ def test_the_memory_of_a_killed_process_is_waited_for(gpu, monkeypatch):
 
 
 def test_one_that_is_not_there_is_asked_for_once(gpu):
-    with Peers(PeerSettings()) as peers:
+    with closing(Peers(PeerSettings())) as peers:
         for _ in range(3):
             with pytest.raises(PeerAbsent, match="not installed"):
                 peers.open(Kind.vllm, config(99))
     assert gpu == ["absent"]
 
 
-def test_who_has_a_process_of_its_own(stubs):
+def test_who_has_a_process_of_its_own(stubs, monkeypatch):
     cpu = EngineConfig.from_dict({"seed": 0, "model": {"device": "cpu"}})
-    with Peers(PeerSettings()) as peers:
+    with closing(Peers(PeerSettings())) as peers:
         assert [peers.open(kind, cpu) for kind in (Kind.engine, Kind.hf, Kind.hf_continuous)] == [None] * 3
         with pytest.raises(PeerAbsent, match="vLLM is measured on a CUDA device"):
             peers.open(Kind.vllm, cpu)
-    with Peers(PeerSettings(hf=HFSettings(own_process=True))) as peers:
+    monkeypatch.setattr(pool, "_has_own_process", lambda kind, device: True)  # as on a GPU
+    with closing(Peers(PeerSettings())) as peers:
         assert peers.open(Kind.hf, cpu) is not None
     assert stubs == ["start 0", "stop 0"]
 

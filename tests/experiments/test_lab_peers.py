@@ -1,15 +1,17 @@
 """transformers beside the engine, in this process and in its own: the same tokens, arrivals on schedule, clear
 refusals."""
 
+from contextlib import closing
+
 import pytest
 
 from experiments.lab.measure.kinds import Kind
 from experiments.lab.measure.subjects import EngineSubject
-from experiments.lab.peers import hf_continuous
+from experiments.lab.peers import hf_continuous, pool
 from experiments.lab.peers.hf import HFGenerate
 from experiments.lab.peers.hf_continuous import HFContinuous
 from experiments.lab.peers.pool import Peers
-from experiments.lab.peers.settings import HFSettings, PeerSettings
+from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig, LoadFormat, ModelConfig
 from mini_infer.core.errors import ConfigError
@@ -113,9 +115,11 @@ def test_random_weights_are_the_engines(tied):
 @pytest.mark.slow
 @pytest.mark.usefixtures("peers_are_forked")
 @pytest.mark.parametrize("kind", [Kind.hf, Kind.hf_continuous])
-def test_in_a_process_of_its_own_it_gives_the_engines_tokens(config, kind):
+def test_in_a_process_of_its_own_it_gives_the_engines_tokens(config, kind, monkeypatch):
+    assert Peers(PeerSettings()).open(kind, config) is None  # on a CPU it runs in this one
+    monkeypatch.setattr(pool, "_has_own_process", lambda kind, device: True)
     ours = EngineSubject(config).serve(PROMPTS, concurrency=4)
-    with Peers(PeerSettings(hf=HFSettings(own_process=True))) as peers:
+    with closing(Peers(PeerSettings())) as peers:
         for _ in range(2):
             peer = peers.open(kind, config)
             theirs = peer.serve(PROMPTS, concurrency=4)
@@ -123,4 +127,3 @@ def test_in_a_process_of_its_own_it_gives_the_engines_tokens(config, kind):
             peer.close()
         assert peer.about["dtype"] == "float32"
         assert "sdpa" in peer.about["attention"]
-    assert Peers(PeerSettings()).open(kind, config) is None  # on a CPU it runs in this one

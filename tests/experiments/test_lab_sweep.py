@@ -182,7 +182,7 @@ def run_sweep_apart(arguments):
 def check_sweep(folder, code, shown, errors):
     assert code == 1, shown + errors
     assert "sweep: 1 of 2 jobs done" in shown
-    assert "measure.seed=-1: measure.seed must be 0 or more, got -1" in shown
+    assert "measure.seed=-1: measure.seed must be at least 0, got -1" in shown
     assert "Traceback" not in errors
     (result,) = store.read_all(folder / "results")
     assert result.rows

@@ -123,8 +123,20 @@ class Bench:
         """Others use both."""
 
 
-def open_subject(kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int) -> OverHTTP:
+def start(kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int, wait: bool = True) -> PeerProcess:
+    """The process that holds a server of ours or of vLLM's; `wait` and what it raises as PeerProcess."""
+    if kind is Kind.vllm_served:
+        return PeerProcess(kind.label, VLLM_SERVER, config, settings.vllm, wait=wait)
+    return PeerProcess(kind.label, SERVER, config, settings.served, wait=wait, threads=threads)
+
+
+def open_subject(
+    kind: Kind, config: EngineConfig, settings: PeerSettings, threads: int, server: PeerProcess | None = None
+) -> OverHTTP:
     """
+    Args:
+        server: where it has been started before, and is ready.
+
     Raises:
         PeerAbsent: no server answers at peers.http.url.
         ConfigError: settings that cannot work.
@@ -137,12 +149,10 @@ def open_subject(kind: Kind, config: EngineConfig, settings: PeerSettings, threa
         target = find(settings.http)
         found = {"url": settings.http.url, "model": target.model}
         return OverHTTP(kind.label, target, found, settings.client, None)
-    if kind is Kind.vllm_served:
-        server = PeerProcess(kind.label, VLLM_SERVER, config, settings.vllm)
-        target = _target(server.about["url"], server.about["model"])
-        return OverHTTP(kind.label, target, server.about["settings"], settings.client, server)
-    server = PeerProcess(kind.label, SERVER, config, settings.served, threads=threads)
+    server = server or start(kind, config, settings, threads)
     target = _target(server.about["url"], server.about["model"])
+    if kind is Kind.vllm_served:
+        return OverHTTP(kind.label, target, server.about["settings"], settings.client, server)
     startup = server.about["startup"]
     number = settings.served.api_processes
     processes = "an API process" if number == 1 else f"{number} API processes"

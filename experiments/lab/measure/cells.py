@@ -98,8 +98,9 @@ def context(cell: Cell, slo: SLO, ceilings: Ceilings | None, problem: str) -> Co
 
 
 def starts_untimed(cell: Cell) -> bool:
-    """Whether an engine takes no time of its own steps or sums while it starts: then others may load beside it."""
-    return cell.kind is Kind.engine and not cell.engine.speculation.most and cell.engine.parallel.ranks == 1
+    """Whether others may load beside it while it starts: an engine of ours with drafts, or with several ranks, takes
+    the time of its own steps or sums then."""
+    return not cell.kind.can.ours or (not cell.engine.speculation.most and cell.engine.parallel.ranks == 1)
 
 
 def drafts_on_made_up_prompts(cell: Cell) -> bool:

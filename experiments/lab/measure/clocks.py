@@ -164,10 +164,11 @@ class Watch:
 def take(device: str, wanted: Speed | None = None) -> Speed:
     """Times the fixed work on `device` (cpu or cuda), and waits up to PATIENCE_S for the speed `wanted`."""
     close = 1 + HOST_BESIDE_GPU if device == "cuda" else CLOSE
-    host_s = _patiently(_host_work, wanted and close * wanted.host_s)
+    host_s = _patiently(_host_work, None if wanted is None else close * wanted.host_s)
     if device != "cuda":
         return Speed(host_s)
-    return Speed(host_s, _patiently(_gpu_work, wanted and wanted.gpu_s and CLOSE * wanted.gpu_s))
+    gpu_s = None if wanted is None else wanted.gpu_s
+    return Speed(host_s, _patiently(_gpu_work, gpu_s and CLOSE * gpu_s))
 
 
 def _patiently(work: Callable[[], float], wanted_s: float | None) -> float:

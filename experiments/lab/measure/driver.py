@@ -36,7 +36,7 @@ class Drive:
         self._outcomes = Outcomes(items, names, engine.clock)
         self._params = [SamplingParams(temperature=0, max_tokens=item.output_tokens, ignore_eos=True) for item in items]
         self._index_of = {name: index for index, name in enumerate(names)}
-        self._last_error = ""
+        self._failures, self._last_error = 0, ""
 
     def run(self, concurrency: int) -> Served:
         engine = self._engine
@@ -44,34 +44,28 @@ class Drive:
         observe = records.append
         engine.observers.append(observe)
         try:
-            self._outcomes.begin(concurrency)
-            self._loop()
-            return self._outcomes.served(records)
+            return self._outcomes.run(concurrency, self._send, self._advance, records)
         finally:
             engine.observers.remove(observe)
 
-    def _loop(self) -> None:
-        engine, outcomes, schedule = self._engine, self._outcomes, self._outcomes.schedule
-        failures = 0
-        while outcomes.missing:
-            arrived = outcomes.deliver(self._send)
-            due = schedule.next_due()
-            if engine.has_unfinished_requests():
-                try:
-                    outputs, failures = engine.step(), 0
-                except Exception as error:
-                    failures += 1
-                    if failures > len(outcomes.items):  # each should have ended a request
-                        raise
-                    outputs, self._last_error = [], f"{type(error).__name__}: {error}"
-                outcomes.answered()
-                for output in outputs:
-                    if output.finished:
-                        self._end(output)
-            elif due is not None:
+    def _advance(self, due: float | None) -> bool:
+        engine = self._engine
+        if not engine.has_unfinished_requests():
+            if due is not None:
                 self._sleep(max(0.0, due - engine.clock()))
-            elif not arrived:  # else the engine has refused all that arrived, and others may take their places
-                raise RuntimeError("the engine has nothing to do, and requests are missing")
+            return due is not None
+        try:
+            outputs, self._failures = engine.step(), 0
+        except Exception as error:
+            self._failures += 1
+            if self._failures > len(self._outcomes.items):  # each should have ended a request
+                raise
+            outputs, self._last_error = [], f"{type(error).__name__}: {error}"
+        self._outcomes.answered()
+        for output in outputs:
+            if output.finished:
+                self._end(output)
+        return True
 
     def _send(self, index: int) -> None:
         outcomes = self._outcomes

@@ -6,6 +6,8 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,19 @@ class Hardware:
     ceilings: tuple[Ceilings, ...] = ()  # on a CPU one for each number of threads
     device: Device | None = None  # where it measures; default: what the scale says
     memory_gib: float | None = None  # of the device, for models and KV
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Runs with so many threads of torch; None leaves them alone."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def resolve(device: Device) -> str:

@@ -41,7 +41,6 @@ class System:
         caches: it has the engine's switch for a prefix cache.
         open_loop: it takes requests at their times.
         chains: it takes requests that follow others, and priorities.
-        always_apart: it cannot run in this process.
         elsewhere: somebody else has started it: it has an address, and its memory is not ours.
         needs_gpu: it is measured on a CUDA device alone.
     """
@@ -57,9 +56,13 @@ class System:
     caches: bool = False
     open_loop: bool = True
     chains: bool = True
-    always_apart: bool = False
     elsewhere: bool = False
     needs_gpu: bool = False
+
+    @property
+    def always_apart(self) -> bool:
+        """It cannot run in this process."""
+        return self.over_http or self.client_of is not None or self.needs_gpu
 
 
 SYSTEMS = {
@@ -67,31 +70,20 @@ SYSTEMS = {
     Kind.hf: System("transformers.generate", "experiments.lab.peers.hf", open_loop=False, chains=False),
     Kind.hf_continuous: System("transformers continuous batching", "experiments.lab.peers.hf_continuous", chains=False),
     Kind.vllm: System(
-        "vLLM",
-        "experiments.lab.peers.vllm",
-        profiled=True,
-        own_weights=True,
-        caches=True,
-        always_apart=True,
-        needs_gpu=True,
+        "vLLM", "experiments.lab.peers.vllm", profiled=True, own_weights=True, caches=True, needs_gpu=True
     ),
-    Kind.served: System("mini-infer over HTTP", ours=True, over_http=True, caches=True, always_apart=True),
-    Kind.vllm_served: System(
-        "vLLM over HTTP", over_http=True, own_weights=True, caches=True, always_apart=True, needs_gpu=True
-    ),
-    Kind.served_bench: System(
-        "vllm bench serve", client_of=Kind.served, open_loop=False, chains=False, always_apart=True
-    ),
+    Kind.served: System("mini-infer over HTTP", ours=True, over_http=True, caches=True),
+    Kind.vllm_served: System("vLLM over HTTP", over_http=True, own_weights=True, caches=True, needs_gpu=True),
+    Kind.served_bench: System("vllm bench serve", client_of=Kind.served, open_loop=False, chains=False),
     Kind.vllm_bench: System(
         "vllm bench serve on vLLM",
         client_of=Kind.vllm_served,
         own_weights=True,
         open_loop=False,
         chains=False,
-        always_apart=True,
         needs_gpu=True,
     ),
     Kind.simulated: System("mini-infer, simulated", steps=True, caches=True),
-    Kind.http: System("an OpenAI server", over_http=True, own_weights=True, always_apart=True, elsewhere=True),
+    Kind.http: System("an OpenAI server", over_http=True, own_weights=True, elsewhere=True),
 }
 SERVED = {Kind.engine: Kind.served, Kind.vllm: Kind.vllm_served}  # behind its own HTTP server

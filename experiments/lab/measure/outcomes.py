@@ -40,6 +40,28 @@ class Outcomes:
         self.traces: dict[int, RequestTrace] = {}
         self._clock = clock
 
+    def run(
+        self,
+        concurrency: int,
+        send: Callable[[int], None],
+        advance: Callable[[float | None], bool],
+        records: Sequence[StepRecord] = (),
+    ) -> Served:
+        """A whole pass.
+
+        Args:
+            send: gives a request to the subject.
+            advance: lets the subject work until something has ended or the next request is due, at the time that it is
+                told (None: none is before something ends), and says whether there was anything to do or to wait for.
+            records: of the subject, which are complete in the end.
+        """
+        self.begin(concurrency)
+        while self.missing:
+            arrived = self.deliver(send)
+            if not advance(self.schedule.next_due()) and not arrived:  # what arrived may have been refused
+                raise RuntimeError("the subject has nothing to do, and requests are missing")
+        return self.served(records)
+
     def begin(self, concurrency: int) -> None:
         self._start = self._returned = self._clock()  # the subject, to who calls it
         self.schedule = Schedule(self.items, self._start, concurrency)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Set
 from typing import Any
 
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.judge import stats
-from experiments.lab.measure import cells, hardware, profile_pass
+from experiments.lab.measure import cells, hardware
 from experiments.lab.measure.cells import Cell, Pass
 from experiments.lab.measure.clocks import Watch
 from experiments.lab.measure.kinds import Kind
@@ -27,7 +26,6 @@ from experiments.lab.store.rows import Row
 from experiments.lab.workloads import Inputs
 
 ATTEMPTS = 3  # at a pass, where the machine changes its speed
-LESS = 0.75  # of the GPU's change in the attempt before: then another is worth its time
 
 
 class Session:
@@ -66,7 +64,7 @@ class Session:
         devices = [cell.engine.model.device for cell in measured.values() if cell.kind is not Kind.simulated]
         self._watch = Watch(hardware.resolve(devices[0]) if devices else "cpu")
         for cell in measured.values() if spec.keep_engines else ():  # which all have room side by side
-            if cell.variant not in left_out:
+            if cell.variant not in left_out and cells.starts_untimed(cell):
                 self._peers.begin(cell.kind, cell.engine)
 
     def prepare(self, inputs: Mapping[str, Inputs]) -> None:
@@ -74,7 +72,8 @@ class Session:
         those peers are there: nothing is timed while they load."""
         for cell in self.cells.values() if self._peers.begun else ():
             first = cell.variant == cell.engine_of and cell.variant not in self._left_out
-            if first and cell.point.name in inputs and cells.starts_untimed(cell):
+            here = cell.kind is Kind.engine and cell.point.name in inputs
+            if first and here and cells.starts_untimed(cell):
                 with self._lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
                     cells.warm_up(cell, inputs[cell.point.name], lent)
         self._peers.await_begun()
@@ -110,12 +109,8 @@ class Session:
             try:
                 with self._lending.lend(cell.engine_of, cell.kind, cell.engine) as lent:
                     items = inputs.measured[: cell.workload.in_flight]
-                    if isinstance(lent.subject, Lease):
-                        found, kernels = lent.subject.profile(items, cell.variant, point.name)
-                    else:
-                        assert isinstance(lent.subject, EngineSubject)
-                        engine = lent.subject.engine
-                        found, kernels = profile_pass.profile_decode(engine, items, cell.variant, point.name)
+                    assert isinstance(lent.subject, EngineSubject | Lease)
+                    found, kernels = lent.subject.profile(items, cell.variant, point.name)
             except (NoProfile, PeerError) as why:
                 self.notes.append(f"{self.labels[cell.variant]}: no decode step was profiled, because {why}.")
                 continue
@@ -161,12 +156,9 @@ class Session:
         self._steps.next(f"{self.labels[cell.variant]} {cell.point.name}".strip() + f", {what}")
 
     def _steady(self, cell: Cell, inputs: Inputs) -> list[Pass]:
-        """A pass, after those that had to be repeated because the machine changed its speed meanwhile. A GPU's
-        change that hardly becomes less is what this load does to it, and would only be seen once more."""
+        """A pass, after those that had to be repeated because the machine changed its speed meanwhile."""
         passes = [cells.serve(cell, inputs, self._watch, self._lending)]
-        least = math.inf
-        while (drift := passes[-1].drift).problem and len(passes) < ATTEMPTS and (drift.gpu or 0) <= LESS * least:
-            least = drift.gpu or math.inf
-            self._steps.again(drift.problem)
+        while (problem := passes[-1].drift.problem) and len(passes) < ATTEMPTS:
+            self._steps.again(problem)
             passes.append(cells.serve(cell, inputs, self._watch, self._lending))
         return passes

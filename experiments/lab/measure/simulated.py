@@ -168,21 +168,17 @@ class Pass:
         self._index_of: dict[Request, int] = {}
 
     def run(self, concurrency: int) -> Served:
-        outcomes, cluster = self._outcomes, self._cluster
-        outcomes.begin(concurrency)
-        while outcomes.missing:
-            arrived = outcomes.deliver(self._send)
-            due = outcomes.schedule.next_due()
-            request = cluster.advance(due)
-            outcomes.answered()
-            if request is not None:
-                self._end(request)
-            elif due is None and not arrived:
-                raise RuntimeError("the simulated engine has nothing to do, and requests are missing")
-        served = outcomes.served()
+        served = self._outcomes.run(concurrency, self._send, self._advance)
         # Tokens that nobody has computed are not told of, and there is no clock outside.
         requests = tuple(replace(trace, token_ids=(), tells_tokens=False) for trace in served.requests)
         return replace(served, requests=requests, outside_s=served.took)
+
+    def _advance(self, due: float | None) -> bool:
+        request = self._cluster.advance(due)
+        self._outcomes.answered()
+        if request is not None:
+            self._end(request)
+        return request is not None or due is not None
 
     def _send(self, index: int) -> None:
         outcomes = self._outcomes

@@ -1,19 +1,22 @@
-"""What can be measured: the engine, or a peer that serves the same requests."""
+"""The engine as what is measured, and what can be asked of whom."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from experiments.lab.measure.driver import drive
 from experiments.lab.measure.kinds import Kind
+from experiments.lab.measure.profile import KernelRow, StepProfile
+from experiments.lab.measure.profile_pass import profile_decode
 from experiments.lab.measure.traces import Served
+from experiments.lab.peers.base import Subject
 from experiments.lab.workloads import Item
 from mini_infer import LLMEngine
 from mini_infer.core.config import EngineConfig, LoadFormat
@@ -24,24 +27,6 @@ from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.speculative.policy.costs import StepCosts
 
 __all__ = ["EngineSubject", "Kind", "Subject", "open_subject", "require_servable"]
-
-
-class Subject(Protocol):
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """A peer's version and settings; of an engine on a GPU what it chose, fell back to, and took to start."""
-        ...
-
-    def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        """Greedy tokens for every item, in the items' order. Requests of the closed loop: at most `concurrency` in
-        flight."""
-        ...
-
-    def forget(self) -> None:
-        """What comes finds nothing of what came before: no cached prefix, and no text to draft from."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class EngineSubject:
@@ -73,6 +58,9 @@ class EngineSubject:
         self.engine.core.reset()
         if self.engine.executor.files is not None:
             shutil.rmtree(self.engine.executor.files.folder, ignore_errors=True)
+
+    def profile(self, items: Sequence[Item], variant: str, point: str) -> tuple[StepProfile, list[KernelRow]]:
+        return profile_decode(self.engine, items, variant, point)
 
     def reserve_memory(self) -> None:
         self.engine.executor.reserve_memory()

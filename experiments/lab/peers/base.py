@@ -1,4 +1,4 @@
-"""What a peer is to the process that holds it, and how it fails."""
+"""What is measured is to who measures it, and how a peer fails."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ class PeerError(MiniInferError):
     """A peer's process has failed. The message holds the last lines of its log."""
 
 
-class Peer(Protocol):
+class Subject(Protocol):
+    """What can be measured: the engine, or a peer that serves the same requests."""
+
     @property
     def about(self) -> Mapping[str, Any]:
-        """Version and settings, in plain values: they are stored with the results."""
+        """A peer's version and settings, in plain values, which are stored with the results; of an engine on a GPU what
+        it chose, fell back to, and took to start."""
         ...
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        """As Subject.serve. A token's time is when this process, which is the peer's client, could read it."""
+        """Greedy tokens for every item, in the items' order. Requests of the closed loop: at most `concurrency` in
+        flight. A token's time is when the process that asks could read it."""
         ...
 
     def forget(self) -> None:
-        """Drops what earlier passes have left in a prefix cache."""
+        """What comes finds nothing of what came before: no cached prefix, and no text to draft from."""
         ...
 
     def close(self) -> None: ...
 
 
-class LivingPeer(Peer, Protocol):
+class LivingPeer(Subject, Protocol):
     """One that has processes of its own, and stays for later passes."""
 
     name: str  # for people

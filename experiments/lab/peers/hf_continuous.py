@@ -74,20 +74,20 @@ class HFContinuous:
                 raise RuntimeError("transformers' continuous batching takes no more requests: its thread has died")
             index_of[name] = index
 
-        outcomes.begin(concurrency)
-        while outcomes.missing:
-            outcomes.deliver(send)
-            due = outcomes.schedule.next_due()
+        def advance(due: float | None) -> bool:
             wait = POLL_S if due is None else min(POLL_S, max(0.0, due - clock()))
             output = manager.get_result(timeout=wait)
             if output is None:
                 if not manager.is_running():
                     raise RuntimeError("transformers' continuous batching has stopped; its log says why")
-                continue
-            if output.error is not None:
+            elif output.error is not None:
                 raise RuntimeError(f"transformers' continuous batching failed: {output.error}")
-            outcomes.end(index_of[output.request_id], "", output.timestamps, output.generated_tokens)
-        return replace(outcomes.served(), in_flight_s=None)  # its thread's times are not when answers are read here
+            else:
+                outcomes.end(index_of[output.request_id], "", output.timestamps, output.generated_tokens)
+            return True
+
+        served = outcomes.run(concurrency, send, advance)
+        return replace(served, in_flight_s=None)  # its thread's times are not when answers are read here
 
     def forget(self) -> None:
         """Its requests share no blocks."""

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -81,12 +80,6 @@ class Peers:
         self._begun: dict[str, PeerProcess | PeerAbsent | PeerError] = {}  # or why they did not start
         self._bench: PeerProcess | None = None  # of `vllm bench serve`
 
-    def __enter__(self) -> Peers:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self.close()
-
     def close(self) -> None:
         """Kills them all."""
         for begun in self._begun.values():
@@ -98,9 +91,9 @@ class Peers:
             self._bench.close()
 
     def begin(self, kind: Kind, config: EngineConfig) -> None:
-        """Starts a peer whose turn will come and that has room beside all others; servers are started when it comes."""
-        device = hardware.resolve(config.model.device)
-        if not kind.can.module or not self._has_own_process(kind, device) or (kind.can.needs_gpu and device != CUDA):
+        """Starts a peer, or a server, whose turn will come and that has room beside all others on a GPU."""
+        device, elsewhere = hardware.resolve(config.model.device), kind.can.elsewhere or kind.can.client_of is not None
+        if device != CUDA or elsewhere or not _has_own_process(kind, device):
             return
         config = settled(config)
         key = _key(kind, config)
@@ -131,7 +124,7 @@ class Peers:
             server = self.open(kind.can.client_of, config)
             assert server is not None
             return Lease(self._client(kind, server.process), server.end)
-        if not self._has_own_process(kind, device):
+        if not _has_own_process(kind, device):
             self._make_room(config, device)
             return None
         if kind.can.needs_gpu and device != CUDA:
@@ -146,7 +139,7 @@ class Peers:
         elif begun is not None:
             if not isinstance(begun, PeerProcess):
                 raise begun
-            self._processes[key] = process = begun
+            self._processes[key] = process = self._start(kind, config, begun)
         else:
             if not kind.can.elsewhere:
                 self._make_room(config, device)
@@ -163,21 +156,18 @@ class Peers:
             self._bench = PeerProcess(kind.label, over_http.BENCH, EngineConfig(), self._settings.vllm)
         return over_http.Bench(kind.label, server, self._bench)
 
-    def _has_own_process(self, kind: Kind, device: str) -> bool:
-        if kind.can.always_apart or not kind.can.module:
-            return kind.can.always_apart
-        wanted = self._settings.hf.own_process
-        return device == CUDA if wanted is None else wanted
-
     def _process(self, kind: Kind, config: EngineConfig, wait: bool) -> PeerProcess:
+        threads = torch.get_num_threads()
+        if kind.can.over_http:
+            return over_http.start(kind, config, self._settings, threads, wait)
         settings: ProcessSettings = self._settings.vllm if kind is Kind.vllm else self._settings.hf
-        return PeerProcess(kind.label, kind.can.module, config, settings, wait=wait, threads=torch.get_num_threads())
+        return PeerProcess(kind.label, kind.can.module, config, settings, wait=wait, threads=threads)
 
-    def _start(self, kind: Kind, config: EngineConfig) -> LivingPeer:
+    def _start(self, kind: Kind, config: EngineConfig, begun: PeerProcess | None = None) -> LivingPeer:
         try:
             if kind.can.over_http:
-                return over_http.open_subject(kind, config, self._settings, torch.get_num_threads())
-            return self._process(kind, config, wait=True)
+                return over_http.open_subject(kind, config, self._settings, torch.get_num_threads(), begun)
+            return begun or self._process(kind, config, wait=True)
         except PeerAbsent as error:
             self._absent[kind] = str(error)
             raise
@@ -208,6 +198,11 @@ class Peers:
         while _free(CUDA) < expected and time.monotonic() < end:
             time.sleep(0.02)
         return process.name
+
+
+def _has_own_process(kind: Kind, device: str) -> bool:
+    """On a CPU a process more would cost transformers the time of its imports and nothing else."""
+    return kind.can.always_apart or (bool(kind.can.module) and device == CUDA)
 
 
 def _key(kind: Kind, config: EngineConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mini_infer.core.errors import ConfigError
+from experiments.lab import check
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,7 @@ class ProcessSettings:
     timeout_s: float = 900.0
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise ConfigError(f"peers.*.timeout_s must be above 0, got {self.timeout_s}")
-
-
-@dataclass(frozen=True)
-class HFSettings(ProcessSettings):
-    """
-    Attributes:
-        own_process: default: on a GPU. On a CPU a process more would only cost the time of its imports.
-    """
-
-    own_process: bool | None = None
+        check.above_zero("peers.*", self, "timeout_s")
 
 
 @dataclass(frozen=True)
@@ -63,8 +52,7 @@ class ServedSettings(ProcessSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.api_processes < 1:
-            raise ConfigError(f"peers.served.api_processes must be at least 1, got {self.api_processes}")
+        check.at_least("peers.served", self, 1, "api_processes")
 
 
 @dataclass(frozen=True)
@@ -90,8 +78,7 @@ class ClientSettings(ProcessSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.processes is not None and self.processes < 1:
-            raise ConfigError(f"peers.client.processes must be at least 1, got {self.processes}")
+        check.at_least("peers.client", self, 1, "processes")
 
 
 @dataclass(frozen=True)
@@ -103,12 +90,11 @@ class PeerSettings:
     """
 
     processes: int | None = None
-    hf: HFSettings = field(default_factory=HFSettings)  # of hf and hf_continuous
+    hf: ProcessSettings = field(default_factory=ProcessSettings)  # of hf and hf_continuous
     vllm: VLLMSettings = field(default_factory=VLLMSettings)  # its engine, its server and its load client
     served: ServedSettings = field(default_factory=ServedSettings)  # mini-infer's own server
     http: HTTPSettings = field(default_factory=HTTPSettings)
     client: ClientSettings = field(default_factory=ClientSettings)  # the load on servers
 
     def __post_init__(self) -> None:
-        if self.processes is not None and self.processes < 0:
-            raise ConfigError(f"peers.processes must be 0 or more, got {self.processes}")
+        check.at_least("peers", self, 0, "processes")

@@ -140,21 +140,19 @@ class _Pass:
         self._token_times: list[list[float]] = [[] for _ in items]
 
     def run(self, concurrency: int) -> Served:
-        outcomes = self._outcomes
-        outcomes.begin(concurrency)
-        schedule = outcomes.schedule
-        while outcomes.missing:
-            outcomes.deliver(self._send)
-            due = schedule.next_due()
-            if not schedule.in_flight:
-                if due is not None:
-                    time.sleep(max(0.0, due - time.perf_counter()))
-            elif due is None or self._has_output_by(due):
-                outputs = self._engine.step()
-                now = outcomes.answered()
-                for output in outputs:
-                    self._note(output, now)
-        return outcomes.served()
+        return self._outcomes.run(concurrency, self._send, self._advance)
+
+    def _advance(self, due: float | None) -> bool:
+        if not self._outcomes.schedule.in_flight:
+            if due is not None:
+                time.sleep(max(0.0, due - time.perf_counter()))
+            return due is not None
+        if due is None or self._has_output_by(due):
+            outputs = self._engine.step()
+            now = self._outcomes.answered()
+            for output in outputs:
+                self._note(output, now)
+        return True
 
     def _has_output_by(self, due: float) -> bool:
         """Waits for an output of the engine's process until `due`. An engine in this process cannot be waited for: its

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 
 from experiments.lab.measure.schedule import from_outside
 from experiments.lab.peers import wire
-from experiments.lab.peers.base import Peer, PeerAbsent
+from experiments.lab.peers.base import PeerAbsent, Subject
 from mini_infer.core.config import EngineConfig
 from mini_infer.core.errors import ConfigError
 
@@ -37,7 +37,7 @@ from mini_infer.core.errors import ConfigError
 class Worker:
     def __init__(self, module: str) -> None:
         self._module = module
-        self._peer: Peer | None = None
+        self._peer: Subject | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:

@@ -3,7 +3,6 @@ each request is due, and a warm-up on prompts that begin differently from every 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -11,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from experiments.lab import check
 from mini_infer.core.errors import ConfigError
 
 START = 16  # tokens: prompts that are to share nothing differ within these (one KV block of the default size)
@@ -170,8 +170,8 @@ class Arriving(Workload):
         self._only_with("concurrency", self.arrivals is Arrivals.closed, "arrivals=closed", needed=False)
         self._only_with("rate_per_s", random, "arrivals=poisson or gamma", needed=True)
         self._only_with("cv", self.arrivals is Arrivals.gamma, "arrivals=gamma", needed=True)
-        at_least(self, 1, "concurrency", "warmup")
-        above_zero(self, "rate_per_s", "cv")
+        check.at_least("workload", self, 1, "concurrency", "warmup")
+        check.above_zero("workload", self, "rate_per_s", "cv")
 
     def _only_with(self, name: str, applies: bool, condition: str, *, needed: bool) -> None:
         given = getattr(self, name) is not None
@@ -245,32 +245,3 @@ def gamma_times(count: int, rate_per_s: float, cv: float, rng: np.random.Generat
     coefficient of variation `cv`. With cv = 1 the gaps are exponential: a Poisson process."""
     gaps = rng.gamma(shape=cv**-2, scale=cv**2 / rate_per_s, size=count - 1)
     return [0.0, *np.cumsum(gaps).tolist()]
-
-
-# Checks of settings. One that is None was not given, and passes.
-
-
-def at_least(workload: object, bound: int, *names: str) -> None:
-    for name in names:
-        value = getattr(workload, name)
-        if value is not None and not bound <= value < math.inf:
-            raise ConfigError(f"workload.{name} must be at least {bound}, got {value}")
-
-
-def above_zero(workload: object, *names: str) -> None:
-    for name in names:
-        value = getattr(workload, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"workload.{name} must be above 0, got {value}")
-
-
-def share(workload: object, *names: str) -> None:
-    for name in names:
-        value = getattr(workload, name)
-        if not 0 <= value <= 1:
-            raise ConfigError(f"workload.{name} is a share: it must be from 0 to 1, got {value}")
-
-
-def ordered(workload: object, low: str, high: str) -> None:
-    if getattr(workload, high) < getattr(workload, low):
-        raise ConfigError(f"workload.{high}={getattr(workload, high)} is below workload.{low}={getattr(workload, low)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from experiments.lab.workloads import base
+from experiments.lab import check
 from experiments.lab.workloads.base import Inputs, Item, Vocabulary, Workload, generator
 from experiments.lab.workloads.tokens import RandomTokens
 
@@ -29,9 +29,9 @@ class Mixed(Workload):
     prompt_every_s: float = 0.5
 
     def __post_init__(self) -> None:
-        base.at_least(self, 1, "streams", "stream_prompt_tokens", "stream_output_tokens")
-        base.at_least(self, 1, "prompts", "prompt_tokens", "prompt_output_tokens")
-        base.above_zero(self, "prompt_every_s")
+        check.at_least("workload", self, 1, "streams", "stream_prompt_tokens", "stream_output_tokens")
+        check.at_least("workload", self, 1, "prompts", "prompt_tokens", "prompt_output_tokens")
+        check.above_zero("workload", self, "prompt_every_s")
 
     @property
     def num_requests(self) -> int:

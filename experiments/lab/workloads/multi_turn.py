@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from experiments.lab.workloads import base
+from experiments.lab import check
 from experiments.lab.workloads.base import Arriving, Inputs, Item, Vocabulary, generator
 from experiments.lab.workloads.tokens import RandomTokens
 
@@ -35,8 +35,8 @@ class MultiTurn(Arriving):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.at_least(self, 1, "conversations", "turns", "prompt_tokens", "user_tokens", "answer_tokens")
-        base.at_least(self, 0, "think_s")
+        check.at_least("workload", self, 1, "conversations", "turns", "prompt_tokens", "user_tokens", "answer_tokens")
+        check.at_least("workload", self, 0, "think_s")
 
     @property
     def num_requests(self) -> int:

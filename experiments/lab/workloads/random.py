@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from experiments.lab.workloads import base
+from experiments.lab import check
 from experiments.lab.workloads.base import Arriving, Inputs, Item, Vocabulary, generator
 from experiments.lab.workloads.tokens import RandomTokens
 
@@ -24,7 +24,7 @@ class Fixed(Arriving):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.at_least(self, 1, "count", "prompt_tokens", "output_tokens")
+        check.at_least("workload", self, 1, "count", "prompt_tokens", "output_tokens")
 
     @property
     def num_requests(self) -> int:
@@ -61,10 +61,10 @@ class Uniform(Arriving):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.at_least(self, 1, "count", "min_prompt_tokens", "min_output_tokens")
-        base.ordered(self, "min_prompt_tokens", "max_prompt_tokens")
-        base.ordered(self, "min_output_tokens", "max_output_tokens")
-        base.share(self, "output_spread", "urgent_share")
+        check.at_least("workload", self, 1, "count", "min_prompt_tokens", "min_output_tokens")
+        check.ordered("workload", self, "min_prompt_tokens", "max_prompt_tokens")
+        check.ordered("workload", self, "min_output_tokens", "max_output_tokens")
+        check.share("workload", self, "output_spread", "urgent_share")
 
     @property
     def num_requests(self) -> int:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from experiments.lab.workloads import base
+from experiments.lab import check
 from experiments.lab.workloads.base import START, Arriving, Inputs, Item, Vocabulary, generator
 from experiments.lab.workloads.tokens import RandomTokens
 
@@ -40,9 +40,9 @@ class SharedPrefix(Arriving):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.at_least(self, 1, "count", "suffix_tokens", "output_tokens", "groups")
-        base.at_least(self, 0, "prefix_tokens", "skew")
-        base.share(self, "hit_rate")
+        check.at_least("workload", self, 1, "count", "suffix_tokens", "output_tokens", "groups")
+        check.at_least("workload", self, 0, "prefix_tokens", "skew")
+        check.share("workload", self, "hit_rate")
 
     @property
     def num_requests(self) -> int:

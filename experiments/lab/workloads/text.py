@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from experiments.lab.workloads import base
+from experiments.lab import check
 from experiments.lab.workloads.base import START, Arriving, Inputs, Item, Vocabulary
 from mini_infer.assets.prompts import heldout_prompts
 from mini_infer.core.errors import ConfigError
@@ -34,10 +34,10 @@ class Text(Arriving):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.at_least(self, 1, "count", "min_prompt_tokens", "min_output_tokens")
-        base.ordered(self, "min_prompt_tokens", "max_prompt_tokens")
-        base.ordered(self, "min_output_tokens", "max_output_tokens")
-        base.share(self, "again")
+        check.at_least("workload", self, 1, "count", "min_prompt_tokens", "min_output_tokens")
+        check.ordered("workload", self, "min_prompt_tokens", "max_prompt_tokens")
+        check.ordered("workload", self, "min_output_tokens", "max_output_tokens")
+        check.share("workload", self, "again")
 
     @property
     def num_requests(self) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from experiments.lab.workloads import base, trace_file
+from experiments.lab import check
+from experiments.lab.workloads import trace_file
 from experiments.lab.workloads.base import Arrivals, Arriving, Inputs, Item, Vocabulary, generator
 from experiments.lab.workloads.tokens import SMALLEST_BLOCK, HashBlocks, RandomTokens, shrunk
 from experiments.lab.workloads.trace_file import HASH_BLOCK, Record, TraceFile, TraceFormat
@@ -40,9 +41,9 @@ class Trace(Arriving):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        base.at_least(self, 0, "start")
-        base.at_least(self, 1, "limit", "shrink", "max_prompt_tokens", "max_output_tokens")
-        base.above_zero(self, "rate_scale")
+        check.at_least("workload", self, 0, "start")
+        check.at_least("workload", self, 1, "limit", "shrink", "max_prompt_tokens", "max_output_tokens")
+        check.above_zero("workload", self, "rate_scale")
         if self.rate_scale != 1 and self.arrivals is not Arrivals.trace:
             raise ConfigError(
                 f"workload.rate_scale={self.rate_scale} needs workload.arrivals=trace; it is {self.arrivals.value}"
