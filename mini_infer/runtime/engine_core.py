@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mini_infer.core.plan import KVUsage, StepPlan, StepRecord, StepResult, count_drafts
 from mini_infer.core.request import FinishReason, Request, RequestStatus
 from mini_infer.runtime.executor.base import Executor
-from mini_infer.runtime.scheduler.planned_step import TokenUpdate
+from mini_infer.runtime.scheduler.planned_step import Ending, TokenUpdate
 from mini_infer.runtime.scheduler.scheduler import Scheduler
 from mini_infer.transfer.protocol import NoReceiver
 
@@ -93,18 +93,16 @@ class EngineCore:
             plan = self.scheduler.schedule(start)
             kv = self.scheduler.usage() if self._observed else NO_USAGE
             evictions = self.scheduler.kv.num_evictions - evictions
-            planned = self.clock()
-            if not plan.empty:
+            planned, empty = self.clock(), plan.empty
+            if not empty:
                 executing = plan
                 self._in_flight.append(_InFlightStep(plan, self.executor.launch(plan), kv, evictions))
                 executing = None
             # Steps that wait for the one after them, unless there is none.
-            waiting = 0 if plan.empty else self.executor.stages - 1 + self.executor.overlap
+            waiting = 0 if empty else self.executor.stages - 1 + self.executor.overlap
             step = self._in_flight.popleft() if len(self._in_flight) > waiting else None
-            result = StepResult([])
-            if step:
-                executing = step.plan
-                result = self.executor.collect(step.handle)
+            executing = step.plan if step else None
+            result = self.executor.collect(step.handle) if step else StepResult([])
             executing, executed = None, self.clock()
             updates = self.scheduler.update(step.plan, result, executed) if step else []
             endings = self._outputs.process(updates, result)
@@ -120,7 +118,7 @@ class EngineCore:
             raise
         if not self.scheduler.num_unfinished:
             self.drop_in_flight()
-        self.waits = plan.empty and step is None and not self._in_flight
+        self.waits = empty and step is None and not self._in_flight
         end = self.clock()
         seconds = self._seconds
         if not any(seconds):
@@ -129,9 +127,8 @@ class EngineCore:
         seconds[1] += executed - planned
         seconds[2] += end - executed
         if step or self._ended:
-            num_dropped = sum(ending.num_dropped for ending in endings)
             # Where nothing was read, what was just launched is told of when it is.
-            self._observe(step or _InFlightStep(StepPlan(plan.step), None, kv, 0), result, updates, num_dropped, end)
+            self._observe(step or _InFlightStep(StepPlan(plan.step), None, kv, 0), result, updates, endings, end)
 
     @property
     def _observed(self) -> bool:
@@ -157,7 +154,12 @@ class EngineCore:
             self.executor.collect(self.executor.launch(StepPlan(0)))
 
     def _observe(
-        self, step: _InFlightStep, result: StepResult, updates: Sequence[TokenUpdate], num_dropped: int, end: float
+        self,
+        step: _InFlightStep,
+        result: StepResult,
+        updates: Sequence[TokenUpdate],
+        endings: Sequence[Ending],
+        end: float,
     ) -> None:
         (schedule_s, execute_s, update_s), self._seconds = self._seconds, [0.0, 0.0, 0.0]
         ended, self._ended = self._ended, []
@@ -166,6 +168,7 @@ class EngineCore:
         plan, scheduler = step.plan, self.scheduler
         drafted, accepted = ((), ()) if step.handle is None else count_drafts(plan, result)
         decode_tokens = bisect_left(updates, plan.num_decode_rows, key=_row_of)  # updates are in the order of rows
+        num_dropped = sum(ending.num_dropped for ending in endings)
         in_step = [request for request, _, _ in updates if request.finish_reason is not None]
         by_text = [r for r in in_step if r.finish_reason is FinishReason.error]
         record = StepRecord(

@@ -6,6 +6,7 @@ comes out of taking many at once is what would have come out; only StepRecords a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,12 @@ class Ahead(NamedTuple):
         """Of the first `count`."""
         first, lap, half = self.first, self.lap, self.growth / 2
         return [first + k * (lap + half * (k - 1)) for k in range(count)]
+
+    def beginning_before(self, moment: float) -> int:
+        """How many: a step begins as the one before it ends, and the first has begun."""
+        if moment >= self.end(self.steps):
+            return self.steps
+        return min(bisect_left(range(1, self.steps + 1), moment, key=self.end) + 1, self.steps)
 
 
 NOTHING_ALIKE = Ahead(0.0, 0.0, 0.0, 0)

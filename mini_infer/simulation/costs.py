@@ -51,8 +51,9 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> Work:
-        if plan.num_decode_rows == plan.num_rows and not plan.has_drafts:
-            return cls.decode(plan.num_rows, sum(plan.starts) + plan.num_rows)
+        rows = len(plan.req_indices)
+        if plan.num_decode_rows == rows and not plan.has_drafts:
+            return cls.decode(rows, sum(plan.starts) + rows)
         tokens = plan.num_prefill_tokens
         attention = plan.decode_context, plan.prompt_reach, plan.prompt_pairs
         return cls(plan.num_tokens - tokens, tokens, *attention)

@@ -7,7 +7,6 @@ nothing. Of steps that are all alike it takes as many at once as there are befor
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -147,8 +146,7 @@ class Replica:
 
     def run(self) -> list[Request]:
         """On to `next_event`, and what comes then: who has ended by it."""
-        if self._ahead.steps:
-            self.skip_until(self.next_event)
+        self.skip_until(float("inf"))
         self.core.step()
         if self._skips and self.busy:
             self._look_ahead()
@@ -158,11 +156,12 @@ class Replica:
     def skip_until(self, moment: float) -> None:
         """Takes the steps that begin before `moment`, of those that were looked for."""
         ahead, self._ahead = self._ahead, NOTHING_ALIKE
-        if not ahead.steps or moment <= self.clock.now:
+        count = ahead.beginning_before(moment) if moment > self.clock.now else 0
+        if not count:
             return
-        count = min(bisect_left(range(1, ahead.steps + 1), moment, key=ahead.end) + 1, ahead.steps)
-        take_steps(self.core.scheduler, self._alike, ahead.ends(count), TOKEN)
-        self.clock.now = ahead.end(count)
+        ends = ahead.ends(count)
+        take_steps(self.core.scheduler, self._alike, ends, TOKEN)
+        self.clock.now = ends[-1]
         if self._executor.overlap:  # the last of them is under way
             self._executor.shift(self._device_s(count))
 

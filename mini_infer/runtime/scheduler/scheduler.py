@@ -125,8 +125,8 @@ class Scheduler:
         self._step += 1
         step = PlannedStep(self._step, now, self.config.max_num_batched_tokens)
         planned = list(self.planned.values())
-        beside = planned[max(0, len(planned) - self._stages + 1) :]  # in other stages: they end after this one begins
-        before = planned[: len(planned) - len(beside)]
+        split = max(0, len(planned) - self._stages + 1)
+        before, beside = planned[:split], planned[split:]  # beside: in other stages, they end after this one begins
         following = any(in_flight.num_drafts for in_flight in before)
         if before and (self.speculator.waits or (following and not self._can_follow())):
             return step.plan()
