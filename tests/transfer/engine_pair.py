@@ -141,12 +141,10 @@ class Pair:
         """No block, and nothing that remembers one, is left of what has ended."""
         for engine in filter(None, (self.decode, self.prefill)):
             engine.executor.runner._transfers.poll(wait=True)
-            for (
-                transfer_id
-            ) in engine.scheduler.kv.transfers.local:  # to the host, of who ended, or of a step that failed
+            for transfer_id in engine.scheduler.kv.transfers.local:  # of who ended, or of a step that failed
                 engine.scheduler.kv.end_transfer(transfer_id)
         assert not self.receiver._asked
-        assert not self.decode.scheduler._asked
+        assert not self.decode.scheduler._elsewhere._asked
         assert not self.decode.scheduler.kv.transfers
         assert self.decode.scheduler.usage().used_blocks == 0
         if self.sender is not None and self.prefill is not None:
