@@ -24,6 +24,7 @@ from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge.metrics import Better, Metric
 from experiments.lab.measure import costs, hardware, rounds
 from experiments.lab.measure.costs import CostFile, Layout
+from experiments.lab.measure.fit import Fit, MeasuredStep, Residuals, Span, device_seconds, fit, residuals
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.measure.steps import StepRow, step_rows
 from experiments.lab.measure.traces import Served
@@ -35,7 +36,7 @@ from experiments.lab.store.rows import Row
 from mini_infer import LLMEngine, SamplingParams
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.plan import StepRecord
-from mini_infer.simulation.costs import Fit, MeasuredStep, Residuals, Span, Work, device_seconds, fit, residuals
+from mini_infer.simulation.costs import Work
 
 VARIANT = "engine"
 PASSES = WARM_UP, FIT, CHECK = "warm-up", "fit", "check"  # each of all loads, with prompts of its own

@@ -1,6 +1,6 @@
 """The engine's own loop, scheduler, KV manager and router against a clock that nobody waits for (docs/simulator.md).
 
-costs.py     what a step takes, as a function of what is in it; and fitting one to steps that were measured
+costs.py     what a step takes, as a function of what is in it
 executor.py  an executor that computes nothing, and lets a virtual clock pass instead
 replica.py   an engine without text on it
 ahead.py     steps that are all alike, taken at once

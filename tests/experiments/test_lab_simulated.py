@@ -14,6 +14,7 @@ from experiments.capacity import Capacity
 from experiments.lab.judge import prediction
 from experiments.lab.measure import costs
 from experiments.lab.measure.costs import CostFile, Layout
+from experiments.lab.measure.fit import Residuals
 from experiments.lab.measure.hardware import Ceilings, Hardware
 from experiments.lab.measure.simulated import Simulator
 from experiments.lab.show.progress import Steps
@@ -22,7 +23,7 @@ from mini_infer.cli.serve import parse
 from mini_infer.core.config import Device, EngineConfig, ModelConfig, ParallelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import load_spec
-from mini_infer.simulation.costs import Curve, FittedCosts, Residuals, Work
+from mini_infer.simulation.costs import Curve, FittedCosts, Work
 
 DRY = [
     *("model=dry", "engine.model.device=cpu", "engine.model.dry.max_model_len=2048", "engine.model.dry.step_ms=4"),

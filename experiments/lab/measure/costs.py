@@ -17,13 +17,14 @@ import yaml
 from experiments.lab.axes import CONF
 from experiments.lab.judge import roofline
 from experiments.lab.judge.roofline import StepWork
+from experiments.lab.measure.fit import Residuals
 from experiments.lab.measure.hardware import Ceilings
 from experiments.lab.store import result as store
 from mini_infer.core.config import DryConfig, EngineConfig, When
 from mini_infer.core.errors import ConfigError
 from mini_infer.modeling.loader import as_served, load_spec, resolve_device, resolve_dtype
 from mini_infer.modeling.spec import ModelSpec
-from mini_infer.simulation.costs import Curve, FittedCosts, Residuals, StepCosts, Work, require_whole_experts
+from mini_infer.simulation.costs import Curve, FittedCosts, StepCosts, Work, require_whole_experts
 
 FOLDER = CONF / "costs"
 HEADER = """\

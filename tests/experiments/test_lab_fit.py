@@ -9,18 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from experiments.lab.measure.fit import MeasuredStep, Span, device_seconds, fit, nonnegative, residuals
 from mini_infer.core.plan import StepPlan
-from mini_infer.simulation.costs import (
-    Curve,
-    FittedCosts,
-    MeasuredStep,
-    Span,
-    Work,
-    device_seconds,
-    fit,
-    nonnegative,
-    residuals,
-)
+from mini_infer.simulation.costs import Curve, FittedCosts, Work
 
 PLANTED = FittedCosts(
     decode=Curve((1, 2, 4, 8, 16, 32, 64), (3e-3, 3.1e-3, 3.2e-3, 3.4e-3, 3.6e-3, 4.2e-3, 5.5e-3)),
