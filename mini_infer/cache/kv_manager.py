@@ -239,7 +239,7 @@ class KVManager:
             return None
         self._host_tables[request] = host
         parked = UnderWay(request)
-        transfer = self.transfers.start(parked, True, list(zip(request.block_table, host, strict=False)))
+        transfer = Transfer(self.transfers.add(parked), True, list(zip(request.block_table, host, strict=False)))
         parked.take_table(request)
         return transfer
 
@@ -248,7 +248,7 @@ class KVManager:
         taken until the transfer has ended."""
         self.admit(request)
         pairs = list(zip(self._host_tables[request], request.block_table, strict=False))
-        return self.transfers.start(UnderWay(request), False, pairs)
+        return Transfer(self.transfers.add(UnderWay(request)), False, pairs)
 
     def undo_swap_in(self, request: Request) -> None:
         """The request stays in swap space after all. Its device blocks stay taken until the transfer has ended."""

@@ -83,7 +83,7 @@ class PrefixTiers:
         table, hashes = [block for block, _ in held], [block_hash for _, block_hash in held]
         self._device.share(table)
         parked = UnderWay(None, table, len(table) * self._block_size, host, dict(zip(host, hashes, strict=True)))
-        return self._transfers.start(parked, True, list(zip(table, host, strict=True)), of_prefixes=True)
+        return Transfer(self._transfers.add(parked), True, list(zip(table, host, strict=True)), of_prefixes=True)
 
     def find(self, request: Request) -> list[Saved]:
         """What lies in host memory or in files of what comes behind the blocks that an admitted request shares."""
@@ -118,7 +118,8 @@ class PrefixTiers:
         host = [next(rest) if one.block is None else one.block for one in saved]
         first = request.num_committed_blocks
         pairs = list(zip(host, request.block_table[first : first + len(host)], strict=True))
-        return self._transfers.start(UnderWay(request, host=host, brings=dict(files)), False, pairs, True, files)
+        number = self._transfers.add(UnderWay(request, host=host, brings=dict(files)))
+        return Transfer(number, False, pairs, of_prefixes=True, files=files)
 
     def write(self) -> Transfer | None:
         """Starts to write to files what has been saved since; their blocks in host memory stay as they are until then.
@@ -137,9 +138,8 @@ class PrefixTiers:
             return None
         host = [block for block, _ in files]
         self._host.share(host)
-        transfer = self._transfers.start(UnderWay(None, host=host), True, [], True, files)
-        self._writing = transfer.transfer_id
-        return transfer
+        self._writing = self._transfers.add(UnderWay(None, host=host))
+        return Transfer(self._writing, True, [], of_prefixes=True, files=files)
 
     def ended(self, transfer_id: int, request: Request | None, brought: Collection[bytes]) -> None:
         """The copies of a transfer have ended, which has brought these prefixes to host memory."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mini_infer.core.plan import Transfer
 from mini_infer.core.request import Request
 
 
@@ -34,20 +32,10 @@ class Transfers(dict[int, UnderWay]):
     num_started = 0  # the last one's id
 
     def add(self, parked: UnderWay) -> int:
-        """Returns its id."""
+        """Returns the id that its Transfer gets."""
         self.num_started += 1
         self[self.num_started] = parked
         return self.num_started
-
-    def start(
-        self,
-        parked: UnderWay,
-        to_host: bool,
-        pairs: list[tuple[int, int]],
-        of_prefixes: bool = False,
-        files: Sequence[tuple[int, bytes]] = (),
-    ) -> Transfer:
-        return Transfer(self.add(parked), to_host, pairs, of_prefixes, files)
 
     def of(self, request: Request) -> UnderWay | None:
         for parked in self.values():

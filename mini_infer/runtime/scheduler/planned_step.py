@@ -18,36 +18,34 @@ class PlannedStep:
     """Rows, and what comes with them, until `plan`; after that, whose rows they are. All of it is the scheduler's.
     `budget` is what is left of the tokens that the step may compute."""
 
+    # As a step begins; what is not told here is as in a StepPlan.
+    short_of_blocks = False  # somebody waits for a block of the next token, or has given way for one
+    last_transfer = 0  # that was planned by then
+    promised = 0  # blocks that will be free soon, and for whom is settled
+    logprobs_left = LOGPROBS_A_STEP
+    num_decode_rows = num_drafts = 0
+    prefix_queried_tokens = prefix_hit_tokens = host_hit_tokens = disk_hit_tokens = 0
+    keeps_up = awaits_transfers = False
+
     def __init__(self, step: int, now: float, budget: int) -> None:
         self.step = step
         self.now = now
         self.budget = budget
         self.rows: list[Request] = []
         self.preempted_since: set[Request] = set()  # after it was planned: their blocks are somebody else's now
-        self.short_of_blocks = False  # somebody waits for a block of the next token, or has given way for one
-        self.last_transfer = 0  # that was planned by then
-        self.promised = 0  # blocks that will be free soon, and for whom is settled
         self.req_indices: list[int] = []
         self.starts: list[int] = []
         self.counts: list[int] = []
         self.samples: list[bool] = []
-        self.num_decode_rows = 0
         self.admissions: list[Admission] = []
         self.growths: list[Growth] = []
         self.masks: dict[int, bytes] = {}
         self.prompt_logprobs: list[PromptLogprobs] = []
-        self.logprobs_left = LOGPROBS_A_STEP
         self.drafts: dict[int, Sequence[int]] = {}  # row -> tokens
-        self.num_drafts = 0
         self.following: list[int] = []
-        self.keeps_up = False
         self.transfers: list[Transfer] = []
         self.pushes: list[Push] = []
-        self.awaits_transfers = False
         self.preempted: list[str] = []
-        self.prefix_queried_tokens = 0
-        self.prefix_hit_tokens = 0
-        self.host_hit_tokens = self.disk_hit_tokens = 0
 
     def add_decode_rows(self, requests: list[Request]) -> None:
         """The next token of each; they are the step's first rows. A row a request and step: the engine's hottest loop,

@@ -21,7 +21,8 @@ In a pipeline of several stages as many steps are computed at a time, each with 
 that is in another stage sits out.
 
 admission.py has who waits, who is computed, who is next and who gives way; planned_step.py a step's rows, and what its
-tokens do to their requests; speculative/draft_plan.py drafts. No tensors: the same scheduler drives a GPU, a dry model
+tokens do to their requests; prefix_loads.py which prefixes are loaded; elsewhere.py what other engines compute;
+speculative/draft_plan.py drafts. No tensors: the same scheduler drives a GPU, a dry model
 and a simulator.
 """
 
