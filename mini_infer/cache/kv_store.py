@@ -102,22 +102,19 @@ class KVStore:
         """[num_blocks * block_size, *shape], the memory of plane(layer, name)"""
         return self._slots[layer, name]
 
+    # --- as PagedHeads ----------------------------------------------------------------------------------------------
+
     def scales(self, layer: int) -> Tensor | None:
-        """What a layer's 8-bit keys and values are multiplied by, [2, num_kv_heads] float32; None where they are in the
-        model's dtype."""
         return None if self._scales is None else self._scales[layer]
 
     def blocks(self, layer: int) -> Tensor | None:
-        """As PagedHeads.blocks."""
         blocks = self._blocks[layer, "k"]
         return blocks if len(blocks) == 2 * self.num_blocks else None
 
     def keys(self, layer: int) -> Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_dim]"""
         return self._planes[layer, "k"]
 
     def values(self, layer: int) -> Tensor:
-        """[num_blocks, block_size, num_kv_heads, value_dim]"""
         return self._planes[layer, "v"]
 
 

@@ -298,20 +298,18 @@ class Scheduler:
 
     def _preempt(self, request: Request, step: PlannedStep) -> None:
         """Takes a request out of the batch. Its blocks go to the host or, also where swap space is full, are lost."""
-        receives = request.status is RequestStatus.receiving
+        status = request.status
         self._elsewhere.cancel(request)
         self.batch.leave(request)
         step.preempted.append(request.request_id)
         request.num_preemptions += 1
         for in_flight in self.planned.values():
             in_flight.preempted_since.add(request)
-        if request.status is RequestStatus.loading:
-            if not self.kv.is_swapped(request):
-                self._recompute(request)
-                return
+        if status is RequestStatus.loading and self.kv.is_swapped(request):
             self.kv.undo_swap_in(request)
         else:
-            swaps = self.config.preemption is Preemption.swap and not receives
+            has_kv = status is RequestStatus.prefilling or status is RequestStatus.running
+            swaps = has_kv and self.config.preemption is Preemption.swap
             transfer = self.kv.swap_out(request) if swaps else None
             if transfer is None:
                 self._recompute(request)
