@@ -82,6 +82,7 @@ class _Rank:
             variant: replace(one, collectives=Collectives(PrefixStore(variant, store), rank, spec.ranks, self._device))
             for variant in (LIBRARY, OURS)
         }
+        self.contexts = list(self._contexts.values())
         ours = self._contexts[OURS].collectives
         assert ours is not None
         ours.open(self._kernels, spec.hidden, [self._dtype], most_rows=max(spec.rows))

@@ -96,6 +96,7 @@ class _Rank:
             torch.cuda.set_device(device)
         self._device, self._kernels = device, select_kernels(KernelChoice.triton, device)
         self._context = ParallelContext(rank, spec.ranks, Collectives(store, rank, spec.ranks, device))
+        self.contexts = [self._context]
         sizes = spec.hidden, spec.chosen, spec.ranks * max(spec.tokens)
         self._ranks = {
             form.value: ExpertRanks(self._context, form).opened(self._kernels, device, self._dtype, *sizes)

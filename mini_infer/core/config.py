@@ -227,7 +227,7 @@ class ParallelConfig:
 
     tensor: int = 1  # ranks that share every layer's heads and columns
     expert: int = 1  # ranks that share every layer's experts; of its attention each has all, or the part of `tensor`
-    dispatch: Dispatch = Dispatch.grouped  # how tokens get to the experts of other ranks
+    dispatch: Dispatch | None = None  # how tokens get to the experts of other ranks; default: direct where it can be
     redundant_experts: int = 0  # of each layer, that have a copy on a second rank: those that most tokens went to
     pipeline: int = 1  # stages of layers, each of the ranks above; as many steps are computed at a time
     all_reduce: AllReduce = AllReduce.auto  # how their sums are made
@@ -239,11 +239,19 @@ class ParallelConfig:
     decode: int = 0  # engines that decode, and get prompts' KV from those of `prefill`
     hand_over: HandOver = HandOver.auto  # which prompts the engines of `prefill` compute
     connector: Connector = Connector.memory  # how their KV gets to the engines of `decode`
+    prefill_tensor: int | None = None  # ranks of each engine of `prefill`; default: as `tensor`
 
     def __post_init__(self) -> None:
         coerce(self)
         at_least(self, 1, "tensor", "expert", "pipeline", "replicas")
         at_least(self, 0, "prefill", "decode")
+        if self.prefill_tensor is not None:
+            at_least(self, 1, "prefill_tensor")
+            if not self.prefill:
+                raise ConfigError(
+                    f"parallel.prefill_tensor={self.prefill_tensor} is of engines for prompts: set parallel.prefill "
+                    "and parallel.decode, or parallel.tensor for all engines"
+                )
         if not self.timeout_s > 0:
             raise ConfigError(f"parallel.timeout_s must be above 0, got {self.timeout_s}")
         at_least(self, 0, "redundant_experts")
@@ -262,12 +270,26 @@ class ParallelConfig:
             roles = f"parallel.prefill={self.prefill} and parallel.decode={self.decode}"
             if self.replicas > 1:
                 raise ConfigError(f"{roles} are engines instead of parallel.replicas={self.replicas}: set that to 1")
-            if self.ranks > 1:
+            if self.connector is Connector.stream and max(self.ranks, self.prefill_tensor or 1) > 1:
                 raise ConfigError(
-                    f"{roles} with {self.asked}: KV goes from one GPU to one other. Set one rank, or replicas instead"
+                    f"{roles} with parallel.connector=stream: one rank sends to one other. Set parallel.connector="
+                    "memory, which works with any number of them on one machine"
                 )
-            if self.launcher is not Launcher.processes:
-                raise ConfigError(f"{roles} are of one machine: set parallel.launcher=processes")
+            if self.launcher is not Launcher.processes and self.connector is Connector.memory:
+                raise ConfigError(
+                    f"{roles} with parallel.launcher={self.launcher.value} may be on two machines, which have no "
+                    "memory in common: set parallel.connector=stream"
+                )
+
+    @property
+    def of_engines(self) -> list[ParallelConfig]:
+        """What each engine behind one server has of this, those for prompts first."""
+        one = dataclasses.replace(self, replicas=1, launcher=Launcher.processes, prefill=0, decode=0)
+        one = dataclasses.replace(one, prefill_tensor=None)
+        if not (self.prefill or self.decode):
+            return [one] * self.replicas
+        prompts = dataclasses.replace(one, prefill=1, tensor=self.prefill_tensor or self.tensor)
+        return [prompts] * self.prefill + [dataclasses.replace(one, decode=1)] * self.decode
 
     @property
     def ranks_of_stage(self) -> int:

@@ -22,35 +22,42 @@ def _push_kernel(
     count,
     source_plane,
     target_plane,
+    source_block,
+    target_block,
+    source_row,
+    target_row,
     num_tiles,
+    ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A tile is a part of one block of one plane: `source_plane` and `target_plane` words from one to the next."""
-    parts: tl.constexpr = (WORDS + TILE - 1) // TILE
+    """A tile is a part of one block of one plane, whose rows may lie apart: `..._plane`, `..._block` and `..._row`
+    words from one to the next."""
+    parts: tl.constexpr = (ROWS * WORDS + TILE - 1) // TILE
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         part, place = tile % parts, tile // parts
         plane, index = (place // count).to(tl.int64), place % count
         words = part * TILE + tl.arange(0, TILE)
-        source = source_ptr + plane * source_plane + tl.load(here_ptr + index) * WORDS
-        target = target_ptr + plane * target_plane + tl.load(there_ptr + index) * WORDS
-        tl.store(target + words, tl.load(source + words, mask=words < WORDS), mask=words < WORDS)
+        row, word, exists = words // WORDS, words % WORDS, words < ROWS * WORDS
+        source = source_ptr + plane * source_plane + tl.load(here_ptr + index) * source_block
+        target = target_ptr + plane * target_plane + tl.load(there_ptr + index) * target_block
+        tl.store(target + row * target_row + word, tl.load(source + row * source_row + word, mask=exists), mask=exists)
 
 
 def push_blocks(source: Tensor, target: Tensor, here: Tensor, there: Tensor) -> None:
     """Copies blocks `here` of a layer to blocks `there` of another store's.
 
     Args:
-        source: [planes, num_blocks, words] int64 or uint8, contiguous.
-        target: [planes, any number of blocks, words], in memory that this device reaches.
+        source: [planes, num_blocks, rows, words] int64 or uint8, of which words lie together.
+        target: [planes, any number of blocks, rows, words], likewise, in memory that this device reaches.
         here, there: [n] int64.
     """
-    planes, _, words = source.shape
-    tile = min(triton.next_power_of_2(words), _TILE_BYTES // source.itemsize)
-    num_tiles = planes * len(here) * triton.cdiv(words, tile)
+    planes, _, rows, words = source.shape
+    tile = min(triton.next_power_of_2(rows * words), _TILE_BYTES // source.itemsize)
+    num_tiles = planes * len(here) * triton.cdiv(rows * words, tile)
     if num_tiles:
-        planes_apart = source.stride(0), target.stride(0)
+        apart = [tensor.stride(dim) for dim in range(3) for tensor in (source, target)]
         grid = (min(num_tiles, _PROGRAMS),)
         _push_kernel[grid](
-            source, target, here, there, len(here), *planes_apart, num_tiles, WORDS=words, TILE=tile, num_warps=8
+            source, target, here, there, len(here), *apart, num_tiles, ROWS=rows, WORDS=words, TILE=tile, num_warps=8
         )

@@ -144,6 +144,13 @@ class ParallelContext:
         everybody = self.pipe or self.collectives
         return [list(values)] if everybody is None else everybody.exchange(values)
 
+    def tell(self, text: str) -> list[str]:
+        """What every rank of every stage says. Waits for all of them."""
+        data = text.encode()
+        longest = max(length for (length,) in self.exchange([len(data)]))
+        told = self.exchange([len(data), *data, *bytes(longest - len(data))])
+        return [bytes(row[1 : 1 + row[0]]).decode() for row in told]
+
     def on_all_ranks(self, here: bool) -> bool:
         """Whether it is so on all ranks of this stage. Waits for them."""
         return here if self.collectives is None else all(there for (there,) in self.collectives.exchange([here]))

@@ -13,14 +13,13 @@ this rank has had the other one's part of the sum in between, which it sent when
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from mini_infer.parallel.peer_memory import Exchange, PeerMemory, copy_to
+from mini_infer.parallel.peer_memory import Exchange, PeerMemory, copy_to, wait_for_device
 
 RANKS = 2
 SLOTS = 4
@@ -91,13 +90,7 @@ class CopiedSums:
             except OSError:  # the driver writes no numbers there
                 return self._agreed(exchange, False)
             found.append((x == 3).all())
-        if self._stream is not None:
-            done, until = torch.cuda.Event(), time.monotonic() + ANSWER_S
-            done.record()
-            while not done.query() and time.monotonic() < until:
-                time.sleep(0.001)
-            if not done.query():
-                self.stop()
+        wait_for_device(self._device, ANSWER_S, self.stop)
         return self._agreed(exchange, all(map(bool, found)))
 
     def _agreed(self, exchange: Exchange, right: bool) -> bool:

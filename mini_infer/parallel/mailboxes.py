@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_infer.parallel.peer_memory import Exchange, NoPeerAccess, PeerMemory
+from mini_infer.parallel.peer_memory import Exchange, NoPeerAccess, PeerMemory, wait_for_device
 
 SIZES = {"cuda": (8, 16, 32, 64, 128, 256, 512, 1024), "cpu": (8,)}  # rows that are tried, the last as many as can be
 GATHERED_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}  # of the inboxes for what is gathered
@@ -85,13 +85,7 @@ class Mailboxes:
         right = True
         for dtype, mailbox in self._for_sums.items():
             found = self.kernel.all_reduce(mailbox, self._rows(8, dtype).fill_(self._rank + 1))
-            done = torch.cuda.Event()
-            done.record()
-            until = time.monotonic() + ANSWER_S
-            while not done.query() and time.monotonic() < until:
-                time.sleep(0.001)
-            if not done.query():
-                self.stop()
+            wait_for_device(self._device, ANSWER_S, self.stop)
             right = right and bool((found == self._size * (self._size + 1) // 2).all())
         return all(row[0] for row in self._exchange([right]))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -128,6 +129,20 @@ class _OnGpu:
         _driver("cuIpcOpenMemHandle_v2", ctypes.byref(address), own, ctypes.c_uint(_LAZY_PEER_ACCESS))
         weakref.finalize(self, _free, "cuIpcCloseMemHandle", address)
         return address.value
+
+
+def wait_for_device(device: torch.device, seconds: float, stop: Callable[[], object]) -> None:
+    """Until it has done all that it was given. After so many seconds kernels that wait for other ranks are told to
+    `stop`, and what they compute is wrong."""
+    if device.type != "cuda":
+        return
+    done, until = torch.cuda.Event(), time.monotonic() + seconds
+    done.record()
+    while not done.query():
+        if time.monotonic() > until:
+            stop()
+            return
+        time.sleep(0.001)
 
 
 def copy_to(address: int, x: Tensor, flag: int, number: int, stream: torch.cuda.Stream | None) -> Callable[[], object]:

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mini_infer.cache.kv_store import KVStore
+from mini_infer.core.clock import machine
 from mini_infer.core.config import EngineConfig, HandOver, LoadFormat
 from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.runtime.executor.base import Executor
-from mini_infer.transfer.blocks import KVBlocks
-from mini_infer.transfer.memory import SharedAllocator
 from mini_infer.transfer.protocol import Hello
 from mini_infer.transfer.receiver import Receiver
 from mini_infer.transfer.sender import Sender
+from mini_infer.transfer.shares import Holding
 from mini_infer.transfer.stream import take_blocks
 
 if TYPE_CHECKING:
@@ -25,36 +24,35 @@ if TYPE_CHECKING:
 
 def make_receiver(config: EngineConfig, executor: Executor) -> Receiver:
     """Of an engine that decodes what others have computed."""
-    store = executor.runner.model.store
-    on_gpu, memory = store.device.type == "cuda", None
-    if isinstance(store.allocate, SharedAllocator):
-        memory = store.allocate.shared(store.num_blocks)
-    hello = Hello(_about(config, store), memory)
+    holding = executor.holding
+    assert holding is not None, "an engine with a role has one"
+    store, memories = holding.store, holding.memories
+    on_gpu = store.device.type == "cuda"
     stream = torch.cuda.Stream(store.device) if on_gpu else None
-    take = partial(take_blocks, KVBlocks.of(store), stream=stream)
-    return Receiver(
-        hello, take, config.parallel.hand_over is HandOver.always, writes_late=on_gpu and memory is not None
-    )
+    always, writes_late = config.parallel.hand_over is HandOver.always, on_gpu and memories is not None
+    take = partial(take_blocks, store, stream=stream)
+    return Receiver(Hello(_about(config, holding), memories, machine()), take, always, writes_late)
 
 
 def make_sender(engine: LLMEngine) -> Sender | None:
     """None where the engine computes prompts for nobody."""
     if not engine.config.parallel.prefill:
         return None
-    return Sender(engine, _about(engine.config, engine.executor.runner.model.store))
+    assert engine.executor.holding is not None, "an engine with a role has one"
+    return Sender(engine, _about(engine.config, engine.executor.holding))
 
 
-def _about(config: EngineConfig, store: KVStore) -> dict[str, str]:
-    model, layout = config.model, store.layout
+def _about(config: EngineConfig, holding: Holding) -> dict[str, str]:
+    model = config.model
     files: list[tuple[str, int, int]] = []
     if model.load_format is LoadFormat.auto:
         folder = Path(resolve_folder(model.path))
         stats = [(file.name, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
         files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    kept = ", ".join(f"{len(layers)} layers of {planes}" for layers, planes in layout.groups())
+    kept = ", ".join(f"{len(layers)} layers of {planes}" for layers, planes in holding.whole.groups())
     return {
         "the model": f"{model.path} {files}",
         "what a token keeps": kept,
-        "cache.block_size": str(store.block_size),
+        "cache.block_size": str(holding.store.block_size),
         "numerics": config.numerics.value,
     }

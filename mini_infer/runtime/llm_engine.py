@@ -187,7 +187,7 @@ class LLMEngine:
             arrival_time: on the engine's clock; now, if not given.
             cache_salt: requests share cached prefixes only with requests of the same salt.
             stream: outputs in every step that brings something new; else one output at the end.
-            prefill_at: the socket of an engine that may compute the prompt.
+            prefill_at: the address of an engine that may compute the prompt.
             export: where another engine wants the prompt's KV.
 
         Raises:

@@ -1,13 +1,12 @@
-"""Messages, and bytes behind them, between two engine processes of one machine.
+"""Messages, and bytes behind them, between two engine processes.
 
-Nobody waits for the other side: one thread sends what was put into a queue, another one takes what comes. What is said
-is pickled, so a link must not leave the folder that the server made for itself, or the machine.
+Nobody waits for the other side: one thread sends what was put into a queue, another one takes what comes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import pickle
+import logging
 import queue
 import socket
 import struct
@@ -16,8 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mini_infer.transfer.protocol import Message
+from mini_infer.transfer.protocol import Message, decode, encode
 
+logger = logging.getLogger(__name__)
 _HEAD = struct.Struct("<IQ")  # bytes of the message, and of what follows it
 
 
@@ -65,7 +65,7 @@ class Link:
                 message, payload, ready = item
                 if ready is not None:
                     ready.synchronize()
-                data, body = pickle.dumps(message), memoryview(payload).cast("B")
+                data, body = encode(message), memoryview(payload).cast("B")
                 self._sock.sendall(_HEAD.pack(len(data), len(body)) + data)
                 if len(body):
                     self._sock.sendall(body)
@@ -78,13 +78,15 @@ class Link:
         try:
             while True:
                 length, following = _HEAD.unpack(self._receive(_HEAD.size))
-                message = pickle.loads(self._receive(length))
+                message = decode(self._receive(length))
                 started = time.perf_counter()
                 payload = self._receive(following)
                 self.seconds = time.perf_counter() - started
                 self._take(self, message, payload)
         except (OSError, EOFError):
             pass
+        except ValueError:
+            logger.exception("a link ends: whoever is at the other end says what nobody understands")
         finally:
             self.ended = True
             self._unsent.put(None)

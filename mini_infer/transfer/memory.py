@@ -3,29 +3,40 @@ over NVLink where there is any; on CPUs shared memory. Nothing is staged, and th
 
 from __future__ import annotations
 
+import json
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mini_infer.cache.kv_store import KVStore
 from mini_infer.core.config import Connector, ParallelConfig
+from mini_infer.parallel.context import ONE_RANK, ParallelContext
 from mini_infer.parallel.peer_memory import reachable_memory
-from mini_infer.transfer.blocks import KVBlocks
+from mini_infer.transfer.blocks import words_of
+from mini_infer.transfer.shares import Holding, Share, pieces
 
 
 class Shared(NamedTuple):
-    """Memory of one engine, for another one.
+    """Memory of a rank, for other processes.
 
+    share: of the KV, that is in it.
     num_blocks: of its KV store.
     handles: of the store's tensors.
     gpu: that they are on, by a name that all processes have for it; "" on a CPU.
     """
 
+    share: Share
     num_blocks: int
     handles: list[list[int]]
     gpu: str
+
+    @classmethod
+    def of(cls, share: Sequence[int], *others: Any) -> Shared:
+        """Of plain lists."""
+        return cls(Share(*share), *others)
 
 
 class SharedAllocator:
@@ -41,8 +52,17 @@ class SharedAllocator:
         self._handles.append(self._memory.allocate(math.prod(shape) * dtype.itemsize, 0))
         return _tensor_at(self._memory.address, shape, dtype, self._device)
 
-    def shared(self, num_blocks: int) -> Shared:
-        return Shared(num_blocks, self._handles, _name(self._device))
+    def shared(self, share: Share, num_blocks: int) -> Shared:
+        return Shared(share, num_blocks, self._handles, _name(self._device))
+
+
+def hold(store: KVStore, share: Share, parallel: ParallelContext = ONE_RANK) -> Holding:
+    """What other engines are told of this rank's store. Every rank calls it at once."""
+    shares = [Share(*row) for row in parallel.exchange(share)]
+    if not isinstance(store.allocate, SharedAllocator):
+        return Holding(store, parallel.number, shares)
+    told = parallel.tell(json.dumps(store.allocate.shared(share, store.num_blocks)))
+    return Holding(store, parallel.number, shares, [Shared.of(*json.loads(text)) for text in told])
 
 
 def shared_memory(parallel: ParallelConfig, device: torch.device) -> SharedAllocator | None:
@@ -71,27 +91,43 @@ class _Mapped:
         return _tensor_at(self._memory.open(handle), shape, dtype, self._device)
 
 
-class MemoryTarget:
-    """Another engine's KV memory, of the same layout as `like`. Raises OSError where it cannot be reached."""
+def mapped(shared: Shared, holding: Holding) -> KVStore:
+    """Another rank's KV, of this engine or of one like it. Raises OSError where it cannot be reached."""
+    like = holding.store
+    return KVStore(
+        shared.share.layout(like.layout, holding.shares[holding.rank]),
+        num_blocks=shared.num_blocks,
+        block_size=like.block_size,
+        device=like.device,
+        allocate=_Mapped(shared, like.device),
+    )
 
-    def __init__(self, shared: Shared, like: KVStore) -> None:
-        self._store = KVStore(
-            like.layout,
-            num_blocks=shared.num_blocks,
-            block_size=like.block_size,
-            device=like.device,
-            allocate=_Mapped(shared, like.device),
-        )
-        self._theirs = KVBlocks.of(self._store)
+
+class MemoryTarget:
+    """The KV memory of another engine's ranks, as far as this rank has a part in filling it. Raises OSError where it
+    cannot be reached."""
+
+    def __init__(self, memories: Sequence[Shared], holding: Holding) -> None:
+        self._stores: list[KVStore] = []  # with which the memory goes
+        self._words: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: here, and there
+        for piece in pieces(holding.shares, [shared.share for shared in memories], holding.rank):
+            store = mapped(memories[piece.rank], holding)
+            self._stores.append(store)
+            for layer in piece.layers:
+                here = words_of(holding.store, layer, piece.here)
+                there = words_of(store, layer + piece.shift, piece.there)
+                self._words.setdefault(layer, []).extend(zip(here, there, strict=True))
         self._push = _push_on_cpu
-        if like.device.type == "cuda":
+        if holding.store.device.type == "cuda":
             from mini_infer.kernels.push_blocks import push_blocks  # which needs Triton
 
             self._push = push_blocks
 
-    def write(self, blocks: KVBlocks, layer: int, here: Tensor, there: Tensor, there_listed: list[int]) -> None:
-        for own, theirs in zip(blocks.layer(layer), self._theirs.layer(layer), strict=True):
+    def write(self, layer: int, here: Tensor, there: Tensor, there_listed: list[int]) -> int:
+        words = self._words.get(layer, ())
+        for own, theirs in words:
             self._push(own, theirs, here, there)
+        return len(there_listed) * sum(own[:, 0].nbytes for own, _ in words)
 
 
 def _push_on_cpu(source: Tensor, target: Tensor, here: Tensor, there: Tensor) -> None:

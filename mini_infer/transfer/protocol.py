@@ -16,8 +16,9 @@ samples every token, so seeds, penalties, grammars and log-probabilities are wha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 from mini_infer.core.request import Handover
 
@@ -26,11 +27,20 @@ class Hello(NamedTuple):
     """The first word of whoever connects.
 
     about: what has to be equal on both sides, by its name.
-    memory: where blocks can be written to, as the connector has it.
+    memories: of all ranks, where blocks are written to, a Shared each; None: they are sent by the link.
     """
 
     about: dict[str, str]
-    memory: Any
+    memories: Sequence[Sequence[Any]] | None
+    machine: str = ""  # of whoever says it (core/clock.py)
+    now: float = 0.0  # on their clock
+
+
+class Clock(NamedTuple):
+    """The answer to a Hello from another machine, at once: what the clock is there."""
+
+    asked: float  # Hello.now
+    now: float
 
 
 class Unlike(NamedTuple):
@@ -42,7 +52,7 @@ class Unlike(NamedTuple):
 class Ask(NamedTuple):
     """A prompt to compute for whoever says this.
 
-    at: the socket of whoever is asked.
+    at: the address of whoever is asked.
     first, blocks: where its KV goes: the asker's blocks of table indices from `first` on.
     """
 
@@ -84,7 +94,23 @@ class End(NamedTuple):
     num_bytes: int = 0
 
 
-Message: TypeAlias = Hello | Unlike | Ask | Cancel | Blocks | End
+Message: TypeAlias = Hello | Clock | Unlike | Ask | Cancel | Blocks | End
+_KINDS = {kind.__name__: kind for kind in get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    """Text, since it may come from another machine."""
+    return json.dumps([type(message).__name__, *message]).encode()
+
+
+def decode(data: bytes | bytearray) -> Message:
+    """Raises ValueError where it is no message."""
+    kind, *fields = json.loads(data)
+    try:
+        message: Message = _KINDS[kind](*fields)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no message: {kind}") from error
+    return message
 
 
 class Arrival(NamedTuple):

@@ -7,7 +7,6 @@ when somebody is first asked, and again when one has ended.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mini_infer.core.request import Handover
+from mini_infer.transfer.address import reach
 from mini_infer.transfer.link import Bell, Link
 from mini_infer.transfer.protocol import (
     Arrival,
@@ -23,6 +23,7 @@ from mini_infer.transfer.protocol import (
     Blocks,
     Cancel,
     Choice,
+    Clock,
     End,
     Hello,
     Message,
@@ -72,6 +73,7 @@ class Receiver(NoReceiver):
         self._changes = threading.Condition()
         self._links: dict[str, Link] = {}
         self._unlike: set[Link] = set()  # those that lead to an engine which computes nothing for this one
+        self._ahead: dict[Link, float] = {}  # seconds that the clock of another machine is
         self._asked: dict[int, _Asked] = {}
         self._arrived: deque[Arrival] = deque()
 
@@ -94,19 +96,13 @@ class Receiver(NoReceiver):
                 logger.warning("no engine computes prompts at %s: %s", ask.at, error)
                 self._end(ask.transfer_id, None)
 
-    def _connect(self, path: str) -> Link:
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.connect(path)
-        except OSError:
-            sock.close()
-            raise
-        return self.attach(path, Link(sock, self.hear, self.hear_end))
+    def _connect(self, address: str) -> Link:
+        return self.attach(address, Link(reach(address), self.hear, self.hear_end))
 
-    def attach(self, path: str, link: Any) -> Any:
-        self._links[path] = link
+    def attach(self, address: str, link: Any) -> Any:
+        self._links[address] = link
         link.start()
-        link.send(self._hello)
+        link.send(self._hello._replace(now=self._clock()))
         return link
 
     def poll(self) -> list[Arrival]:
@@ -151,9 +147,12 @@ class Receiver(NoReceiver):
                 logger.info("a prompt is computed here: %s", message.reason)
             elif not message.reason:
                 copying = message.copying + asked.copying
-                times = message.begun, message.computed, copying, self._clock()
+                ahead = self._ahead.get(link, 0.0)
+                times = message.begun - ahead, message.computed - ahead, copying, self._clock()
                 handover = Handover(asked.time, *times, message.num_bytes)
             self._end(message.transfer_id, handover)
+        elif isinstance(message, Clock):
+            self._ahead[link] = message.now - (message.asked + self._clock()) / 2
         elif isinstance(message, Unlike):
             logger.error(
                 "prompts are computed here, since the engine for prompts is unlike this one: %s", message.reason
@@ -165,8 +164,9 @@ class Receiver(NoReceiver):
     def hear_end(self, link: Link) -> None:
         """Whatever it was to send will not come."""
         with self._changes:
-            self._links = {path: other for path, other in self._links.items() if other is not link}
+            self._links = {at: other for at, other in self._links.items() if other is not link}
             self._unlike.discard(link)
+            self._ahead.pop(link, None)
         self._end_all(link, self._wait_s)
 
     def _end_all(self, link: Link, wait_s: float) -> None:

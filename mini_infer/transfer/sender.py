@@ -9,25 +9,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import socket
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from mini_infer.core.clock import machine
 from mini_infer.core.errors import RequestError
 from mini_infer.core.request import Export, FinishReason, RequestOutput, SamplingParams
-from mini_infer.transfer.blocks import Target
+from mini_infer.transfer.address import Door
 from mini_infer.transfer.link import Bell, Link
-from mini_infer.transfer.memory import MemoryTarget
-from mini_infer.transfer.protocol import Ask, Cancel, End, Hello, Message, Unlike
-from mini_infer.transfer.stream import StreamTarget
+from mini_infer.transfer.protocol import Ask, Cancel, Clock, End, Hello, Message, Unlike
 
 if TYPE_CHECKING:  # it is handed one
     from mini_infer.runtime.llm_engine import LLMEngine
 
 logger = logging.getLogger(__name__)
-BACKLOG = 16
 _COMPUTE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
@@ -49,27 +46,30 @@ class Sender:
         self._engine, self._about, self._pusher = engine, about, pusher
         self.bell = Bell()
         self._heard: deque[tuple[Link, Message | None]] = deque()  # None: the link has ended
-        self._memories: dict[Link, MemoryTarget | None] = {}  # of those that have said Hello; None: a stream
+        self._links: dict[Link, int] = {}  # those that have said Hello, numbered
         self._asked: dict[str, _Asked] = {}  # by the engine's request id
         self._numbers = itertools.count(1)
-        self._listener: socket.socket | None = None
+        self._door: Door | None = None
 
-    def listen(self, path: str) -> None:
-        """Takes links from other processes, at a socket of this path."""
-        with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
-            os.unlink(path)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(path)
-        self._listener.listen(BACKLOG)
-        threading.Thread(target=self._accept, name="kv-accept", daemon=True).start()
+    def listen(self, where: str) -> str:
+        """Takes links from other processes, `where` as of a Door. Its address."""
+        self._door = door = Door.open(where)
+        threading.Thread(target=self._accept, args=[door], name="kv-accept", daemon=True).start()
+        return door.address
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _accept(self, door: Door) -> None:
         with contextlib.suppress(OSError):  # closed
             while True:
-                Link(self._listener.accept()[0], self.hear, self.hear_end).start()
+                sock = door.listener.accept()[0]
+                threading.Thread(target=self._admit, args=[door, sock], daemon=True).start()
+
+    def _admit(self, door: Door, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            Link(door.admit(sock), self.hear, self.hear_end).start()
 
     def hear(self, link: Link, message: Message, payload: bytearray) -> None:
+        if isinstance(message, Hello) and message.machine != machine():
+            link.send(Clock(message.now, self._engine.clock()))
         self._heard.append((link, message))
         self.bell.ring()
 
@@ -84,13 +84,14 @@ class Sender:
             link, message = self._heard.popleft()
             if isinstance(message, Hello):
                 self._greet(link, message)
-            elif isinstance(message, Ask) and link in self._memories:
+            elif isinstance(message, Ask) and link in self._links:
                 self._add(link, message)
             elif isinstance(message, Cancel):
                 self._abort(link, message.transfer_id)
             elif message is None:
-                self._memories.pop(link, None)
                 self._abort(link)
+                if link in self._links:
+                    self._pusher.disconnect(self._links.pop(link))
 
     def take(self, output: RequestOutput) -> bool:
         """Whether the output is of a prompt that somebody asked for; then that is all there is to do with it."""
@@ -101,12 +102,12 @@ class Sender:
         if completion.finish_reason is None:
             return True
         del self._asked[output.request_id]
-        copying, num_bytes = self._pusher.close(asked.number)
+        num_bytes = self._pusher.close(asked.number)
         metrics = completion.metrics
         assert metrics is not None
         if completion.finish_reason is FinishReason.length:
             assert metrics.first_scheduled_time is not None
-            times = metrics.first_scheduled_time, metrics.token_times[-1], copying
+            times = metrics.first_scheduled_time, metrics.token_times[-1], self._pusher.seconds
             end = End(asked.transfer_id, "", *times, num_bytes)
         else:
             end = End(asked.transfer_id, f"the prompt was given up: {completion.finish_reason.value}")
@@ -114,9 +115,9 @@ class Sender:
         return True
 
     def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        for link in self._memories:
+        if self._door is not None:
+            self._door.listener.close()
+        for link in self._links:
             link.close()
         self.bell.close()
 
@@ -126,19 +127,20 @@ class Sender:
             for name, own in self._about.items()
             if hello.about.get(name) != own
         ]
-        try:
-            if unlike:
-                raise OSError("; ".join(unlike))
-            store = self._engine.executor.runner.model.store
-            self._memories[link] = None if hello.memory is None else MemoryTarget(hello.memory, store)
-        except OSError as error:
-            logger.error("an engine asks for prompts and gets none: %s", error)
-            link.send(Unlike(str(error)))
+        number = next(self._numbers)
+        if hello.memories is None:
+            self._pusher.send_by(number, link)
+        elif not unlike and not self._pusher.connect(number, hello.memories):
+            unlike = ["its memory cannot be reached from there (the log there says why)"]
+        if unlike:
+            logger.error("an engine asks for prompts and gets none: %s", "; ".join(unlike))
+            link.send(Unlike("; ".join(unlike)))
+        else:
+            self._links[link] = number
 
     def _add(self, link: Link, ask: Ask) -> None:
-        number, memory = next(self._numbers), self._memories[link]
+        number = next(self._numbers)
         request_id = f"prompt-{number}"
-        target: Target = StreamTarget(link, ask.transfer_id) if memory is None else memory
         export = Export(number, ask.first, ask.blocks, self._engine.config.cache.block_size)
         try:
             self._engine.add_request(
@@ -153,7 +155,7 @@ class Sender:
         except RequestError as error:
             link.send(End(ask.transfer_id, str(error)))
             return
-        self._pusher.open(number, target)
+        self._pusher.open(number, self._links[link], ask.transfer_id)
         self._asked[request_id] = _Asked(link, ask.transfer_id, number)
 
     def _abort(self, link: Link, transfer_id: int | None = None) -> None:

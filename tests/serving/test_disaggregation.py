@@ -180,8 +180,10 @@ def test_settings_that_cannot_work_are_refused() -> None:
     assert (code, "parallel.decode=0: there are engines of both kinds or of none" in said) == (2, True)
     for settings, message in (
         ({"parallel": {"prefill": 1, "decode": 1, "replicas": 2}}, "instead of parallel.replicas=2"),
-        ({"parallel": {"prefill": 1, "decode": 1, "tensor": 2}}, "KV goes from one GPU to one other"),
-        ({"parallel": {"prefill": 1, "decode": 1, "launcher": "ray"}}, "are of one machine"),
+        ({"parallel": {"prefill": 1, "decode": 1, "tensor": 2, "connector": "stream"}}, "one rank sends to one other"),
+        ({"parallel": {"prefill": 1, "decode": 1, "prefill_tensor": 2, "connector": "stream"}}, "to one other"),
+        ({"parallel": {"prefill": 1, "decode": 1, "launcher": "ray"}}, "set parallel.connector=stream"),
+        ({"parallel": {"prefill_tensor": 2}}, "is of engines for prompts"),
         (
             {"parallel": {"decode": 1}, "cache": {"layout": "contiguous", "prefix_caching": False}},
             "only the blocks of the model itself",
@@ -196,6 +198,11 @@ def test_settings_that_cannot_work_are_refused() -> None:
 def test_each_engine_has_a_gpu_of_its_own_and_sees_the_others() -> None:
     config = EngineConfig.from_dict({"model": {"device": "cuda"}, "parallel": {"prefill": 1, "decode": 2}})
     seen = [each["CUDA_VISIBLE_DEVICES"] for each in environments(config, {}, lambda _: 3)]
-    assert seen == ["0,1,2", "1,2,0", "2,0,1"]
+    assert seen == ["0,1,2", "1,0,2", "2,0,1"]
+    ranks = EngineConfig.from_dict(
+        {"model": {"device": "cuda"}, "parallel": {"prefill": 1, "decode": 2, "prefill_tensor": 2, "tensor": 1}}
+    )
+    seen = [each["CUDA_VISIBLE_DEVICES"] for each in environments(ranks, {}, lambda _: 4)]
+    assert seen == ["0,1,2,3", "2,0,1,3", "3,0,1,2"]
     with pytest.raises(ConfigError, match=r"parallel.prefill=1 and parallel.decode=2 .* needs 3 GPUs, and 2"):
         environments(config, {}, lambda _: 2)

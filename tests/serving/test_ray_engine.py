@@ -61,7 +61,9 @@ def test_replicas_live_on_any_machine_and_come_back_elsewhere(cluster: Any) -> N
 def test_what_the_cluster_has_no_room_for_is_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     wide = {"model": {"device": "cpu"}, "parallel": {"tensor": 3, "replicas": 2, "launcher": "ray"}}
-    with pytest.raises(ConfigError, match=r"replicas=2 engines takes 3 CPUs of one machine, .* has room for 0"):
+    with pytest.raises(
+        ConfigError, match=r"replicas=2 engines, of which one takes 3 CPUs of one machine, .* room for 0 of 2"
+    ):
         ray_engine.require_cluster(EngineConfig.from_dict(wide))
     with pytest.raises(ConfigError, match=r"parallel\.launcher=ray places engines behind mini-infer-serve"):
         LLMEngine(EngineConfig.from_dict({"parallel": {"launcher": "ray"}}))

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mini_infer.serving.processes.relay import KEY_BYTES, Relay, connect_with, new_key
+from mini_infer.serving.processes.relay import Relay
+from mini_infer.transfer.address import KEY_BYTES, connect_with, new_key
 
 
 @pytest.fixture

@@ -61,17 +61,21 @@ class _Receiver(Receiver):
 
 class Pair:
     """
+    Args:
+        ranks: what else the engines have of `parallel`: the one for prompts, and the one that decodes.
+
     Attributes:
         decode: the engine that is asked for tokens; `prefill` computes prompts for it, as long as it lives.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *ranks: dict[str, int]) -> None:
         self.wires: list[Wire] = []
         self._config = config
+        self._ranks = ranks or ({}, {})
         self.prefill: LLMEngine | None = None
         self.sender: Sender | None = None
         self.start_prefill()
-        self.decode = LLMEngine(replace(config, parallel={"decode": 1}))
+        self.decode = LLMEngine(replace(config, parallel={"decode": 1, **self._ranks[1]}))
         made = self.decode.receiver
         assert isinstance(made, Receiver)
         made.__class__ = _Receiver
@@ -79,7 +83,7 @@ class Pair:
         made.pair, self.receiver = self, made
 
     def start_prefill(self) -> None:
-        self.prefill = LLMEngine(replace(self._config, parallel={"prefill": 1}))
+        self.prefill = LLMEngine(replace(self._config, parallel={"prefill": 1, **self._ranks[0]}))
         self.sender = make_sender(self.prefill)
 
     def kill_prefill(self) -> None:
@@ -151,7 +155,7 @@ class Pair:
             assert not self.sender._asked
             assert not self.sender._pusher._open
             assert self.prefill.scheduler.usage().used_blocks == 0
-            assert len(self.sender._memories) <= len(self.wires)
+            assert len(self.sender._links) <= len(self.wires)
 
 
 def shuffled_turns(rng: random.Random, pair: Pair) -> None:

@@ -12,11 +12,12 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout, Plane
 from mini_infer.core.plan import Push
 from mini_infer.core.request import Export, Handover
-from mini_infer.transfer.blocks import KVBlocks, Pusher
 from mini_infer.transfer.link import Link
-from mini_infer.transfer.memory import MemoryTarget, SharedAllocator
+from mini_infer.transfer.memory import MemoryTarget, Shared, SharedAllocator
 from mini_infer.transfer.protocol import Blocks, Cancel, Choice, End, Message
-from mini_infer.transfer.stream import StreamTarget, take_blocks
+from mini_infer.transfer.pusher import Pusher
+from mini_infer.transfer.shares import Holding, Piece, Share, pieces
+from mini_infer.transfer.stream import take_blocks
 
 CPU = torch.device("cpu")
 LATENT = Plane("latent", (576,), torch.bfloat16)
@@ -49,35 +50,102 @@ def test_blocks_arrive_and_nothing_else_changes(layout: KVLayout, connector: str
     allocate = SharedAllocator(CPU)
     source, target = filled(layout, 6), filled(layout, 9, allocate)
     before = [tensor.clone() for tensor in blocks_of(target)]
-    arriving = KVBlocks.of(target)
+    share = Share(0, layout.num_layers)
 
     class Direct:
         def send(self, message: Message, payload: Any, ready: Any) -> None:
             assert isinstance(message, Blocks)
-            take_blocks(arriving, message, bytearray(payload), None)
+            take_blocks(target, message, bytearray(payload), None)
 
-    pusher = Pusher(KVBlocks.of(source))
-    by_stream = StreamTarget(Direct(), 1)  # type: ignore[arg-type]
-    pusher.open(1, by_stream if connector == "stream" else MemoryTarget(allocate.shared(9), source))
+    pusher = Pusher(Holding(source, 0, [share]))
+    if connector == "stream":
+        pusher.send_by(5, Direct())  # type: ignore[arg-type]
+    else:
+        assert pusher.connect(5, [allocate.shared(share, 9)])
+    pusher.open(1, 5, 1)
     pusher.begin([Push(1, PAIRS), Push(2, [(0, 0)])])  # nobody has opened the other
     for layer in range(layout.num_layers):
         pusher.layer(layer)
     pusher.end()
     pusher.layer(0)  # of a step that pushes nothing
-    seconds, num_bytes = pusher.close(1)
-    assert seconds > 0
-    assert num_bytes == len(PAIRS) * layout.bytes_per_block(3)
+    assert pusher.close(1) == len(PAIRS) * layout.bytes_per_block(3)
+    assert pusher.seconds > 0
     for mine, theirs, kept in zip(blocks_of(source), blocks_of(target), before, strict=True):
         for here, there in PAIRS:
             kept[:, there] = mine[:, here]
         assert torch.equal(theirs, kept)
 
 
-def test_memory_that_is_gone_is_refused() -> None:
-    store, allocate = filled(LAYOUTS["latent"], 2), SharedAllocator(CPU)
-    shared = allocate.shared(2)._replace(handles=[[2**30, 0]])
+def test_memory_that_is_gone_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    holding = Holding(filled(LAYOUTS["latent"], 2), 0, [Share(0, 2)])
+    shared = Shared(Share(0, 2), 2, [[2**30, 0]], "")
     with pytest.raises(OSError, match="No such file"):
-        MemoryTarget(shared, store)
+        MemoryTarget([shared], holding)
+    assert not Pusher(holding).connect(1, [shared])
+    assert "No such file" in caplog.text
+
+
+def shares_of(layers: int, heads: int, stages: int, tensor: int) -> list[Share]:
+    """As an engine's ranks have them: the last stage first. Where ranks are more than heads, neighbours have one."""
+    own, copies = max(1, heads // tensor), max(1, tensor // heads)
+    stage, rank = layers // stages, range(tensor)
+    return [
+        Share(first, first + stage, r // copies * own, r // copies * own + own)
+        for first in reversed(range(0, layers, stage))
+        for r in rank
+    ]
+
+
+RANKS = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (4, 2)]  # stages, tensor
+
+
+@pytest.mark.parametrize("there", RANKS, ids=str)
+@pytest.mark.parametrize("here", RANKS, ids=str)
+@pytest.mark.parametrize("head_bytes", [8, 12], ids=["words", "odd bytes"])
+def test_ranks_push_every_head_of_every_layer_once(
+    here: tuple[int, int], there: tuple[int, int], head_bytes: int
+) -> None:
+    layers, heads, block_size = 4, 4, 3
+    whole = torch.randint(0, 255, (layers, 2, 6, block_size, heads, head_bytes), dtype=torch.uint8)
+
+    def store_of(share: Share, num_blocks: int, allocate: Any = None) -> KVStore:
+        count = share.end_head - share.first_head
+        layout = KVLayout.of_heads(share.end_layer - share.first_layer, count, head_bytes, torch.uint8)
+        return KVStore(layout, num_blocks=num_blocks, block_size=block_size, device=CPU, allocate=allocate)
+
+    def part(share: Share) -> torch.Tensor:
+        return whole[share.first_layer : share.end_layer, :, :, :, share.first_head : share.end_head]
+
+    ours, theirs = shares_of(layers, heads, *here), shares_of(layers, heads, *there)
+    allocators = [SharedAllocator(CPU) for _ in theirs]
+    targets = [store_of(share, 9, allocate) for share, allocate in zip(theirs, allocators, strict=True)]
+    shared = [allocate.shared(share, 9) for share, allocate in zip(theirs, allocators, strict=True)]
+    num_bytes = 0
+    for rank, share in enumerate(ours):
+        source = store_of(share, 6)
+        source.tensors[0].copy_(part(share))
+        pusher = Pusher(Holding(source, rank, ours))
+        assert pusher.connect(0, shared)
+        pusher.open(1, 0, 1)
+        pusher.begin([Push(1, PAIRS)])
+        for layer in range(share.end_layer - share.first_layer):
+            pusher.layer(layer)
+        num_bytes += pusher.close(1)
+    for share, target in zip(theirs, targets, strict=True):
+        expected = torch.zeros_like(target.tensors[0])
+        for block, place in PAIRS:
+            expected[:, :, place] = part(share)[:, :, block]
+        assert torch.equal(target.tensors[0], expected)
+    assert num_bytes == len(PAIRS) * sum(target.layout.bytes_per_block(block_size) for target in targets)
+
+
+def test_ranks_alike_push_side_by_side() -> None:
+    latents = [Share(0, 2)] * 2
+    assert [pieces(latents, latents, rank) for rank in (0, 1)] == [
+        [Piece(0, range(2), 0, None, None)],
+        [Piece(1, range(2), 0, None, None)],
+    ]
+    assert Share(0, 4).layout(LAYOUTS["latent"], Share(0, 2)).num_layers == 4
 
 
 def test_chunks_push_what_they_add() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import math
 import multiprocessing as mp
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import torch
@@ -26,10 +29,14 @@ from mini_infer.parallel.all_reduce import join_store, open_store
 from mini_infer.parallel.context import ParallelContext
 
 START = "spawn"  # of a process
+LOOK_S = 0.2  # between two looks at the processes
+LIMIT_S = 300.0  # of a variant at a point
 ERROR = "error"  # of the worst row on the worst rank, among the metrics
 
 
 class Rank(Protocol):
+    contexts: Sequence[ParallelContext]  # all that its ranks say to each other
+
     def measure(self, variant: str, **setting: Any) -> Mapping[str, float | None]:
         """Metrics of a variant at a point, and ERROR: the same on all ranks, which are asked the same."""
 
@@ -70,15 +77,13 @@ class OverRanks(Probe):
 
     def measure(self, steps: Steps) -> Findings:
         self._gates: dict[tuple[str, str], ErrorGate] = {}
-        with _together(self.spec.ranks, self.make) as (self._first, self._others):
+        with _together(self.spec.ranks, self.make) as self._ranks:
             findings = super().measure(steps)
-            notes = list(self._first.notes())
+            notes = list(self._ranks.first.notes())
         return replace(findings, error_gates=list(self._gates.values()), notes=notes)
 
     def values(self, variant: str, point: Point) -> Mapping[str, float | None]:
-        for connection in self._others:
-            connection.send((variant, dict(point.values)))
-        found = dict(self._first.measure(variant, **point.values))
+        found = self._ranks.measure(variant, dict(point.values))
         error = found.pop(ERROR)
         assert error is not None
         self._gates[variant, point.name] = ErrorGate(
@@ -93,21 +98,70 @@ def largest(error: float, context: ParallelContext) -> float:
     return max(number for (number,) in context.exchange([told])) / 1e9
 
 
+class _Ranks:
+    """Rank 0, which is here, and processes that do what it does. Where one of them ends or takes too long, rank 0 would
+    wait for it without end: a thread looks, and ends whatever it waits for."""
+
+    def __init__(self, first: Rank, others: Mapping[BaseProcess, Connection]) -> None:
+        self.first, self._others = first, others
+        self.ended = threading.Event()  # nothing is measured any more
+        self._since: float | None = None  # of a measurement
+        self._why = ""
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def measure(self, variant: str, setting: Mapping[str, Any]) -> dict[str, float | None]:
+        """Raises RuntimeError where a rank is lost."""
+        self._since = time.monotonic()
+        try:
+            for connection in self._others.values():
+                connection.send((variant, setting))
+            found = dict(self.first.measure(variant, **setting))
+        except Exception as error:
+            if why := self._why or self._lost():
+                raise RuntimeError(why) from error
+            raise
+        finally:
+            self._since = None
+        if self._why:  # what was measured is nothing
+            raise RuntimeError(self._why)
+        return found
+
+    def _watch(self) -> None:
+        while not self._why and not self.ended.wait(LOOK_S):
+            since = self._since
+            if since is not None:
+                late = time.monotonic() - since > LIMIT_S
+                self._why = self._lost() or (f"ranks did not measure within {LIMIT_S:g} s: one hangs" if late else "")
+        if self._why:
+            for context in self.first.contexts:
+                context.abort()
+            for process in self._others:  # a CPU waits as long as they live
+                process.kill()
+
+    def _lost(self) -> str:
+        ended = ((rank, process.exitcode) for rank, process in enumerate(self._others, 1) if not process.is_alive())
+        return next((f"rank {rank} has ended with code {code}" for rank, code in ended), "")
+
+
 @contextmanager
-def _together(size: int, make: Callable[[int, Store], Rank]) -> Iterator[tuple[Rank, list[Connection]]]:
-    """Rank 0, and what the others are told through; they end with it."""
+def _together(size: int, make: Callable[[int, Store], Rank]) -> Iterator[_Ranks]:
+    """The other ranks end with it."""
     context: Any = mp.get_context(START)
     store = open_store()
     pipes = [context.Pipe() for _ in range(1, size)]
-    others = [
-        context.Process(target=_follow, args=(make, rank, store.port, pipe[1]), daemon=True)
-        for rank, pipe in enumerate(pipes, 1)
-    ]
+    others = {
+        context.Process(target=_follow, args=(make, rank, store.port, end), daemon=True): own
+        for rank, (own, end) in enumerate(pipes, 1)
+    }
     for process in others:
         process.start()
     try:
         with torch.inference_mode():
-            yield make(0, store), [pipe[0] for pipe in pipes]
+            ranks = _Ranks(make(0, store), others)
+            try:
+                yield ranks
+            finally:
+                ranks.ended.set()
     finally:
         for process in others:
             process.kill()

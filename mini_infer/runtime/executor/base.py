@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the loop needs no torch
     from mini_infer.runtime.worker.model_runner import Runner
     from mini_infer.runtime.worker.startup import StartupReport
     from mini_infer.speculative.policy.costs import StepCosts
+    from mini_infer.transfer.shares import Holding
 
 
 class Executor:
@@ -27,6 +28,7 @@ class Executor:
             of so many steps in a row, but for the parts of its prompt.
         runner: what computes, where that is in this process.
         files: of prefixes, where there are any.
+        holding: its KV, where other engines have to do with it.
         step_costs: what steps cost by rows and drafts, measured when first asked for. It overwrites KV: nobody may
             hold any.
     """
@@ -38,6 +40,7 @@ class Executor:
     overlap: bool
     stages: int = 1
     files: BlockFiles | None = None
+    holding: Holding | None = None
     startup: StartupReport
     runner: Runner
     step_costs: Callable[[], StepCosts]

@@ -35,8 +35,9 @@ from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.startup import CaptureReport, StartupReport
 from mini_infer.runtime.worker.step_input import StepInput
 from mini_infer.speculative.step_costs import measure_costs
-from mini_infer.transfer.blocks import KVBlocks, Pusher
-from mini_infer.transfer.memory import shared_memory
+from mini_infer.transfer.memory import hold, shared_memory
+from mini_infer.transfer.pusher import Pusher
+from mini_infer.transfer.shares import Share
 
 _A = 6364136223846793005  # odd, so that it has an inverse modulo 2^64
 _A_INVERSE = pow(_A, -1, 2**64)
@@ -168,8 +169,9 @@ class DryExecutor(Executor):
         sampler = make_sampler(scheduler.max_num_seqs, dry.vocab_size, cpu, TorchKernels())
         states = RequestStates.of(config, limits, sampler)
         self.runner = Runner(model, states, sampler, model, rate=config.speculation.rate, follows=self.overlap)
+        self.holding = hold(model.store, Share(0, 1))
         if config.parallel.prefill:
-            self.runner.push_with(Pusher(KVBlocks.of(model.store)))
+            self.runner.push_with(Pusher(self.holding))
         self.step_costs = cache(lambda: measure_costs(self.runner, config, limits, self.overlap))
         self.startup = StartupReport(
             device="cpu",

@@ -40,7 +40,7 @@ class LocalExecutor(Executor):
         self.files = open_block_files(config.cache, kv_identity(config, worker.served), worker.block_bytes)
         worker.allocate(self.limits, self.files)
         worker.capture()
-        self.runner = worker.runner
+        self.runner, self.holding = worker.runner, worker.holding
         self.tokenizer, self.vocab_size = worker.tokenizer, spec.vocab_size
         self.eos_token_ids = worker.eos_token_ids
         self.overlap, self.stages, self.startup = worker.overlap, parallel.stages, worker.report()

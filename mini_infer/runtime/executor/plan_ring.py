@@ -19,6 +19,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 KEPT = 64  # records that wait for the slowest reader, and reports of a rank
@@ -47,6 +48,17 @@ class RingFiles(NamedTuple):
 
 def _header(size: int) -> int:
     return _LINE * size + 3 * KEPT + 2 * KEPT * size
+
+
+class Call(NamedTuple):
+    """Something else than a step, that every rank does."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+    def of(self, runner: Any) -> int:
+        """What it gives; 0 for None."""
+        return attrgetter(self.method)(runner)(*self.arguments) or 0
 
 
 class PlanRing:

@@ -151,7 +151,7 @@ def follow(runner: Runner, ring: PlanRing, stages: int) -> None:
     while True:
         number, (record, done) = ring.receive()
         if not isinstance(record, StepPlan):
-            runner.force_token(*record)
+            ring.report(number, record.of(runner))
             continue
         for wait in (False, True):
             if transfers_done < done:  # rank 0's copies have ended, and the plan may write where they read

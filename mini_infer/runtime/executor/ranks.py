@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,14 @@ from mini_infer.modeling.loader import resolve_device
 from mini_infer.parallel.all_reduce import open_store, wait_for
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.runtime.executor.local import LocalExecutor
-from mini_infer.runtime.executor.plan_ring import KEPT, PlanRing, RingFiles
+from mini_infer.runtime.executor.plan_ring import KEPT, Call, PlanRing, RingFiles
 from mini_infer.runtime.executor.rank_process import RankProcess, tokens_sum
 from mini_infer.runtime.graphs.step_graphs import StepGraphs
 from mini_infer.runtime.worker.model_runner import LaunchedStep, Runner
+from mini_infer.transfer.pusher import Pusher
 
 LOOK_S = 0.1  # between two looks at the other ranks
+HEAR_S = 50e-6  # between two looks whether a rank has done what it was told
 ABORT_S = 10.0  # that a group may take to end
 SAY_S = 2.0  # that a rank which fails has to say so, once others have noticed
 # In the trace of a rank that waits for others.
@@ -129,10 +131,10 @@ class Ranks:
     def _listen(self) -> None:
         """Gives a rank that has failed the time to say so. Who fails first may bring others down, who end later."""
         until = time.monotonic() + SAY_S
-        while not self._find_ended() and time.monotonic() < until:
+        while not self.find_ended() and time.monotonic() < until:
             time.sleep(LOOK_S / 10)
 
-    def _find_ended(self) -> bool:
+    def find_ended(self) -> bool:
         """Whether the failure is known. Of several ranks that have ended, who failed in a sum was brought down by
         somebody else."""
         with self._finding:
@@ -158,7 +160,7 @@ class Ranks:
             since = self._busy_since
             if since is None:
                 continue
-            if self._find_ended() or (time.monotonic() - since > self._timeout_s and self._find_hanging()):
+            if self.find_ended() or (time.monotonic() - since > self._timeout_s and self._find_hanging()):
                 self._unblock()
                 return
 
@@ -216,6 +218,29 @@ class RankedStep:
         return self.launched.logits
 
 
+class RankedPusher:
+    """Every rank's Pusher, as a Sender uses one."""
+
+    def __init__(self, everywhere: Callable[..., list[int]], own: Pusher) -> None:
+        self._everywhere, self._own = everywhere, own
+
+    @property
+    def seconds(self) -> float:
+        return self._own.seconds
+
+    def connect(self, link: int, memories: Sequence[Sequence[Any]]) -> bool:
+        return all(self._everywhere("pusher.connect", link, memories))
+
+    def disconnect(self, link: int) -> None:
+        self._everywhere("pusher.disconnect", link)
+
+    def open(self, transfer_id: int, link: int, theirs: int) -> None:
+        self._everywhere("pusher.open", transfer_id, link, theirs)
+
+    def close(self, transfer_id: int) -> int:
+        return sum(self._everywhere("pusher.close", transfer_id))
+
+
 class RankedRunner:
     """Rank 0's Runner, as far as others use it: whatever is done there is done on all ranks.
 
@@ -243,10 +268,29 @@ class RankedRunner:
             step.launched = self._runner.launch(step.plan)
 
     def force_token(self, req_index: int, position: int, token_id: int) -> None:
+        self.everywhere("force_token", req_index, position, token_id)
+
+    def everywhere(self, method: str, *arguments: Any) -> list[int]:
+        """Calls a method of Runner, or of a part of it, on every rank, behind the steps launched so far. What it gives
+        on each, a number or None, which is 0."""
         with self._ranks.blamed():
             self._run(len(self._late))
-            self._ring.send(((req_index, position, token_id), self._transfers_done))
-            self._runner.force_token(req_index, position, token_id)
+            call = Call(method, arguments)
+            number = self._ring.send((call, self._transfers_done))
+            own = call.of(self._runner)
+            return [own, *(self._hear(process.rank, number) for process in self._ranks.processes)]
+
+    def _hear(self, rank: int, number: int) -> int:
+        while (told := self._ring.reported(rank, number)) is None:
+            if self._ranks.find_ended():
+                raise ConnectionError(f"rank {rank} has ended")
+            time.sleep(HEAR_S)
+        return told
+
+    @property
+    def pusher(self) -> RankedPusher | None:
+        own = self._runner.pusher
+        return None if own is None else RankedPusher(self.everywhere, own)
 
     @property
     def graphs(self) -> StepGraphs:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # it is handed them
     from mini_infer.cache.transfer import KVTransfer
     from mini_infer.runtime.executor.dry import DryModel
     from mini_infer.runtime.worker.torch_model import TorchModel
-    from mini_infer.transfer.blocks import Pusher
+    from mini_infer.transfer.pusher import Pusher
 
 
 class LaunchedStep(NamedTuple):

@@ -22,13 +22,14 @@ from mini_infer.modeling.sharding import of_each_rank, require_shared_experts
 from mini_infer.modeling.spec import ModelSpec, MoESpec
 from mini_infer.modeling.stages import of_stage
 from mini_infer.parallel.context import ONE_RANK, ParallelContext
-from mini_infer.parallel.expert import ALL_EXPERTS, ExpertRanks
+from mini_infer.parallel.expert import ALL_EXPERTS, ExpertRanks, default_dispatch
 from mini_infer.runtime.sampling.sampler import Sampler
 from mini_infer.runtime.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mini_infer.runtime.worker.memory import allocate_kv, require_room_for_weights
 from mini_infer.runtime.worker.request_states import RequestStates
 from mini_infer.runtime.worker.torch_model import AttentionBackends, TorchModel
 from mini_infer.speculative.draft_model import DraftKV, DraftModel
+from mini_infer.transfer.shares import Share
 
 NEEDS_GPU = "CUDA graphs need a GPU, not cpu"
 HOST_COUNTS = "the host reads how many tokens go where; parallel.dispatch=direct leaves that to the device"
@@ -62,9 +63,10 @@ class ServedModel:
             model = dataclasses.replace(model, path=str(folder))
         experts = ALL_EXPERTS
         if config.parallel.expert > 1 and parallel.size > 1:  # no draft model's
-            experts = ExpertRanks(parallel, config.parallel.dispatch, config.parallel.redundant_experts)
+            form = config.parallel.dispatch or default_dispatch(kernels, device, parallel.size)
+            experts = ExpertRanks(parallel, form, config.parallel.redundant_experts)
             parallel = parallel if config.parallel.tensor > 1 else parallel.alone
-            if config.parallel.dispatch is Dispatch.direct and kernels.dispatch is None:
+            if form is Dispatch.direct and kernels.dispatch is None:
                 raise ConfigError(
                     f"parallel.dispatch=direct: kernels of ours write to other ranks' memory, and these are "
                     f"{kernels.name}'s. Set parallel.dispatch=grouped"
@@ -97,6 +99,17 @@ class ServedModel:
     @cached_property
     def weight_bytes(self) -> int:
         return outline(self.spec, self.dtype, self.parallel, self.experts).weight_bytes()
+
+    @property
+    def kv_share(self) -> Share:
+        """What of the model's KV this rank keeps."""
+        spec, attention = self.spec, self.spec.attention
+        layers = spec.first_layer, spec.first_layer + spec.num_layers
+        if attention.latent is not None:
+            return Share(*layers)
+        own = attention.num_kv_heads
+        heads = self.parallel.part(own * self.parallel.size // attention.kv_copies, own)
+        return Share(*layers, heads.start, heads.stop)
 
     @property
     def quantization(self) -> str:

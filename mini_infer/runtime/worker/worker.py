@@ -51,14 +51,16 @@ from mini_infer.runtime.worker.threads import StepThreads
 from mini_infer.runtime.worker.torch_model import TorchModel
 from mini_infer.speculative.policy.costs import StepCosts
 from mini_infer.speculative.step_costs import measure_costs
-from mini_infer.transfer.blocks import KVBlocks, Pusher
-from mini_infer.transfer.memory import shared_memory
+from mini_infer.transfer.memory import hold, shared_memory
+from mini_infer.transfer.pusher import Pusher
+from mini_infer.transfer.shares import Holding
 
 logger = logging.getLogger(__name__)
 
 
 class Worker:
     runner: Runner  # from `allocate` on
+    holding: Holding | None = None  # likewise, of an engine that has a role beside others
 
     def __init__(self, config: EngineConfig, parallel: ParallelContext = ONE_RANK) -> None:
         """Raises ConfigError or ModelError where the settings cannot work."""
@@ -180,8 +182,10 @@ class Worker:
         with self._phase("allocate"):
             shared = shared_memory(self._config.parallel, self.device)
             self.runner, self._models = self._make_runner(limits, self.overlap, files, shared)
+            if self._config.parallel.prefill or self._config.parallel.decode:
+                self.holding = hold(self._models[0].store, self.target.kv_share, self._parallel)
             if self._config.parallel.prefill:
-                self.runner.push_with(Pusher(KVBlocks.of(self._models[0].store)))
+                self.runner.push_with(Pusher(self.holding))
 
     def _make_runner(
         self, limits: Limits, follows: bool, files: BlockFiles | None = None, allocate: Allocate | None = None

@@ -7,6 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
+from mini_infer.core.clock import machine
 from mini_infer.core.errors import MiniInferError, RequestError
 from mini_infer.serving.link.link import Link, Listener
 from mini_infer.serving.link.stream import Stream
@@ -74,6 +77,7 @@ class Replica(Listener):
         self._owner: AsyncEngine | None = None
         self._link: Link | None = None
         self._opening: asyncio.Task[None] | None = None
+        self._ahead = 0.0  # seconds that the engine's clock is
 
     @property
     def takes_requests(self) -> bool:
@@ -82,6 +86,7 @@ class Replica(Listener):
     async def open(self, timeout: float) -> None:
         """Connects, and waits until the engine serves. Errors: Link.open's."""
         self._link, self.info = await Link.open(self.socket_path, self.process, timeout)
+        self._ahead = 0.0 if self.info.machine == machine() else self.info.now - time.perf_counter()
         self.failure, self.stats = None, Stats()
         if self._owner is not None:
             self._link.attach(self)
@@ -125,8 +130,12 @@ class Replica(Listener):
     def send(self, request: Request) -> None:
         """Raises RequestError where it holds what cannot be sent."""
         assert self._link is not None
+        add = request.add
+        if self._ahead:
+            due = None if add.deadline_time is None else add.deadline_time + self._ahead
+            add = structs.replace(add, arrival_time=add.arrival_time + self._ahead, deadline_time=due)
         try:
-            self._link.send(request.add)
+            self._link.send(add)
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestError(f"the request holds what cannot be sent to the engine: {error}") from error
         self.requests[request.add.number] = request

@@ -44,7 +44,7 @@ class Add(Message):
     streaming: bool  # deltas as they come; else one a completion, at the end
     arrival_time: float
     deadline_time: float | None
-    prefill_at: str | None = None  # the socket of an engine that may compute the prompt
+    prefill_at: str | None = None  # the address of an engine that may compute the prompt
 
 
 class Count(Message):
@@ -131,6 +131,9 @@ class Ready(Message):
     settings: dict[str, Any]  # EngineConfig.to_dict()
     startup: dict[str, Any]  # StartupReport.to_dict()
     pid: int
+    machine: str = ""  # core/clock.py
+    now: float = 0.0  # on the engine's clock
+    prompts_at: str | None = None  # the address at which others ask it for prompts
 
 
 class Outputs(Message):

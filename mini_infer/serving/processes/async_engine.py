@@ -16,7 +16,7 @@ from mini_infer.serving.link.link import EngineDead
 from mini_infer.serving.link.replica import QueueFull, Replica, Request, why_none
 from mini_infer.serving.link.stream import Stream
 from mini_infer.serving.link.wire import Add, non_default_params
-from mini_infer.serving.processes.launch import MAX_QUEUED, EngineProcess, prefill_socket
+from mini_infer.serving.processes.launch import MAX_QUEUED, EngineProcess
 from mini_infer.serving.router import Router
 from mini_infer.serving.stats import Stats
 
@@ -233,7 +233,8 @@ class AsyncEngine:
             return None
         route = self._router.route(request.chain, 1, among)
         self._router.end(route)  # what it has to do it tells
-        return prefill_socket(self.replicas[route.replica].socket_path)
+        engine = self.replicas[route.replica].info
+        return None if engine is None else engine.prompts_at
 
     def _place_again(self, request: Request, error: Exception) -> None:
         """It ends with the error where nobody else may take it."""

@@ -21,6 +21,7 @@ import time
 
 import torch
 
+from mini_infer.core.clock import machine
 from mini_infer.core.config import EngineConfig, LoadFormat
 from mini_infer.core.errors import MiniInferError, RankError, RequestError
 from mini_infer.core.request import FinishReason, RequestOutput, SamplingParams
@@ -69,9 +70,16 @@ class EngineServer:
         engine: with time.perf_counter as its clock.
         listener: a listening Unix socket.
         max_queued: completions that may wait, over all connections, beyond those that the engine runs at once.
+        prompts_at: where it listens for who wants prompts of it, as of a Door; default: beside `listener`.
     """
 
-    def __init__(self, engine: LLMEngine, listener: socket.socket, max_queued: int = MAX_QUEUED) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        listener: socket.socket,
+        max_queued: int = MAX_QUEUED,
+        prompts_at: str | None = None,
+    ) -> None:
         self._engine = engine
         self._listener = listener
         self._selector = selectors.DefaultSelector()
@@ -87,8 +95,9 @@ class EngineServer:
         self._failures = 0
         self._drained_by: float | None = None  # no further requests; those that it has get until then
         self._sender = make_sender(engine)
+        self._prompts_at: str | None = None
         if self._sender is not None:
-            self._sender.listen(prefill_socket(listener.getsockname()))
+            self._prompts_at = self._sender.listen(prompts_at or prefill_socket(listener.getsockname()))
             self._selector.register(self._sender.bell.sock, selectors.EVENT_READ, self._sender.turn)
         if isinstance(engine.receiver, Receiver):
             self._selector.register(engine.receiver.bell.sock, selectors.EVENT_READ, engine.exchange)
@@ -187,6 +196,9 @@ class EngineServer:
                 settings=config.to_dict(),
                 startup=self._engine.startup.to_dict(),
                 pid=os.getpid(),
+                machine=machine(),
+                now=time.perf_counter(),
+                prompts_at=self._prompts_at,
             )
         )
         connection.stats = self._stats.snapshot()
@@ -360,7 +372,7 @@ def _tell_all(sockets: list[socket.socket], error: BaseException) -> None:
             sock.send(frame)
 
 
-def run(config: EngineConfig, listener: socket.socket, max_queued: int) -> None:
+def run(config: EngineConfig, listener: socket.socket, max_queued: int, prompts_at: str | None = None) -> None:
     """Makes the engine and serves it. Who is connected already learns why that failed."""
     try:
         engine = LLMEngine(config, records_kept=0)  # nobody reads them; EngineStats counts them as they come
@@ -375,7 +387,7 @@ def run(config: EngineConfig, listener: socket.socket, max_queued: int) -> None:
     # A step makes thousands of objects that die without the collector's help; by default it looks twice a step.
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
     with contextlib.suppress(Restarting):  # whom it concerns has been told
-        EngineServer(engine, listener, max_queued).serve()
+        EngineServer(engine, listener, max_queued, prompts_at).serve()
 
 
 def _waiting_at(listener: socket.socket) -> list[socket.socket]:

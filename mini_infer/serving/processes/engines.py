@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
-from mini_infer.core.config import Device, EngineConfig, Launcher, LoadFormat, replace
+from mini_infer.core.config import Device, EngineConfig, Launcher, LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.serving.processes.launch import EngineProcess
 
@@ -20,19 +22,14 @@ def ways_to_make(engine: EngineConfig, max_queued: int) -> list[Callable[[str], 
     """Of each engine, those for prompts first, an engine process that listens at a path. Of them all no more than
     `max_queued` completions may wait. Raises ConfigError where there cannot be as many."""
     parallel = engine.parallel
-    number = parallel.decode or parallel.replicas
-    config = replace(engine, parallel={"replicas": 1, "launcher": Launcher.processes})
-    max_queued = -(-max_queued // number)
+    configs = [dataclasses.replace(engine, parallel=own) for own in parallel.of_engines]
+    max_queued = -(-max_queued // (parallel.decode or parallel.replicas))
     if parallel.launcher is Launcher.ray:
         from mini_infer.serving.processes.ray_engine import RayEngine, require_cluster
 
         require_cluster(engine)
-        return [partial(RayEngine, config, max_queued)] * number
+        return [partial(RayEngine, config, max_queued) for config in configs]
     surroundings = environments(engine, os.environ, count_gpus)
-    configs = [config] * number
-    if parallel.prefill:  # those for prompts come first
-        computes, decodes = ({"prefill": 1, "decode": 0}, parallel.prefill), ({"prefill": 0, "decode": 1}, number)
-        configs = [replace(config, parallel=role) for role, count in (computes, decodes) for _ in range(count)]
     return [
         partial(EngineProcess, own, max_queued, environment=environment)
         for own, environment in zip(configs, surroundings, strict=True)
@@ -51,26 +48,26 @@ def environments(
     Raises:
         ConfigError: there are fewer GPUs than the replicas need.
     """
-    replicas, each = config.parallel.engines, config.parallel.ranks
+    sizes = [own.ranks for own in config.parallel.of_engines]
+    replicas, needed = len(sizes), sum(sizes)
     on_cpu = needs_no_gpu(config)
     visible = 0 if replicas == 1 or on_cpu else count(environment)
     if replicas == 1 or on_cpu or (visible == 0 and config.model.device is Device.auto):
         return [dict(environment) for _ in range(replicas)]
-    if visible < replicas * each:
+    if visible < needed:
         raise ConfigError(
-            f"{_asked(config)} with {config.parallel.asked} needs {replicas * each} GPUs, and {visible} "
+            f"{engines_asked(config)} with {config.parallel.asked} needs {needed} GPUs, and {visible} "
             "are visible here: lower one of them, or choose model.device=cpu"
         )
     named = environment.get(VISIBLE)
     names = [name.strip() for name in named.split(",")] if named else [str(index) for index in range(visible)]
-    if config.parallel.prefill:  # each sees them all, its own one first: they write to each other's memory
-        own = [names[index:] + names[:index] for index in range(replicas)]
-    else:
-        own = [names[first : first + each] for first in range(0, replicas * each, each)]
+    own = [names[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    if config.parallel.prefill:  # each sees them all, its own first: they write to each other's memory
+        own = [mine + [name for name in names if name not in mine] for mine in own]
     return [{**environment, VISIBLE: ",".join(gpus)} for gpus in own]
 
 
-def _asked(config: EngineConfig) -> str:
+def engines_asked(config: EngineConfig) -> str:
     parallel = config.parallel
     if parallel.prefill:
         return f"parallel.prefill={parallel.prefill} and parallel.decode={parallel.decode}"

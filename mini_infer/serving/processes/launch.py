@@ -69,6 +69,7 @@ class EngineProcess:
     Args:
         socket_path: by default in a folder of its own.
         environment: by default this process's.
+        prompts_at: as of an EngineServer.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class EngineProcess:
         max_queued: int = MAX_QUEUED,
         socket_path: str | None = None,
         environment: Mapping[str, str] | None = None,
+        prompts_at: str | None = None,
     ) -> None:
         self._folder = contextlib.ExitStack()
         if socket_path is None:  # nobody else may enter it
@@ -94,7 +96,7 @@ class EngineProcess:
         assert self._process.stdin is not None
         self._stdin = self._process.stdin  # its end tells the child that this process is gone
         with contextlib.suppress(BrokenPipeError):  # it has died already; the socket says so too
-            line = json.dumps({"config": config.to_dict(), "max_queued": max_queued})
+            line = json.dumps({"config": config.to_dict(), "max_queued": max_queued, "prompts_at": prompts_at})
             self._stdin.write(line.encode() + b"\n")
             self._stdin.flush()
 
@@ -131,7 +133,7 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, args=[listener.getsockname()], daemon=True).start()
     from mini_infer.serving.processes.engine_process import run  # takes seconds, in which the parent may end
 
-    run(EngineConfig.from_dict(settings["config"]), listener, settings["max_queued"])
+    run(EngineConfig.from_dict(settings["config"]), listener, settings["max_queued"], settings["prompts_at"])
 
 
 def _exit_with_parent(socket_path: str) -> None:

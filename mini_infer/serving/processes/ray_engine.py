@@ -12,6 +12,7 @@ again as any other is, and Ray finds it a place. Each machine has this package, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import time
@@ -19,9 +20,10 @@ from typing import Any
 
 from mini_infer.core.config import Device, EngineConfig
 from mini_infer.core.errors import ConfigError
-from mini_infer.serving.processes.engines import needs_no_gpu
+from mini_infer.serving.processes.engines import engines_asked, needs_no_gpu
 from mini_infer.serving.processes.launch import BACKLOG, EngineProcess
-from mini_infer.serving.processes.relay import Relay, connect_with, new_key
+from mini_infer.serving.processes.relay import Relay
+from mini_infer.transfer.address import connect_with, new_key
 
 try:
     import ray
@@ -80,8 +82,9 @@ class _Host:
     """The actor."""
 
     def __init__(self, config: dict[str, Any], max_queued: int, key: bytes) -> None:
-        self._engine = EngineProcess(EngineConfig.from_dict(config), max_queued)
-        self._listener = socket.create_server((ray.util.get_node_ip_address(), 0), backlog=BACKLOG)
+        here = ray.util.get_node_ip_address()
+        self._engine = EngineProcess(EngineConfig.from_dict(config), max_queued, prompts_at=f"tcp://{here}")
+        self._listener = socket.create_server((here, 0), backlog=BACKLOG)
         Relay(self._listener, self._connect, key)
 
     def address(self) -> tuple[str, int]:
@@ -111,15 +114,19 @@ def require_cluster(config: EngineConfig) -> None:
         raise ConfigError(
             f"{asked}: no Ray cluster is known here. `ray start --head` starts one, and RAY_ADDRESS names another"
         ) from error
-    needs = {name: number for name, number in _needs(config).items() if number}
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    room = sum(min(int(has.get(name, 0) // number) for name, number in needs.items()) for has in alive)
-    if room < config.parallel.replicas:
-        each = " and ".join(f"{number} {name}s" for name, number in needs.items())
-        raise ConfigError(
-            f"{asked}: each of parallel.replicas={config.parallel.replicas} engines takes {each} of one machine, and "
-            f"the cluster has room for {room}: lower parallel.replicas, or add machines"
-        )
+    free = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    engines = [dataclasses.replace(config, parallel=own) for own in config.parallel.of_engines]
+    for number, engine in enumerate(engines):
+        needs = {name: number for name, number in _needs(engine).items() if number}
+        fitting = [has for has in free if all(has.get(name, 0) >= wanted for name, wanted in needs.items())]
+        if not fitting:
+            each = " and ".join(f"{wanted} {name}s" for name, wanted in needs.items())
+            raise ConfigError(
+                f"{asked}: {engines_asked(config)} engines, of which one takes {each} of one machine, and the cluster "
+                f"has room for {number} of {len(engines)}: ask for fewer, or add machines"
+            )
+        for name, wanted in needs.items():
+            fitting[0][name] -= wanted
 
 
 def _needs(config: EngineConfig) -> dict[str, int]:

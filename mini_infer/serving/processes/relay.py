@@ -8,29 +8,16 @@ A Unix socket here stands for one there. Nothing is encrypted; the key keeps out
 from __future__ import annotations
 
 import contextlib
-import hmac
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-KEY_BYTES = 32
+from mini_infer.transfer.address import require_key
+
 _PIECE = 2**16  # bytes
-_KEY_S = 5.0  # in which a connection says its key
 _NAP_S = 0.05  # behind an accept that failed: this process may have too many files open
-
-
-def new_key() -> bytes:
-    return secrets.token_bytes(KEY_BYTES)
-
-
-def connect_with(key: bytes, address: tuple[str, int]) -> socket.socket:
-    """To the relay that listens there with the same key."""
-    sock = socket.create_connection(address)
-    sock.sendall(key)
-    return sock
 
 
 class Relay:
@@ -39,7 +26,7 @@ class Relay:
     Args:
         listener: which it closes.
         connect: may raise OSError, which closes the connection that it was for.
-        key: of KEY_BYTES, with which connections begin here; None: they need none.
+        key: with which connections begin here; None: they need none.
     """
 
     def __init__(self, listener: socket.socket, connect: Callable[[], socket.socket], key: bytes | None = None) -> None:
@@ -64,24 +51,13 @@ class Relay:
     def _join(self, near: socket.socket) -> None:
         try:
             if self._key is not None:
-                _require(self._key, near)
+                require_key(self._key, near)
             far = self._connect()
         except OSError:
             _close(near)
             return
         _in_thread(_pump, far, near)
         _pump(near, far)
-
-
-def _require(key: bytes, sock: socket.socket) -> None:
-    """Raises OSError where it says something else."""
-    sock.settimeout(_KEY_S)
-    said = b""
-    while len(said) < KEY_BYTES and (piece := sock.recv(KEY_BYTES - len(said))):
-        said += piece
-    if not hmac.compare_digest(said, key):
-        raise PermissionError("a connection without the key")
-    sock.settimeout(None)
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:

@@ -1,0 +1,102 @@
+"""Where a process listens for others: a Unix socket of its machine, or TCP, which a key opens.
+
+/tmp/mini-infer-x1/engine-0-prompts
+tcp://10.0.0.3:41234/4f1c62...        the key, which keeps out whoever else is on the network; nothing is encrypted
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+from typing import NamedTuple
+
+KEY_BYTES = 32
+BACKLOG = 16
+_TCP = "tcp://"
+_KEY_S = 5.0  # in which a connection says its key
+# A machine that is lost says nothing: its connections end after about 15 s.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 5, socket.TCP_USER_TIMEOUT: 15_000}
+
+
+def new_key() -> bytes:
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def connect_with(key: bytes, address: tuple[str, int]) -> socket.socket:
+    """To whoever listens there with the same key."""
+    sock = socket.create_connection(address)
+    sock.sendall(key)
+    return sock
+
+
+def require_key(key: bytes, sock: socket.socket) -> None:
+    """Raises OSError where the connection does not begin with it."""
+    sock.settimeout(_KEY_S)
+    said = b""
+    while len(said) < KEY_BYTES and (piece := sock.recv(KEY_BYTES - len(said))):
+        said += piece
+    if not hmac.compare_digest(said, key):
+        raise PermissionError("a connection without the key")
+    sock.settimeout(None)
+
+
+def reach(address: str) -> socket.socket:
+    """Raises OSError where nobody listens."""
+    if address.startswith(_TCP):
+        place, _, key = address.removeprefix(_TCP).partition("/")
+        host, _, port = place.rpartition(":")
+        return _watched(connect_with(bytes.fromhex(key), (host, int(port))))
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.connect(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+class Door(NamedTuple):
+    """A listening socket, and what others reach it by."""
+
+    listener: socket.socket
+    address: str
+    key: bytes | None
+
+    @classmethod
+    def open(cls, where: str) -> Door:
+        """
+        Args:
+            where: the path of a Unix socket, or tcp://HOST: then on a free port of it.
+        """
+        if where.startswith(_TCP):
+            host, key = where.removeprefix(_TCP), new_key()
+            listener = socket.create_server((host, 0), backlog=BACKLOG)
+            return cls(listener, f"{where}:{listener.getsockname()[1]}/{key.hex()}", key)
+        with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
+            os.unlink(where)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(where)
+        listener.listen(BACKLOG)
+        return cls(listener, where, None)
+
+    def admit(self, sock: socket.socket) -> socket.socket:
+        """Someone who has connected. Raises OSError where they may not come in."""
+        if self.key is None:
+            return sock
+        try:
+            require_key(self.key, sock)
+        except OSError:
+            sock.close()
+            raise
+        return _watched(sock)
+
+
+def _watched(sock: socket.socket) -> socket.socket:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    return sock

@@ -1,0 +1,90 @@
+"""Which rank of one engine pushes what to which rank of another: each keeps some of the layers, and some of the heads.
+
+computes, 2 ranks     decodes, 4 ranks of 8 heads         computes, 2 stages     decodes, 1 rank
+heads 0-3  ---------> 0-1, 2-3                            layers 0-13  ------.
+heads 4-7  ---------> 4-5, 6-7                            layers 14-27 ------'-> layers 0-27
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from mini_infer.cache.layout import KVLayout
+
+if TYPE_CHECKING:
+    from mini_infer.cache.kv_store import KVStore
+    from mini_infer.transfer.memory import Shared
+
+
+class Share(NamedTuple):
+    """What a rank keeps of a model's KV. Of a model without heads in its cache, such as latents, all ranks of a stage
+    have heads [0, 1)."""
+
+    first_layer: int
+    end_layer: int
+    first_head: int = 0
+    end_head: int = 1
+
+    def layout(self, like: KVLayout, own: Share) -> KVLayout:
+        """Of this share of a model, of which `own` has the layout `like`. Layers of which ranks have unlike shares are
+        all alike."""
+        if self == own:
+            return like
+        planes, heads = like.layers[0], self.end_head - self.first_head
+        if own.end_head - own.first_head != heads:
+            planes = tuple(replace(plane, shape=(heads, *plane.shape[1:])) for plane in planes)
+        return KVLayout.alike(self.end_layer - self.first_layer, *planes)
+
+
+class Piece(NamedTuple):
+    """What a rank keeps that one of another engine needs."""
+
+    rank: int  # of the other engine
+    layers: range  # as this rank counts them
+    shift: int  # to what the other one calls them
+    here: tuple[int, int] | None  # heads [first, end) of this rank's; None: all of both ranks'
+    there: tuple[int, int] | None
+
+
+def pieces(own: Sequence[Share], theirs: Sequence[Share], rank: int) -> list[Piece]:
+    """What `rank` of an engine whose ranks have the shares `own` pushes to ranks that have `theirs`. All ranks together
+    push everything once: of several that have the same share, one after the other has its turn."""
+    mine, found = own[rank], []
+    same = [other for other, share in enumerate(own) if share == mine]
+    for other, share in enumerate(theirs):
+        first, end = max(mine.first_layer, share.first_layer), min(mine.end_layer, share.end_layer)
+        heads = max(mine.first_head, share.first_head), min(mine.end_head, share.end_head)
+        if same[other % len(same)] != rank or first >= end or heads[0] >= heads[1]:
+            continue
+        here, there = ((heads[0] - each.first_head, heads[1] - each.first_head) for each in (mine, share))
+        if mine[2:] == share[2:]:
+            here = there = None
+        layers = range(first - mine.first_layer, end - mine.first_layer)
+        found.append(Piece(other, layers, mine.first_layer - share.first_layer, here, there))
+    return found
+
+
+@dataclass(frozen=True)
+class Holding:
+    """An engine's KV as its ranks keep it.
+
+    Attributes:
+        store: of this rank.
+        shares: of all ranks.
+        memories: of all ranks, which other engines may write to; None where none may.
+    """
+
+    store: KVStore
+    rank: int
+    shares: Sequence[Share]
+    memories: Sequence[Shared] | None = None
+
+    @property
+    def whole(self) -> KVLayout:
+        """Of all ranks together."""
+        own = self.shares[self.rank]
+        return Share(
+            0, max(share.end_layer for share in self.shares), 0, max(share.end_head for share in self.shares)
+        ).layout(self.store.layout, own)
