@@ -284,8 +284,8 @@ class ParallelConfig:
     @property
     def of_engines(self) -> list[ParallelConfig]:
         """What each engine behind one server has of this, those for prompts first."""
-        one = dataclasses.replace(self, replicas=1, launcher=Launcher.processes, prefill=0, decode=0)
-        one = dataclasses.replace(one, prefill_tensor=None)
+        alone: dict[str, Any] = {"replicas": 1, "prefill": 0, "decode": 0, "prefill_tensor": None}
+        one = dataclasses.replace(self, launcher=Launcher.processes, **alone)
         if not (self.prefill or self.decode):
             return [one] * self.replicas
         prompts = dataclasses.replace(one, prefill=1, tensor=self.prefill_tensor or self.tensor)

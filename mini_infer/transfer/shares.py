@@ -58,9 +58,10 @@ def pieces(own: Sequence[Share], theirs: Sequence[Share], rank: int) -> list[Pie
         heads = max(mine.first_head, share.first_head), min(mine.end_head, share.end_head)
         if same[other % len(same)] != rank or first >= end or heads[0] >= heads[1]:
             continue
-        here, there = ((heads[0] - each.first_head, heads[1] - each.first_head) for each in (mine, share))
-        if mine[2:] == share[2:]:
-            here = there = None
+        here, there = (
+            None if mine[2:] == share[2:] else (heads[0] - each.first_head, heads[1] - each.first_head)
+            for each in (mine, share)
+        )
         layers = range(first - mine.first_layer, end - mine.first_layer)
         found.append(Piece(other, layers, mine.first_layer - share.first_layer, here, there))
     return found
@@ -84,7 +85,5 @@ class Holding:
     @property
     def whole(self) -> KVLayout:
         """Of all ranks together."""
-        own = self.shares[self.rank]
-        return Share(
-            0, max(share.end_layer for share in self.shares), 0, max(share.end_head for share in self.shares)
-        ).layout(self.store.layout, own)
+        layers, heads = (max(share[end] for share in self.shares) for end in (1, 3))
+        return Share(0, layers, 0, heads).layout(self.store.layout, self.shares[self.rank])

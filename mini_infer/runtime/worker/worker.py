@@ -182,10 +182,11 @@ class Worker:
         with self._phase("allocate"):
             shared = shared_memory(self._config.parallel, self.device)
             self.runner, self._models = self._make_runner(limits, self.overlap, files, shared)
-            if self._config.parallel.prefill or self._config.parallel.decode:
-                self.holding = hold(self._models[0].store, self.target.kv_share, self._parallel)
-            if self._config.parallel.prefill:
-                self.runner.push_with(Pusher(self.holding))
+            roles = self._config.parallel
+            if roles.prefill or roles.decode:
+                self.holding = holding = hold(self._models[0].store, self.target.kv_share, self._parallel)
+                if roles.prefill:
+                    self.runner.push_with(Pusher(holding))
 
     def _make_runner(
         self, limits: Limits, follows: bool, files: BlockFiles | None = None, allocate: Allocate | None = None
