@@ -7,10 +7,11 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from fractions import Fraction
 
 import pytest
 
-from mini_infer.core.plan import Admission, StepPlan
+from mini_infer.core.plan import Admission, Growth, StepPlan
 from mini_infer.core.request import SamplingParams
 from mini_infer.runtime.executor.plan_ring import DATA_BYTES, KEPT, PlanRing, RingFiles
 
@@ -44,15 +45,17 @@ def take(received: queue.Queue, count: int) -> list:
 
 
 def test_plans_arrive_as_they_were_sent(files: RingFiles) -> None:
-    received = read_in_threads(files, 2, awake_s=0.001)
+    received = read_in_threads(files, 4, awake_s=0.001)
     ring = PlanRing(files, 0, SIZE)
     admission = Admission(3, "r", [1, 2], 2, [7], SamplingParams(temperature=0.5, stop=["x"]), 9, frozenset({4}))
     plan = StepPlan(5, [3], [0], [2], [True], admissions=[admission], masks={0: b"\x01\x02"})
+    rows = StepPlan(6, [3, 4], [7, 2**40], [1, 1], [True, False], 2, growths=[Growth(3, 1, [9])], drafts={1: (5, 6)})
+    odd = rows._replace(drafts={1: (Fraction(5), 6)})  # which only pickle takes
     assert ring.send((plan, 0)) == 0
     time.sleep(0.01)  # readers are asleep
-    assert ring.send("the next one") == 1
+    assert [ring.send(record) for record in ("the next one", (rows, 3), (odd, 4))] == [1, 2, 3]
     for queue_ in received:
-        assert take(queue_, 2) == [(0, (plan, 0)), (1, "the next one")]
+        assert take(queue_, 4) == [(0, (plan, 0)), (1, "the next one"), (2, (rows, 3)), (3, (odd, 4))]
 
 
 @pytest.mark.parametrize("nap_s", [0.0, 0.001])

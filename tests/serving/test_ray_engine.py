@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from http_server import Server, http_client, running, wait_for
 
-from mini_infer import EngineConfig, LLMEngine
+from mini_infer import EngineConfig, LLMEngine, SamplingParams
 from mini_infer.core.errors import ConfigError
 
 ray = pytest.importorskip("ray")
@@ -56,6 +56,30 @@ def test_replicas_live_on_any_machine_and_come_back_elsewhere(cluster: Any) -> N
         server.check_unharmed()
         assert server.stop() == 0
     wait_for(lambda: not places(), timeout=30)
+
+
+def test_engines_with_roles_live_on_any_machine(cluster: Any) -> None:
+    roles = ("--parallel.prefill", "1", "--parallel.decode", "1", "--parallel.connector", "stream")
+    flags = ("--parallel.launcher", "ray", "--parallel.hand_over", "always", *roles)
+    with running(*flags, environ={"RAY_ADDRESS": cluster.address}, forked=False) as server:
+        server.complete(max_tokens=3)
+        wait_for(lambda: server.metrics()["kv_transfers_total"] == 1)
+        assert server.metrics()["kv_transfers_failed_total"] == 0
+        assert server.stop() == 0
+
+
+def test_ranks_of_an_engine_are_on_one_machine(cluster: Any) -> None:
+    model = ("--model", "tiny-target", "--model.device", "cpu", "--model.threads", "1", "--cache.num_blocks", "64")
+    flags = ("--port", "0", "--parallel.launcher", "ray", "--parallel.tensor", "2", *model)
+    server = Server(flags, environ={"RAY_ADDRESS": cluster.address}, forked=False)
+    try:
+        ray.init(address=cluster.address, ignore_reinit_error=True, log_to_driver=False)
+        engine = LLMEngine(EngineConfig.from_dict({"model": {"path": "tiny-target", "device": "cpu", "threads": 1}}))
+        found = server.complete(prompt="def f(", max_tokens=5, temperature=0)["choices"][0]["text"]
+        assert found == engine.generate(["def f("], SamplingParams(max_tokens=5, temperature=0))[0].outputs[0].text
+        assert len(places()) == 1
+    finally:
+        assert server.stop() == 0
 
 
 def test_what_the_cluster_has_no_room_for_is_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout, Plane
 from mini_infer.core.plan import Push
 from mini_infer.core.request import Export, Handover
+from mini_infer.transfer.address import Door, reach
 from mini_infer.transfer.link import Link
 from mini_infer.transfer.memory import MemoryTarget, Shared, SharedAllocator
-from mini_infer.transfer.protocol import Blocks, Cancel, Choice, End, Message
+from mini_infer.transfer.protocol import Ask, Blocks, Cancel, Choice, Clock, End, Hello, Message, Unlike
 from mini_infer.transfer.pusher import Pusher
+from mini_infer.transfer.receiver import Receiver
 from mini_infer.transfer.shares import Holding, Piece, Share, pieces
 from mini_infer.transfer.stream import take_blocks
 
@@ -176,6 +179,69 @@ def test_a_link_carries_messages_and_bytes_until_one_side_is_gone() -> None:
     one.send(Cancel(3))  # which nobody hears
     assert one.ended
     assert other.ended
+
+
+@pytest.mark.parametrize("where", ["tcp://127.0.0.1", "socket"])
+def test_a_door_lets_in_who_has_its_address(tmp_path: Path, where: str) -> None:
+    door = Door.open(where if "//" in where else str(tmp_path / where))
+    heard: list[Message] = []
+    near = reach(door.address)
+    link = Link(
+        door.admit(door.listener.accept()[0]), lambda _, message, payload: heard.append(message), lambda _: None
+    )
+    link.start()
+    one = Link(near, lambda *_: None, lambda _: None)
+    one.start()
+    shared = Shared(Share(0, 2), 9, [[1, 2]], "GPU-1")
+    said: list[Message] = [
+        Hello({"numerics": "fast"}, [shared], "here", 1.5),
+        Clock(1.5, 2.5),
+        Unlike("no"),
+        Ask(1, door.address, [5, 6], "salt", 0, 2, [3]),
+        End(1, "", 1.0, 2.0, 0.5, 7),
+    ]
+    for message in said:
+        one.send(message)
+    _wait(lambda: len(heard) == len(said))
+    assert heard[1:] == said[1:]
+    assert isinstance(heard[0], Hello)
+    assert heard[0].memories is not None
+    assert [Shared.of(*memory) for memory in heard[0].memories] == [shared]
+    near.sendall(b"\x03\0\0\0" + bytes(8) + b"{}}")  # what is no message ends it
+    _wait(lambda: link.ended and one.ended)
+    if door.key is not None:
+        with socket.create_connection(door.listener.getsockname()) as stranger:
+            stranger.sendall(bytes(len(door.key)))
+            with pytest.raises(PermissionError):
+                door.admit(door.listener.accept()[0])
+    door.listener.close()
+    with pytest.raises(OSError, match="refused"):
+        reach(door.address)
+
+
+def test_another_machine_s_clock_is_another_one() -> None:
+    now = [100.0]
+
+    class Deaf:
+        def send(self, message: Message) -> None:
+            said.append(message)
+
+        def start(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    said: list[Any] = []
+    receiver = Receiver(Hello({}, None, "here"), lambda *_: None, clock=lambda: now[0])
+    link: Any = receiver.attach("there", Deaf())
+    receiver.start([Ask(1, "there", [5], "", 0, 0, [3])], [])
+    hello, _ = said
+    now[0] += 0.2
+    receiver.hear(link, Clock(hello.now, 5000.1), bytearray())  # read halfway
+    now[0] += 1.0
+    receiver.hear(link, End(1, "", 5000.3, 5000.8, 0.1, 7), bytearray())
+    (arrival,) = receiver.poll()
+    assert arrival.handover == Handover(100.0, pytest.approx(100.3), pytest.approx(100.8), 0.1, 101.2, 7)
+    receiver.close()
 
 
 def _wait(condition: Any) -> None:

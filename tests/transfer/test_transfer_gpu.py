@@ -34,15 +34,15 @@ async def tokens_of(stream: Stream) -> list[int]:
     return [token async for delta in stream for token in delta.token_ids]
 
 
-async def tokens_apart(folder: Path, connector: str) -> tuple[list[list[int]], int]:
-    """And how many prompts were handed over."""
+async def tokens_apart(folder: Path, connector: str, *ranks: int) -> tuple[list[list[int]], int]:
+    """And how many prompts were handed over. Engines of several ranks share GPUs, each of which is one of both."""
     count = torch.cuda.device_count()
     with ExitStack() as stack:
         paths = []
-        for number, role in enumerate(("prefill", "decode")):
+        for number, (role, tensor) in enumerate(zip(("prefill", "decode"), ranks or (1, 1), strict=True)):
             order = [(number + shift) % count for shift in range(count)]
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, order))}
-            config = replace(CONFIG, parallel={role: 1, "connector": connector})
+            config = replace(CONFIG, parallel={role: 1, "connector": connector, "tensor": tensor})
             paths.append(str(folder / role))
             stack.callback(EngineProcess(config, socket_path=paths[-1], environment=environment).stop)
         engine = await AsyncEngine.connect(*paths, num_prefill=1)
@@ -67,5 +67,19 @@ def test_tokens_are_those_of_one_engine(tmp_path: Path, connector: str) -> None:
     expected = [output.outputs[0].token_ids for output in one.generate(PROMPTS, PARAMS)]
     one.close()
     found, moved = asyncio.run(asyncio.wait_for(tokens_apart(tmp_path, connector), 240))
+    assert found == expected
+    assert moved == len(PROMPTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 1), (1, 2)], ids=str)
+def test_tokens_are_those_of_one_engine_over_ranks(tmp_path: Path, ranks: tuple[int, int]) -> None:
+    """Each rank pushes to the ranks that keep the same heads, all of which are on another GPU or on its own."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    one = LLMEngine(replace(CONFIG, parallel={"hand_over": "auto"}))
+    expected = [output.outputs[0].token_ids for output in one.generate(PROMPTS, PARAMS)]
+    one.close()
+    found, moved = asyncio.run(asyncio.wait_for(tokens_apart(tmp_path, "memory", *ranks), 240))
     assert found == expected
     assert moved == len(PROMPTS)
