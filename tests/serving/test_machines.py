@@ -9,9 +9,9 @@ from served import PROMPT, SHORT, TIMEOUT_S, dry_config, until, whole
 
 from mini_infer import LLMEngine
 from mini_infer.core.config import replace
+from mini_infer.serving.link.wire import Add, FrameReader, FrameWriter, Ready, command_decoder
 from mini_infer.serving.processes.async_engine import AsyncEngine
 from mini_infer.serving.processes.launch import EngineProcess
-from mini_infer.serving.processes.wire import Add, FrameReader, FrameWriter, Ready, command_decoder
 
 
 def test_prompts_are_computed_over_tcp(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_prompts_are_computed_over_tcp(tmp_path: Path) -> None:
             assert info is not None
             assert (info.prompts_at or "").startswith("tcp://127.0.0.1:")
             (delta,) = await whole(engine.submit(PROMPT, SHORT))
-            await until(lambda: engine.replicas[1].stats.prompts_received == 1)
+            await until(lambda: engine.replicas[1].stats.kv_transfers == 1)
             return delta.token_ids
         finally:
             await engine.close()
