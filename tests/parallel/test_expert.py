@@ -198,7 +198,7 @@ def test_engines_over_ranks_give_the_tokens_of_one_process(make_engine: MakeEngi
     )
     ours, theirs = generated(engine), generated(alone)
     assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
-    assert engine.startup.expert_parallel == 2
+    assert (engine.startup.expert_parallel, engine.startup.dispatch) == (2, form)
     assert engine.startup.all_reduce == "none"
     half_of_the_experts = 2 * 3 * 32 * 16 * 4
     assert engine.startup.weight_bytes == alone.startup.weight_bytes - half_of_the_experts

@@ -47,6 +47,7 @@ def test_every_setting_is_a_flag_and_a_variable() -> None:
         "speculation.ngram_min",
         "parallel.prefill",
         "parallel.decode",
+        "parallel.prefill_tensor",
         "parallel.redundant_experts",
     }
     alone |= {

@@ -41,6 +41,7 @@ class StartupReport:
     kernels: str = "none"
     tensor_parallel: int = 1  # ranks of a stage that share layers; bytes are this one's
     expert_parallel: int = 1  # ... that share experts
+    dispatch: str = "none"  # how tokens get to those of other ranks
     pipeline_parallel: int = 1  # stages; bytes are those of the last one
     all_reduce: str = "none"  # how the sums of `tensor_parallel` ranks are made
     quantization: str = "none"  # of the target's weights

@@ -273,6 +273,7 @@ class Worker:
 
     def report(self) -> StartupReport:
         kernels, target, draft = self._kernels, self.target, self.draft
+        experts = target.experts
         return StartupReport(
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             dtype=str(target.dtype).removeprefix("torch."),
@@ -282,7 +283,8 @@ class Worker:
             numerics=self._config.numerics.value,
             kernels=f"{kernels.name} ({kernels.fallback})" if kernels.fallback else kernels.name,
             tensor_parallel=self.target.parallel.size,
-            expert_parallel=self.target.experts.context.size,
+            expert_parallel=experts.context.size,
+            dispatch=experts.dispatch.value if experts.context.size > 1 else "none",
             pipeline_parallel=self._parallel.stages,
             all_reduce=self.target.parallel.about,
             quantization=target.quantization,
