@@ -1,4 +1,4 @@
-"""Engines of several ranks, one for prompts and one that decodes: the tokens of one engine, to the bit."""
+"""Engines of several ranks, one for prompts and one that decodes: the tokens of one engine."""
 
 from __future__ import annotations
 
