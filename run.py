@@ -12,7 +12,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.lab import catalog, schema, sweep, typed
+from experiments.lab import catalog, schema, sweep, typed, variants
 from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import explain
 from mini_infer.core.errors import ConfigError, MiniInferError
@@ -28,7 +28,7 @@ def job(config: DictConfig) -> None:
         if config.experiment is None or chosen is None:
             raise ConfigError(f"no experiment chosen: add experiment=<name>\n\n{catalog.experiment_list(CONF)}")
         overrides = list(HydraConfig.get().overrides.task)
-        typed.settle(config, chosen, overrides)  # finds what is wrong before torch is loaded
+        variants.require_possible(typed.settle(config, chosen, overrides).config)  # before torch is loaded
         from experiments.lab.execute import execute
 
         execute(config, chosen, overrides, ROOT)
@@ -38,17 +38,18 @@ def main() -> None:
     # A scheduler's time limit, or `timeout`, is an interrupt as well: what was measured is kept.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        command = COMMANDS.get(next(iter(sys.argv[1:]), ""))
-        if command is not None:
-            command.run(sys.argv[2:], ROOT)
+        first = next(iter(sys.argv[1:]), "")
+        if first in COMMANDS:
+            COMMANDS[first].run(sys.argv[2:], ROOT)
             return
+        catalog.require_setting(first, CONF)
         if len(sys.argv) == 1:
             raise ConfigError(
                 "choose an experiment: python run.py experiment=<name>\n\n"
                 f"{catalog.experiment_list(CONF)}\n\n`python run.py --help` tells what else can be chosen."
             )
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its errors on, and `explain` words them
-        schema.register(CONF)
+        schema.register(CONF, catalog.chosen(sys.argv[1:]))
         OmegaConf.register_new_resolver("lab.help", lambda: catalog.help_text(CONF), replace=True)
         sys.argv[1:] = catalog.shorthand(sys.argv[1:], CONF)
         job()

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from experiments.lab import axes, points, schema
+from experiments.lab import axes, points, schema, variants
 from experiments.lab.ablation_spec import AblationSpec
 from experiments.lab.experiment import Experiment, Findings
 from experiments.lab.judge import formulas, logit_gate, prediction
@@ -19,7 +19,6 @@ from experiments.lab.judge.gate import Gate
 from experiments.lab.measure import ceilings, cells, hardware, rounds
 from experiments.lab.measure.cells import Cell
 from experiments.lab.measure.costs import device_of
-from experiments.lab.measure.kinds import SERVED
 from experiments.lab.measure.rate_search import Searches
 from experiments.lab.measure.session import Session
 from experiments.lab.measure.simulated import Simulator
@@ -28,7 +27,6 @@ from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.points import Point
 from experiments.lab.schema import Again
 from experiments.lab.show.progress import Steps
-from experiments.lab.spec import VARIANT_KEYS
 from experiments.lab.store.ledger import Terms
 from experiments.lab.store.result import Sample
 from experiments.lab.workloads import Inputs
@@ -107,7 +105,7 @@ class Ablation(Experiment):
             for variant, changes in self.spec.variants.items():
                 if variant == self.aa and point.name not in self._again_at:
                     continue
-                kind, engine = _variant(at_point, variant, changes or {})
+                kind, engine = variants.made(at_point, variant, changes or {})
                 yield Cell(variant, point, kind, engine, load, self.spec.baseline if variant == self.aa else variant)
 
     def measure(self, steps: Steps) -> Findings:
@@ -292,24 +290,6 @@ def _label(name: str, changes: Mapping[str, Any], synthetic: bool) -> str:
 
 def _can_profile(device: str) -> bool:
     return device == "cuda"
-
-
-def _variant(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple[Kind, EngineConfig]:
-    where = f"experiment.variants.{name}"
-    if not isinstance(changes, Mapping):
-        raise ConfigError(f"{where} must map engine settings to values, got {changes!r}")
-    try:
-        kind = Kind(changes.get("kind", "engine"))
-    except ValueError:
-        allowed = ", ".join(k.value for k in Kind)
-        raise ConfigError(f"{where}.kind must be one of {allowed}; got {changes['kind']!r}") from None
-    settings = {key: value for key, value in changes.items() if key not in VARIANT_KEYS}
-    if config.axes.via == axes.HTTP:
-        kind = SERVED.get(kind, kind)
-        if not (kind.can.over_http or kind.can.client_of or kind is Kind.simulated):
-            raise ConfigError(f"{where}: {kind.label} is not served over HTTP by us: start its server, and ask it with "
-                              "via=url peers.http.url=...")  # fmt: skip
-    return kind, schema.engine_config(schema.merged(config.engine, settings, where))
 
 
 def _require_keepable(measured: Sequence[Cell]) -> None:

@@ -49,8 +49,8 @@ from mini_infer.calibration.text import calibration_ids, shipped_text
 from mini_infer.core.config import CacheConfig, CacheDType, Device, DType, EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import Quantization as Rounding
-from mini_infer.modeling.checkpoint import read_json, resolve_folder
 from mini_infer.modeling.loader import load_model, load_spec
+from mini_infer.modeling.model_files import read_json, resolve_folder
 
 CPU = torch.device("cpu")
 METRICS = {

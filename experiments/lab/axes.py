@@ -38,10 +38,12 @@ class Axes:
     node: str = ""  # which of the nodes below was merged
 
 
-def register(folder: Path) -> None:
-    """Makes nodes of all experiments in `folder` known to Hydra."""
+def register(folder: Path, only: str = "*") -> None:
+    """Makes nodes of all experiments in `folder` known to Hydra, or of the one of that name."""
     store = ConfigStore.instance()
-    for path in sorted(folder.glob("[!_]*.yaml")):
+    for path in sorted(folder.glob(f"{only}.yaml")):
+        if path.name.startswith("_"):
+            continue
         for scale, via, content in nodes(OmegaConf.load(path)):
             name = f"{path.stem}.{scale}.{via}"
             store.store(name, {**content, "axes": {"node": name}}, GROUP, "_global_")

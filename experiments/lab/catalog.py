@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from experiments.lab.axes import NO_SCALE, nodes
 from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import suggest
 from experiments.lab.schema import SHORT
+from mini_infer.core.config import LoadFormat
 from mini_infer.core.errors import ConfigError
+from mini_infer.modeling.model_files import local_folder, safetensors_files
 
 POINTS = "experiment.points."
 EXAMPLES = (
@@ -50,9 +53,20 @@ def defaults(conf: Path) -> dict[str, str]:
     return chosen
 
 
+def names(conf: Path) -> list[str]:
+    """Of the experiments."""
+    return sorted(path.stem for path in (conf / "experiment").glob("[!_]*.yaml"))
+
+
+def chosen(arguments: Sequence[str]) -> str:
+    """The one experiment that a command line names; `*` where it may name several."""
+    named = [value for key, _, value in (argument.partition("=") for argument in arguments) if key == "experiment"]
+    return named[0] if len(named) == 1 and named[0].isidentifier() else "*"
+
+
 def experiments(conf: Path) -> dict[str, Any]:
     """Experiment -> its file."""
-    return {path.stem: OmegaConf.load(path) for path in sorted((conf / "experiment").glob("[!_]*.yaml"))}
+    return {name: OmegaConf.load(conf / "experiment" / f"{name}.yaml") for name in names(conf)}
 
 
 def experiment_list(conf: Path) -> str:
@@ -116,10 +130,9 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     from experiments.lab.store import result as store
 
     conf = root / "conf"
-    known = experiments(conf)
-    if experiment not in known:
+    if experiment not in (known := names(conf)):
         raise ConfigError(f"unknown experiment {experiment!r}{suggest(experiment, known)}")
-    schema.register(conf)
+    schema.register(conf, experiment)
     given = [f"experiment={experiment}", *shorthand(overrides, conf)]
     with initialize_config_dir(str(conf), version_base="1.3"):
         settled = typed.settle(compose("config", overrides=given), experiment, given)
@@ -151,12 +164,45 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
         lines.append(f"peers     {', '.join(peers)}, in {count} of {measure.processes} processes")
     lines += [f"claims    {len(spec.get('claims') or [])}", f"code      {', '.join(spec.get('code') or [])}"]
     lines += [f"note      {note}" for note in settled.notes]
+    passes = max(1, len(variants)) * len(grid) * measure.repeats * measure.processes
+    lines.append(f"memory    {_memory(settled.config.engine, len(variants) if spec.get('keep_engines') else 1)}")
     for path in sorted((root / "results" / experiment / f"{axes.scale}.{axes.via}").glob("*/default.json")):
         info = store.read(path).info
+        took, then = info.provenance.seconds / 60, info.config["measure"]
+        arms = max(1, len(info.variants) - (info.aa is not None))
+        before = arms * len(info.points) * then["repeats"] * then["processes"]
         lines.append(
-            f"last run  {info.provenance.seconds / 60:.0f} minutes on {info.hardware}, {info.provenance.started}"
+            f"time      about {took * passes / before:.0f} minutes on {info.hardware}: {took:.0f} minutes for "
+            f"{before} passes on {info.provenance.started[:10]}, and this has {passes}"
         )
     return "\n".join(lines)
+
+
+def _memory(engine: Any, engines: int) -> str:
+    """Of so many engines, which live at a time."""
+    cache, model = engine.cache, engine.model
+    if cache.memory_gib is not None:
+        parts = [f"{cache.memory_gib:g} GiB for KV"]
+    elif cache.num_blocks is not None:
+        parts = [f"KV of {cache.num_blocks * cache.block_size:,} tokens"]
+    else:
+        parts = [f"for KV 0.5 GiB of a CPU's, or what {cache.gpu_memory_utilization:.0%} of a GPU's leaves"]
+    if model.load_format is LoadFormat.auto and (folder := local_folder(model.path)) is not None:
+        size = sum(file.stat().st_size for file in safetensors_files(folder))
+        parts.append(f"weights of {size / 2**20:,.0f} MiB in their files")
+    each = f", each of {engines} variants, side by side" if engines > 1 else ""
+    return " and ".join(parts) + each
+
+
+def require_setting(word: str, conf: Path) -> None:
+    """Raises ConfigError where the first word of a command line is neither a setting nor a flag: it was meant to be a
+    command, or an experiment."""
+    if not word or "=" in word or word.startswith(("-", "~")):
+        return
+    known = {name: name for name in COMMANDS} | {name: f"experiment={name}" for name in names(conf)}
+    close = difflib.get_close_matches(word, known, n=1)
+    hint = f"did you mean {known[close[0]]!r}?" if close else f"commands are {', '.join(COMMANDS)}."
+    raise ConfigError(f"{word!r} is no command, and no setting, which is typed as key=value; {hint}")
 
 
 def shorthand(arguments: Sequence[str], conf: Path) -> list[str]:

@@ -157,14 +157,14 @@ class _Shared(dict[str, Any]):
         return self
 
 
-def register(conf: Path = CONF) -> None:
+def register(conf: Path = CONF, experiment: str = "*") -> None:
     """Makes known to Hydra: `schema` for the root, `schema/workload: <kind>` for a workload file, and what the
-    experiments of the folder `conf` say of their scales."""
+    experiments of the folder `conf` say of their scales; reading all of them takes seconds, one of them none."""
     store = ConfigStore.instance()
     store.store(name="schema", node=twin(RunConfig))
     for name, cls in WORKLOADS.items():
         store.store(group="schema/workload", name=name, node=twin(cls))
-    axes.register(conf / "experiment")
+    axes.register(conf / "experiment", experiment)
     store.repo = _Shared(store.repo)
 
 

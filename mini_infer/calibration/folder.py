@@ -27,7 +27,7 @@ from mini_infer.calibration.recipe import Recipe
 from mini_infer.calibration.streamed import StreamedDecoder
 from mini_infer.calibration.text import calibration_ids
 from mini_infer.core.errors import ConfigError
-from mini_infer.modeling.checkpoint import read_json, resolve_folder
+from mini_infer.modeling.model_files import read_json, resolve_folder
 
 UNFINISHED = ".unfinished"
 RECIPE, HIDDEN = "quantization_recipe.json", "hidden.safetensors"

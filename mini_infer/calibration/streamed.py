@@ -17,7 +17,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from mini_infer.core.errors import ModelError
-from mini_infer.modeling.checkpoint import checkpoint_dtype, read_json, safetensors_files
+from mini_infer.modeling.checkpoint import checkpoint_dtype
+from mini_infer.modeling.model_files import read_json, safetensors_files
 
 
 class StreamedDecoder:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mini_infer.cli.arguments import command_parser, refuse
+from mini_infer.cli.serve import parse, remarks
 from mini_infer.cli.server_process import discard, read_address, start_server
 from mini_infer.core.errors import MiniInferError
 
@@ -23,7 +24,7 @@ DESCRIPTION = """\
 Talks with a model, keeps the conversation, and shows the answer as it comes.
 
   mini-infer-chat                                 starts a server of its own with tiny-target
-  mini-infer-chat --model PATH                    ... with another model; all flags of mini-infer-serve are taken
+  mini-infer-chat PATH                            ... with another model; all flags of mini-infer-serve are taken
   mini-infer-chat --url http://localhost:8000     talks with a server that runs already
 
 In the conversation: /reset forgets it, /quit (or Ctrl-D) ends, Ctrl-C stops an answer.
@@ -73,8 +74,11 @@ def own_server(flags: Sequence[str]) -> Iterator[str]:
     """A server with these flags, for as long as the context is open; yields its address.
 
     Raises:
-        ChatError: it does not start; the message holds what it said.
+        ConfigError, ModelError, ChatError: it does not start, which the last one tells with what it said; or its model
+            takes no conversations.
     """
+    for remark in remarks(parse(flags)):
+        raise ChatError(f"{remark}: give --chat-template FILE, or choose another model")
     with tempfile.TemporaryFile("w+", prefix="mini-infer-chat-") as said:
         # In a session of its own: Ctrl-C stops an answer, not the server.
         process = start_server([*flags, "--port", "0"], stderr=said, start_new_session=True)

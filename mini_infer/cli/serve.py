@@ -12,21 +12,22 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mini_infer.cli.arguments import command_parser, refuse
+from mini_infer.cli.arguments import command_parser, refuse, require_server
 from mini_infer.cli.server_process import address_line
 from mini_infer.cli.vllm_flags import translated
 from mini_infer.core.config import Launcher
 from mini_infer.core.errors import ConfigError, MiniInferError
+from mini_infer.runtime import preflight
 from mini_infer.serving.settings import PREFIX, ServerSettings, Setting, from_environment, table
 
 NAME = "mini-infer-serve"
-USAGE = f"{NAME} [--model NAME] [--dry-run] [--port PORT] [--SETTING VALUE ...]"
+USAGE = f"{NAME} [MODEL] [--dry-run] [--port PORT] [--SETTING VALUE ...]"
 DESCRIPTION = """\
 Serves a model over HTTP with the OpenAI API.
 
-  mini-infer-serve --dry-run --port 8000              no weights: answers made-up text, starts in seconds
-  mini-infer-serve --model tiny-target                the small model that ships with the package
-  mini-infer-serve --model PATH --use-cuda-graph      a Hugging Face folder or a hub name
+  mini-infer-serve tiny-target                  the small model that ships with the package
+  mini-infer-serve PATH --use-cuda-graph        a Hugging Face folder or a hub name; --model PATH says the same
+  mini-infer-serve --dry-run --port 8000        no weights: answers made-up text, starts in seconds
   curl localhost:8000/healthz
 
 The paths: /v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /tokenize, /detokenize, /healthz, /readyz,
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 after a signal, 1 when the engine died, 2 for settings that cannot work."""
     try:
         settings = parse(sys.argv[1:] if argv is None else argv)
+        for remark in remarks(settings):
+            print(f"{NAME}: {remark}", file=sys.stderr)
         with _bound(settings) as sock:
             return asyncio.run(_serve(settings, sock))
     except (asyncio.CancelledError, KeyboardInterrupt):  # a signal while the engine was starting
@@ -89,6 +92,13 @@ def parse(argv: Sequence[str], environ: dict[str, str] | None = None) -> ServerS
         hint = f"; did you mean {close[0]}?" if close else "."
         raise ConfigError(f"unknown argument {unknown[0]!r}{hint} `mini-infer-serve --help` lists all settings")
     return from_environment(dict(os.environ) if environ is None else environ, vars(given))
+
+
+def remarks(settings: ServerSettings) -> tuple[str, ...]:
+    """What the model will not do, a sentence each. Raises ConfigError or ModelError where it cannot be served here."""
+    require_server()
+    said = preflight.check(settings.engine)
+    return said if settings.chat_template is None else ()
 
 
 def _parser() -> argparse.ArgumentParser:

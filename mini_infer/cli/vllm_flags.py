@@ -60,7 +60,7 @@ NAMES = {
     "enable-auto-tool-choice": Ours(""),
     "enable-reasoning": Ours(""),
     "disable-log-requests": Ours(""),
-    "disable-log-stats": Ours(""),
+    "disable-log-stats": Ours("--stats-interval", {"": "0"}),
     "no-enable-log-requests": Ours(""),
     "disable-uvicorn-access-log": Ours(""),
 }
@@ -98,8 +98,8 @@ def translated(argv: Sequence[str], known: Collection[str]) -> list[str]:
     result = []
     if words[:1] == ["serve"]:
         words.pop(0)
-        if words and not words[0].startswith("-"):
-            result += ["--model", words.pop(0)]
+    if words and not words[0].startswith("-"):
+        result += ["--model", words.pop(0)]
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")

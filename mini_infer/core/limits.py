@@ -21,6 +21,15 @@ class Limits:
     num_host_blocks: int  # for swapped requests, and for prefixes
 
 
+def require_length(asked: int, model_limit: int) -> None:
+    """Raises ConfigError where so many tokens are beyond what the model's positions reach."""
+    if asked > model_limit:
+        raise ConfigError(
+            f"model.max_model_len={asked} is beyond the model's own limit of {model_limit} tokens. Lower it, or "
+            "stretch the model with rope scaling (linear or yarn) in its config.json"
+        )
+
+
 def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int, block_bytes: int) -> Limits:
     """
     Args:
@@ -32,11 +41,8 @@ def settle_limits(config: EngineConfig, model_limit: int, affordable_blocks: int
         ConfigError: what is asked for contradicts itself, or the machine.
     """
     cache, scheduler, asked = config.cache, config.scheduler, config.model.max_model_len
-    if asked is not None and asked > model_limit:
-        raise ConfigError(
-            f"model.max_model_len={asked} is beyond the model's own limit of {model_limit} tokens. Lower it, or "
-            "stretch the model with rope scaling (linear or yarn) in its config.json"
-        )
+    if asked is not None:
+        require_length(asked, model_limit)
     length = asked or model_limit
     reason = f"model.max_model_len={asked}" if asked else f"the model's limit is {model_limit} tokens"
     longest = -(-length // cache.block_size)

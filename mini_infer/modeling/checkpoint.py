@@ -1,8 +1,7 @@
-"""Where a model lies and what its files hold: folders, hub names, config.json and safetensors."""
+"""The tensors of a checkpoint's files, and loading them to their places."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,75 +10,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mini_infer.assets import shipped_path
 from mini_infer.core.errors import ModelError
 from mini_infer.modeling.model import CheckpointTensor
+from mini_infer.modeling.model_files import safetensors_files
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _NAMED = 50  # of missing tensors
-_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-
-
-def resolve_folder(path: str, *, weights: bool = True) -> Path:
-    """The folder of a shipped model, of a path, or of a hub name, which is downloaded unless it is in the hub's cache.
-
-    weights: a hub's safetensors are wanted too, not just config and tokenizer. Raises ModelError.
-    """
-    shipped = shipped_path(path)
-    if shipped is not None:
-        if not (shipped / "config.json").is_file():
-            raise ModelError(f"the shipped model {path} is not there; make it with python -m mini_infer.assets.train")
-        return shipped
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists():
-        raise ModelError(f"model.path={path}: there is no such folder")
-    from huggingface_hub import snapshot_download
-
-    # model*.safetensors: some repositories hold the weights a second time, under another name.
-    patterns = [*_SMALL_FILES, "model*.safetensors"] if weights else list(_SMALL_FILES)
-    try:
-        return Path(snapshot_download(path, allow_patterns=patterns))
-    except Exception as error:  # the hub's own errors, its HTTP client's, and the file system's
-        reason = str(error).strip().split("\n")[0]
-        raise ModelError(
-            f"model.path={path}: no folder of that name here, and the hub does not give it either "
-            f"({type(error).__name__}: {reason}). Give a folder with config.json and safetensors, a hub name that "
-            "can be reached or is in its cache, or tiny-target"
-        ) from error
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Raises ModelError where the file is missing or is not a JSON object."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{file.parent} has no {file.name}") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {file}: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{file} holds no JSON object")
-    return values
-
-
-def safetensors_files(folder: Path) -> list[Path]:
-    """The shards that the index names, or the single file. Raises ModelError where one is missing."""
-    if (folder / _INDEX).is_file():
-        weight_map = read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{folder / _INDEX} has no weight_map")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-    else:
-        files = [folder / _SINGLE]
-    for file in files:
-        if not file.is_file():
-            hint = "; convert pytorch_model.bin to safetensors" if list(folder.glob("*.bin")) else ""
-            raise ModelError(
-                f"{folder} has no {file.name}{hint}. Without weights, model.load_format=dummy runs the shape"
-            )
-    return files
 
 
 def checkpoint_dtype(folder: Path) -> torch.dtype:

@@ -23,12 +23,13 @@ from mini_infer.core.config import (
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.interface import Kernels
 from mini_infer.kernels.ops import TorchKernels
-from mini_infer.modeling.checkpoint import checkpoint_dtype, fill_from, read_json, resolve_folder, safetensors_files
+from mini_infer.modeling.checkpoint import checkpoint_dtype, fill_from
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.linear_methods.base import Build, LinearMethodFactory
 from mini_infer.modeling.linear_methods.quantized import stored_as
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.model import Model
+from mini_infer.modeling.model_files import read_json, resolve_folder, safetensors_files
 from mini_infer.modeling.registry import parse_spec
 from mini_infer.modeling.spec import MLASpec, ModelSpec, MoESpec, token_ids
 from mini_infer.modeling.transformers_model import load_transformers_model, new_transformers_model

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from mini_infer.attention.context import AttentionContext
 from mini_infer.core.errors import ModelError
-from mini_infer.modeling.checkpoint import safetensors_files
 from mini_infer.modeling.linear_methods.base import Build
 from mini_infer.modeling.model import CheckpointTensor, Model
+from mini_infer.modeling.model_files import safetensors_files
 from mini_infer.modeling.spec import AttentionSpec, MLASpec, ModelSpec
 from mini_infer.modeling.transformers_probe import PAGED, attend_by, register
 

@@ -10,7 +10,7 @@ import torch
 
 from mini_infer.core.clock import machine
 from mini_infer.core.config import EngineConfig, HandOver, LoadFormat
-from mini_infer.modeling.checkpoint import resolve_folder
+from mini_infer.modeling.model_files import resolve_folder
 from mini_infer.runtime.executor.base import Executor
 from mini_infer.transfer.protocol import Hello
 from mini_infer.transfer.receiver import Receiver

@@ -21,7 +21,7 @@ from mini_infer.calibration.text import calibration_ids
 from mini_infer.cli.quantize import main
 from mini_infer.core.config import CacheConfig, Device, DType, EngineConfig, ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
-from mini_infer.modeling.checkpoint import safetensors_files
+from mini_infer.modeling.model_files import safetensors_files
 
 CPU = torch.device("cpu")
 TEXT = "\n".join(f"def f{i}(x):\n    return x * {i} + len('{i * i}')\n" for i in range(200))

@@ -183,3 +183,10 @@ def test_a_fault_that_a_request_alone_has_too_is_found(monkeypatch: pytest.Monke
     monkeypatch.setattr(exact_gate, "probes", lambda whole: short)  # what is excluded is drawn by any of them
     fault(monkeypatch)
     assert not ExactGate("cpu").of_probes("as it is", config("as it is", "cpu")).passed
+
+
+@pytest.mark.parametrize("size", [4, 16, 64])
+def test_the_probes_memory_holds_their_longest_request_whatever_a_block_is(size: int) -> None:
+    cache = exact_gate._stressed(EngineConfig.from_dict({"cache": {"block_size": size}})).cache
+    assert cache.num_blocks is not None
+    assert 640 < cache.num_blocks * size < 2 * 640, "and not two of them"

@@ -14,6 +14,7 @@ from mini_infer import assets
 from mini_infer.assets import SHIPPED, shipped_path
 from mini_infer.core.config import ModelConfig
 from mini_infer.core.errors import ConfigError, ModelError
+from mini_infer.modeling import model_files
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.layers import RMSNorm
 from mini_infer.modeling.loader import load_model, load_spec, resolve_device, resolve_dtype
@@ -149,6 +150,7 @@ class TestFolder:
             raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nlong advice")
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+        monkeypatch.setattr(model_files, "_asked", lambda path: "")
         with pytest.raises(ModelError, match=r"some/model.*LocalEntryNotFoundError: no connection\).*tiny-target"):
             load_spec(ModelConfig(path="some/model"))
 
@@ -158,11 +160,13 @@ class TestFolder:
 
         asked: list[list[str]] = []
 
-        def download(name: str, allow_patterns: list[str]) -> str:
+        def download(name: str, allow_patterns: list[str], local_files_only: bool) -> str:
+            assert not local_files_only
             asked.append(allow_patterns)
             return str(folder)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        monkeypatch.setattr(model_files, "_asked", lambda path: "")
         for load_format in ("dummy", "auto"):
             assert load_spec(ModelConfig(path="some/model", load_format=load_format)).vocab_size == 100
         assert ["model*.safetensors" in patterns for patterns in asked] == [False, True]
@@ -171,7 +175,7 @@ class TestFolder:
         assert SHIPPED == ("tiny-target", "tiny-draft", "tiny-moe")
         assert shipped_path("tiny-draft") == Path(assets.__file__).parent / "tiny-draft"
         assert shipped_path("other") is None
-        monkeypatch.setattr("mini_infer.modeling.checkpoint.shipped_path", lambda name: tmp_path)
+        monkeypatch.setattr("mini_infer.modeling.model_files.shipped_path", lambda name: tmp_path)
         with pytest.raises(ModelError, match=r"tiny-target is not there.*mini_infer\.assets\.train"):
             load_spec(ModelConfig(path="tiny-target"))
 

@@ -19,10 +19,10 @@ from mini_infer import ConfigError
 from mini_infer.core.config import ModelConfig, Quantization
 from mini_infer.core.errors import ModelError
 from mini_infer.modeling import checkpoint
-from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.kv_scales import KVScales
 from mini_infer.modeling.loader import load_model, load_spec
 from mini_infer.modeling.model import Model
+from mini_infer.modeling.model_files import resolve_folder
 from mini_infer.modeling.sharding import of_each_rank
 from mini_infer.parallel.context import ParallelContext
 from mini_infer.quantization.formats import Number, WeightFormat

@@ -203,7 +203,7 @@ def _stressed(config: EngineConfig) -> EngineConfig:
     scheduler, cache = config.scheduler, config.cache
     blocks = 3 * (-(-640 // cache.block_size))
     if cache.layout is Layout.paged and scheduler.batching is Batching.continuous:
-        blocks = 48  # of 40 that the longest may take: who grows makes others give way
+        blocks = -(-768 // cache.block_size)  # for 640 tokens of the longest: who grows makes others give way
     return replace(
         config,
         model=model,

@@ -46,9 +46,9 @@ from mini_infer.core.config import (
     ParallelConfig,
     When,
 )
-from mini_infer.modeling.checkpoint import read_json, resolve_folder
 from mini_infer.modeling.layers import Linear
 from mini_infer.modeling.linear_methods.quantized import QuantizedLinear
+from mini_infer.modeling.model_files import read_json, resolve_folder
 from mini_infer.runtime.worker.torch_model import TorchModel
 
 LAYERS = 2

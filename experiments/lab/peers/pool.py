@@ -31,8 +31,8 @@ from experiments.lab.peers.process import PeerProcess
 from experiments.lab.peers.settings import PeerSettings, ProcessSettings
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig, LoadFormat, replace
-from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.loader import load_spec, outline, resolve_device, resolve_dtype
+from mini_infer.modeling.model_files import resolve_folder
 
 CUDA = "cuda"
 RELEASE_S = 10.0  # the driver needs a second or two

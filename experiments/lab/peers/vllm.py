@@ -31,7 +31,7 @@ from mini_infer.core.config import Batching, CacheDType, EngineConfig, Layout, L
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.model_config import ModelConfig, Quantization, Routing
 from mini_infer.core.speculation_config import SpeculationConfig, SpeculationMethod
-from mini_infer.modeling.checkpoint import read_json, resolve_folder
+from mini_infer.modeling.model_files import read_json, resolve_folder
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # the model is a folder

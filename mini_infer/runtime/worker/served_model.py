@@ -15,9 +15,9 @@ from mini_infer.core.config import Dispatch, EngineConfig, LoadFormat, ModelConf
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.core.limits import Limits
 from mini_infer.kernels.ops import Kernels
-from mini_infer.modeling.checkpoint import resolve_folder
 from mini_infer.modeling.loader import as_served, load_model, load_spec, outline, resolve_dtype
 from mini_infer.modeling.model import Model
+from mini_infer.modeling.model_files import resolve_folder
 from mini_infer.modeling.sharding import of_each_rank, require_shared_experts
 from mini_infer.modeling.spec import ModelSpec, MoESpec
 from mini_infer.modeling.stages import of_stage

@@ -1,0 +1,57 @@
+"""The engines that an ablation's variants ask for, made of the config alone: what cannot run here is refused before
+torch is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig
+
+from experiments.lab import axes, points, schema
+from experiments.lab.measure.kinds import SERVED, Kind
+from experiments.lab.spec import VARIANT_KEYS
+from mini_infer.core.config import EngineConfig
+from mini_infer.core.errors import ConfigError
+from mini_infer.runtime import preflight
+
+ABLATION = "experiments.ablation.Ablation"
+
+
+def made(config: DictConfig, name: str, changes: Mapping[str, Any]) -> tuple[Kind, EngineConfig]:
+    """The variant of that name, with these changes to the config. Raises ConfigError."""
+    where = f"experiment.variants.{name}"
+    if not isinstance(changes, Mapping):
+        raise ConfigError(f"{where} must map engine settings to values, got {changes!r}")
+    try:
+        kind = Kind(changes.get("kind", "engine"))
+    except ValueError:
+        allowed = ", ".join(k.value for k in Kind)
+        raise ConfigError(f"{where}.kind must be one of {allowed}; got {changes['kind']!r}") from None
+    settings = {key: value for key, value in changes.items() if key not in VARIANT_KEYS}
+    if config.axes.via == axes.HTTP:
+        kind = SERVED.get(kind, kind)
+        if not (kind.can.over_http or kind.can.client_of or kind is Kind.simulated):
+            raise ConfigError(f"{where}: {kind.label} is not served over HTTP by us: start its server, and ask it with "
+                              "via=url peers.http.url=...")  # fmt: skip
+    return kind, schema.engine_config(schema.merged(config.engine, settings, where))
+
+
+def require_possible(config: DictConfig) -> None:
+    """Raises ConfigError or ModelError where an engine that the experiment is to measure cannot start here."""
+    if config.axes.scale == axes.NO_SCALE or config.axes.via == axes.URL:
+        return
+    system = config.measure.system
+    if system is not None and not Kind(system).can.ours:
+        return
+    asked, spec, checked = schema.of_points(config), schema.plain(config.experiment), list[EngineConfig]()
+    if spec.get("_target_") != ABLATION:  # others make engines of their own, of this model
+        preflight.check_model(schema.engine_config(config.engine).model)
+        return
+    for point in points.grid(spec.get("points") or {}):
+        at_point = schema.with_values(asked, point.values)
+        for name, changes in (spec.get("variants") or {}).items():
+            kind, engine = made(at_point, name, changes or {})
+            if kind.can.ours and engine not in checked:
+                checked.append(engine)
+                preflight.check(engine)
