@@ -129,6 +129,7 @@ class ServerSettings:
     body_timeout: float = 120.0  # seconds until its body must have come, too
     log_level: LogLevel = LogLevel.info  # the least grave messages that are logged
     log_format: LogFormat = LogFormat.text  # of what is logged to standard error
+    stats_interval: float = 10.0  # seconds between lines in the log about what is done; 0: no such lines
     otlp_traces_endpoint: str | None = None  # URL of a collector of OpenTelemetry's that gets a span a request
     access_log: bool = False  # logs one line a request
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -150,6 +151,8 @@ class ServerSettings:
         for name in POSITIVE:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not 0 <= self.stats_interval < math.inf:
+            raise ConfigError(f"stats_interval must be 0 seconds (never) or more, got {self.stats_interval}")
         if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:
             raise ConfigError(f"request_timeout must be above 0 seconds, or none, got {self.request_timeout}")
         if not 0 <= self.shutdown_timeout < math.inf:

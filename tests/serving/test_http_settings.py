@@ -122,7 +122,7 @@ def test_a_flag_wins_over_its_variable() -> None:
         (["--served-model-name", ""], {}, "served_model_name is empty"),
         (["--use-cuda-graph", "--graphs.capture", "never"], {}, "use_cuda_graph is short for graphs.capture=always"),
         (["--dry-run"], {"MINI_INFER_MODEL__LOAD_FORMAT": "dummy"}, "dry_run is short for"),
-        (["stray"], {}, "unknown argument 'stray'"),
+        (["tiny-target", "stray"], {}, "unknown argument 'stray'"),
         ([], {"MINI_INFER_PROT": "1"}, "did you mean MINI_INFER_PORT?"),
         ([], {"MINI_INFER_PORT": "x"}, "MINI_INFER_PORT must be an integer"),
     ],

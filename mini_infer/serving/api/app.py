@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 import mini_infer
 from mini_infer.core.errors import ConfigError
-from mini_infer.serving.api import answers, errors, schema
+from mini_infer.serving.api import answers, docs_page, errors, schema
 from mini_infer.serving.api.chat.chat import chat
 from mini_infer.serving.api.chat.conversation import as_messages
 from mini_infer.serving.api.chat.responses import respond
@@ -31,11 +31,12 @@ from mini_infer.serving.http.acceptor import allow_many_open_files
 from mini_infer.serving.http.bodies import CheckedRoute
 from mini_infer.serving.link.replica import Replica
 from mini_infer.serving.metrics import CONTENT_TYPE
+from mini_infer.serving.narration import chosen, narrate
 from mini_infer.serving.settings import ServerSettings, from_environment
 
 logger = logging.getLogger("uvicorn.error")  # what the server's own messages go through
 
-ABOUT = ("/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")  # what a key can be asked for
+ABOUT = ("/metrics", "/docs", "/openapi.json")  # what a key can be asked for
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 LINGER_S = 2.0  # from the engine's death to the server's end: the running requests learn of it, and /healthz says so
 
@@ -66,11 +67,19 @@ def create_app(
         allow_many_open_files()
         service = await Service.start(settings or _alone(from_environment(os.environ)), engine_paths, accounts)
         app.state.service = service
+        alone = service.settings.api_processes == 1  # else all of them would say the same
+        if alone:
+            logger.info("%s", chosen(service.model_name, service.engine.info))
+        every_s = service.settings.stats_interval
+        says = alone and every_s > 0
+        telling = asyncio.create_task(narrate(service.engine.replicas, every_s, logger)) if says else None
         if on_engine_death is not None:
             service.engine.on_death = functools.partial(_linger, asyncio.get_running_loop(), on_engine_death)
         try:
             yield
         finally:
+            if telling is not None:
+                telling.cancel()
             await service.close()
 
     app = _App(
@@ -78,6 +87,8 @@ def create_app(
         version=mini_infer.__version__,
         description="The OpenAI API on a mini-infer engine.",
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's pages load their code from elsewhere
+        redoc_url=None,
         root_path=(settings and settings.root_path) or "",
     )
     if settings is not None and settings.origins:
@@ -191,6 +202,11 @@ async def readyz(request: Request) -> Response:
 @_probe("/version", summary="Of the server")
 async def version() -> Response:
     return _json({"version": mini_infer.__version__})
+
+
+@probes.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    return Response(docs_page.page(request.app.openapi(), request.app.root_path), media_type="text/html")
 
 
 class _MetricsText(Response):
