@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from integrity import check_scheduler
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
-from mini_infer.core.config import DryConfig
+from mini_infer.core.config import DryConfig, Policy
 from mini_infer.core.model_config import DRY_TOKEN_BYTES
 from mini_infer.core.plan import Draft, StepPlan, StepResult, Transfer
 from mini_infer.core.request import CompletionOutput, FinishReason, Request, RequestOutput, TokenLogprob
@@ -104,7 +104,7 @@ def machines(draw: st.DrawFn) -> dict[str, Any]:
         "scheduler": {
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_seqs + draw(st.integers(0, 40)),
-            "policy": draw(st.sampled_from(["fcfs", "priority", "shortest"])),
+            "policy": draw(st.sampled_from([policy.value for policy in Policy])),
             "overlap": draw(st.sampled_from(["never", "always"])),
         },
         "stages": draw(st.integers(1, 3)),

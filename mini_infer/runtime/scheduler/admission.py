@@ -8,20 +8,9 @@ from typing import NamedTuple
 
 from mini_infer.cache.kv_manager import KVManager, PrefixMatch
 from mini_infer.core.config import Policy, SchedulerConfig
-from mini_infer.core.request import Rank, Request, RequestStatus
+from mini_infer.core.request import Request, RequestStatus
 
 _rank = attrgetter("rank")
-
-
-def rank(request: Request, number: int, config: SchedulerConfig) -> Rank:
-    """Who goes first: as the policy says, then by arrival, of which this is the `number`-th. With `shortest` a prompt
-    stands in line as if it had come later, by its tokens: so a long one lets short ones pass for a while, and not for
-    ever."""
-    if config.policy is Policy.priority:
-        return request.priority, number
-    if config.policy is Policy.shortest:
-        return request.arrival_time + request.prompt_len / config.ageing_tokens_per_s, number
-    return 0.0, number
 
 
 class WaitingLine:

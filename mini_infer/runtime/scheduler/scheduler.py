@@ -32,9 +32,10 @@ from mini_infer.cache.kv_manager import KVManager
 from mini_infer.core.config import Batching, Preemption, SchedulerConfig
 from mini_infer.core.plan import Growth, KVUsage, StepPlan, StepResult
 from mini_infer.core.request import FinishReason, Request, RequestStatus
-from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, WaitingLine, rank
+from mini_infer.runtime.scheduler.admission import AdmissionControl, Batch, Newcomer, WaitingLine
 from mini_infer.runtime.scheduler.elsewhere import Elsewhere
 from mini_infer.runtime.scheduler.planned_step import PlannedStep, TokenUpdate, book_tokens
+from mini_infer.runtime.scheduler.policies import place_of
 from mini_infer.runtime.scheduler.prefix_loads import PrefixLoads
 from mini_infer.speculative.draft_plan import add_drafts, can_follow
 from mini_infer.speculative.speculator import NoSpeculation
@@ -57,6 +58,7 @@ class Scheduler:
         self._watermark_blocks = int(watermark * kv.num_blocks) if kv.least_blocks == 1 else 0  # where requests grow
         self.speculator, self._follows = speculator or NoSpeculation(), follows
         self._stages = stages
+        self.place = place_of(config.policy)
         self._static = config.batching is Batching.static
         self._requests: dict[Request, None] = {}  # all unfinished ones
         # A static batch computes siblings side by side.
@@ -76,7 +78,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request. One with `fork_of` waits until its leader's prompt is computed, to share its blocks."""
         self._num_added += 1
-        request.rank = rank(request, self._num_added, self.config)
+        request.rank = self.place(request, self.config), self._num_added
         self._requests[request] = None
         self.line.add(request)
 
