@@ -56,8 +56,17 @@ def execute(config: DictConfig, name: str, overrides: Sequence[str], root: Path)
     results, reports = root / paths.results, root / paths.reports
     own = store.place(name, settled.axes.scale, settled.axes.via, experiment.hardware_key, run)
     kept = Kept(results / own, commit if clean else None, paths.resume)
-    with Steps(name) as steps:
-        findings = processes.measure(config, steps, kept)
+    try:
+        with Steps(name) as steps:
+            findings = processes.measure(config, steps, kept)
+    except KeyboardInterrupt:
+        once = "measure.processes=1 measure.repeats=1"
+        print(
+            f"no round was finished, so nothing is stored. The same again: {_command(overrides, paths)}\n"
+            f"A quick look first: add {once}; `python run.py show {name}` says how long a run takes",
+            file=sys.stderr,
+        )
+        raise
     experiment.finish(findings)
     origin = Provenance(
         command=_command(overrides, paths),

@@ -202,7 +202,7 @@ def test_a_peers_process_that_was_stopped_is_opened_again():
             opened.append(lending.Lease(SimpleNamespace(alive=True, about={}), lambda: None))
             return opened[-1]
 
-    lender = lending.Lending(True, Pool(), Simulator(Hardware(), 1))
+    lender = lending.Lending(True, Pool(), Simulator(Hardware(), 1), lambda done, total: None)
     used = []
     for stopped in (False, False, True, False):
         if stopped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,9 +18,11 @@ from experiments.lab.measure.traces import Served
 from experiments.lab.peers.pool import Lease, Peers
 from experiments.lab.workloads import Item
 from mini_infer.core.config import EngineConfig
+from mini_infer.core.plan import StepRecord
 
 clock = time.perf_counter  # of who watches from outside
 WARM_AGAIN, WARM_TOKENS = 2, 16  # requests, and tokens of each, before a pass of an engine that has been warm
+Tell = Callable[[int, int], None]
 
 
 @dataclass
@@ -29,14 +31,17 @@ class Lent:
     Attributes:
         served: what it was asked for since it was opened, or has forgotten what it knew.
         warm: the points at which it has been warmed up in full.
+        tell: is told, after each step of an engine in this process, how many requests of a pass have ended, of all.
     """
 
     subject: Subject
+    tell: Tell
     served: list[Item] = field(default_factory=list)
     warm: set[str] = field(default_factory=set)
 
     def serve(self, items: Sequence[Item], concurrency: int) -> Served:
-        served = from_outside(self.subject.serve, items, concurrency, clock)
+        with _told(self.subject, len(items), self.tell):
+            served = from_outside(self.subject.serve, items, concurrency, clock)
         self.served += items
         return served
 
@@ -63,14 +68,16 @@ class Lending:
             then not change.
         peers: those that have processes of their own.
         simulator: of the others.
+        tell: as of Lent.
 
     Attributes:
         about: of each variant, its peer's version and settings (of one whose settings differ between points, several),
             or what its first engine turned out to be.
     """
 
-    def __init__(self, keep: bool, peers: Peers, simulator: Simulator) -> None:
+    def __init__(self, keep: bool, peers: Peers, simulator: Simulator, tell: Tell) -> None:
         self._keep = keep
+        self._tell = tell
         self._peers = peers
         self._simulator = simulator
         self._kept: dict[str, Lent] = {}
@@ -80,7 +87,7 @@ class Lending:
     def lend(self, variant: str, kind: Kind, config: EngineConfig) -> Iterator[Lent]:
         lent = self._kept.get(variant)
         if lent is None or not _lives(lent.subject):
-            lent = Lent(self._open(kind, config))
+            lent = Lent(self._open(kind, config), self._tell)
         elif isinstance(lent.subject, EngineSubject):
             # Whatever was opened since its last turn has emptied the allocator.
             lent.subject.reserve_memory()
@@ -107,6 +114,26 @@ class Lending:
             gc.collect()
             torch.cuda.empty_cache()
         return self._peers.open(kind, config) or open_subject(kind, config)
+
+
+@contextmanager
+def _told(subject: Subject, total: int, tell: Tell) -> Iterator[None]:
+    if not isinstance(subject, EngineSubject):
+        yield
+        return
+    ended = 0
+
+    def observe(record: StepRecord) -> None:
+        nonlocal ended
+        ended += len(record.finished)
+        tell(ended, total)
+
+    observers = subject.engine.observers
+    observers.append(observe)
+    try:
+        yield
+    finally:
+        observers.remove(observe)
 
 
 def _lives(subject: Subject) -> bool:

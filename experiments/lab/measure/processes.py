@@ -173,10 +173,14 @@ class _Relay(Steps):
 
     def next(self, what: str) -> None:
         keep_interrupts()
+        self._told = time.monotonic()
         self._connection.send(("next", (what,)))
 
     def again(self, why: str) -> None:
         self._connection.send(("again", (why,)))
+
+    def tell(self, done: int, total: int) -> None:
+        self._connection.send(("tell", (done, total)))
 
 
 def _child(connection: Connection, *packed: Any) -> None:

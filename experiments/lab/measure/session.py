@@ -59,7 +59,7 @@ class Session:
         self._steps = steps
         self._idle_wanted = "gpu_idle_share" in spec.metrics
         self._peers = Peers(peers)
-        self._lending = Lending(spec.keep_engines, self._peers, simulator)
+        self._lending = Lending(spec.keep_engines, self._peers, simulator, steps.within)
         self._absent: dict[str, str] = {}  # variant -> why
         devices = [cell.engine.model.device for cell in measured.values() if cell.kind is not Kind.simulated]
         self._watch = Watch(hardware.resolve(devices[0]) if devices else "cpu")

@@ -9,15 +9,19 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+TOLD_S = 5.0  # from one word about a pass under way to the next
 
 
 class Steps:
     """`with Steps("quickstart") as steps: steps.plan(20); steps.next("engine, batch 8")` before each step."""
 
+    _told = 0.0  # when the step that is under way was last spoken of
+
     def __init__(self, title: str) -> None:
         self._title = title
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         console = Console(stderr=True)
         self._drawn = console.is_terminal
         # Drawn between measurements only: a thread that redraws would take its time from what is measured.
@@ -25,6 +29,7 @@ class Steps:
         self._task = self._bar.add_task(title, total=None)
         self._started = time.monotonic()
         self._total = self._done = 0
+        self._text = title  # of the step that is under way
         self._process, self._processes = 0, 1
 
     def __enter__(self) -> Steps:
@@ -52,8 +57,28 @@ class Steps:
         if self._processes > 1:
             what = f"process {self._process + 1} of {self._processes}, {what}"
         self._bar.update(self._task, completed=self._done)
+        left = self._left()
         self._done += 1
-        self._say(f"{self._title}: {what}", f"[{self._done}/{self._total}] ")
+        self._text = f"{self._title}: {what}{left}"
+        self._told = time.monotonic()
+        self._say(self._text, f"[{self._done}/{self._total}] ")
+
+    def within(self, done: int, total: int) -> None:
+        """Requests of the step's pass that have ended. Told at most every TOLD_S, and between the engine's steps, so
+        that what is measured hardly feels it."""
+        if time.monotonic() - self._told >= TOLD_S:
+            self._told = time.monotonic()
+            self.tell(done, total)
+
+    def tell(self, done: int, total: int) -> None:
+        self._say(f"{self._text}: {done} of {total} requests", "    ")
+
+    def _left(self) -> str:
+        """Of the whole run, by the steps that are done."""
+        if not self._done:
+            return ""
+        seconds = (time.monotonic() - self._started) / self._done * (self._total - self._done)
+        return f", {seconds / 60:.0f} min left" if seconds >= 90 else f", {seconds:.0f} s left"
 
     def again(self, why: str) -> None:
         """The step is done once more."""
