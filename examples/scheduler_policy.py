@@ -1,0 +1,48 @@
+"""Your own scheduler policy: a function that gives each request its place in the line.
+
+python examples/scheduler_policy.py
+
+To keep it, put `place` into a file of mini_infer/runtime/scheduler/policies, and its name into `Policy` of
+mini_infer/core/config.py: then `engine.scheduler.policy=<name>` chooses it, and the property tests try it.
+"""
+
+from __future__ import annotations
+
+from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer.core.config import ModelConfig, SchedulerConfig
+from mini_infer.core.model_config import DryConfig
+from mini_infer.core.request import Request
+
+LENGTHS = (400, 30, 200, 30, 300, 30)  # prompt tokens
+
+
+def fewest_output_tokens(request: Request, config: SchedulerConfig) -> float:
+    """Those who ask for the least go first. Who asks for much may starve: fit for an example."""
+    return request.params.max_tokens or 0
+
+
+def order(policy: str, own: bool = False) -> list[str]:
+    """Of the requests' ends, with one at a time, on a model without weights."""
+    dry = DryConfig(prefill_token_us=5)
+    scheduler = SchedulerConfig(policy=policy, max_num_seqs=1)  # type: ignore[arg-type]
+    engine = LLMEngine(EngineConfig(model=ModelConfig(path="dry", load_format="dry", dry=dry), scheduler=scheduler))  # type: ignore[arg-type]
+    if own:
+        engine.scheduler.place = fewest_output_tokens
+    for index, length in enumerate(LENGTHS):
+        params = SamplingParams(max_tokens=10 * (len(LENGTHS) - index), ignore_eos=True)
+        engine.add_request([index + 1] * length, params, request_id=f"{length} in, {params.max_tokens} out")
+    ended = []
+    while engine.has_unfinished_requests():
+        ended += [output.request_id for output in engine.step() if output.finished]
+    engine.close()
+    return ended
+
+
+def main() -> None:
+    print("first come, first served: ", *order("fcfs"), sep="\n  ")
+    print("short prompts first:      ", *order("shortest"), sep="\n  ")
+    print("fewest output tokens first", *order("fcfs", own=True), sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

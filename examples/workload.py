@@ -1,0 +1,77 @@
+"""Your own workload: requests as you describe them, served by two engines, measured by the lab's own formulas.
+
+python examples/workload.py
+
+To have it in experiments, put the class beside the others in experiments/lab/workloads, name it in their table, and
+give it a file in conf/workload.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from experiments.lab.judge import formulas
+from experiments.lab.judge.metrics import Missing
+from experiments.lab.measure.driver import drive
+from experiments.lab.workloads import Inputs, Item, Vocabulary, Workload
+from experiments.lab.workloads.base import generator
+from experiments.lab.workloads.tokens import RandomTokens
+from experiments.lab.workloads.vocabulary import ModelVocabulary
+from mini_infer import EngineConfig, LLMEngine
+from mini_infer.core.config import CacheConfig
+
+METRICS = ("ttft_ms", "requests_per_s", "prefix_hit_rate")
+
+
+@dataclass(frozen=True)
+class Reviews(Workload):
+    """Questions about few long files: each question is short, and stands behind one of the files."""
+
+    kind: ClassVar[str] = "reviews"
+
+    files: int = 2
+    questions: int = 6
+    file_tokens: int = 192
+    question_tokens: int = 8
+    output_tokens: int = 4
+
+    @property
+    def num_requests(self) -> int:
+        return self.files * self.questions
+
+    @property
+    def in_flight(self) -> int:
+        return 2
+
+    def make(self, vocabulary: Vocabulary, seed: int) -> Inputs:
+        tokens = RandomTokens(vocabulary.size, generator(seed, "tokens"))
+        files = [tokens.draw(self.file_tokens) for _ in range(self.files)]
+        items = [
+            Item([*file, *tokens.draw(self.question_tokens)], self.output_tokens, shared_tokens=bool(asked) * len(file))
+            for asked in range(self.questions)
+            for file in files
+        ]
+        warmup = [Item(tokens.draw(self.file_tokens), self.output_tokens) for _ in range(2)]
+        return Inputs(tuple(items), tuple(warmup))
+
+
+def main() -> None:
+    workload = Reviews()
+    for caching in (False, True):
+        config = EngineConfig(model="tiny-target", cache=CacheConfig(prefix_caching=caching, memory_gib=0.1))
+        inputs = workload.make(ModelVocabulary(config.model), seed=0)
+        engine = LLMEngine(config)
+        drive(engine, inputs.warmup, workload.in_flight)
+        served = drive(engine, inputs.measured, workload.in_flight)
+        engine.close()
+        found = formulas.measure(served, METRICS)
+        print(f"prefix cache {'on' if caching else 'off'}:")
+        for name, value in found.items():
+            metric = formulas.describe(name)
+            print(f"  {metric.label}: {value.reason if isinstance(value, Missing) else f'{value:.3g} {metric.unit}'}")
+    print("One pass of each says little; an experiment repeats them in turns, and gives an interval.")
+
+
+if __name__ == "__main__":
+    main()
