@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from mini_infer.serving.api.errors import ApiError, as_api_error
 from mini_infer.serving.api.prompts import MOST_WAITING, VERY_LONG, Aside
 from mini_infer.serving.api.sampling import bounded
 from mini_infer.serving.http.bodies import LARGE, UnfinishedBodies
-from mini_infer.serving.http.connections import AT_ONCE, Turns
 from mini_infer.serving.http.writing import encode, in_blocks, pieces
 from mini_infer.serving.processes.async_engine import QueueFull
 
@@ -194,24 +192,6 @@ def test_who_does_not_go_on_is_let_go(server: Server, begun: bytes) -> None:
         answer = said(sock)
     assert b"HTTP/1.1 408" in answer
     assert answer.count(b"HTTP/1.1 ") == 1 + (b"readyz" in begun)
-
-
-def test_many_clients_at_one_moment_take_turns_with_everybody_else() -> None:
-    async def main() -> None:
-        turns, done, seen = Turns(), list[int](), list[int]()
-        for number in range(50):
-            turns.take(partial(done.append, number))
-        while len(done) < 50:
-            seen.append(len(done))
-            await asyncio.sleep(0)  # a pass of the event loop
-        assert done == list(range(50))
-        assert seen == [*range(AT_ONCE, 50, AT_ONCE)]
-        turns.take(lambda: done.append(50))
-        await asyncio.sleep(0)
-        turns.take(lambda: done.append(51))
-        assert done[50:] == [50, 51], "who comes alone does not wait"
-
-    asyncio.run(main())
 
 
 def test_silent_connections_give_way(server: Server) -> None:

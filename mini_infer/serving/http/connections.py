@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -21,34 +19,7 @@ logger = logging.getLogger("uvicorn.error")
 HEAD_BYTES = 2**16  # of request line and headers
 STEP = 2**12  # bytes of a head that are parsed before they are counted again
 SWEEP_S = 0.25
-AT_ONCE = 8  # requests, and connections that are closed: some milliseconds
-
-
-class Turns:
-    """At most AT_ONCE clients get something done in one pass of the event loop: between two passes streams have their
-    turn, however many others come or go at the same moment."""
-
-    def __init__(self) -> None:
-        self._taken = 0  # in this pass
-        self._waiting: deque[Callable[[], None]] = deque()
-
-    def take(self, work: Callable[[], None]) -> None:
-        """Does it now, or in a later pass."""
-        if self._waiting or self._taken == AT_ONCE:
-            self._waiting.append(work)
-            return
-        if not self._taken:
-            asyncio.get_running_loop().call_soon(self._begin_pass)
-        self._taken += 1
-        work()
-
-    def _begin_pass(self) -> None:
-        works = [self._waiting.popleft() for _ in range(min(AT_ONCE, len(self._waiting)))]
-        self._taken = len(works)
-        if works:
-            asyncio.get_running_loop().call_soon(self._begin_pass)
-        for work in works:
-            work()
+AT_ONCE = 16  # connections that are closed: some milliseconds
 
 
 class Connections:
@@ -70,7 +41,6 @@ class Connections:
         self._bodies: dict[LimitedProtocol, float] = {}
         self._idle: dict[LimitedProtocol, None] = {}  # kept alive, between two requests
         self._sweeping = False
-        self.turns = Turns()
 
     def opened(self, connection: LimitedProtocol) -> None:
         self._open.add(connection)
@@ -148,31 +118,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._on_end = on_end
         self._head_bytes = 0
         self._in_body = False
-        self._unread = b""  # which waits for a turn
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._limits.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
         self._limits.closed(self)
         self._on_end()
-        self._limits.turns.take(partial(super().connection_lost, exc))  # then whoever serves it learns of it
 
     def data_received(self, data: bytes) -> None:
-        waits, self._unread = bool(self._unread), self._unread + data
-        if not waits:
-            self._limits.turns.take(self._read)
-            if self._unread:
-                self.transport.pause_reading()
-
-    def _read(self) -> None:
-        data, self._unread = self._unread, b""
-        self._parse(data)
-        if not (self.flow.read_paused or self.transport.is_closing()):
-            self.transport.resume_reading()
-
-    def _parse(self, data: bytes) -> None:
         if not self._in_body and not self._head_bytes:
             self._limits.await_head(self)
         start = 0
