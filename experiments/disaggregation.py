@@ -307,13 +307,7 @@ class _Engines:
             for number, make in enumerate(makes):
                 paths.append(os.path.join(folder, f"engine-{number}"))
                 stack.callback(make(paths[-1]).stop)
-            connected = AsyncEngine.connect(
-                *paths,
-                routing=config.parallel.routing,
-                num_prefill=config.parallel.prefill,
-                startup_timeout=STARTUP_S,
-            )
-            engine = self.run(connected)
+            engine = self.run(AsyncEngine.connect(*paths, parallel=config.parallel, startup_timeout=STARTUP_S))
             while any(replica.failure is not None for replica in engine.replicas):
                 self.run(asyncio.sleep(0.1))
             try:

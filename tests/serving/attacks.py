@@ -77,7 +77,8 @@ def silent_connections(server: Server, size: int) -> None:
 def many_completions(server: Server, size: int) -> None:
     for _ in range(size):
         body = {"prompt": ["x"] * 500, "n": 256, "max_tokens": 4000}
-        assert httpx_post(server, TEXT, body).status_code == 400
+        response = httpx_post(server, TEXT, body)
+        assert response.status_code == 400, response.text
 
 
 def httpx_post(server: Server, path: str, body: dict[str, Any], timeout: float = 60) -> httpx.Response:

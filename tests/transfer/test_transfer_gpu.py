@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
-from mini_infer.core.config import replace
+from mini_infer.core.config import ParallelConfig, replace
 from mini_infer.serving.link.stream import Stream
 from mini_infer.serving.processes.async_engine import AsyncEngine
 from mini_infer.serving.processes.launch import EngineProcess
@@ -45,7 +45,7 @@ async def tokens_apart(folder: Path, connector: str, *ranks: int) -> tuple[list[
             config = replace(CONFIG, parallel={role: 1, "connector": connector, "tensor": tensor})
             paths.append(str(folder / role))
             stack.callback(EngineProcess(config, socket_path=paths[-1], environment=environment).stop)
-        engine = await AsyncEngine.connect(*paths, num_prefill=1)
+        engine = await AsyncEngine.connect(*paths, parallel=ParallelConfig(prefill=1, decode=1))
         try:
             while any(replica.failure is not None for replica in engine.replicas):
                 await asyncio.sleep(0.1)

@@ -64,11 +64,11 @@ def constraint(body: GenerationRequest) -> Any:
     own = body.structured_outputs or StructuredOutputs.model_validate({})
     wanted = {
         "response_format": _response_format(body.response_format),
-        "guided_json": _json_schema(body.guided_json),
+        "guided_json": _pair(GrammarKind.json_schema, body.guided_json),
         "guided_regex": _pair(GrammarKind.regex, body.guided_regex),
         "guided_choice": _choice("guided_choice", body.guided_choice),
         "guided_grammar": _pair(GrammarKind.lark, body.guided_grammar),
-        "structured_outputs.json": _json_schema(own.json_),
+        "structured_outputs.json": _pair(GrammarKind.json_schema, own.json_),
         "structured_outputs.regex": _pair(GrammarKind.regex, own.regex),
         "structured_outputs.choice": _choice("structured_outputs", own.choice),
         "structured_outputs.grammar": _pair(GrammarKind.lark, own.grammar),
@@ -87,10 +87,6 @@ def _pair(kind: GrammarKind, text: Any) -> Any:
     return None if text is None else (kind.value, text)
 
 
-def _json_schema(schema: dict[str, Any] | str | None) -> Any:
-    return _pair(GrammarKind.json_schema, schema)
-
-
 def _response_format(wanted: ResponseFormat | None) -> Any:
     if wanted is None or wanted.type == "text":
         return None
@@ -102,7 +98,7 @@ def _response_format(wanted: ResponseFormat | None) -> Any:
             '{"name": ..., "schema": {...}}}',
             "response_format",
         )
-    return _json_schema(wanted.json_schema.schema_)
+    return _pair(GrammarKind.json_schema, wanted.json_schema.schema_)
 
 
 def _choice(name: str, texts: list[str] | None) -> Any:

@@ -80,9 +80,8 @@ class Service:
         if engine_paths:
             engine = await AsyncEngine.connect(
                 *engine_paths,
-                routing=settings.engine.parallel.routing,
+                parallel=settings.engine.parallel,
                 alone=settings.api_processes == 1,
-                num_prefill=settings.engine.parallel.prefill,
                 startup_timeout=patience,
             )
         else:

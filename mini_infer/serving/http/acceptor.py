@@ -14,7 +14,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-AT_ONCE = 64  # connections accepted before anything else gets a turn
+AT_ONCE = 16  # connections accepted before anything else gets a turn
 RETRY_S = 0.02
 COMPLAINT_S = 10.0  # between two lines of the log that say the same
 WANTED = 65_536  # open files

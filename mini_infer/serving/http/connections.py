@@ -19,7 +19,7 @@ logger = logging.getLogger("uvicorn.error")
 HEAD_BYTES = 2**16  # of request line and headers
 STEP = 2**12  # bytes of a head that are parsed before they are counted again
 SWEEP_S = 0.25
-EVICTED_AT_ONCE = 16
+AT_ONCE = 16  # connections that are closed: some milliseconds
 
 
 class Connections:
@@ -71,7 +71,7 @@ class Connections:
 
     def make_room(self) -> bool:
         """Closes some that wait for their client to speak; whether there were any."""
-        silent = list(islice(chain(self._heads, self._idle), EVICTED_AT_ONCE))
+        silent = list(islice(chain(self._heads, self._idle), AT_ONCE))
         for connection in silent:
             connection.transport.abort()
             self.closed(connection)
@@ -84,14 +84,17 @@ class Connections:
             asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
     def _sweep(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now, wait_s = asyncio.get_running_loop().time(), SWEEP_S
         for waiting, what in ((self._heads, "head"), (self._bodies, "body")):
-            while waiting and (oldest := next(iter(waiting.items())))[1] <= now:
-                waiting.pop(oldest[0])
-                oldest[0].refuse(ApiError(408, f"the {what} of the request did not come in time"))
+            late = [connection for connection, until in islice(waiting.items(), AT_ONCE) if until <= now]
+            for connection in late:
+                waiting.pop(connection)
+                connection.refuse(ApiError(408, f"the {what} of the request did not come in time"))
+            if len(late) == AT_ONCE:  # there may be more
+                wait_s = 0.0
         self._sweeping = bool(self._heads or self._bodies)
         if self._sweeping:
-            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+            asyncio.get_running_loop().call_later(wait_s, self._sweep)
 
 
 class LimitedProtocol(HttpToolsProtocol):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from mini_infer.core.config import EngineConfig, RouterPolicy
+from mini_infer.core.config import EngineConfig, ParallelConfig
 from mini_infer.core.request import SamplingParams
 from mini_infer.runtime.text.prompt import Prompt, encode_prompt, require_fit
 from mini_infer.runtime.text.tokenizer import Tokenizer, load_tokenizer
@@ -87,18 +87,16 @@ class AsyncEngine:
     async def connect(
         cls,
         *socket_paths: str,
-        routing: RouterPolicy = RouterPolicy.prefix_aware,
+        parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  it is frozen
         alone: bool = True,
-        num_prefill: int = 0,
         startup_timeout: float = STARTUP_TIMEOUT_S,
     ) -> AsyncEngine:
         """Uses engine processes that another process has started. Of several, one that ends is waited for, since
         whoever started it starts another; it begins as soon as one serves. Other arguments and errors: as with `start`.
 
         Args:
-            routing: which of several gets a request.
+            parallel: how requests are dealt, and how many of the first ones compute prompts for the others.
             alone: no other process sends requests to them.
-            num_prefill: so many of the first ones compute prompts for the others, which get the requests.
         """
         replicas = [Replica(number, path) for number, path in enumerate(socket_paths)]
         try:
@@ -113,8 +111,8 @@ class AsyncEngine:
             for replica in replicas:
                 replica.close()
             raise
-        router = Router(routing, len(replicas), config.cache, alone)
-        return cls(replicas, router, tokenizer, startup_timeout, num_prefill)
+        router = Router(parallel.routing, len(replicas), config.cache, alone)
+        return cls(replicas, router, tokenizer, startup_timeout, parallel.prefill)
 
     @property
     def stats(self) -> Stats:

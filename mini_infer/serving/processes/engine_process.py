@@ -92,6 +92,7 @@ class EngineServer:
         self._owners: dict[str, Owner] = {}  # of the engine's requests, but those whose connection has ended
         self._deadlines: list[tuple[float, str]] = []  # a heap
         self._expired: set[str] = set()
+        self._late: list[RequestOutput] = []  # not handed out yet, for the log-probabilities of others' prompts
         self._failures = 0
         self._drained_by: float | None = None  # no further requests; those that it has get until then
         self._sender = make_sender(engine)
@@ -118,7 +119,7 @@ class EngineServer:
     def turn(self) -> None:
         """One step, or the wait for something to do."""
         computes = self._engine.has_unfinished_requests() and not self._engine.waits
-        self._communicate(wait=not (self._newcomers or computes))
+        self._communicate(wait=not (self._newcomers or self._late or computes))
         self._take_in()
         self._enforce_deadlines()
         if self._engine.has_unfinished_requests():
@@ -126,6 +127,7 @@ class EngineServer:
             self._bound.stepped(self._engine.scheduler)
             self._tell_stats(STATS_INTERVAL_S if self._engine.has_unfinished_requests() else 0.0)
         else:
+            self._hand_out([])
             self._tell_stats(HEARTBEAT_S)
         for connection in list(self._connections):
             self._flush(connection)
@@ -148,7 +150,7 @@ class EngineServer:
         if self._drained_by is None:
             return False
         left_s = self._drained_by - time.perf_counter()
-        if self._newcomers.num_completions or self._engine.has_unfinished_requests():
+        if self._newcomers.num_completions or self._late or self._engine.has_unfinished_requests():
             if left_s <= 0:
                 raise Restarting("it was restarted, and the request did not finish within the time left to it")
             return False
@@ -321,14 +323,21 @@ class EngineServer:
         return outputs
 
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
-        owners = self._owners
+        """One prompt's log-probabilities at a time: writing them takes milliseconds. Others' wait for the next turn."""
+        owners, late, written = self._owners, set[str](), False
+        outputs, self._late = [*self._late, *outputs], []
         for output in outputs:
             if self._sender is not None and self._sender.take(output):
                 continue
             request_id = output.request_id
             owner = owners.get(request_id)
             entries = None if owner is None else output.prompt_logprobs
+            if request_id in late or (entries is not None and written):
+                self._late.append(output)
+                late.add(request_id)
+                continue
             prompt_logprobs = None if entries is None else PromptLogprobs.of(entries)
+            written = written or entries is not None
             for new in output.outputs:
                 reason, cached, spans, left = None, 0, None, False
                 if new.finish_reason is not None:
