@@ -179,7 +179,7 @@ def test_a_planted_fault_is_found(gate: ExactGate, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("fault", [_untruncated, _beyond_top_k])
 def test_a_fault_that_a_request_alone_has_too_is_found(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
-    short = exact_gate.probes()[2:10]
-    monkeypatch.setattr(exact_gate, "probes", lambda whole: short)  # what is excluded is drawn by any of them
+    truncated = exact_gate.probes()[4:7]  # by top-k and by top-p, with log-probabilities
+    monkeypatch.setattr(exact_gate, "probes", lambda whole: truncated)
     fault(monkeypatch)
     assert not ExactGate("cpu").of_probes("as it is", config("as it is", "cpu")).passed

@@ -7,6 +7,7 @@ block, stale slot or lost swap shows in the output.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 from collections import deque
@@ -326,9 +327,13 @@ def output_alone(prompt: list[int], params: SamplingParams) -> RequestOutput:
     """The request's output when nobody else is there and memory is plenty."""
     key = (tuple(prompt), params)
     if key not in alone:
-        engine = make_engine(ROOMY, {"max_num_seqs": 4, "max_num_batched_tokens": 1024})
-        alone[key] = engine.generate([prompt], params)[0]
+        alone[key] = roomy_engine().generate([prompt], params)[0]
     return alone[key]
+
+
+@functools.cache
+def roomy_engine() -> LLMEngine:
+    return make_engine(ROOMY, {"max_num_seqs": 4, "max_num_batched_tokens": 1024})
 
 
 def drive(engine: LLMEngine, traffic: list[Arrival], failing_step: int | None, failing_verb: str) -> dict[str, Answer]:
@@ -371,14 +376,16 @@ def planted_failure(_: object) -> None:
     raise PlantedFailure
 
 
-combinations = list(
+COMBINATIONS = list(
     itertools.product(["continuous", "static"], [True, False], ["prefix", "plain", "contiguous"], ["recompute", "swap"])
 )
+# Every two of their values together; all of them together with -m soak.
+PAIRWISE = {0, 3, 7, 10, 13, 16, 20, 23}
 
 
 @pytest.mark.parametrize(
     ("batching", "chunked", "cache", "preemption"),
-    [pytest.param(*c, marks=pytest.mark.slow if c[2] == "contiguous" else ()) for c in combinations],
+    [pytest.param(*c, marks=() if i in PAIRWISE else pytest.mark.soak) for i, c in enumerate(COMBINATIONS)],
 )
 @settings.get_profile("heavy")
 @given(
