@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -38,11 +39,28 @@ ROOT = Path(__file__).resolve().parents[2]
 TEST_CONF = Path(__file__).resolve().parent / "conf"  # experiment=probe
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Each file of conf/ is parsed once: cases of tests are made of them, too."""
+    parse, known = yaml.load, dict[str, Any]()
+
+    def parse_once(stream: Any, Loader: Any) -> Any:
+        if Loader.__name__ != "OmegaConfLoader":  # which copies what it is given
+            return parse(stream, Loader)
+        text = stream.read()
+        if text not in known:
+            known[text] = parse(text, Loader)
+        return copy.deepcopy(known[text])
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(yaml, "load", parse_once)
+    config.add_cleanup(patch.undo)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def configs_are_made_once() -> Iterator[None]:
-    """Hydra reads and merges some forty files for a composition, of which the next one takes most again: a file is read
-    once, and of the defaults those up to the last mechanism's are merged once. And for each file it makes a config of
-    all choices, which only a defaults list with an interpolation reads."""
+    """Hydra reads and merges some forty files for a composition, of which the next one takes most again: a file is
+    loaded once, and of the defaults those up to the last mechanism's are merged once. And for each file it makes a
+    config of all choices, which only a defaults list with an interpolation reads."""
     load, merge = CachingConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list
     load_one, make_map = ConfigLoaderImpl._load_single_config, defaults_list._create_interpolation_map
     files, merged = dict[Any, Any](), dict[Any, DictConfig]()
@@ -62,9 +80,14 @@ def configs_are_made_once() -> Iterator[None]:
     def load_own(loader: Any, default: Any, repo: Any) -> Any:
         if isinstance(default, DictConfig):
             return SimpleNamespace(config=copy.deepcopy(default))
-        return load_one(loader, default, SimpleNamespace(
-            load_config=lambda config_path: own(repo.load_config(config_path)), get_schema_source=repo.get_schema_source
-        ))
+        return load_one(
+            loader,
+            default,
+            SimpleNamespace(
+                load_config=lambda config_path: own(repo.load_config(config_path)),
+                get_schema_source=repo.get_schema_source,
+            ),
+        )
 
     def merge_once(loader: Any, defaults: list[Any], repo: Any) -> DictConfig:
         mechanisms = [index for index, each in enumerate(defaults) if (each.config_path or "").startswith("engine/")]

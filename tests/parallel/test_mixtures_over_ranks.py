@@ -259,7 +259,9 @@ def of_one_process() -> list[list[int]]:
     return [output.outputs[0].token_ids for output in engine.generate(TEXTS, GREEDY)]
 
 
-CASES = [(name, layout) for name in MECHANISMS for layout in LAYOUTS if "swap" not in name or layout in ("2 ranks", ALL)]
+CASES = [
+    (name, layout) for name in MECHANISMS for layout in LAYOUTS if "swap" not in name or layout in ("2 ranks", ALL)
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
