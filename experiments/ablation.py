@@ -99,13 +99,17 @@ class Ablation(Experiment):
 
     def _made(self, config: DictConfig) -> Iterator[Cell]:
         asked = schema.of_points(config)
+        known = dict[tuple[str, str], tuple[Kind, EngineConfig]]()  # most points change the workload alone
         for point in [*self._grid, *self.spec.search.points]:
             at_point = schema.with_values(asked, point.values)
             load = schema.workload(at_point)
+            of_engine = repr(schema.plain(at_point.engine))
             for variant, changes in self.spec.variants.items():
                 if variant == self.aa and point.name not in self._again_at:
                     continue
-                kind, engine = variants.made(at_point, variant, changes or {})
+                if (variant, of_engine) not in known:
+                    known[variant, of_engine] = variants.made(at_point, variant, changes or {})
+                kind, engine = known[variant, of_engine]
                 yield Cell(variant, point, kind, engine, load, self.spec.baseline if variant == self.aa else variant)
 
     def measure(self, steps: Steps) -> Findings:

@@ -22,6 +22,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf
@@ -38,16 +39,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TEST_CONF = Path(__file__).resolve().parent / "conf"  # experiment=probe
 
 
-@pytest.fixture(scope="session", autouse=True)
-def configs_are_parsed_once() -> Iterator[None]:
-    """Hydra parses some forty files for a composition, and the same ones for the next. And for each of them it makes a
-    config of all choices, which only a defaults list with an interpolation reads."""
-    parse, known = yaml.load, {}
-    make_map = defaults_list._create_interpolation_map
-
-    def map_if_read(overrides: Any, defaults: Any, self_added: bool) -> DictConfig:
-        read = any(not default.is_self() and default.is_interpolation() for default in defaults)
-        return make_map(overrides, defaults, self_added) if read else OmegaConf.create()
+def pytest_configure(config: pytest.Config) -> None:
+    """Each file of conf/ is parsed once: cases of tests are made of them, too."""
+    parse, known = yaml.load, dict[str, Any]()
 
     def parse_once(stream: Any, Loader: Any) -> Any:
         if Loader.__name__ != "OmegaConfLoader":  # which copies what it is given
@@ -57,8 +51,60 @@ def configs_are_parsed_once() -> Iterator[None]:
             known[text] = parse(text, Loader)
         return copy.deepcopy(known[text])
 
+    patch = pytest.MonkeyPatch()
+    patch.setattr(yaml, "load", parse_once)
+    config.add_cleanup(patch.undo)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def configs_are_made_once() -> Iterator[None]:
+    """Hydra reads and merges some forty files for a composition, of which the next one takes most again: a file is
+    loaded once, and of the defaults those up to the last mechanism's are merged once. And for each file it makes a
+    config of all choices, which only a defaults list with an interpolation reads."""
+    load, merge = CachingConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list
+    load_one, make_map = ConfigLoaderImpl._load_single_config, defaults_list._create_interpolation_map
+    files, merged = dict[Any, Any](), dict[Any, DictConfig]()
+
+    def load_once(repository: Any, config_path: str) -> Any:
+        key = (config_path, *(source.path for source in repository.get_sources()))
+        if key not in files:
+            files[key] = load(repository, config_path)
+        return files[key]
+
+    def own(loaded: Any) -> Any:
+        """Merged with others it becomes another."""
+        mine = copy.copy(loaded)
+        mine.config = copy.deepcopy(loaded.config)
+        return mine
+
+    def load_own(loader: Any, default: Any, repo: Any) -> Any:
+        if isinstance(default, DictConfig):
+            return SimpleNamespace(config=copy.deepcopy(default))
+        return load_one(
+            loader,
+            default,
+            SimpleNamespace(
+                load_config=lambda config_path: own(repo.load_config(config_path)),
+                get_schema_source=repo.get_schema_source,
+            ),
+        )
+
+    def merge_once(loader: Any, defaults: list[Any], repo: Any) -> DictConfig:
+        mechanisms = [index for index, each in enumerate(defaults) if (each.config_path or "").startswith("engine/")]
+        first = mechanisms[-1] + 1 if mechanisms else 0
+        key = (*map(repr, defaults[:first]), *(source.path for source in repo.get_sources()))
+        if key not in merged:
+            merged[key] = merge(loader, defaults[:first], repo)
+        return merge(loader, [merged[key], *defaults[first:]], repo)
+
+    def map_if_read(overrides: Any, defaults: Any, self_added: bool) -> DictConfig:
+        read = any(not default.is_self() and default.is_interpolation() for default in defaults)
+        return make_map(overrides, defaults, self_added) if read else OmegaConf.create()
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(yaml, "load", parse_once)
+        patch.setattr(CachingConfigRepository, "load_config", load_once)
+        patch.setattr(ConfigLoaderImpl, "_load_single_config", load_own)
+        patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
         patch.setattr(defaults_list, "_create_interpolation_map", map_if_read)
         patch.setattr(schema, "register", cache(schema.register))
         yield
@@ -74,7 +120,7 @@ def costs_of_steps_are_taken_quickly() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def compose_config(configs_are_parsed_once: None) -> Callable[..., DictConfig]:
+def compose_config(configs_are_made_once: None) -> Callable[..., DictConfig]:
     schema.register(ROOT / "conf")
     OmegaConf.register_new_resolver("lab.help", lambda: "", replace=True)
 

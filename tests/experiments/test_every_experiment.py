@@ -27,12 +27,20 @@ from mini_infer.serving.processes.engine_process import EngineServer
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_figures")]  # together they take a minute
 
 ROOT = Path(__file__).resolve().parents[2]
-EVERY = [  # over HTTP they are composed by test_lab_configs.py, and a server runs in test_lab_serving.py
-    (name, scale)
-    for name in sorted(catalog.experiments(ROOT / "conf"))
-    for scale, via, _ in axes.nodes(OmegaConf.load(ROOT / "conf" / "experiment" / f"{name}.yaml"))
-    if via == axes.IN_PROCESS
-] + [("measure", "")]  # which has no scales
+
+
+def _scales(node) -> list[str]:
+    """Those that have other variants than the ones before: of sizes, points and bounds a run here has its own, and
+    test_lab_configs.py composes them all. Over HTTP a server runs in test_lab_serving.py."""
+    found: list[tuple[str, object]] = []
+    for scale, via, said in axes.nodes(node):
+        variants = said.get("experiment", {}).get("variants")
+        if via == axes.IN_PROCESS and all(variants != other for _, other in found):
+            found.append((scale, variants))
+    return [scale for scale, _ in found] or [""]
+
+
+EVERY = [(name, scale) for name, node in sorted(catalog.experiments(ROOT / "conf").items()) for scale in _scales(node)]
 
 # A short run is too small for a percentile, and a busy machine may be late or change its speed meanwhile.
 FORGIVEN = ("not shown: ", "fell behind its schedule", "the machine's speed changed")

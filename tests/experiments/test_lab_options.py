@@ -1,6 +1,8 @@
 """Every mechanism can be chosen by an option group, and the help text tells the truth about all of them."""
 
 import dataclasses
+import functools
+import itertools
 import typing
 from enum import Enum
 from pathlib import Path
@@ -44,21 +46,37 @@ def test_the_mechanisms_are_found():
     assert {key for key, _ in choices()} >= NO_MECHANISM
 
 
+def of_mechanisms(group):
+    return group == "model" or group.startswith("engine/")
+
+
+def rounds(of):
+    """In each, every one of these groups takes its next option beside the default."""
+    default = catalog.defaults(CONF)
+    others = [[f"{g}={o}" for o in options if o != default.get(g)] for g, options in GROUPS.items() if of(g)]
+    return [[], *([*filter(None, chosen)] for chosen in itertools.zip_longest(*others))]
+
+
+def configs(compose_config, chosen):
+    """Of options together, or of fewer where they cannot stand together."""
+    config = compose_config(*chosen)
+    try:
+        yield schema.engine_config(config.engine)
+        assert schema.workload(config).in_flight >= 1, chosen
+    except ConfigError as error:
+        if len(chosen) < 2:
+            pytest.fail(f"{chosen}: {error}")
+        for half in (chosen[::2], chosen[1::2]):
+            yield from configs(compose_config, half)
+
+
 def test_every_option_is_valid_and_every_mechanism_has_one_for_all_it_can_be(compose_config):
-    reached, default = {key: set() for key, _ in MECHANISMS}, catalog.defaults(CONF)
-    for group, option in [(group, option) for group, options in GROUPS.items() for option in options]:
-        config = compose_config(*([] if option == default.get(group) else [f"{group}={option}"]))
-        try:
-            engine, workload = schema.engine_config(config.engine), schema.workload(config)
-        except ConfigError as error:
-            pytest.fail(f"{group}={option}: {error}")
-        assert workload.in_flight >= 1, f"{group}={option}"
-        for key in reached if group == "model" or group.startswith("engine/") else ():
-            value = engine
-            for part in key.split("."):
-                value = getattr(value, part)
-            reached[key].add(value)
+    reached = {key: set() for key, _ in MECHANISMS}
+    for engine in (engine for chosen in rounds(of_mechanisms) for engine in configs(compose_config, chosen)):
+        for key in reached:
+            reached[key].add(functools.reduce(getattr, key.split("."), engine))
     assert reached == {key: set(values) for key, values in MECHANISMS}
+    assert all(list(configs(compose_config, chosen)) for chosen in rounds(lambda group: not of_mechanisms(group)))
 
 
 def test_the_prefix_cache_follows_the_layout_unless_it_is_chosen(compose_config):

@@ -33,31 +33,28 @@ PARAMS = [
 ]
 GREEDY = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)] * len(PROMPTS)
 
+SHORT: dict[str, Any] = {
+    "cache": {"num_blocks": 20, "block_size": 4},
+    "model": {"path": "tiny-target", "max_model_len": 64},
+}
+# Mechanisms that do not touch each other share an engine.
 TABLE: dict[str, dict[str, Any]] = {
     "plain": {},
-    "chunks": {"scheduler": {"max_num_batched_tokens": 8, "max_num_seqs": 4}},
     "no prefix cache, contiguous KV": {
         "cache": {"prefix_caching": False, "layout": "contiguous", "num_blocks": 16},
-        "model": {"path": "tiny-target", "max_model_len": 64},
+        "model": SHORT["model"],
     },
-    "recompute": {"cache": {"num_blocks": 20, "block_size": 4}, "model": {"path": "tiny-target", "max_model_len": 64}},
-    "swap": {
-        "cache": {"num_blocks": 20, "block_size": 4, "num_host_blocks": 16},
-        "scheduler": {"preemption": "swap"},
-        "model": {"path": "tiny-target", "max_model_len": 64},
-    },
-    "prefixes in host memory": {
-        "cache": {"num_blocks": 20, "block_size": 4, "host_prefix_gib": 2**-8},
-        "model": {"path": "tiny-target", "max_model_len": 64},
-    },
-    "overlap": {"scheduler": {"overlap": "always"}},
+    "chunks, recompute": {**SHORT, "scheduler": {"max_num_batched_tokens": 8, "max_num_seqs": 4}},
     "overlap and swap": {
-        "cache": {"num_blocks": 20, "block_size": 4, "num_host_blocks": 16},
+        **SHORT,
+        "cache": {**SHORT["cache"], "num_host_blocks": 16},
         "scheduler": {"preemption": "swap", "overlap": "always"},
-        "model": {"path": "tiny-target", "max_model_len": 64},
     },
-    "fp8 keys and values": {"cache": {"dtype": "fp8"}},
-    "int8 weights": {"model": {"path": "tiny-target", "quantization": "w8a16"}},
+    "prefixes in host memory": {**SHORT, "cache": {**SHORT["cache"], "host_prefix_gib": 2**-8}},
+    "int8 weights, fp8 keys and values": {
+        "cache": {"dtype": "fp8"},
+        "model": {"path": "tiny-target", "quantization": "w8a16"},
+    },
     "ngram": {
         "speculation": {"method": "ngram", "num_tokens": 3, "adaptive": False},
         "scheduler": {"overlap": "always"},
@@ -83,7 +80,9 @@ LAYOUTS = {
     "2 stages": {"tensor": 1, "pipeline": 2},
     "2 stages of 2 ranks": {"tensor": 2, "pipeline": 2},
 }
-SLOW, QUICK = {"2 stages of 2 ranks"}, {"plain", "overlap and swap"}  # four processes each
+# Four processes have what is between stages and what is between ranks at once: KV that moves, and drafts.
+OF_FOUR = {"overlap and swap", "draft model"}
+CASES = [(name, layout) for name in TABLE for layout in LAYOUTS if name in OF_FOUR or "of" not in layout]
 
 
 @functools.cache
@@ -96,14 +95,7 @@ def of_one_process(greedy: bool, cache_dtype: str = "auto", quantization: str = 
     return tokens(LLMEngine(EngineConfig.from_dict(config)), GREEDY if greedy else PARAMS)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=pytest.mark.slow if layout in SLOW and name not in QUICK else ())
-        for name in TABLE
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_ranks_give_the_tokens_of_one_process(make_engine: MakeEngine, name: str, layout: str) -> None:
     settings, parallel = TABLE[name], LAYOUTS[layout]
     engine = make_engine(**settings, parallel=parallel)
@@ -115,6 +107,7 @@ def test_ranks_give_the_tokens_of_one_process(make_engine: MakeEngine, name: str
     assert (preempted > 0) == (settings.get("cache", {}).get("num_blocks") == 20)
     swapped = sum(record.swapped_in_blocks for record in engine.records)
     assert (swapped > 0) == ("swap" in name)
+    assert "chunks" not in name or any(record.num_prefilling for record in engine.records)
     assert (sum(record.loaded_blocks for record in engine.records) > 0) == ("host memory" in name)
     if not (settings.get("speculation", {}).get("adaptive") and "pipeline" in parallel):  # where drafts may not pay
         assert any(record.accepted for record in engine.records) == ("speculation" in settings)

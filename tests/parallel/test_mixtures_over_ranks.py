@@ -244,11 +244,12 @@ MECHANISMS: dict[str, dict[str, Any]] = {
         "speculation": {"method": "ngram", "num_tokens": 3, "adaptive": False},
     },
 }
+ALL = "2 stages of 2 ranks that share experts"
 LAYOUTS = {
     "2 ranks": {"tensor": 2},
     "2 ranks that share experts, too": {"tensor": 2, "expert": 2},
     "2 stages of 2 ranks": {"tensor": 2, "pipeline": 2},
-    "2 stages of 2 ranks that share experts": {"tensor": 1, "expert": 2, "pipeline": 2},
+    ALL: {"tensor": 1, "expert": 2, "pipeline": 2},
 }
 
 
@@ -258,14 +259,12 @@ def of_one_process() -> list[list[int]]:
     return [output.outputs[0].token_ids for output in engine.generate(TEXTS, GREEDY)]
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=pytest.mark.slow if "swap" in name and layout != "2 ranks" else ())
-        for name in MECHANISMS
-        for layout in LAYOUTS
-    ],
-)
+CASES = [
+    (name, layout) for name in MECHANISMS for layout in LAYOUTS if "swap" not in name or layout in ("2 ranks", ALL)
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_every_mechanism_over_ranks(
     make_engine: MakeEngine, of_one_process: list[list[int]], name: str, layout: str
 ) -> None:

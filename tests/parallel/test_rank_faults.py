@@ -71,8 +71,10 @@ STAGES = {"tensor": 1, "pipeline": 2}
 @pytest.mark.parametrize(
     ("parallel", "rank", "busy"),
     [
-        *[({"tensor": 4}, rank, busy) for rank, busy in ((1, True), (2, True), (3, True), (2, False))],
-        *[({"tensor": 2, "pipeline": 2}, rank, True) for rank in (1, 2, 3)],
+        ({"tensor": 4}, 1, True),
+        ({"tensor": 4}, 2, False),
+        ({"tensor": 2, "pipeline": 2}, 1, True),
+        ({"tensor": 2, "pipeline": 2}, 3, True),
         ({"tensor": 1, "pipeline": 3}, 1, True),
         ({"tensor": 1, "pipeline": 3}, 2, False),
     ],

@@ -59,20 +59,17 @@ def _times(key: str, what: str, one: str, samples: Samples) -> dict[str, Formula
     def at(served: Served) -> list[tuple[Hashable, float]]:
         return [(moment, sample) for moment, sample in samples(served) if sample is not None]
 
-    def known(served: Served) -> list[float]:
-        return [1e3 * sample for _, sample in at(served)]
-
     def average(served: Served, context: Context) -> float | Missing:
-        found = known(served)
+        found = [1e3 * sample for _, sample in at(served)]
         return sum(found) / len(found) if found else NOTHING
 
     def percentile(q: int) -> Compute:
         def compute(served: Served, context: Context) -> float | Missing:
-            found = known(served)
-            value = stats.percentile(found, q)
+            found = at(served)
+            value = stats.percentile([1e3 * sample for _, sample in found], q)
             if value is None:
                 return too_few(f"{len(found)} samples do not show a P{q}, which takes {stats.samples_needed(q)}")
-            beyond = {moment for moment, sample in at(served) if 1e3 * sample >= value * (1 - 1e-9)}
+            beyond = {moment for moment, sample in found if 1e3 * sample >= value * (1 - 1e-9)}
             if q > 50 and len(beyond) < stats.SAMPLES_BEYOND:
                 return too_few(
                     f"{len(beyond)} moments lie beyond the P{q}, which takes {stats.SAMPLES_BEYOND}: gaps of several "

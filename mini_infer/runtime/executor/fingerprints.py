@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -49,6 +50,7 @@ def _kind(device: torch.device) -> str:
 _ROOT = Path(mini_infer.__file__).parent
 
 
+@cache
 def _code() -> str:
     return "".join(f"{file.relative_to(_ROOT)}\n{file.read_text()}" for file in sorted(_ROOT.rglob("*.py")))
 
