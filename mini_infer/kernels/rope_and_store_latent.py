@@ -126,28 +126,9 @@ def rope_and_store_latent(q: Tensor, kv: Tensor, norm: Norm, places: LatentPlace
         return out
     block_heads = min(8, triton.next_power_of_2(heads))
     _rope_and_store_latent_kernel[(tokens * (1 + triton.cdiv(heads, block_heads)),)](
-        q,
-        kv,
-        norm.weight,
-        cos,
-        sin,
-        slot_mapping,
-        out,
-        slots,
-        q.stride(0),
-        kv.stride(0),
-        cos.stride(0),
-        norm.eps,
-        HEADS=heads,
-        NOPE=nope_dim,
-        HALF=rope_dim // 2,
-        RANK=rank,
-        INTERLEAVED=interleaved,
-        BLOCK_NOPE=triton.next_power_of_2(nope_dim),
-        BLOCK_HALF=triton.next_power_of_2(rope_dim // 2),
-        BLOCK_RANK=triton.next_power_of_2(rank),
-        BLOCK_HEADS=block_heads,
-        num_warps=4,
-        **launch_options(q.device),
-    )
+        q, kv, norm.weight, cos, sin, slot_mapping, out, slots, q.stride(0), kv.stride(0), cos.stride(0), norm.eps,
+        HEADS=heads, NOPE=nope_dim, HALF=rope_dim // 2, RANK=rank, INTERLEAVED=interleaved,
+        BLOCK_NOPE=triton.next_power_of_2(nope_dim), BLOCK_HALF=triton.next_power_of_2(rope_dim // 2),
+        BLOCK_RANK=triton.next_power_of_2(rank), BLOCK_HEADS=block_heads, num_warps=4, **launch_options(q.device),
+    )  # fmt: skip
     return out
