@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,40 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.limits import FP8_CACHE, AttentionLimits
-from mini_infer.kernels.paged_decode import unscaled
+from mini_infer.kernels.paged_decode import attention_reference
 
 
-def paged_prefill_reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    *,
-    max_query_len: int,
-    scale: float,
-    window: int | None,
-    kv_scales: Tensor | None = None,
-) -> Tensor:
-    """The definition, row by row in float32. Arguments as `paged_prefill`."""
-    keys, values = unscaled(keys, values, kv_scales)
-    out = q.new_empty(*q.shape[:2], values.shape[3])
-    group, block_size = q.shape[1] // keys.shape[2], keys.shape[1]
-    starts = query_starts.tolist()
-    for row, length in enumerate(seq_lens.tolist()):
-        begin, end = starts[row], starts[row + 1]
-        table = block_tables[row, : -(-length // block_size)].long()
-        k, v = (side[table].flatten(0, 1)[:length].float().repeat_interleave(group, 1) for side in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), k) * scale
-        position = torch.arange(length - (end - begin), length, device=q.device)[:, None]
-        key = torch.arange(length, device=q.device)
-        hidden = key > position
-        if window is not None:
-            hidden |= key <= position - window
-        probabilities = scores.masked_fill_(hidden, -math.inf).softmax(-1)
-        out[begin:end] = torch.einsum("hqk,khd->qhd", probabilities, v)
-    return out
+def paged_prefill_reference(*tensors: Tensor, max_query_len: int, **rest: Any) -> Tensor:
+    """What paged_prefill computes. Arguments as there."""
+    return attention_reference(*tensors, **rest)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mini_infer.kernels.rope_and_store import rope_and_store
 from mini_infer.kernels.silu_mul import silu_mul
 from mini_infer.modeling.layers import Linear
 from mini_infer.modeling.linear_methods.base import Build, Parallel
-from mini_infer.modeling.linear_methods.quantized import stored_as
+from mini_infer.modeling.linear_methods.stored import stored_as
 from mini_infer.quantization import formats
 from mini_infer.quantization.checkpoint_config import rounding
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
