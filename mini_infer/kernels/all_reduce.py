@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, let_next_start, take_turn, wait_for_previous
 from mini_infer.kernels.rms_norm import add_rms_norm_reference, num_warps
 
 TURNS = 3
@@ -122,16 +122,14 @@ def _sum_kernel(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     BLOCK: tl.constexpr = S.block
     columns = tl.arange(0, BLOCK)
     inside = columns < S.size
     weight = tl.zeros([BLOCK], tl.float32)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     at = tl.program_id(0).to(tl.int64) * S.size + columns
     if ids_ptr is None:
         bits = tl.load(x_ptr + at, mask=inside, other=0)
@@ -166,9 +164,7 @@ def _gather_kernel(
     OUT: tl.constexpr,  # columns of the result
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     TILES: tl.constexpr = (OWN + S.size - 1) // S.size
     row, column = tl.program_id(0) // TILES, tl.program_id(0) % TILES * S.size + tl.arange(0, S.size)
     bits = tl.load(x_ptr + row.to(tl.int64) * OWN + column, mask=column < OWN, other=0)

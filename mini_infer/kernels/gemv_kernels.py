@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.interface import Places
+from mini_infer.kernels.pdl import let_next_start, wait_for_previous
 from mini_infer.kernels.rope_and_store import rotate
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -193,8 +194,7 @@ def _fma_kernel(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     BLOCK_N: tl.constexpr = ENDS.block_n
     dtype = out_ptr.dtype.element_ty
     outs, w_rows = _owned_rows(N, ENDS)
@@ -208,8 +208,7 @@ def _fma_kernel(
     bias = tl.zeros([BLOCK_N], tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + w_rows).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     late = ()  # of each token what the end needs, asked for now, so that nothing waits for it there
     for t in tl.static_range(T):
         if ENDS.add:
@@ -268,8 +267,7 @@ def _dot_kernel(
     EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     BLOCK_N: tl.constexpr = ENDS.block_n
     dtype = out_ptr.dtype.element_ty
     outs, w_rows = _owned_rows(N, ENDS)
@@ -281,8 +279,7 @@ def _dot_kernel(
     bias = tl.zeros([BLOCK_N], tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + w_rows).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     loaded = ()
     if ENDS.half:  # asked for now, so that nothing waits for it at the end
         loaded = _load_places(places, rotary_stride, out_ptr, tokens, some, ENDS)

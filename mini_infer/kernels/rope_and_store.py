@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.interface import Places, QKNorm
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, take_turn
 from mini_infer.kernels.quantized.tokens import as_fp8
 from mini_infer.kernels.rms_norm import rms_norm_reference
 from mini_infer.quantization.formats import as_stored
@@ -51,9 +51,7 @@ def _rope_and_store_kernel(
     PDL: tl.constexpr,
 ):
     """A program takes up to BLOCK_HEADS heads of one kind (q, k or v) of one token."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     SIZE: tl.constexpr = 2 * HALF
     q_tiles: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     kv_tiles: tl.constexpr = (KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS

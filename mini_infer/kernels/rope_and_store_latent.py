@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.interface import LatentPlaces, Norm
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, take_turn
 from mini_infer.kernels.quantized.tokens import as_fp8
 from mini_infer.kernels.rms_norm import rms_norm_reference
 from mini_infer.kernels.rope_and_store import rotate
@@ -61,9 +61,7 @@ def _rope_and_store_latent_kernel(
     PDL: tl.constexpr,
 ):
     """Of each token one program takes the latent, and others up to BLOCK_HEADS heads of q each."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     TILES: tl.constexpr = 1 + (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     SIZE: tl.constexpr = NOPE + 2 * HALF
     token, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES

@@ -30,7 +30,7 @@ from torch import Tensor
 from mini_infer.kernels.all_reduce import _FLOATS, _INTS, _LOOKS, Box, _as_ints
 from mini_infer.kernels.interface import Routes
 from mini_infer.kernels.moe.experts_kernels import with_residual
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, take_turn
 from mini_infer.kernels.rms_norm import num_warps
 
 TURNS = 2  # of rows and notes
@@ -108,9 +108,7 @@ def _dispatch_kernel(
     PDL: tl.constexpr,
 ):
     """A program is a place: of one of this rank's tokens, and of one of every other rank's."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     BLOCK: tl.constexpr = S.block
     CHOSEN: tl.constexpr = S.chosen
     K: tl.constexpr = S.k
@@ -168,9 +166,7 @@ def _combine_kernel(
 ):
     """A program is a place: it sends back what was computed for the tokens there, adds up what comes for its own, and
     tells it to all."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     BLOCK: tl.constexpr = S.block
     CHOSEN: tl.constexpr = S.chosen
     WORLD: tl.constexpr = S.world

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from mini_infer.kernels.gemv_kernels import _halves
 from mini_infer.kernels.invariant_linear import end_of_tree, wait_in_tree
+from mini_infer.kernels.pdl import take_turn
 from mini_infer.kernels.quantized.unpack import waited
 
 
@@ -127,9 +128,7 @@ class GroupedShape:
 
 @triton.jit
 def few_gate_up_kernel(x_ptr, ids_ptr, weight, out_ptr, S: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     BLOCK_OUT: tl.constexpr = S.block_out
     BLOCK_K: tl.constexpr = S.block_k
     pair = tl.program_id(1)
@@ -154,9 +153,7 @@ def few_gate_up_kernel(x_ptr, ids_ptr, weight, out_ptr, S: tl.constexpr, PDL: tl
 
 @triton.jit
 def few_down_kernel(h_ptr, ids_ptr, shares_ptr, weight, residual_ptr, out_ptr, S: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     CHOSEN: tl.constexpr = S.chosen
     BLOCK_OUT: tl.constexpr = S.block_out
     BLOCK_K: tl.constexpr = S.block_k
@@ -212,9 +209,7 @@ def place_kernel(
     """A program is an expert. It counts the pairs of those before it, which is where its own begin, and leaves room for
     a tile that is not full at the end of each: its tiles begin at (pairs before) // BLOCK_ROWS + expert, which nobody
     else's can reach. Pairs without an expert, -1, come last and get no tile."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     expert = tl.program_id(0)
     before, own = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_pairs, BLOCK):
@@ -244,9 +239,7 @@ def place_kernel(
 @triton.jit(do_not_specialize=["num_tiles"])
 def grouped_kernel(x_ptr, weight, order_ptr, tiles_ptr, out_ptr, num_tiles, S: tl.constexpr, PDL: tl.constexpr):
     """S.gated: x [T, H] of tokens -> h [T k, I] in the order of experts. Else x is h -> [T k, H] by pairs."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     tile = tl.program_id(1)
     expert, begin = tl.load(tiles_ptr + tile), tl.load(tiles_ptr + num_tiles + tile)
     end = tl.load(tiles_ptr + 2 * num_tiles + tile)
@@ -336,9 +329,7 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE

@@ -24,7 +24,7 @@ from mini_infer.core.model_config import Routing
 from mini_infer.kernels.flash_decode import tickets_of
 from mini_infer.kernels.interface import RouterSpec, Routes, Scores, Stream, TokenPlaces
 from mini_infer.kernels.moe.reference import GOLDEN, TINY
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, let_next_start, take_turn, wait_for_previous
 
 _GOLDEN, _TINY = tl.constexpr(GOLDEN), tl.constexpr(TINY)
 _LOWEST = tl.constexpr(-1.0e30)
@@ -138,9 +138,7 @@ def _choose(
 
 @triton.jit(do_not_specialize=["seed"])
 def _route_kernel(logits_ptr, picks, seed, S: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     token, expert = tl.program_id(0).to(tl.int64), tl.arange(0, S.block)
     logits = tl.load(logits_ptr + token * S.experts + expert, mask=expert < S.experts, other=0.0).to(tl.float32)
     _choose(logits, token, picks, seed, S)
@@ -165,15 +163,13 @@ def _norm_and_route_kernel(
     S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     part, token, columns = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_SIZE)
     own, inside = part * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS), columns < SIZE
     real = own < S.experts
     g = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     gates = tl.load(gate_ptr + own[:, None] * SIZE + columns, mask=real[:, None] & inside, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     x = tl.load(x_ptr + token * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + token * SIZE + columns, mask=inside, other=0.0).to(tl.float32)

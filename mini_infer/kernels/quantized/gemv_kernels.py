@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from mini_infer.kernels.gemv_kernels import _load_places, _owned_rows, _rotate_and_store, _silu_mul
-from mini_infer.kernels.pdl import bring_to_l2
+from mini_infer.kernels.pdl import bring_to_l2, let_next_start, wait_for_previous
 from mini_infer.kernels.quantized.int4_products import add_int4_products, dot4, group_values
 from mini_infer.kernels.quantized.split import added_up
 from mini_infer.kernels.quantized.unpack import CHUNK, PLANE, group_scales, scaled_sum, unpacked_planes
@@ -93,8 +93,7 @@ def _fma_kernel(
 ):
     """A program has all of K for some rows of W."""
     BLOCK_N: tl.constexpr = ENDS.block_n
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     outs, w_rows = _owned_rows(N, ENDS)
     WIDTH: tl.constexpr = K // 8 if BITS == 4 else K // 4  # of a row of W, in words
     columns = tl.arange(0, BLOCK_K)
@@ -107,8 +106,7 @@ def _fma_kernel(
         if zeros_ptr is not None:
             next_zeros = group_values(zeros_ptr, w_rows, 0, K, GROUP, BLOCK_K)
     scales, bias = _row_values(scales_ptr, bias_ptr, w_rows, GROUP)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     late = ()
     for t in tl.static_range(T):
         token = t + tl.arange(0, 1)
@@ -211,8 +209,7 @@ def _dot_kernel(
 ):
     """A program has one of SPLITS parts of K, axis 1 of the grid, for some rows of W and all of x."""
     BLOCK_N: tl.constexpr = ENDS.block_n
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     outs, w_rows = _owned_rows(N, ENDS)
     STEPS: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLITS - 1) // SPLITS
     k_begin = tl.program_id(1) * STEPS * BLOCK_K
@@ -222,8 +219,7 @@ def _dot_kernel(
         BYTES: tl.constexpr = K // 2 if PACKED else K
         bring_to_l2(weight_ptr + k_begin // (K // WIDTH), w_rows, BYTES, PREFETCH)
     scales, bias = _row_values(scales_ptr, bias_ptr, w_rows, GROUP)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     tokens = tl.arange(0, BLOCK_T)
     some = tokens < T
     loaded = _early(residual_ptr, out_ptr, places, rotary_stride, outs, tokens, some, N, ENDS)

@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
-from mini_infer.kernels.pdl import bring_to_l2, launch_options
+from mini_infer.kernels.pdl import bring_to_l2, launch_options, let_next_start
 from mini_infer.kernels.quantized.split import added_up, scratch
 from mini_infer.kernels.quantized.tiles import DEQUANTIZED_ROWS, LIBRARY_FP8_ROWS, Tile, tile_for
 from mini_infer.kernels.quantized.tokens import quantize_tokens
@@ -81,8 +81,7 @@ def _quant_linear_kernel(
     DOT: tl.constexpr,  # dtype of the factors
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     row_tiles, out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), (OUT_SIZE + BLOCK_OUT - 1) // BLOCK_OUT
     band = tl.program_id(0) // (TALL * out_tiles)
     height = tl.minimum(row_tiles - band * TALL, TALL)
