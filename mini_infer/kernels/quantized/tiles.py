@@ -8,7 +8,8 @@ counts, and None fits any. Few rows are too few for all SMs; where those are lon
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import triton
 
@@ -119,7 +120,7 @@ def tile_for(rows: int, number: Number, out_size: int, in_size: int, activations
     return tile if tile.rows else tile._replace(rows=min(max(triton.next_power_of_2(rows), 16), 128))
 
 
-def _first(table: list, rows: int, out_size: int, in_size: int):  # type: ignore[no-untyped-def]
+def _first(table: Sequence[tuple[float, bool | None, bool | None, Any]], rows: int, out_size: int, in_size: int) -> Any:
     few, long = out_size <= _FEW, in_size > _LONG
     lines = (tile for most, f, n, tile in table if rows <= most and f in (None, few) and n in (None, long))
     return next(lines, None)
