@@ -130,6 +130,7 @@ class GroupedShape:
 def few_gate_up_kernel(x_ptr, ids_ptr, weight, out_ptr, S: tl.constexpr, PDL: tl.constexpr):
     take_turn(PDL)
     BLOCK_OUT: tl.constexpr = S.block_out
+    FORM: tl.constexpr = S.form  # Triton 3.6 hands tuples on as such alone
     BLOCK_K: tl.constexpr = S.block_k
     pair = tl.program_id(1)
     outs, rows, real = _owned(tl.program_id(0), BLOCK_OUT, True, S.inner)
@@ -143,9 +144,9 @@ def few_gate_up_kernel(x_ptr, ids_ptr, weight, out_ptr, S: tl.constexpr, PDL: tl
         if S.elsewhere:
             inside = inside & (expert >= 0)
         x = tl.load(x_ptr + pair // S.chosen * S.size + columns, mask=inside, other=0.0).to(tl.float32)
-        w = _weights(weight, expert, rows, real, k, 2 * S.inner, S.size, BLOCK_K, S.form)
+        w = _weights(weight, expert, rows, real, k, 2 * S.inner, S.size, BLOCK_K, FORM)
         sums += w.to(tl.float32) * x[None, :]
-    both = _scaled(tl.sum(sums, axis=1), weight, expert, rows, real, 2 * S.inner, S.form)
+    both = _scaled(tl.sum(sums, axis=1), weight, expert, rows, real, 2 * S.inner, FORM)
     gate, up = _halves(both, tl.float32, BLOCK_OUT // 2, 1)
     h = tl.reshape(_silu_mul(gate, up), [BLOCK_OUT // 2])
     tl.store(out_ptr + pair * S.inner + outs, h.to(out_ptr.dtype.element_ty), mask=outs < S.inner)
@@ -156,6 +157,7 @@ def few_down_kernel(h_ptr, ids_ptr, shares_ptr, weight, residual_ptr, out_ptr, S
     take_turn(PDL)
     CHOSEN: tl.constexpr = S.chosen
     BLOCK_OUT: tl.constexpr = S.block_out
+    FORM: tl.constexpr = S.form
     BLOCK_K: tl.constexpr = S.block_k
     token = tl.program_id(1)
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -170,9 +172,9 @@ def few_down_kernel(h_ptr, ids_ptr, shares_ptr, weight, residual_ptr, out_ptr, S
         for k in tl.range(0, S.inner, BLOCK_K, loop_unroll_factor=S.unroll):
             columns = k + tl.arange(0, BLOCK_K)
             h = tl.load(h_ptr + pair * S.inner + columns, mask=columns < S.inner, other=0.0).to(tl.float32) * share
-            w = _weights(weight, expert, outs, there, k, S.size, S.inner, BLOCK_K, S.form)
+            w = _weights(weight, expert, outs, there, k, S.size, S.inner, BLOCK_K, FORM)
             part = w.to(tl.float32) * h[None, :]
-            sums += _scaled(part, weight, expert, outs, there, S.size, S.form)
+            sums += _scaled(part, weight, expert, outs, there, S.size, FORM)
     places = out_ptr + token.to(tl.int64) * S.size + outs
     _store_sums(places, tl.sum(sums, axis=1), residual_ptr, token, outs, real, S.size)
 
@@ -271,6 +273,7 @@ def _product(
 ):
     """Of the pairs [begin, end) of an expert. The tensor cores' tall side is the pairs' or the weight's."""
     BLOCK_OUT: tl.constexpr = S.block_out
+    FORM: tl.constexpr = S.form
     rows = begin + tl.arange(0, BLOCK_ROWS)
     exists = rows < end
     pairs = tl.load(order_ptr + rows, mask=exists, other=0)
@@ -294,12 +297,12 @@ def _product(
         if CHUNK % S.block_k != 0:
             mask = mask & (columns < stop)[None, :]
         x = tl.load(x_ptr + source[:, None] * S.in_size + columns[None, :], mask=mask, other=0.0).to(S.dot)
-        w = _weights(weight, expert, w_rows, real, k, HEIGHT, S.in_size, S.block_k, S.form, S.chunks).to(S.dot)
+        w = _weights(weight, expert, w_rows, real, k, HEIGHT, S.in_size, S.block_k, FORM, S.chunks).to(S.dot)
         if TALL_PAIRS:
             sums = tl.dot(x, w.T, sums, input_precision="ieee")
         else:
             sums = tl.dot(w, x.T, sums, input_precision="ieee")
-            if S.form is not None:  # w is made in registers
+            if FORM is not None:  # w is made in registers
                 sums = waited(sums)
         if S.chunks > 1:  # noqa: SIM102 Triton looks at both sides of an `and`
             if at % WIDTH == WIDTH - S.block_k and chunk < S.chunks - 1:
@@ -309,7 +312,7 @@ def _product(
         sums = end_of_tree(sums, one, two, four, S.chunks)
     if TALL_PAIRS:
         sums = sums.T
-    sums = _scaled(sums, weight, expert, w_rows, real, HEIGHT, S.form)
+    sums = _scaled(sums, weight, expert, w_rows, real, HEIGHT, FORM)
     if S.gated:
         gate, up = _halves(sums, tl.float32, BLOCK_OUT // 2, BLOCK_ROWS)
         sums = _silu_mul(gate, up)
