@@ -14,11 +14,10 @@ from mini_infer.kernels.flash_decode import Parts
 from mini_infer.kernels.mla_decode import LIMITS, mla_decode, split_latent_rows
 from mini_infer.kernels.ops import TritonKernels
 
-_FEW_TOKENS = 32  # of prompts; a program each for more keeps all SMs busy
-
 
 class LatentTritonBackend(AttentionBackend):
     capabilities = Capabilities(prefill=LIMITS, decode=LIMITS, devices=DEVICES, sliding_window=False, graph_safe=True)
+    _few_tokens = 32  # of prompts; a program each for more keeps all SMs busy
 
     def check(self, device: torch.device) -> None:
         TritonKernels().check(device)
@@ -30,11 +29,11 @@ class LatentTritonBackend(AttentionBackend):
     def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
         tables, starts, _ = batch.prefill_rows()
         positions = batch.positions[batch.num_decode_tokens :]
-        return _by_token(tables, starts.diff(), positions, attention, split=len(positions) <= _FEW_TOKENS)
+        return _by_token(tables, starts.diff(), positions, attention, split=len(positions) <= self._few_tokens)
 
     def variants(self, kind: Kind) -> list[tuple[int, int]]:
         if kind == "prefill":
-            return [(num_rows, 1) for num_rows in (1, 2, _FEW_TOKENS + 1)]
+            return [(num_rows, 1) for num_rows in (1, 2, self._few_tokens + 1)]
         return [(num_rows, 1) for num_rows in (1, 2, 33, 257, 1025)]  # where split_latent_rows changes its own
 
 
@@ -42,15 +41,11 @@ class LatentInvariantBackend(LatentTritonBackend):
     """Each token's latents in one order, from the first to the last, whatever it is in company of."""
 
     capabilities = replace(LatentTritonBackend.capabilities, batch_invariant=True)
+    _few_tokens = 0
 
     def decode(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
         count, positions = batch.decode_query_len, batch.positions[: batch.num_decode_tokens]
         return _by_token(batch.decode_rows().block_tables, count, positions, attention, split=False)
-
-    def prefill(self, batch: AttentionBatch, attention: ModelAttention) -> AttentionStep:
-        tables, starts, _ = batch.prefill_rows()
-        positions = batch.positions[batch.num_decode_tokens :]
-        return _by_token(tables, starts.diff(), positions, attention, split=False)
 
 
 def _by_token(

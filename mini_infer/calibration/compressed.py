@@ -101,4 +101,4 @@ def _activation_args(form: ActivationFormat) -> Any:
 
 
 def _number(number: Number) -> dict[str, Any]:
-    return {"num_bits": 4 if number is Number.int4 else 8, "type": "float" if number is Number.fp8 else "int"}
+    return {"num_bits": number.bits, "type": "float" if number is Number.fp8 else "int"}

@@ -25,11 +25,10 @@ from mini_infer.calibration.streamed import StreamedDecoder
 from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.quantization.formats import (
     ActivationFormat,
-    Number,
     Quantized,
     WeightFormat,
     dequantize,
-    quantize_tokens,
+    rounded_tokens,
 )
 
 Wanted = Callable[[str], bool]  # whether the linear layer of that name is quantized
@@ -87,14 +86,14 @@ class RoundedLayer:
     def bits(self, recipe: Recipe, wanted: Wanted = every) -> int:
         """Of its matrices, scales and zeros included, where these linear layers are quantized. Scales, and what is not
         quantized, take 16."""
-        four = recipe.formats.weights.number is Number.int4
+        bits = recipe.formats.weights.number.bits
         total = 16 * sum(value.numel() for value in self.others.values() if value.dim() == 2)
         for name, linear in self.linears.items():
             if not wanted(f"{self.name}.{name}"):
                 total += 16 * linear.quantized.codes.numel()
                 continue
             zeros, kept = linear.quantized.zeros, linear.outlier_weight
-            total += (4 if four else 8) * linear.quantized.codes.numel() + 16 * linear.quantized.scales.numel()
+            total += bits * linear.quantized.codes.numel() + 16 * linear.quantized.scales.numel()
             total += (0 if zeros is None else 4 * zeros.numel()) + (0 if kept is None else 16 * kept.numel())
         return total
 
@@ -227,9 +226,7 @@ class ComputesRounded(nn.Module):
         if self._activations is not None:
             exact = None if self._outliers is None else flat[:, self._outliers]
             rest = flat if self._outliers is None else flat.index_fill(1, self._outliers, 0.0)
-            codes, scales = quantize_tokens(rest, self._activations)
-            wide = WeightFormat(self._activations.number, self._activations.columns)
-            flat = dequantize(Quantized(codes, scales), wide)
+            flat = rounded_tokens(rest, self._activations)
             if exact is not None:
                 flat[:, self._outliers] = exact
         return nn.functional.linear(flat, self.weight, self.bias).view(*x.shape[:-1], -1)

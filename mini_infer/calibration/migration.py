@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mini_infer.calibration.scales import rounded
 from mini_infer.calibration.stages import Inputs
-from mini_infer.quantization.formats import Quantized, Scheme, WeightFormat, dequantize, quantize_tokens
+from mini_infer.quantization.formats import Scheme, WeightFormat, dequantize, rounded_tokens
 
 EXPONENTS = tuple(step / 20 for step in range(20))
 ALPHAS = tuple(step / 10 for step in range(2, 10))
@@ -54,9 +54,7 @@ def smoothquant_scales(weight: Tensor, inputs: Inputs, scheme: Scheme, alpha: fl
 def _rounded_error(weight: Tensor, x: Tensor, scheme: Scheme) -> float:
     """Sum of squares of what rounding of both changes in x W^T."""
     assert scheme.activations is not None
-    codes, scales = quantize_tokens(x, scheme.activations)
-    held = dequantize(Quantized(codes, scales), WeightFormat(scheme.activations.number, scheme.activations.columns))
-    found = held @ dequantize(rounded(weight, scheme.weights), scheme.weights).T
+    found = rounded_tokens(x, scheme.activations) @ dequantize(rounded(weight, scheme.weights), scheme.weights).T
     return float((found - x @ weight.T).square().sum())
 
 

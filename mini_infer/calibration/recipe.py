@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
@@ -74,12 +73,7 @@ class Recipe:
 
     @property
     def formats(self) -> Scheme:
-        scheme = SCHEMES[self.scheme]
-        if self.scheme != "w4a16":
-            return scheme
-        return replace(
-            scheme, weights=dataclasses.replace(scheme.weights, columns=self.group, symmetric=self.symmetric)
-        )
+        return SCHEMES[self.scheme].grouped(self.group, self.symmetric)
 
     @property
     def needs_text(self) -> bool:

@@ -22,14 +22,15 @@ in memory, so a captured graph can be replayed, and a rank that is ahead waits a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, let_next_start, take_turn, wait_for_previous
 from mini_infer.kernels.rms_norm import add_rms_norm_reference, num_warps
 
 TURNS = 3
@@ -38,41 +39,58 @@ _TURNS = tl.constexpr(TURNS)
 _LOOKS = tl.constexpr(16 if triton.knobs.runtime.interpret else 1024)
 _GATHERED = 4096  # columns a program gathers
 _COPIED = 4096  # numbers a program adds
-_INTS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32)}
+# By the width of numbers: integers of it, and a NaN that is not the one of empty places.
+_INTS = {2: (torch.int16, tl.int16, 2**15 - 1), 4: (torch.int32, tl.int32, 2**31 - 1)}
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Box(NamedTuple):
+    """The tensors of a Mailbox, as kernels take them."""
+
+    inboxes: Tensor
+    turns: Tensor
+    stop: Tensor
+
+
+@dataclass(frozen=True)
+class MailShape:
+    """What kernels of a Mailbox are compiled for, which call it S."""
+
+    places: int
+    size: int
+    block: int  # size, or the next power of two
+    rank: int
+    world: int
+    ranks: int  # world, or the next power of two
+    bits: tl.dtype  # of integers
+    nan: int
 
 
 @triton.jit
 def _of_all_ranks(
     bits,  # [BLOCK] of this rank
-    inboxes_ptr,
-    turns_ptr,
-    stop_ptr,
-    PLACES: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    RANKS: tl.constexpr,  # WORLD, or the next power of two
-    BITS: tl.constexpr,  # a dtype of integers
-    NAN: tl.constexpr,
+    box,
+    S: tl.constexpr,
 ):
-    """Every rank's bits [RANKS, BLOCK], zeros beyond WORLD and SIZE."""
+    """Every rank's bits [RANKS, BLOCK], zeros beyond WORLD and S.size."""
+    BLOCK: tl.constexpr = S.block
+    WORLD: tl.constexpr = S.world
+    RANKS: tl.constexpr = S.ranks
     place = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    turn = tl.load(turns_ptr + place)
-    now = (turn * PLACES + place) * (WORLD * SIZE)
-    bits = tl.where(bits == -1, NAN, bits).to(BITS)
+    inside = columns < S.size
+    turn = tl.load(box.turns + place)
+    now = (turn * S.places + place) * (WORLD * S.size)
+    bits = tl.where(bits == -1, S.nan, bits).to(S.bits)
     for step in tl.static_range(1, WORLD + 1):  # this rank's own inbox is the last
-        inbox = tl.load(inboxes_ptr + (RANK + step) % WORLD).to(tl.pointer_type(BITS))
-        tl.store(tl.multiple_of(inbox, 16) + now + RANK * SIZE + columns, bits, mask=inside)
-    own = tl.multiple_of(tl.load(inboxes_ptr + RANK).to(tl.pointer_type(BITS)), 16)
+        inbox = tl.load(box.inboxes + (S.rank + step) % WORLD).to(tl.pointer_type(S.bits))
+        tl.store(tl.multiple_of(inbox, 16) + now + S.rank * S.size + columns, bits, mask=inside)
+    own = tl.multiple_of(tl.load(box.inboxes + S.rank).to(tl.pointer_type(S.bits)), 16)
     ranks = tl.arange(0, RANKS)[:, None]
-    parts = ranks * SIZE + columns[None, :]
+    parts = ranks * S.size + columns[None, :]
     there = (ranks < WORLD) & inside[None, :]
-    before = ((turn + _TURNS - 1) % _TURNS * PLACES + place) * (WORLD * SIZE)
-    tl.store(own + before + parts, tl.full([RANKS, BLOCK], -1, BITS), mask=there)
+    before = ((turn + _TURNS - 1) % _TURNS * S.places + place) * (WORLD * S.size)
+    tl.store(own + before + parts, tl.full([RANKS, BLOCK], -1, S.bits), mask=there)
     found = tl.load(own + now + parts, mask=there, other=0, volatile=True)
     missing = tl.max(tl.max((found == -1).to(tl.int32), axis=1), axis=0)
     looks = missing * 0
@@ -81,9 +99,9 @@ def _of_all_ranks(
         missing = tl.max(tl.max((found == -1).to(tl.int32), axis=1), axis=0)
         looks += 1
         if looks % _LOOKS == 0:  # what is computed then nobody reads
-            missing = tl.where(tl.load(stop_ptr, volatile=True) == 0, missing, 0)
+            missing = tl.where(tl.load(box.stop, volatile=True) == 0, missing, 0)
     tl.debug_barrier()  # all threads have read which turn it is
-    tl.store(turns_ptr + place, (turn + 1) % _TURNS)
+    tl.store(box.turns + place, (turn + 1) % _TURNS)
     return found
 
 
@@ -95,48 +113,36 @@ def _sum_kernel(
     weight_ptr,  # None: no norm
     total_ptr,
     normed_ptr,
-    inboxes_ptr,
-    turns_ptr,
-    stop_ptr,
+    box,
     eps,
     first,
     known,
-    PLACES: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    RANKS: tl.constexpr,
+    S: tl.constexpr,
     LEVELS: tl.constexpr,  # RANKS = 2 ** LEVELS
-    BITS: tl.constexpr,
-    NAN: tl.constexpr,
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
+    BLOCK: tl.constexpr = S.block
     columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
+    inside = columns < S.size
     weight = tl.zeros([BLOCK], tl.float32)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    at = tl.program_id(0).to(tl.int64) * SIZE + columns
+    wait_for_previous(PDL)
+    at = tl.program_id(0).to(tl.int64) * S.size + columns
     if ids_ptr is None:
         bits = tl.load(x_ptr + at, mask=inside, other=0)
     else:
         row = tl.load(ids_ptr + tl.program_id(0)) - first
-        bits = tl.load(x_ptr + row * SIZE + columns, mask=inside & (row >= 0) & (row < known), other=0)
+        bits = tl.load(x_ptr + row * S.size + columns, mask=inside & (row >= 0) & (row < known), other=0)
     residual = tl.zeros([BLOCK], tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    parts = _of_all_ranks(
-        bits, inboxes_ptr, turns_ptr, stop_ptr, PLACES, SIZE, BLOCK, RANK, WORLD, RANKS, BITS, NAN
-    ).to(DTYPE, bitcast=True)
+    parts = _of_all_ranks(bits, box, S).to(DTYPE, bitcast=True)
     sums = parts.to(tl.float32)
     for level in tl.static_range(LEVELS):  # a balanced tree: neighbours, then neighbours of these
-        sums = tl.sum(tl.reshape(sums, [RANKS >> (level + 1), 2, BLOCK]), axis=1)
+        sums = tl.sum(tl.reshape(sums, [S.ranks >> (level + 1), 2, BLOCK]), axis=1)
     # Rounded as a product of one rank is before it is added.
     total = tl.reshape(sums, [BLOCK]).to(total_ptr.dtype.element_ty)
     if residual_ptr is not None:
@@ -144,7 +150,7 @@ def _sum_kernel(
     tl.store(total_ptr + at, total, mask=inside)
     if weight_ptr is not None:
         wide = total.to(tl.float32)
-        normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps) * weight
+        normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / S.size + eps) * weight
         tl.store(normed_ptr + at, normed.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
@@ -152,30 +158,20 @@ def _sum_kernel(
 def _gather_kernel(
     x_ptr,  # integers of x's width
     out_ptr,  # likewise
-    inboxes_ptr,
-    turns_ptr,
-    stop_ptr,
-    PLACES: tl.constexpr,
-    SIZE: tl.constexpr,  # columns a program takes
+    box,
+    S: tl.constexpr,
     OWN: tl.constexpr,  # columns a rank has
     OUT: tl.constexpr,  # columns of the result
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    RANKS: tl.constexpr,
-    BITS: tl.constexpr,
-    NAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    TILES: tl.constexpr = (OWN + SIZE - 1) // SIZE
-    row, column = tl.program_id(0) // TILES, tl.program_id(0) % TILES * SIZE + tl.arange(0, SIZE)
+    take_turn(PDL)
+    TILES: tl.constexpr = (OWN + S.size - 1) // S.size
+    row, column = tl.program_id(0) // TILES, tl.program_id(0) % TILES * S.size + tl.arange(0, S.size)
     bits = tl.load(x_ptr + row.to(tl.int64) * OWN + column, mask=column < OWN, other=0)
-    found = _of_all_ranks(bits, inboxes_ptr, turns_ptr, stop_ptr, PLACES, SIZE, SIZE, RANK, WORLD, RANKS, BITS, NAN)
-    ranks = tl.arange(0, RANKS)[:, None]
+    found = _of_all_ranks(bits, box, S)
+    ranks = tl.arange(0, S.ranks)[:, None]
     to = ranks * OWN + column[None, :]
-    real = (ranks < WORLD) & (column < OWN)[None, :] & (to < OUT)
+    real = (ranks < S.world) & (column < OWN)[None, :] & (to < OUT)
     tl.store(out_ptr + row.to(tl.int64) * OUT + to, found, mask=real)
 
 
@@ -209,6 +205,10 @@ class Mailbox(NamedTuple):
     inboxes: Tensor  # int64 [ranks]: their addresses as this rank sees them, multiples of 16
     turns: Tensor  # int32 [places], zeros before the first call
     stop: Tensor  # int32 [1], in memory that the host can write to while a kernel waits: above 0, nobody is waited for
+
+    @property
+    def box(self) -> Box:
+        return Box(self.inboxes, self.turns, self.stop)
 
     @classmethod
     def num_bytes(cls, places: int, ranks: int, size: int, itemsize: int) -> int:
@@ -259,8 +259,8 @@ def gather_columns(mailbox: Mailbox, x: Tensor, out: Tensor) -> Tensor:
     assert size == mailbox.size
     if places:
         _gather_kernel[(places,)](
-            _as_ints(x), _as_ints(out), mailbox.inboxes, mailbox.turns, mailbox.stop, OWN=x.shape[1],
-            OUT=out.shape[1], **_constants(mailbox, x), num_warps=8,
+            _as_ints(x), _as_ints(out), mailbox.box, _shape(mailbox, x, size), OWN=x.shape[1], OUT=out.shape[1],
+            num_warps=8, **launch_options(x.device),
         )  # fmt: skip
     return out
 
@@ -288,11 +288,12 @@ def _launch_sum(
     assert size == mailbox.size
     assert rows <= len(mailbox.turns)
     if rows:
-        block, constants = triton.next_power_of_2(size), _constants(mailbox, x)
+        block = triton.next_power_of_2(size)
+        shape = _shape(mailbox, x, block)
         _sum_kernel[(rows,)](
-            _as_ints(x), token_ids, residual, weight, total, normed, mailbox.inboxes, mailbox.turns, mailbox.stop,
-            eps, first, known, BLOCK=block, LEVELS=constants["RANKS"].bit_length() - 1, DTYPE=_FLOATS[x.dtype],
-            num_warps=num_warps(block), **constants,
+            _as_ints(x), token_ids, residual, weight, total, normed, mailbox.box, eps, first, known, shape,
+            LEVELS=shape.ranks.bit_length() - 1, DTYPE=_FLOATS[x.dtype], num_warps=num_warps(block),
+            **launch_options(x.device),
         )  # fmt: skip
 
 
@@ -300,18 +301,10 @@ def _as_ints(x: Tensor) -> Tensor:
     return x.view(_INTS[x.element_size()][0])
 
 
-def _constants(mailbox: Mailbox, x: Tensor) -> dict[str, Any]:
-    world = len(mailbox.inboxes)
-    return {
-        "PLACES": len(mailbox.turns),
-        "SIZE": mailbox.size,
-        "RANK": mailbox.rank,
-        "WORLD": world,
-        "RANKS": triton.next_power_of_2(world),
-        "BITS": _INTS[x.element_size()][1],
-        "NAN": 2 ** (8 * x.element_size() - 1) - 1,
-        **launch_options(x.device),
-    }
+def _shape(mailbox: Mailbox, x: Tensor, block: int) -> MailShape:
+    world, (_, bits, nan) = len(mailbox.inboxes), _INTS[x.element_size()]
+    ranks = triton.next_power_of_2(world)
+    return MailShape(len(mailbox.turns), mailbox.size, block, mailbox.rank, world, ranks, bits, nan)
 
 
 def all_reduce_add_norm_reference(

@@ -25,13 +25,11 @@ kernel before it still runs. `_fma_kernel` asks for its first weights, which dep
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 from torch import Tensor
 
-from mini_infer.kernels.gemv_kernels import _dot_kernel, _fma_kernel
+from mini_infer.kernels.gemv_kernels import Ends, _dot_kernel, _fma_kernel
 from mini_infer.kernels.interface import Places
 from mini_infer.kernels.pdl import launch_options
 from mini_infer.kernels.rope_and_store import rope_and_store_reference
@@ -159,17 +157,15 @@ def _launch(
         raise ValueError(f"the weight of gemv's norm is {(k,)}, not {tuple(norm_weight.shape)}")
     if not out.numel():
         return
-    steps = {"HAS_BIAS": bias is not None, "SILU_MUL": silu_mul, "ADD": residual is not None} | _heads(out, places)
     outs = n // 2 if silu_mul else n
     rotary_stride = 0 if places is None else places.cos.stride(0)
     if norm is None and _uses_dot(rows, n, k, x.dtype):
         block_n, block_k, stages = _dot_tile(rows, n, k)
-        if places is not None:  # rows of one head
-            block_n = math.gcd(block_n, out.shape[2])
-        _dot_kernel[(triton.cdiv(n, block_n),)](
-            x, weight, bias, residual, out, places, outs, k, x.stride(0), rotary_stride, rows, BLOCK_N=block_n,
-            BLOCK_K=block_k, BLOCK_T=8 if rows <= 8 else 16, STAGES=stages, EVEN_K=k % block_k == 0, **steps,
-            num_warps=block_n // _MMA_ROWS, **launch_options(x.device),
+        ends = Ends.of(block_n, silu_mul, residual, out, places)
+        _dot_kernel[(triton.cdiv(n, ends.block_n),)](
+            x, weight, bias, residual, out, places, outs, k, x.stride(0), rotary_stride, rows, ENDS=ends,
+            BLOCK_K=block_k, BLOCK_T=8 if rows <= 8 else 16, STAGES=stages, EVEN_K=k % block_k == 0,
+            num_warps=ends.block_n // _MMA_ROWS, **launch_options(x.device),
         )  # fmt: skip
         return
     vector = 16 // x.element_size()
@@ -177,17 +173,9 @@ def _launch(
     block_k = 32 * warps * vector * loads
     _fma_kernel[(triton.cdiv(n, block_n),)](
         x, norm_weight, weight, bias, residual, out, places, outs, k, x.stride(0), rotary_stride, eps, rows,
-        BLOCK_N=block_n, BLOCK_K=block_k, VECTOR=vector, EVEN_K=k % block_k == 0, UNROLL=unroll,
-        NORM=norm is not None, **steps, num_warps=warps, **launch_options(x.device),
+        ENDS=Ends.of(block_n, silu_mul, residual, out, places), BLOCK_K=block_k, VECTOR=vector,
+        EVEN_K=k % block_k == 0, UNROLL=unroll, NORM=norm is not None, num_warps=warps, **launch_options(x.device),
     )  # fmt: skip
-
-
-def _heads(q: Tensor, places: Places | None) -> dict[str, int]:
-    """What the kernels are told of the heads that W's rows make, with places q [T, Hq, D]."""
-    if places is None:
-        return {"Q_HEADS": 0, "KV_HEADS": 0, "HALF": 0}
-    _, q_heads, head_dim = q.shape
-    return {"Q_HEADS": q_heads, "KV_HEADS": places.key_slots.shape[1], "HALF": head_dim // 2}
 
 
 def worth_it(rows: int, n: int, k: int, dtype: torch.dtype) -> bool:

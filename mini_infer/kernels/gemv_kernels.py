@@ -3,34 +3,62 @@
     x [T, K] --> [ NORM ] --> W [N, K], bias --> [ SILU_MUL ] --> [ ADD residual ] --> out [T, outs]
                                              '-> [ HALF: rotation ] --> q in out, k and v in places' slots
 
-A program owns BLOCK_N rows of W and all of K. HALF is half the size of the heads that W's rows make, 0 where they are
-not to be rotated; then Q_HEADS and KV_HEADS do not matter.
+A program owns some rows of W and all of K. What is in capitals above is `Ends`.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from mini_infer.kernels.interface import Places
+from mini_infer.kernels.pdl import let_next_start, wait_for_previous
 from mini_infer.kernels.rope_and_store import rotate
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+@dataclass(frozen=True)
+class Ends:
+    """What of a product's neighbours a kernel does, and how many rows of W its programs own."""
+
+    block_n: int
+    silu_mul: bool
+    add: bool
+    q_heads: int = 0
+    kv_heads: int = 0
+    half: int = 0  # of the size of the heads that W's rows make; 0: they are not to be rotated
+
+    @classmethod
+    def of(cls, block_n: int, silu_mul: bool, residual: Tensor | None, q: Tensor, places: Places | None) -> Ends:
+        """With places W's rows are those of heads, and q [T, Hq, D] is the result."""
+        if places is None:
+            return cls(block_n, silu_mul, residual is not None)
+        _, q_heads, head_dim = q.shape  # a program's rows are of one head
+        block_n = math.gcd(block_n, head_dim)
+        return cls(block_n, silu_mul, residual is not None, q_heads, places.key_slots.shape[1], head_dim // 2)
+
+
 @triton.jit
-def _owned_rows(N, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr, HALF: tl.constexpr):
+def _owned_rows(N, ENDS: tl.constexpr):
     """Of this program: columns of `out`, which may lie beyond the end, and BLOCK_N rows of W, the last instead of such.
 
-    With SILU_MUL W is gate [N, K] over up [N, K]: half the rows are gate's, and the others up's for the same columns.
-    With HALF half the rows are of the first half of one head, and the others their pairs, HALF rows on.
+    With silu_mul W is gate [N, K] over up [N, K]: half the rows are gate's, and the others up's for the same columns.
+    With heads half the rows are of the first half of one head, and the others their pairs, HALF rows on.
     """
+    BLOCK_N: tl.constexpr = ENDS.block_n
+    HALF: tl.constexpr = ENDS.half
     if HALF:
         pairs: tl.constexpr = BLOCK_N // 2
         tile = tl.arange(0, BLOCK_N)
         pair = tl.program_id(0) * pairs
         outs = pair + pair // HALF * HALF + tile % pairs + tile // pairs * HALF
         w_rows = outs
-    elif SILU_MUL:
+    elif ENDS.silu_mul:
         half: tl.constexpr = BLOCK_N // 2
         tile = tl.arange(0, BLOCK_N)
         outs = tl.program_id(0) * half + tl.arange(0, half)
@@ -55,24 +83,16 @@ def _silu_mul(y, dtype: tl.constexpr, OUTS: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _load_places(
-    places,
-    rotary_stride,
-    q_ptr,
-    tokens,
-    some,
-    BLOCK_N: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-):
+def _load_places(places, rotary_stride, q_ptr, tokens, some, ENDS: tl.constexpr):
     """For `_rotate_and_store`: cos and sin of the program's pairs, [BLOCK_N / 2, T], which a v head does not use; and
     [1, T] pointers: of each token, behind them by a row's number is the place of that row, if the program owns it.
 
     tokens [T], of which those are there that `some` says.
     """
-    Q_SIZE: tl.constexpr = Q_HEADS * 2 * HALF
-    KV_SIZE: tl.constexpr = KV_HEADS * 2 * HALF
+    BLOCK_N: tl.constexpr = ENDS.block_n
+    HALF: tl.constexpr = ENDS.half
+    Q_SIZE: tl.constexpr = ENDS.q_heads * 2 * HALF
+    KV_SIZE: tl.constexpr = ENDS.kv_heads * 2 * HALF
     row = tl.program_id(0) * BLOCK_N
     pairs = row // 2 % HALF + tl.arange(0, BLOCK_N // 2)
     at = tokens[None, :] * rotary_stride + pairs[:, None]
@@ -91,13 +111,13 @@ def _load_places(
 
 
 @triton.jit
-def _rotate_and_store(
-    y, loaded, rows, some, dtype: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr, ROTARY_ROWS: tl.constexpr
-):
+def _rotate_and_store(y, loaded, rows, some, dtype: tl.constexpr, T: tl.constexpr, ENDS: tl.constexpr):
     """y [BLOCK_N, T], `rows` of W, which are pairs of one head: turned, if it is one of q or k, and to their places.
 
     Rounded twice, as the product is in memory and then the rotated head. loaded: of `_load_places`.
     """
+    BLOCK_N: tl.constexpr = ENDS.block_n
+    ROTARY_ROWS: tl.constexpr = (ENDS.q_heads + ENDS.kv_heads) * 2 * ENDS.half
     cos, sin, starts = loaded
     first, second = _halves(y, dtype, BLOCK_N // 2, T)
     if tl.program_id(0) * BLOCK_N < ROTARY_ROWS:
@@ -166,24 +186,18 @@ def _fma_kernel(
     rotary_stride,
     eps,
     T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ENDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     VECTOR: tl.constexpr,
     EVEN_K: tl.constexpr,
     UNROLL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     NORM: tl.constexpr,
-    SILU_MUL: tl.constexpr,
-    ADD: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
+    BLOCK_N: tl.constexpr = ENDS.block_n
     dtype = out_ptr.dtype.element_ty
-    outs, w_rows = _owned_rows(N, BLOCK_N, SILU_MUL, HALF)
+    outs, w_rows = _owned_rows(N, ENDS)
     inside = outs < N
     columns = tl.arange(0, BLOCK_K)
     w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * K + columns[None, :]
@@ -192,17 +206,16 @@ def _fma_kernel(
     if NORM:
         g = _load_columns(norm_ptr + columns, columns, K, EVEN_K, "evict_last")
     bias = tl.zeros([BLOCK_N], tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + w_rows).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     late = ()  # of each token what the end needs, asked for now, so that nothing waits for it there
     for t in tl.static_range(T):
-        if ADD:
+        if ENDS.add:
             late += (tl.load(residual_ptr + t * N + outs, mask=inside, other=0.0),)  # type: ignore[assignment]
-        if HALF:
+        if ENDS.half:
             token = t + tl.arange(0, 1)
-            late += (_load_places(places, rotary_stride, out_ptr, token, token < T, BLOCK_N, Q_HEADS, KV_HEADS, HALF),)  # type: ignore[assignment]
+            late += (_load_places(places, rotary_stride, out_ptr, token, token < T, ENDS),)  # type: ignore[assignment]
     sums = (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),) * T
     squares = (tl.zeros([BLOCK_K // VECTOR], tl.float32),) * T
     sums, squares = _add_products(
@@ -224,12 +237,12 @@ def _fma_kernel(
         else:
             y = tl.sum(sums[t], axis=1)
         y += bias
-        if HALF:
-            _rotate_and_store(y, late[t], outs, token < T, dtype, BLOCK_N, 1, (Q_HEADS + KV_HEADS) * 2 * HALF)
+        if ENDS.half:
+            _rotate_and_store(y, late[t], outs, token < T, dtype, 1, ENDS)
         else:
-            if SILU_MUL:
+            if ENDS.silu_mul:
                 y = tl.reshape(_silu_mul(y, dtype, BLOCK_N // 2, 1), [BLOCK_N // 2])
-            if ADD:
+            if ENDS.add:
                 y = y.to(dtype).to(tl.float32) + late[t].to(tl.float32)
             tl.store(out_ptr + t * N + outs, y.to(dtype), mask=inside)
 
@@ -247,36 +260,29 @@ def _dot_kernel(
     stride_x,
     rotary_stride,
     T,
-    BLOCK_N: tl.constexpr,
+    ENDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
     EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU_MUL: tl.constexpr,
-    ADD: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
+    BLOCK_N: tl.constexpr = ENDS.block_n
     dtype = out_ptr.dtype.element_ty
-    outs, w_rows = _owned_rows(N, BLOCK_N, SILU_MUL, HALF)
+    outs, w_rows = _owned_rows(N, ENDS)
     columns = tl.arange(0, BLOCK_K)
     tokens = tl.arange(0, BLOCK_T)
     some = tokens < T
     w_ptrs = weight_ptr + w_rows.to(tl.int64)[:, None] * K + columns[None, :]
     x_ptrs = x_ptr + tokens[None, :] * stride_x + columns[:, None]
     bias = tl.zeros([BLOCK_N], tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + w_rows).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     loaded = ()
-    if HALF:  # asked for now, so that nothing waits for it at the end
-        loaded = _load_places(places, rotary_stride, out_ptr, tokens, some, BLOCK_N, Q_HEADS, KV_HEADS, HALF)
+    if ENDS.half:  # asked for now, so that nothing waits for it at the end
+        loaded = _load_places(places, rotary_stride, out_ptr, tokens, some, ENDS)
     y = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
@@ -290,13 +296,13 @@ def _dot_kernel(
             w, x = w.to(tl.float32), x.to(tl.float32)
         y = tl.dot(w, x, y)
     y += bias[:, None]
-    if HALF:
-        _rotate_and_store(y, loaded, outs, some, dtype, BLOCK_N, BLOCK_T, (Q_HEADS + KV_HEADS) * 2 * HALF)
+    if ENDS.half:
+        _rotate_and_store(y, loaded, outs, some, dtype, BLOCK_T, ENDS)
     else:
-        if SILU_MUL:
+        if ENDS.silu_mul:
             y = _silu_mul(y, dtype, BLOCK_N // 2, BLOCK_T)
         inside = some[None, :] & (outs < N)[:, None]
         at = tokens[None, :] * N + outs[:, None]
-        if ADD:
+        if ENDS.add:
             y = y.to(dtype).to(tl.float32) + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, y.to(dtype), mask=inside)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.paged_prefill import DOT_DTYPES
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 _TOKENS = 16  # a program
 _WEIGHTS = 8192  # a program
@@ -54,15 +54,13 @@ def _head_products_kernel(
     DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     outs, columns = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     real = (outs < OUTS)[:, None]
     w_ptrs = weights_ptr + head * w_head + outs[:, None] * w_out + columns[None, :] * w_in
     w = tl.load(w_ptrs, mask=real & (columns < IN)[None, :], other=0.0).to(DOT)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
     some = token < tokens
     x_ptrs = x_ptr + token * x_stride + head * x_head + columns[:, None]

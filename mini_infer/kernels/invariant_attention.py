@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.paged_prefill import DOT_DTYPES, LIMITS, LOWEST, merged, paged_prefill_kernel
+from mini_infer.kernels.paged_prefill import LIMITS, LOWEST, grid_and_shape, merged, padded, paged_prefill_kernel
 
 CHUNK = 1024  # keys
 _PROGRAMS = 264  # that decode rows should at least be spread over: two for each SM of an H200
@@ -28,9 +28,7 @@ _PROGRAMS = 264  # that decode rows should at least be spread over: two for each
 
 @triton.jit(do_not_specialize=["seq_lens_ptr", "window", "num_tokens"])
 def _merge_kernel(
-    accs_ptr,
-    totals_ptr,
-    maxima_ptr,
+    parts,
     out_ptr,
     kv_scales_ptr,
     seq_lens_ptr,
@@ -38,33 +36,31 @@ def _merge_kernel(
     num_tokens,
     query_len,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
+    S: tl.constexpr,
     HEADS_PAD: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """One program a token of rows that have query_len each."""
+    VALUE_PAD: tl.constexpr = S.value_pad
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(seq_lens_ptr + token // query_len) - query_len + (token % query_len).to(tl.int32)
     heads, columns = tl.arange(0, HEADS_PAD), tl.arange(0, VALUE_PAD)
     real = heads < HEADS
-    inside = real[:, None] & (columns < VALUE_DIM)[None, :]
-    outputs = (token * HEADS + heads)[:, None] * VALUE_DIM + columns[None, :]
+    inside = real[:, None] & (columns < S.value_dim)[None, :]
+    outputs = (token * HEADS + heads)[:, None] * S.value_dim + columns[None, :]
     begin = 0
     if window is not None:
-        begin = tl.maximum(position - window + 1, 0) // CHUNK
+        begin = tl.maximum(position - window + 1, 0) // S.chunk
     lowest = tl.full([HEADS_PAD], LOWEST, tl.float32)
     state = tl.zeros([HEADS_PAD, VALUE_PAD], tl.float32), tl.zeros([HEADS_PAD], tl.float32), lowest
-    for chunk in range(begin, position // CHUNK + 1):
+    for chunk in range(begin, position // S.chunk + 1):
         ahead = num_tokens.to(tl.int64) * chunk * HEADS
-        acc = tl.load(accs_ptr + ahead * VALUE_DIM + outputs, mask=inside, other=0.0)
-        total = tl.load(totals_ptr + ahead + token * HEADS + heads, mask=real, other=1.0)
-        maximum = tl.load(maxima_ptr + ahead + token * HEADS + heads, mask=real, other=0.0)
+        acc = tl.load(parts[0] + ahead * S.value_dim + outputs, mask=inside, other=0.0)
+        total = tl.load(parts[1] + ahead + token * HEADS + heads, mask=real, other=1.0)
+        maximum = tl.load(parts[2] + ahead + token * HEADS + heads, mask=real, other=0.0)
         state = merged(state, (acc, total, maximum))
     result = state[0] / state[1][:, None]
     if kv_scales_ptr is not None:
-        result *= tl.load(kv_scales_ptr + (HEADS + heads) // GROUP, mask=real, other=0.0)[:, None]
+        result *= tl.load(kv_scales_ptr + (HEADS + heads) // S.group, mask=real, other=0.0)[:, None]
     tl.store(out_ptr + outputs, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -91,7 +87,7 @@ def invariant_attention(
         chunk: a multiple of 64, for tests.
     """
     tokens, num_heads, head_dim = q.shape
-    (_, block_size, num_kv_heads, _), value_dim = keys.shape, values.shape[3]
+    block_size, value_dim = keys.shape[1], values.shape[3]
     refusal = LIMITS.refusal(head_dim, block_size, q.dtype, value_dim)
     if refusal is not None:
         raise ValueError(f"batch-invariant attention: {refusal}")
@@ -99,27 +95,24 @@ def invariant_attention(
         out = torch.empty((tokens, num_heads, value_dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return out
-    group, num_rows = num_heads // num_kv_heads, len(seq_lens)
-    head_pad, value_pad = (max(triton.next_power_of_2(size), 16) for size in (head_dim, value_dim))
     # One tile for all: what a tile adds up at a time is part of the order.
-    block_m, block_n = (32, 32) if q.element_size() == 4 else (64, 64 if max(head_pad, value_pad) <= 128 else 32)
-    num_tiles = (tokens * group // block_m + num_rows) * num_kv_heads
+    wide = max(padded(head_dim, value_dim)) > 128
+    block_m, block_n = (32, 32) if q.element_size() == 4 else (64, 32 if wide else 64)
+    num_tiles, shape = grid_and_shape(q, keys, value_dim, len(seq_lens), block_m, block_n, chunk)
     num_chunks = triton.cdiv(block_tables.shape[1] * block_size, chunk)
     spread = 1 if query_len is None else max(1, min(num_chunks, _PROGRAMS // num_tiles))
     parts = None
     if spread > 1:
         accs = torch.empty((num_chunks, tokens, num_heads, value_dim), dtype=torch.float32, device=q.device)
         parts = accs, accs.new_empty(accs.shape[:3]), accs.new_empty(accs.shape[:3])
-    heads = {"VALUE_DIM": value_dim, "VALUE_PAD": value_pad, "CHUNK": chunk, "num_warps": 4}
     paged_prefill_kernel[(num_tiles, spread)](
         q, keys, values, out, parts, kv_scales, block_tables, query_starts, seq_lens, window,
-        scale * math.log2(math.e), num_rows, tokens, block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads,
-        GROUP=group, HEAD_DIM=head_dim, HEAD_PAD=head_pad, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n,
-        DOT=DOT_DTYPES[q.dtype], num_stages=1 if q.element_size() == 4 else 2, **heads,
+        scale * math.log2(math.e), len(seq_lens), tokens, block_tables.stride(0), q.stride(0), shape, num_warps=4,
+        num_stages=1 if q.element_size() == 4 else 2,
     )  # fmt: skip
     if parts is not None:
         _merge_kernel[(tokens,)](
-            *parts, out, kv_scales, seq_lens, window, tokens, query_len, HEADS=num_heads, GROUP=group,
-            HEADS_PAD=triton.next_power_of_2(num_heads), **heads,
+            parts, out, kv_scales, seq_lens, window, tokens, query_len, S=shape, HEADS=num_heads,
+            HEADS_PAD=triton.next_power_of_2(num_heads), num_warps=4,
         )  # fmt: skip
     return out

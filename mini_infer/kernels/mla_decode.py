@@ -34,7 +34,7 @@ from mini_infer.kernels.flash_decode import (
 )
 from mini_infer.kernels.limits import FP8_CACHE, AttentionLimits
 from mini_infer.kernels.paged_decode import Packs, paged_decode_reference, query_rows, store_rows
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, take_turn
 
 # Ranks are padded to a power of two by masks; the sums of more would not fit into the registers.
 LIMITS = AttentionLimits(
@@ -129,9 +129,7 @@ def _mla_decode_kernel(
     S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     pack, row = tl.program_id(0), tl.program_id(1)
     if parts is None:
         length = tl.load(seq_lens + row)
@@ -162,9 +160,7 @@ def _merge_parts_kernel(
     PDL: tl.constexpr,
 ):
     """A program some numbers of a query of a row that has several parts."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     query, row, skipped = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK
     own, place = parts_of(parts.fields, row, num_parts, BLOCK_PARTS)
     if own == 1:

@@ -303,29 +303,37 @@ def unscaled(keys: Tensor, values: Tensor, kv_scales: Tensor | None) -> tuple[Te
 
 
 def paged_decode_reference(
+    q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, seq_lens: Tensor, *, query_len: int, **rest: Any
+) -> Tensor:
+    """What paged_decode computes."""
+    starts = torch.arange(len(seq_lens) + 1) * query_len
+    return attention_reference(q, keys, values, block_tables, starts, seq_lens, **rest)
+
+
+def attention_reference(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
     block_tables: Tensor,
+    query_starts: Tensor,
     seq_lens: Tensor,
     *,
     scale: float,
     window: int | None,
-    query_len: int,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """What paged_decode computes, row by row in fp32."""
+    """The definition of attention to the paged cache, row by row in float32. Arguments as of `paged_prefill`."""
     keys, values = unscaled(keys, values, kv_scales)
-    group, block_size = q.shape[1] // keys.shape[2], keys.shape[1]
-    window = window or UNBOUNDED
     out = q.new_empty(*q.shape[:2], values.shape[3])
+    group, block_size = q.shape[1] // keys.shape[2], keys.shape[1]
+    window, starts = window or UNBOUNDED, query_starts.tolist()
     for row, length in enumerate(seq_lens.tolist()):
-        key = torch.arange(max(length - query_len - window + 1, 0), length, device=q.device)
-        query = torch.arange(length - query_len, length, device=q.device)[:, None]
+        tokens = slice(starts[row], starts[row + 1])
+        query = torch.arange(length - (tokens.stop - tokens.start), length, device=q.device)[:, None]
+        key = torch.arange(max(0, int(query.min()) - window + 1), length, device=q.device)
         slots = block_tables[row, key // block_size].long() * block_size + key % block_size
-        k, v = (store.flatten(0, 1)[slots].float().repeat_interleave(group, 1) for store in (keys, values))
-        tokens = slice(row * query_len, (row + 1) * query_len)
+        k, v = (side.flatten(0, 1)[slots].float().repeat_interleave(group, 1) for side in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", q[tokens].float(), k) * scale
-        weights = scores.masked_fill((key > query) | (key <= query - window), -math.inf).softmax(-1)
+        weights = scores.masked_fill_((key > query) | (key <= query - window), -math.inf).softmax(-1)
         out[tokens] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,40 +21,45 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.limits import FP8_CACHE, AttentionLimits
-from mini_infer.kernels.paged_decode import unscaled
+from mini_infer.kernels.paged_decode import attention_reference
 
 
-def paged_prefill_reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    *,
-    max_query_len: int,
-    scale: float,
-    window: int | None,
-    kv_scales: Tensor | None = None,
-) -> Tensor:
-    """The definition, row by row in float32. Arguments as `paged_prefill`."""
-    keys, values = unscaled(keys, values, kv_scales)
-    out = q.new_empty(*q.shape[:2], values.shape[3])
-    group, block_size = q.shape[1] // keys.shape[2], keys.shape[1]
-    starts = query_starts.tolist()
-    for row, length in enumerate(seq_lens.tolist()):
-        begin, end = starts[row], starts[row + 1]
-        table = block_tables[row, : -(-length // block_size)].long()
-        k, v = (side[table].flatten(0, 1)[:length].float().repeat_interleave(group, 1) for side in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), k) * scale
-        position = torch.arange(length - (end - begin), length, device=q.device)[:, None]
-        key = torch.arange(length, device=q.device)
-        hidden = key > position
-        if window is not None:
-            hidden |= key <= position - window
-        probabilities = scores.masked_fill_(hidden, -math.inf).softmax(-1)
-        out[begin:end] = torch.einsum("hqk,khd->qhd", probabilities, v)
-    return out
+def paged_prefill_reference(*tensors: Tensor, max_query_len: int, **rest: Any) -> Tensor:
+    """What paged_prefill computes. Arguments as there."""
+    return attention_reference(*tensors, **rest)
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """What the kernel is compiled for, which calls it S."""
+
+    kv_heads: int
+    group: int  # query heads of a KV head
+    head_dim: int
+    head_pad: int  # head_dim and value_dim, or the next powers of two
+    value_dim: int
+    value_pad: int
+    block_size: int
+    block_m: int  # queries of a tile
+    block_n: int  # keys
+    chunk: int | None  # keys that are added up for themselves; None: all
+    dot: tl.dtype  # of the factors
+
+
+def grid_and_shape(
+    q: Tensor, keys: Tensor, value_dim: int, rows: int, block_m: int, block_n: int, chunk: int | None = None
+) -> tuple[int, PrefillShape]:
+    """(programs for all tiles of so many rows, the shape)."""
+    (tokens, num_heads, head_dim), (_, block_size, kv_heads, _) = q.shape, keys.shape
+    group, pads = num_heads // kv_heads, padded(head_dim, value_dim)
+    sizes = kv_heads, group, head_dim, pads[0], value_dim, pads[1], block_size
+    shape = PrefillShape(*sizes, block_m, block_n, chunk, DOT_DTYPES[q.dtype])
+    return (tokens * group // block_m + rows) * kv_heads, shape
+
+
+def padded(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """The next powers of two, and at least what a matrix product sums over."""
+    return max(triton.next_power_of_2(head_dim), 16), max(triton.next_power_of_2(value_dim), 16)
 
 
 LOWEST = tl.constexpr(-3.0e38)  # finite: where all is masked yet, -inf - -inf is NaN
@@ -82,50 +88,32 @@ def find_row(query_starts_ptr, tile, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.
 
 
 @triton.jit
-def _attend(
-    state,
-    q,
-    position,
-    keys_ptr,
-    values_ptr,
-    table_ptr,
-    begin,
-    end,
-    length,
-    window,
-    scale_log2,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """Adds the keys [begin, end) to state (accumulator, sum and maximum). Reads [begin, length) at most."""
+def _attend(state, q, position, source, begin, end, S: tl.constexpr, MASKED: tl.constexpr):
+    """Adds the keys [begin, end) of a source to state (accumulator, sum, maximum). Reads [begin, length) at most."""
     acc, total, maximum = state
+    keys_ptr, values_ptr, table_ptr, length, window, scale_log2 = source
     columns = tl.arange(0, q.shape[1])
     value_columns = tl.arange(0, acc.shape[1])
-    lanes = tl.arange(0, BLOCK_N)
+    lanes = tl.arange(0, S.block_n)
     # A tile's blocks are looked up one tile ahead, so that the prefetch of its K and V does not wait for them.
-    next_block = tl.load(table_ptr + tl.minimum(begin + lanes, length - 1) // BLOCK_SIZE)
-    for first in range(begin, end, BLOCK_N):
+    next_block = tl.load(table_ptr + tl.minimum(begin + lanes, length - 1) // S.block_size)
+    for first in range(begin, end, S.block_n):
         key = first + lanes
         # A key past the end is masked below, and read where there is a number: 0 * NaN would not be 0.
         place = tl.minimum(key, length - 1) if MASKED else key
         block = next_block.to(tl.int64)
-        next_block = tl.load(table_ptr + tl.minimum(key + BLOCK_N, length - 1) // BLOCK_SIZE)
-        slot = ((block * BLOCK_SIZE + place % BLOCK_SIZE) * NUM_KV_HEADS)[:, None]
-        k_ptr, v_ptr = keys_ptr + slot * HEAD_DIM + columns, values_ptr + slot * VALUE_DIM + value_columns
-        if q.shape[1] == HEAD_DIM:  # noqa: SIM108
+        next_block = tl.load(table_ptr + tl.minimum(key + S.block_n, length - 1) // S.block_size)
+        slot = ((block * S.block_size + place % S.block_size) * S.kv_heads)[:, None]
+        k_ptr, v_ptr = keys_ptr + slot * S.head_dim + columns, values_ptr + slot * S.value_dim + value_columns
+        if q.shape[1] == S.head_dim:
             k = tl.load(k_ptr)
         else:
-            k = tl.load(k_ptr, mask=columns[None, :] < HEAD_DIM, other=0.0)
-        if acc.shape[1] == VALUE_DIM:
+            k = tl.load(k_ptr, mask=columns[None, :] < S.head_dim, other=0.0)
+        if acc.shape[1] == S.value_dim:
             v = tl.load(v_ptr)
         else:
-            v = tl.load(v_ptr, mask=value_columns[None, :] < VALUE_DIM, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(DOT)), input_precision="tf32x3")
+            v = tl.load(v_ptr, mask=value_columns[None, :] < S.value_dim, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(S.dot)), input_precision="tf32x3")
         if MASKED:
             visible = key[None, :] <= position[:, None]
             if window is not None:
@@ -136,49 +124,20 @@ def _attend(
         weights = tl.exp2(tl.fma(scores, scale_log2, -new_maximum[:, None]))
         decay = tl.exp2(maximum - new_maximum)
         total = tl.fma(total, decay, tl.sum(weights, 1))
-        acc = tl.dot(weights.to(DOT), v.to(DOT), acc * decay[:, None], input_precision="tf32x3")
+        acc = tl.dot(weights.to(S.dot), v.to(S.dot), acc * decay[:, None], input_precision="tf32x3")
         maximum = new_maximum
     return acc, total, maximum
 
 
 @triton.jit
-def _attend_range(
-    state,
-    q,
-    position,
-    keys_ptr,
-    values_ptr,
-    table_ptr,
-    begin,
-    end,
-    all_begin,
-    all_end,
-    length,
-    window,
-    scale_log2,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DOT: tl.constexpr,
-):
+def _attend_range(state, q, position, source, begin, end, all_begin, all_end, S: tl.constexpr):
     """`_attend` to the keys [begin, end), of which every query of the tile sees [all_begin, all_end)."""
     all_begin = tl.minimum(tl.maximum(all_begin, begin), end)
     all_end = tl.minimum(tl.maximum(all_end, begin), end)
-    if window is not None:
-        state = _attend(
-            state, q, position, keys_ptr, values_ptr, table_ptr, begin, all_begin, length, window, scale_log2,
-            BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, True, BLOCK_N, DOT,
-        )  # fmt: skip
-    state = _attend(
-        state, q, position, keys_ptr, values_ptr, table_ptr, all_begin, all_end, length, window, scale_log2,
-        BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, False, BLOCK_N, DOT,
-    )  # fmt: skip
-    return _attend(
-        state, q, position, keys_ptr, values_ptr, table_ptr, all_end, end, length, window, scale_log2,
-        BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, True, BLOCK_N, DOT,
-    )  # fmt: skip
+    if source[4] is not None:  # there is a window
+        state = _attend(state, q, position, source, begin, all_begin, S, True)
+    state = _attend(state, q, position, source, all_begin, all_end, S, False)
+    return _attend(state, q, position, source, all_end, end, S, True)
 
 
 @triton.jit
@@ -213,76 +172,64 @@ def paged_prefill_kernel(
     num_tokens,
     table_stride,
     q_stride,  # between tokens
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,  # None, or keys that are added up for themselves
-    DOT: tl.constexpr,  # dtype of the factors
+    S: tl.constexpr,
 ):
+    BLOCK_M: tl.constexpr = S.block_m
+    VALUE_PAD: tl.constexpr = S.value_pad
+    CHUNK: tl.constexpr = S.chunk
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest work, at a prompt's end, first
-    kv_head, tile = program % NUM_KV_HEADS, program // NUM_KV_HEADS
+    kv_head, tile = program % S.kv_heads, program // S.kv_heads
 
-    row, packed, query_start, query_len = find_row(query_starts_ptr, tile, num_rows, GROUP, BLOCK_M)
-    if packed < query_len * GROUP:
+    row, packed, query_start, query_len = find_row(query_starts_ptr, tile, num_rows, S.group, BLOCK_M)
+    if packed < query_len * S.group:
         start = tl.load(seq_lens_ptr + row) - query_len  # tokens before this step's
         queries = packed + tl.arange(0, BLOCK_M)
-        tokens, heads = queries // GROUP, kv_head * GROUP + queries % GROUP
-        columns = tl.arange(0, HEAD_PAD)
+        tokens, heads = queries // S.group, kv_head * S.group + queries % S.group
+        columns = tl.arange(0, S.head_pad)
         real = tokens < query_len
         value_columns = tl.arange(0, VALUE_PAD)
-        inside = real[:, None] & (value_columns < VALUE_DIM)[None, :]
+        inside = real[:, None] & (value_columns < S.value_dim)[None, :]
         rows = (query_start + tokens).to(tl.int64)
-        places = (rows * q_stride + heads * HEAD_DIM)[:, None] + columns[None, :]
-        q = tl.load(q_ptr + places, mask=real[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
-        q = q.to(DOT)
+        places = (rows * q_stride + heads * S.head_dim)[:, None] + columns[None, :]
+        q = tl.load(q_ptr + places, mask=real[:, None] & (columns < S.head_dim)[None, :], other=0.0)
+        q = q.to(S.dot)
 
         # Keys [all_begin, all_end) are seen by every query of the tile; on both sides of them some see some.
-        first = start + packed // GROUP
-        last = start + tl.minimum((packed + BLOCK_M - 1) // GROUP, query_len - 1)
+        first = start + packed // S.group
+        last = start + tl.minimum((packed + BLOCK_M - 1) // S.group, query_len - 1)
         length = last + 1
         begin = 0
         all_begin = 0
         if window is not None:
-            begin = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
-            all_begin = tl.cdiv(tl.maximum(last - window + 1, 0), BLOCK_N) * BLOCK_N
-        all_end = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, all_begin)
+            begin = tl.maximum(first - window + 1, 0) // S.block_n * S.block_n
+            all_begin = tl.cdiv(tl.maximum(last - window + 1, 0), S.block_n) * S.block_n
+        all_end = tl.maximum((first + 1) // S.block_n * S.block_n, all_begin)
 
         v_scale = 1.0
         if kv_scales_ptr is not None:
             scale_log2 *= tl.load(kv_scales_ptr + kv_head)
-            v_scale = tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
-        keys_ptr += kv_head * HEAD_DIM
-        values_ptr += kv_head * VALUE_DIM
+            v_scale = tl.load(kv_scales_ptr + S.kv_heads + kv_head)
+        keys_ptr += kv_head * S.head_dim
+        values_ptr += kv_head * S.value_dim
         table_ptr = tables_ptr + row * table_stride
         position = start + tokens
-        places = rows * (NUM_KV_HEADS * GROUP) + heads
-        outputs = places[:, None] * VALUE_DIM + value_columns[None, :]
+        places = rows * (S.kv_heads * S.group) + heads
+        outputs = places[:, None] * S.value_dim + value_columns[None, :]
         lowest = tl.full([BLOCK_M], LOWEST, tl.float32)
         nothing = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32), tl.zeros([BLOCK_M], tl.float32), lowest
         state = nothing
+        source = keys_ptr, values_ptr, table_ptr, length, window, scale_log2
         if CHUNK is None:
-            state = _attend_range(
-                nothing, q, position, keys_ptr, values_ptr, table_ptr, begin, length, all_begin, all_end, length,
-                window, scale_log2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_N, DOT,
-            )  # fmt: skip
+            state = _attend_range(nothing, q, position, source, begin, length, all_begin, all_end, S)
         else:
             for chunk in range(begin // CHUNK + tl.program_id(1), tl.cdiv(length, CHUNK), tl.num_programs(1)):
                 chunk_begin, chunk_end = tl.maximum(chunk * CHUNK, begin), tl.minimum(chunk * CHUNK + CHUNK, length)
-                part = _attend_range(
-                    nothing, q, position, keys_ptr, values_ptr, table_ptr, chunk_begin, chunk_end, all_begin, all_end,
-                    length, window, scale_log2, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, BLOCK_N, DOT,
-                )  # fmt: skip
+                part = _attend_range(nothing, q, position, source, chunk_begin, chunk_end, all_begin, all_end, S)
                 if parts is None:
                     state = merged(state, part)
                 else:
-                    ahead = num_tokens.to(tl.int64) * chunk * (NUM_KV_HEADS * GROUP)
-                    tl.store(parts[0] + ahead * VALUE_DIM + outputs, part[0], mask=inside)
+                    ahead = num_tokens.to(tl.int64) * chunk * (S.kv_heads * S.group)
+                    tl.store(parts[0] + ahead * S.value_dim + outputs, part[0], mask=inside)
                     tl.store(parts[1] + ahead + places, part[1], mask=real)
                     tl.store(parts[2] + ahead + places, part[2], mask=real)
         if parts is None:
@@ -385,13 +332,12 @@ def paged_prefill(
         out = torch.empty((tokens, num_heads, value_dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return out
-    group, rows = num_heads // num_kv_heads, seq_lens.shape[0]
-    head_pad, value_pad = (max(triton.next_power_of_2(size), 16) for size in (head_dim, value_dim))
-    tile = _tile(head_pad, value_pad, q.element_size(), max_query_len * group, shared_memory(q.device) or 0)
-    paged_prefill_kernel[((tokens * group // tile.block_m + rows) * num_kv_heads,)](
+    rows, group = seq_lens.shape[0], num_heads // num_kv_heads
+    pads = padded(head_dim, value_dim)
+    tile = _tile(*pads, q.element_size(), max_query_len * group, shared_memory(q.device) or 0)
+    programs, shape = grid_and_shape(q, keys, value_dim, rows, tile.block_m, tile.block_n)
+    paged_prefill_kernel[(programs,)](
         q, keys, values, out, None, kv_scales, block_tables, query_starts, seq_lens, window, scale * math.log2(math.e),
-        rows, tokens, block_tables.stride(0), q.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
-        HEAD_PAD=head_pad, VALUE_DIM=value_dim, VALUE_PAD=value_pad, BLOCK_SIZE=block_size, BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n, CHUNK=None, DOT=DOT_DTYPES[q.dtype], num_warps=tile.num_warps, num_stages=tile.num_stages,
+        rows, tokens, block_tables.stride(0), q.stride(0), shape, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out

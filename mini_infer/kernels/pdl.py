@@ -3,17 +3,16 @@
 A decode step is a chain of kernels of a few microseconds, of which launch and first load are a large part. A kernel
 launched so has its programs in place early: they may load what no kernel writes (weights), and only then wait:
 
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        ...  # loads of weights
-        tl.extra.cuda.gdc_wait()
+    let_next_start(PDL)
+    ...  # loads of weights
+    wait_for_previous(PDL)
 
 Three rules make that safe:
-  1. Every program executes `gdc_wait` before it reads or writes anything that an earlier kernel may touch. That
-     includes the output: it may lie in memory that an earlier kernel still reads. `gdc_wait` returns when the whole
-     kernel before has ended; as that one waited too, everything before it has ended.
-  2. `gdc_launch_dependents` only lets the next kernel start. It says nothing about results and may come first.
-  3. What is read before `gdc_wait` must not be written by any kernel that may still run: here that is the weights
+  1. Every program executes `wait_for_previous` before it reads or writes anything that an earlier kernel may touch.
+     That includes the output: it may lie in memory that an earlier kernel still reads. It returns when the whole kernel
+     before has ended; as that one waited too, everything before it has ended.
+  2. `let_next_start` only lets the next kernel start. It says nothing about results and may come first.
+  3. What is read before the wait must not be written by any kernel that may still run: here that is the weights
      alone, which are in place long before the first step.
 
 A program that streams weights through shared memory does not load before it waits; it has the first of them brought to
@@ -44,6 +43,25 @@ def _has_pdl(device: torch.device) -> bool:
     return (
         device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
     )
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def take_turn(PDL: tl.constexpr):
+    """Both, of a kernel that loads nothing early."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from mini_infer.kernels.quantized.tokens import empty_tokens, store_encoded
 from mini_infer.quantization.formats import ActivationFormat
 from mini_infer.quantization.weight import QuantizedTokens
@@ -49,15 +49,13 @@ def _rms_norm_kernel(
     FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     row = tl.program_id(0).to(tl.int64) * SIZE
     # Ahead of the wait, and of the reduction, behind either of which its latency would come on top.
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     x = tl.load(x_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(residual_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)

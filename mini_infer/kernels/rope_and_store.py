@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.interface import Places, QKNorm
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, take_turn
 from mini_infer.kernels.quantized.tokens import as_fp8
 from mini_infer.kernels.rms_norm import rms_norm_reference
 from mini_infer.quantization.formats import as_stored
@@ -39,29 +39,19 @@ def rope_and_store_reference(qkv: Tensor, qk_norm: QKNorm | None, places: Places
 @triton.jit
 def _rope_and_store_kernel(
     qkv_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    slot_ptr,
+    qk_norm,  # None: no norm
+    places,
     q_ptr,
-    keys_ptr,
-    values_ptr,
-    kv_scales_ptr,  # None, or [2, KV_HEADS] float32
     rotary_stride,
-    eps,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program takes up to BLOCK_HEADS heads of one kind (q, k or v) of one token."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     SIZE: tl.constexpr = 2 * HALF
     q_tiles: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     kv_tiles: tl.constexpr = (KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -69,48 +59,47 @@ def _rope_and_store_kernel(
     token = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
     qkv_ptr += token * (Q_HEADS + 2 * KV_HEADS) * SIZE
-    cos_ptr += token * rotary_stride
-    sin_ptr += token * rotary_stride
+    cos_ptr = places.cos + token * rotary_stride
+    sin_ptr = places.sin + token * rotary_stride
+    q_weight, k_weight, eps = None, None, 0.0
+    if qk_norm is not None:
+        q_weight, k_weight, eps = qk_norm
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK_HALF)[None, :]
     if tile < q_tiles:
         head += tile * BLOCK_HEADS
         inside = (head < Q_HEADS) & (column < HALF)
         at = head * SIZE + column
-        first, second = _normed_and_rotated(
-            qkv_ptr + at, inside, q_weight_ptr, cos_ptr, sin_ptr, column, eps, HALF, NORM
-        )
+        first, second = _normed_and_rotated(qkv_ptr + at, inside, q_weight, cos_ptr, sin_ptr, column, eps, HALF)
         _store_halves(q_ptr + token * Q_HEADS * SIZE + at, first, second, inside, HALF)
     elif tile < q_tiles + kv_tiles:
-        slot = tl.load(slot_ptr + token)
+        slot = tl.load(places.slot_mapping + token)
         head += (tile - q_tiles) * BLOCK_HEADS
         inside = (head < KV_HEADS) & (column < HALF)
         at = head * SIZE + column
         first, second = _normed_and_rotated(
-            qkv_ptr + Q_HEADS * SIZE + at, inside, k_weight_ptr, cos_ptr, sin_ptr, column, eps, HALF, NORM
+            qkv_ptr + Q_HEADS * SIZE + at, inside, k_weight, cos_ptr, sin_ptr, column, eps, HALF
         )
-        if kv_scales_ptr is not None:
-            scale = tl.load(kv_scales_ptr + head, mask=head < KV_HEADS, other=1.0)
+        if places.kv_scales is not None:
+            scale = tl.load(places.kv_scales + head, mask=head < KV_HEADS, other=1.0)
             first, second = first / scale, second / scale
-        _store_halves(keys_ptr + slot * KV_HEADS * SIZE + at, first, second, inside, HALF)
+        _store_halves(places.key_slots + slot * KV_HEADS * SIZE + at, first, second, inside, HALF)
     else:
-        slot = tl.load(slot_ptr + token)
+        slot = tl.load(places.slot_mapping + token)
         head += (tile - q_tiles - kv_tiles) * BLOCK_HEADS
         inside = (head < KV_HEADS) & (column < HALF)
         at = head * SIZE + column
         v_ptr = qkv_ptr + (Q_HEADS + KV_HEADS) * SIZE + at
         v_first = tl.load(v_ptr, mask=inside)
         v_second = tl.load(v_ptr + HALF, mask=inside)
-        if kv_scales_ptr is not None:
-            scale = tl.load(kv_scales_ptr + KV_HEADS + head, mask=head < KV_HEADS, other=1.0)
+        if places.kv_scales is not None:
+            scale = tl.load(places.kv_scales + KV_HEADS + head, mask=head < KV_HEADS, other=1.0)
             v_first, v_second = v_first.to(tl.float32) / scale, v_second.to(tl.float32) / scale
-        _store_halves(values_ptr + slot * KV_HEADS * SIZE + at, v_first, v_second, inside, HALF)
+        _store_halves(places.value_slots + slot * KV_HEADS * SIZE + at, v_first, v_second, inside, HALF)
 
 
 @triton.jit
-def _normed_and_rotated(
-    x_ptr, inside, weight_ptr, cos_ptr, sin_ptr, column, eps, HALF: tl.constexpr, NORM: tl.constexpr
-):
+def _normed_and_rotated(x_ptr, inside, weight_ptr, cos_ptr, sin_ptr, column, eps, HALF: tl.constexpr):
     """The halves of some heads, whose elements pair in the rotation, [BLOCK_HEADS, BLOCK_HALF] float32 each."""
     # What all heads share is loaded for each: in the layout of x, so that nothing has to be moved between threads.
     column = tl.broadcast_to(column, inside.shape)
@@ -120,7 +109,7 @@ def _normed_and_rotated(
     # The other halves, cos again and -sin, are not read.
     cos = tl.load(cos_ptr + column, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + HALF + column, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
+    if weight_ptr is not None:
         first_weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
         second_weight = tl.load(weight_ptr + HALF + column, mask=inside, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / (2 * HALF) + eps)[:, None]
@@ -154,10 +143,7 @@ def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places, *, one_s
             of any floating dtype. Rows of cos and sin alone may lie apart.
         one_shape: programs are shaped alike for any number of tokens, so that a head's norm is summed in one order.
     """
-    cos, sin, slot_mapping, key_slots, value_slots, kv_scales = places
-    q_weight, k_weight, eps = qk_norm or (None, None, 0.0)
-    tokens = qkv.shape[0]
-    kv_heads, head_dim = key_slots.shape[1:]
+    tokens, (kv_heads, head_dim) = qkv.shape[0], places.key_slots.shape[1:]
     q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q = qkv.new_empty((tokens, q_heads, head_dim))
     if not tokens:
@@ -168,25 +154,7 @@ def rope_and_store(qkv: Tensor, qk_norm: QKNorm | None, places: Places, *, one_s
     block_heads, num_warps = (8, 4) if tokens <= 256 or one_shape else (min(2048 // block_half, 32), 2)
     tiles = triton.cdiv(q_heads, block_heads) + 2 * triton.cdiv(kv_heads, block_heads)
     _rope_and_store_kernel[(tokens * tiles,)](
-        qkv,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        slot_mapping,
-        q,
-        key_slots,
-        value_slots,
-        kv_scales,
-        cos.stride(0),
-        eps,
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        HALF=head_dim // 2,
-        BLOCK_HALF=block_half,
-        BLOCK_HEADS=block_heads,
-        NORM=qk_norm is not None,
-        num_warps=num_warps,
-        **launch_options(qkv.device),
-    )
+        qkv, qk_norm, places, q, places.cos.stride(0), Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=head_dim // 2,
+        BLOCK_HALF=block_half, BLOCK_HEADS=block_heads, num_warps=num_warps, **launch_options(qkv.device),
+    )  # fmt: skip
     return q

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.kernels.interface import LatentPlaces, Norm
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, take_turn
 from mini_infer.kernels.quantized.tokens import as_fp8
 from mini_infer.kernels.rms_norm import rms_norm_reference
 from mini_infer.kernels.rope_and_store import rotate
@@ -61,9 +61,7 @@ def _rope_and_store_latent_kernel(
     PDL: tl.constexpr,
 ):
     """Of each token one program takes the latent, and others up to BLOCK_HEADS heads of q each."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     TILES: tl.constexpr = 1 + (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     SIZE: tl.constexpr = NOPE + 2 * HALF
     token, tile = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(0) % TILES
@@ -126,28 +124,9 @@ def rope_and_store_latent(q: Tensor, kv: Tensor, norm: Norm, places: LatentPlace
         return out
     block_heads = min(8, triton.next_power_of_2(heads))
     _rope_and_store_latent_kernel[(tokens * (1 + triton.cdiv(heads, block_heads)),)](
-        q,
-        kv,
-        norm.weight,
-        cos,
-        sin,
-        slot_mapping,
-        out,
-        slots,
-        q.stride(0),
-        kv.stride(0),
-        cos.stride(0),
-        norm.eps,
-        HEADS=heads,
-        NOPE=nope_dim,
-        HALF=rope_dim // 2,
-        RANK=rank,
-        INTERLEAVED=interleaved,
-        BLOCK_NOPE=triton.next_power_of_2(nope_dim),
-        BLOCK_HALF=triton.next_power_of_2(rope_dim // 2),
-        BLOCK_RANK=triton.next_power_of_2(rank),
-        BLOCK_HEADS=block_heads,
-        num_warps=4,
-        **launch_options(q.device),
-    )
+        q, kv, norm.weight, cos, sin, slot_mapping, out, slots, q.stride(0), kv.stride(0), cos.stride(0), norm.eps,
+        HEADS=heads, NOPE=nope_dim, HALF=rope_dim // 2, RANK=rank, INTERLEAVED=interleaved,
+        BLOCK_NOPE=triton.next_power_of_2(nope_dim), BLOCK_HALF=triton.next_power_of_2(rope_dim // 2),
+        BLOCK_RANK=triton.next_power_of_2(rank), BLOCK_HEADS=block_heads, num_warps=4, **launch_options(q.device),
+    )  # fmt: skip
     return out

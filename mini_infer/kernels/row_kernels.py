@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_infer.core.uniforms import DRAFT, SYNTHETIC
+from mini_infer.kernels.rows import GatheredRows
 from mini_infer.kernels.sampling.shared import NUM_PARAMS, SEEDED, TEMPERATURE, uniform
 
 _DRAFT, _SYNTHETIC = tl.constexpr(DRAFT), tl.constexpr(SYNTHETIC)
@@ -29,8 +30,8 @@ def gather_rows(
     table: int,
     params: int,
     block_size: int,
-) -> tuple[Tensor, ...]:
-    """The fields of rows.GatheredRows. Arguments as of the definition."""
+) -> GatheredRows:
+    """Arguments as of the definition."""
     rows, device = packed.shape[1], packed.device
     width, tokens = state.shape[1], rows * query_len
     samples = rows if drafting else tokens
@@ -38,21 +39,21 @@ def gather_rows(
     def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    out = (
-        new(tokens),  # token ids
-        new(tokens),  # positions
-        new(tokens),  # KV slots
-        new(rows, params - table, dtype=torch.int32),  # block tables
-        new(rows, dtype=torch.int32),  # sequence lengths
-        new(samples, width - params, dtype=torch.int32),  # parameters
-        new(samples),  # places
-        new(samples),  # sampled positions
-        new(samples),  # drafts
-        new(samples),  # sources
+    out = GatheredRows(
+        token_ids=new(tokens),
+        positions=new(tokens),
+        slot_mapping=new(tokens),
+        block_tables=new(rows, params - table, dtype=torch.int32),
+        seq_lens=new(rows, dtype=torch.int32),
+        param_rows=new(samples, width - params, dtype=torch.int32),
+        places=new(samples),
+        sampled_positions=new(samples),
+        drafts=new(samples),
+        sources=new(samples),
     )
     tile = 1024
     _gather[(rows, triton.cdiv(params - table, tile))](
-        state, next_starts, packed, *out, rows, width, table, params, block_size, shift,
+        state, next_starts, packed, out, rows, width, table, params, block_size, shift,
         QUERY=query_len, QUERIES=triton.next_power_of_2(query_len), DRAFTING=drafting, TILE=tile,
         PARAMS=triton.next_power_of_2(NUM_PARAMS),
     )  # fmt: skip
@@ -64,16 +65,7 @@ def _gather(
     state,
     next_starts,
     packed,
-    token_ids,
-    positions,
-    slot_mapping,
-    block_tables,
-    seq_lens,
-    param_rows,
-    places,
-    sampled_positions,
-    drafts,
-    sources,
+    out,
     num_rows,
     width,
     first_entry,
@@ -97,7 +89,7 @@ def _gather(
     # Entered here and below: a program must not count on reading what it has just stored.
     entries = tl.where(column == grown, grown_block, entries)
     tl.store(begin + first_entry + column, entries, mask=inside & (column == grown))
-    tl.store(block_tables + row.to(tl.int64) * (first_param - first_entry) + column, entries, mask=inside)
+    tl.store(out.block_tables + row.to(tl.int64) * (first_param - first_entry) + column, entries, mask=inside)
     if part > 0:
         return
 
@@ -107,13 +99,13 @@ def _gather(
     some = place < QUERY
     position = tl.maximum(start + shift + place, 0)
     at = row * QUERY + place
-    tl.store(seq_lens + row, start + shift + QUERY)
-    tl.store(token_ids + at, tl.load(begin + position, mask=some, other=0).to(tl.int64), mask=some)
-    tl.store(positions + at, position.to(tl.int64), mask=some)
+    tl.store(out.seq_lens + row, start + shift + QUERY)
+    tl.store(out.token_ids + at, tl.load(begin + position, mask=some, other=0).to(tl.int64), mask=some)
+    tl.store(out.positions + at, position.to(tl.int64), mask=some)
     own_entry = position // block_size
     block = tl.load(begin + first_entry + own_entry, mask=some, other=0)
     block = tl.where(own_entry == grown, grown_block, block).to(tl.int64)
-    tl.store(slot_mapping + at, block * block_size + position % block_size, mask=some)
+    tl.store(out.slot_mapping + at, block * block_size + position % block_size, mask=some)
 
     p = tl.arange(0, PARAMS)
     num_params = width - first_param
@@ -122,20 +114,22 @@ def _gather(
     sampled = start + shift + place + 1
     if DRAFTING:
         own = tl.where((p == TEMPERATURE) & certain, 0, own)
-        tl.store(param_rows + row * num_params + p, own, mask=p < num_params)
+        tl.store(out.param_rows + row * num_params + p, own, mask=p < num_params)
         last = place == QUERY - 1
-        tl.store(places + row + place * 0, req_index * width + sampled, mask=last)
-        tl.store(sampled_positions + row + place * 0, sampled.to(tl.int64) + _DRAFT, mask=last)
+        tl.store(out.places + row + place * 0, req_index * width + sampled, mask=last)
+        tl.store(out.sampled_positions + row + place * 0, sampled.to(tl.int64) + _DRAFT, mask=last)
     else:
         here = at[:, None] * num_params + p[None, :]
-        tl.store(param_rows + here, own[None, :], mask=some[:, None] & (p < num_params)[None, :])
-        tl.store(places + at, req_index * width + sampled, mask=some)
-        tl.store(sampled_positions + at, sampled.to(tl.int64), mask=some)
+        tl.store(out.param_rows + here, own[None, :], mask=some[:, None] & (p < num_params)[None, :])
+        tl.store(out.places + at, req_index * width + sampled, mask=some)
+        tl.store(out.sampled_positions + at, sampled.to(tl.int64), mask=some)
         has_draft = place < count - 1
         draft = tl.load(begin + sampled, mask=has_draft, other=_NO_DRAFT).to(tl.int64)
-        tl.store(drafts + at, draft, mask=some)
+        tl.store(out.drafts + at, draft, mask=some)
         drawn = (tl.load(begin + first_param + TEMPERATURE) != 0) & ~certain
-        tl.store(sources + at, tl.where(has_draft & drawn, place * num_rows + row, _NO_DRAFT).to(tl.int64), mask=some)
+        tl.store(
+            out.sources + at, tl.where(has_draft & drawn, place * num_rows + row, _NO_DRAFT).to(tl.int64), mask=some
+        )
 
 
 def settle_rows(

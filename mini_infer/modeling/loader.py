@@ -26,7 +26,7 @@ from mini_infer.kernels.ops import TorchKernels
 from mini_infer.modeling.checkpoint import checkpoint_dtype, fill_from
 from mini_infer.modeling.decoder import Decoder
 from mini_infer.modeling.linear_methods.base import Build, LinearMethodFactory
-from mini_infer.modeling.linear_methods.quantized import stored_as
+from mini_infer.modeling.linear_methods.stored import stored_as
 from mini_infer.modeling.linear_methods.unquantized import Unquantized
 from mini_infer.modeling.model import Model
 from mini_infer.modeling.model_files import read_json, resolve_folder, safetensors_files

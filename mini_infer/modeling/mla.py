@@ -20,7 +20,7 @@ from mini_infer.attention.mla import LATENT, expand
 from mini_infer.kernels.interface import LatentPlaces, Part, Stream
 from mini_infer.modeling.layers import Linear, RMSNorm
 from mini_infer.modeling.linear_methods.base import Build, Parallel
-from mini_infer.modeling.linear_methods.quantized import kept_plain
+from mini_infer.modeling.linear_methods.stored import kept_plain
 from mini_infer.modeling.spec import MLASpec, ModelSpec
 
 _EPS = 1e-6  # of the latents' norms, whatever the config says of the others

@@ -130,39 +130,21 @@ def latent_attention(config: Any, source: str) -> MLASpec:
     )
 
 
+def _biased(config: Any, **more: Any) -> dict[str, Any]:
+    return {"qkv_bias": config.attention_bias, "o_bias": config.attention_bias, **more}
+
+
 # Architecture -> the model_type of its transformers config class, which knows defaults and older spellings, and what
 # `decoder_spec` is told of it.
 ARCHITECTURES: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    "LlamaForCausalLM": (
-        "llama",
-        lambda c: {"qkv_bias": c.attention_bias, "o_bias": c.attention_bias, "mlp_bias": c.mlp_bias},
-    ),
+    "LlamaForCausalLM": ("llama", lambda c: _biased(c, mlp_bias=c.mlp_bias)),
     "Qwen2ForCausalLM": ("qwen2", lambda c: {"qkv_bias": True}),
-    "Qwen3ForCausalLM": (
-        "qwen3",
-        lambda c: {"qkv_bias": c.attention_bias, "o_bias": c.attention_bias, "qk_norm": True},
-    ),
+    "Qwen3ForCausalLM": ("qwen3", lambda c: _biased(c, qk_norm=True)),
     "MistralForCausalLM": ("mistral", lambda c: {}),
     "MixtralForCausalLM": ("mixtral", lambda c: {"feed_forward": mixtral}),
     "Qwen2MoeForCausalLM": ("qwen2_moe", lambda c: {"qkv_bias": c.qkv_bias, "feed_forward": qwen_moe}),
-    "Qwen3MoeForCausalLM": (
-        "qwen3_moe",
-        lambda c: {
-            "qkv_bias": c.attention_bias,
-            "o_bias": c.attention_bias,
-            "qk_norm": True,
-            "feed_forward": qwen_moe,
-        },
-    ),
-    "OlmoeForCausalLM": (
-        "olmoe",
-        lambda c: {
-            "qkv_bias": c.attention_bias,
-            "o_bias": c.attention_bias,
-            "qk_norm_of_all": True,
-            "feed_forward": olmoe,
-        },
-    ),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", lambda c: _biased(c, qk_norm=True, feed_forward=qwen_moe)),
+    "OlmoeForCausalLM": ("olmoe", lambda c: _biased(c, qk_norm_of_all=True, feed_forward=olmoe)),
     "DeepseekV2ForCausalLM": ("deepseek_v2", lambda c: {"attention": latent_attention, "feed_forward": deepseek}),
     "DeepseekV3ForCausalLM": ("deepseek_v3", lambda c: {"attention": latent_attention, "feed_forward": deepseek}),
 }

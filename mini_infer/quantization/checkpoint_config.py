@@ -71,10 +71,9 @@ def rounding(name: str, group: int, symmetric: bool) -> ModelFormat:
     Args:
         group, symmetric: of int4 weights.
     """
-    scheme = SCHEMES[name]
-    if scheme.weights.number is Number.int4:
-        scheme = replace(scheme, weights=replace(scheme.weights, columns=group, symmetric=symmetric))
-    return ModelFormat(f"{name}, rounded while loading", (_HEAD, (_ALL, Rounded(scheme))))
+    return ModelFormat(
+        f"{name}, rounded while loading", (_HEAD, (_ALL, Rounded(SCHEMES[name].grouped(group, symmetric))))
+    )
 
 
 def checkpoint_format(values: Any, source: str) -> ModelFormat:

@@ -156,25 +156,21 @@ class CompressedTensors(LayerFormat):
         return found
 
     @property
-    def _bits(self) -> int:
-        return 4 if self.scheme.weights.number is Number.int4 else 8
-
-    @property
     def _in_word(self) -> int:
-        return 32 // self._bits
+        return 32 // self.scheme.weights.number.bits
 
     def read(self, tensors: Mapping[str, Tensor], scale_dtype: torch.dtype) -> Read:
         form, scales = self.scheme.weights, _finite(tensors, "weight_scale")
-        zeros = tensors.get("weight_zero_point")
-        middle = 1 << (self._bits - 1)
+        zeros, bits = tensors.get("weight_zero_point"), form.number.bits
+        middle = 1 << (bits - 1)
         if self.packed:
             rows, columns = tensors["weight_shape"].tolist()
             packed = tensors["weight_packed"]
             if rows != len(packed) or -(-columns // self._in_word) != packed.shape[1]:
                 raise ModelError(f"weight_shape says {rows} x {columns}, which is not the shape of weight_packed")
-            codes = unpack_words(packed, self._bits)[:, :columns]
+            codes = unpack_words(packed, bits)[:, :columns]
             if zeros is not None:
-                zeros = unpack_words(zeros.T, self._bits).T[:rows]
+                zeros = unpack_words(zeros.T, bits).T[:rows]
             else:
                 codes = (codes.to(torch.int16) - middle).to(torch.int8)
         else:
@@ -210,12 +206,8 @@ class GPTQ(LayerFormat):
     def act_order(self) -> bool:
         return self.sorted_columns and self.scheme.weights.columns is not None
 
-    @property
-    def _bits(self) -> int:
-        return 4 if self.scheme.weights.number is Number.int4 else 8
-
     def tensors(self, out_size: int, in_size: int) -> dict[str, Stored]:
-        form, in_word = self.scheme.weights, 32 // self._bits
+        form, in_word = self.scheme.weights, 32 // self.scheme.weights.number.bits
         _require_groups(form, in_size)
         _require_words(out_size, in_size, in_word)
         groups = form.scales_shape(out_size, in_size)[1]
@@ -227,7 +219,7 @@ class GPTQ(LayerFormat):
         }
 
     def read(self, tensors: Mapping[str, Tensor], scale_dtype: torch.dtype) -> Read:
-        form, bits = self.scheme.weights, self._bits
+        form, bits = self.scheme.weights, self.scheme.weights.number.bits
         codes, middle = unpack_words(tensors["qweight"].T, bits), 1 << (bits - 1)
         stored = unpack_words(tensors["qzeros"], bits).T.to(torch.int16)
         if self.first_version:

@@ -13,7 +13,7 @@ step that needs them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -77,6 +77,12 @@ class Scheme:
     weights: WeightFormat
     activations: ActivationFormat | None = None
     outliers: float = 0.0
+
+    def grouped(self, columns: int, symmetric: bool) -> Scheme:
+        """With groups of so many columns, where weights are int4; other formats have theirs."""
+        if self.weights.number is not Number.int4:
+            return self
+        return replace(self, weights=replace(self.weights, columns=columns, symmetric=symmetric))
 
     def num_outliers(self, in_size: int) -> int:
         """In eights, so that rows of their weight begin at multiples of 16 bytes."""
@@ -169,6 +175,11 @@ def quantize_tokens(x: Tensor, form: ActivationFormat) -> tuple[Tensor, Tensor]:
     """x [T, K] -> codes [T, K], scales [T, groups] float32. Rounds to nearest, ties to even."""
     quantized = _rounded(x, WeightFormat(form.number, form.columns))
     return quantized.codes, quantized.scales
+
+
+def rounded_tokens(x: Tensor, form: ActivationFormat) -> Tensor:
+    """x [T, K] -> the numbers that its codes stand for, float32."""
+    return dequantize(_rounded(x, WeightFormat(form.number, form.columns)), WeightFormat(form.number, form.columns))
 
 
 def as_stored(keys: Tensor, values: Tensor, dtype: torch.dtype, kv_scales: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -9,14 +9,15 @@ pytest.importorskip("triton")
 
 from mini_infer.kernels.interface import Norm, Places, Stream
 from mini_infer.kernels.ops import TorchKernels, TritonKernels
-from mini_infer.kernels.quantized.gemv import DotTile, FmaTile, quant_gemv
+from mini_infer.kernels.quantized.gemv import quant_gemv
 from mini_infer.kernels.quantized.linear import quantized_linear
+from mini_infer.kernels.quantized.tiles import DotTile, FmaTile
 from mini_infer.kernels.quantized.tokens import quantize_tokens
 from mini_infer.kernels.rope_and_store import rope_and_store
 from mini_infer.kernels.silu_mul import silu_mul
 from mini_infer.modeling.layers import Linear
 from mini_infer.modeling.linear_methods.base import Build, Parallel
-from mini_infer.modeling.linear_methods.quantized import stored_as
+from mini_infer.modeling.linear_methods.stored import stored_as
 from mini_infer.quantization import formats
 from mini_infer.quantization.checkpoint_config import rounding
 from mini_infer.quantization.formats import ActivationFormat, Number, WeightFormat
@@ -73,6 +74,19 @@ def test_fixed_point_of_x_is_not_what_limits_a_result(form, device):
     error = (quant_gemv(x, weight, tile=FmaTile(4, 1, 2)).double() - exact).norm() / exact.norm()
     rounding = (exact.to(x.dtype).double() - exact).norm() / exact.norm()
     assert error < 1.25 * rounding, (error, rounding)  # that of float16; of bfloat16 it would be eight times as large
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("column", [0, 75, 895])
+@pytest.mark.parametrize("form", FORMS[2:], ids=str)
+def test_what_is_no_number_stays_none(form, column, broken, device):
+    """In every result of that row of x, and of no other: whoever looks for such finds it."""
+    x, _, _ = drawn(2, 896, form, device)
+    x[0, column] = broken
+    found = quant_gemv(x, made(form, 24, 896, device), tile=FmaTile(4, 1, 2))
+    assert not found[0].isfinite().any()
+    assert found[1].isfinite().all()
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)

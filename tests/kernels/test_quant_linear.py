@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from mini_infer.kernels.quantized.linear import Tile, check, dequantize_weight, quantized_linear, tile_for
+from mini_infer.kernels.quantized.linear import check, dequantize_weight, quantized_linear
+from mini_infer.kernels.quantized.tiles import Tile, tile_for
 from mini_infer.kernels.quantized.tokens import quantize_tokens
 from mini_infer.kernels.rms_norm import add_rms_norm, quantized_rms_norm, rms_norm
 from mini_infer.kernels.silu_mul import silu_mul

@@ -24,7 +24,8 @@ from mini_infer.core.errors import ConfigError, ModelError
 from mini_infer.kernels.ops import InvariantKernels, TorchKernels, TritonKernels
 from mini_infer.modeling.linear_methods import quantized
 from mini_infer.modeling.linear_methods.base import Build, LinearShape, Parallel
-from mini_infer.modeling.linear_methods.quantized import QuantizedLinear, SideBySide, stored_as
+from mini_infer.modeling.linear_methods.quantized import QuantizedLinear
+from mini_infer.modeling.linear_methods.stored import SideBySide, stored_as
 from mini_infer.modeling.loader import as_served, load_model, load_spec, outline
 from mini_infer.modeling.model import Model
 from mini_infer.quantization.checkpoint_config import rounding

@@ -18,24 +18,46 @@ rows, and rows that are sent once for each expert. Within a machine a row that i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.all_reduce import _FLOATS, _INTS, _LOOKS, _as_ints
+from mini_infer.kernels.all_reduce import _FLOATS, _INTS, _LOOKS, Box, _as_ints
 from mini_infer.kernels.interface import Routes
 from mini_infer.kernels.moe.experts_kernels import with_residual
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, take_turn
 from mini_infer.kernels.rms_norm import num_warps
 
 TURNS = 2  # of rows and notes
 _TURNS = tl.constexpr(TURNS)
 _NOWHERE = tl.constexpr(-2)
 _MOST = tl.constexpr(2**31 - 1)
+
+
+@dataclass(frozen=True)
+class DispatchShape:
+    """What both kernels are compiled for, which call it S."""
+
+    places: int
+    size: int
+    block: int  # size, or the next power of two
+    chosen: int  # experts of a token
+    k: int  # as in a note
+    per_rank: int  # experts
+    rank: int
+    world: int
+    one_by_one: bool
+    notes: int  # where the sections of an inbox begin
+    results: int
+    totals: int
+    bits: tl.dtype  # of integers
+    dtype: tl.dtype  # of results
+    nan: int
 
 
 @triton.jit
@@ -80,63 +102,53 @@ def _dispatch_kernel(
     out_ptr,  # integers of x's width
     out_ids_ptr,
     out_shares_ptr,  # int32
-    inboxes_ptr,
-    turns_ptr,
-    stop_ptr,
+    box,
     count,
-    PLACES: tl.constexpr,
-    NOTES: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    K: tl.constexpr,  # CHOSEN, or the next power of two
-    PER_RANK: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    BITS: tl.constexpr,  # a dtype of integers
-    NAN: tl.constexpr,
+    S: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program is a place: of one of this rank's tokens, and of one of every other rank's."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
+    BLOCK: tl.constexpr = S.block
+    CHOSEN: tl.constexpr = S.chosen
+    K: tl.constexpr = S.k
+    WORLD: tl.constexpr = S.world
     place, places = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
+    inside = columns < S.size
     note = tl.arange(0, 2 * K)  # experts, then weights
     choice = note % K
     said = choice < CHOSEN
-    turn = tl.load(turns_ptr + place)
-    real = RANK * places + place < count
+    turn = tl.load(box.turns + place)
+    real = S.rank * places + place < count
     ids = tl.load(ids_ptr + place * CHOSEN + choice, mask=said & real, other=-1)
     shares = tl.load(shares_ptr + place * CHOSEN + choice, mask=said & real, other=0)
     shares = tl.where(shares == -1, _MOST, shares)
-    row = tl.load(x_ptr + place * SIZE + columns, mask=inside & real, other=0)
-    row = tl.where(row == -1, NAN, row).to(BITS)
+    row = tl.load(x_ptr + place * S.size + columns, mask=inside & real, other=0)
+    row = tl.where(row == -1, S.nan, row).to(S.bits)
     for step in tl.static_range(1, WORLD):
-        target = (RANK + step) % WORLD
-        there = (ids >= target * PER_RANK) & (ids < (target + 1) * PER_RANK)
-        text = tl.where(note < K, tl.where(there, ids - target * PER_RANK, _NOWHERE), shares)
-        slot = (turn * WORLD + RANK) * PLACES + place
-        tl.store(_memory(inboxes_ptr, target, NOTES, tl.int32) + slot * (2 * K) + note, text, mask=said)
+        target = (S.rank + step) % WORLD
+        there = (ids >= target * S.per_rank) & (ids < (target + 1) * S.per_rank)
+        text = tl.where(note < K, tl.where(there, ids - target * S.per_rank, _NOWHERE), shares)
+        slot = (turn * WORLD + S.rank) * S.places + place
+        tl.store(_memory(box.inboxes, target, S.notes, tl.int32) + slot * (2 * K) + note, text, mask=said)
         if tl.max(there.to(tl.int32), axis=0) > 0:
-            tl.store(_memory(inboxes_ptr, target, 0, BITS) + slot * SIZE + columns, row, mask=inside)
-    there = (ids >= RANK * PER_RANK) & (ids < (RANK + 1) * PER_RANK)
-    text = tl.where(note < K, tl.where(there, ids - RANK * PER_RANK, _NOWHERE), shares)
-    if _written_down(note, text, RANK * places + place, out_ids_ptr, out_shares_ptr, CHOSEN, K):
-        tl.store(out_ptr + (RANK * places + place) * SIZE + columns, row, mask=inside)
+            tl.store(_memory(box.inboxes, target, 0, S.bits) + slot * S.size + columns, row, mask=inside)
+    there = (ids >= S.rank * S.per_rank) & (ids < (S.rank + 1) * S.per_rank)
+    text = tl.where(note < K, tl.where(there, ids - S.rank * S.per_rank, _NOWHERE), shares)
+    if _written_down(note, text, S.rank * places + place, out_ids_ptr, out_shares_ptr, CHOSEN, K):
+        tl.store(out_ptr + (S.rank * places + place) * S.size + columns, row, mask=inside)
     for step in tl.static_range(1, WORLD):
-        source = (RANK + WORLD - step) % WORLD
-        slot = (turn * WORLD + source) * PLACES + place
-        notes = _memory(inboxes_ptr, RANK, NOTES, tl.int32) + slot * (2 * K)
-        text = _received(notes + note, said, stop_ptr)
+        source = (S.rank + WORLD - step) % WORLD
+        slot = (turn * WORLD + source) * S.places + place
+        notes = _memory(box.inboxes, S.rank, S.notes, tl.int32) + slot * (2 * K)
+        text = _received(notes + note, said, box.stop)
         target = source * places + place
         if _written_down(note, text, target, out_ids_ptr, out_shares_ptr, CHOSEN, K):
-            found = _received(_memory(inboxes_ptr, RANK, 0, BITS) + slot * SIZE + columns, inside, stop_ptr)
-            tl.store(out_ptr + target * SIZE + columns, found, mask=inside)
+            found = _received(_memory(box.inboxes, S.rank, 0, S.bits) + slot * S.size + columns, inside, box.stop)
+            tl.store(out_ptr + target * S.size + columns, found, mask=inside)
     tl.debug_barrier()  # all threads have read which turn it is
-    tl.store(turns_ptr + place, (turn + 1) % _TURNS)
+    tl.store(box.turns + place, (turn + 1) % _TURNS)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -147,79 +159,66 @@ def _combine_kernel(
     shares_ptr,
     residual_ptr,  # None: nothing is added
     out_ptr,  # integers of the results' width
-    inboxes_ptr,
-    stop_ptr,
+    box,
     count,
-    PLACES: tl.constexpr,
-    RESULTS: tl.constexpr,
-    TOTALS: tl.constexpr,
-    ONE_BY_ONE: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    K: tl.constexpr,
-    PER_RANK: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    BITS: tl.constexpr,
-    NAN: tl.constexpr,
-    DTYPE: tl.constexpr,
+    S: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program is a place: it sends back what was computed for the tokens there, adds up what comes for its own, and
     tells it to all."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    ROWS: tl.constexpr = CHOSEN if ONE_BY_ONE else 1  # of a slot
-    LANES: tl.constexpr = CHOSEN if ONE_BY_ONE else WORLD  # of a place
+    take_turn(PDL)
+    BLOCK: tl.constexpr = S.block
+    CHOSEN: tl.constexpr = S.chosen
+    WORLD: tl.constexpr = S.world
+    ROWS: tl.constexpr = CHOSEN if S.one_by_one else 1  # of a slot
+    LANES: tl.constexpr = CHOSEN if S.one_by_one else WORLD  # of a place
     place, places = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    columns, choice = tl.arange(0, BLOCK), tl.arange(0, K)
-    inside = columns < SIZE
+    columns, choice = tl.arange(0, BLOCK), tl.arange(0, S.k)
+    inside = columns < S.size
     for step in tl.static_range(1, WORLD):
-        source = (RANK + step) % WORLD
+        source = (S.rank + step) % WORLD
         slot = source * places + place
-        inbox = _memory(inboxes_ptr, source, RESULTS, BITS)
+        inbox = _memory(box.inboxes, source, S.results, S.bits)
         own = tl.load(slot_ids_ptr + slot * CHOSEN + choice, mask=choice < CHOSEN, other=-1)
         for row in range(ROWS):
-            picked = (choice == row) if ONE_BY_ONE else (choice < CHOSEN)
+            picked = (choice == row) if S.one_by_one else (choice < CHOSEN)
             if tl.max(tl.where(picked, own, -1), axis=0) >= 0:
-                sent = tl.load(y_ptr + (slot * ROWS + row) * SIZE + columns, mask=inside, other=0)
-                sent = tl.where(sent == -1, NAN, sent).to(BITS)
-                lane = row if ONE_BY_ONE else RANK
-                tl.store(inbox + (place * LANES + lane) * SIZE + columns, sent, mask=inside)
-    home = RANK * places + place
+                sent = tl.load(y_ptr + (slot * ROWS + row) * S.size + columns, mask=inside, other=0)
+                sent = tl.where(sent == -1, S.nan, sent).to(S.bits)
+                lane = row if S.one_by_one else S.rank
+                tl.store(inbox + (place * LANES + lane) * S.size + columns, sent, mask=inside)
+    home = S.rank * places + place
     if home < count:
-        inbox = _memory(inboxes_ptr, RANK, RESULTS, BITS)
+        inbox = _memory(box.inboxes, S.rank, S.results, S.bits)
         ids = tl.load(ids_ptr + place * CHOSEN + choice, mask=choice < CHOSEN, other=-1)
         total = tl.zeros([BLOCK], tl.float32)
         for lane in range(LANES):
             # A lane is one of the token's experts, or a rank.
-            picked = (choice == lane) if ONE_BY_ONE else (ids // PER_RANK == lane) & (ids >= 0)
+            picked = (choice == lane) if S.one_by_one else (ids // S.per_rank == lane) & (ids >= 0)
             expert = tl.max(tl.where(picked, ids, -1), axis=0)
             if expert >= 0:
-                if expert // PER_RANK == RANK:
-                    at = home * ROWS + (lane if ONE_BY_ONE else 0)
-                    part = tl.load(y_ptr + at * SIZE + columns, mask=inside, other=0)
+                if expert // S.per_rank == S.rank:
+                    at = home * ROWS + (lane if S.one_by_one else 0)
+                    part = tl.load(y_ptr + at * S.size + columns, mask=inside, other=0)
                 else:
-                    part = _received(inbox + (place * LANES + lane) * SIZE + columns, inside, stop_ptr)
-                y = part.to(DTYPE, bitcast=True).to(tl.float32)
-                if ONE_BY_ONE:
+                    part = _received(inbox + (place * LANES + lane) * S.size + columns, inside, box.stop)
+                y = part.to(S.dtype, bitcast=True).to(tl.float32)
+                if S.one_by_one:
                     total += y * tl.load(shares_ptr + place * CHOSEN + lane)
                 else:
                     total += y
-        bits = with_residual(total, residual_ptr, place, columns, inside, SIZE, DTYPE).to(BITS, bitcast=True)
-        tl.store(out_ptr + home * SIZE + columns, bits, mask=inside)
-        bits = tl.where(bits == -1, NAN, bits).to(BITS)
+        bits = with_residual(total, residual_ptr, place, columns, inside, S.size, S.dtype).to(S.bits, bitcast=True)
+        tl.store(out_ptr + home * S.size + columns, bits, mask=inside)
+        bits = tl.where(bits == -1, S.nan, bits).to(S.bits)
         for step in tl.static_range(1, WORLD):
-            inbox = _memory(inboxes_ptr, (RANK + step) % WORLD, TOTALS, BITS)
-            tl.store(inbox + (RANK * PLACES + place) * SIZE + columns, bits, mask=inside)
-    inbox = _memory(inboxes_ptr, RANK, TOTALS, BITS)
+            inbox = _memory(box.inboxes, (S.rank + step) % WORLD, S.totals, S.bits)
+            tl.store(inbox + (S.rank * S.places + place) * S.size + columns, bits, mask=inside)
+    inbox = _memory(box.inboxes, S.rank, S.totals, S.bits)
     for step in tl.static_range(1, WORLD):
-        source = (RANK + WORLD - step) % WORLD
+        source = (S.rank + WORLD - step) % WORLD
         if source * places + place < count:
-            found = _received(inbox + (source * PLACES + place) * SIZE + columns, inside, stop_ptr)
-            tl.store(out_ptr + (source * places + place) * SIZE + columns, found, mask=inside)
+            found = _received(inbox + (source * S.places + place) * S.size + columns, inside, box.stop)
+            tl.store(out_ptr + (source * places + place) * S.size + columns, found, mask=inside)
 
 
 @triton.jit
@@ -256,6 +255,10 @@ class Inboxes(NamedTuple):
     chosen: int  # experts of a token, at most
     one_by_one: bool  # results come back one by one, and are weighted and added up at home in the order of the choices
 
+    @property
+    def box(self) -> Box:
+        return Box(self.addresses, self.turns, self.stop)
+
     @staticmethod
     def sections(places: int, ranks: int, hidden: int, chosen: int, one_by_one: bool, itemsize: int) -> list[int]:
         """Bytes of an inbox before notes, before results, before totals, and in all."""
@@ -289,11 +292,10 @@ def dispatch(inboxes: Inboxes, x: Tensor, routes: Routes, per_rank: int, count: 
     shares = routes.weights.new_empty(ids.shape)
     assert places <= len(inboxes.turns)
     if places:
-        notes, *_ = _sections(inboxes, x)
+        shape = _shape(inboxes, x, routes, per_rank)
         _dispatch_kernel[(places,)](
             _as_ints(x), routes.ids, routes.weights.view(torch.int32), _as_ints(rows), ids, shares.view(torch.int32),
-            inboxes.addresses, inboxes.turns, inboxes.stop, count, NOTES=notes,
-            **_constants(inboxes, x, routes, per_rank),
+            inboxes.box, count, shape, num_warps=num_warps(shape.block), **launch_options(x.device),
         )  # fmt: skip
     return rows, Routes(ids, shares)
 
@@ -319,33 +321,33 @@ def combine(
     """
     out = results.new_empty((count, inboxes.hidden))
     if count:
-        _, behind_notes, behind_results, _ = _sections(inboxes, results)
+        shape = _shape(inboxes, results, routes, per_rank)
         _combine_kernel[(len(slot_ids) // len(inboxes.addresses),)](
-            _as_ints(results), slot_ids, *routes, residual, _as_ints(out), inboxes.addresses, inboxes.stop, count,
-            RESULTS=behind_notes, TOTALS=behind_results, ONE_BY_ONE=inboxes.one_by_one, DTYPE=_FLOATS[results.dtype],
-            **_constants(inboxes, results, routes, per_rank),
+            _as_ints(results), slot_ids, *routes, residual, _as_ints(out), inboxes.box, count, shape,
+            num_warps=num_warps(shape.block), **launch_options(results.device),
         )  # fmt: skip
     return out
 
 
-def _sections(inboxes: Inboxes, x: Tensor) -> list[int]:
-    shape = len(inboxes.turns), len(inboxes.addresses), inboxes.hidden, inboxes.chosen
-    return Inboxes.sections(*shape, inboxes.one_by_one, x.element_size())
-
-
-def _constants(inboxes: Inboxes, x: Tensor, routes: Routes, per_rank: int) -> dict[str, Any]:
-    block = triton.next_power_of_2(inboxes.hidden)
-    return {
-        "PLACES": len(inboxes.turns),
-        "SIZE": inboxes.hidden,
-        "BLOCK": block,
-        "CHOSEN": routes.ids.shape[1],
-        "K": triton.next_power_of_2(inboxes.chosen),
-        "PER_RANK": per_rank,
-        "RANK": inboxes.rank,
-        "WORLD": len(inboxes.addresses),
-        "BITS": _INTS[x.element_size()][1],
-        "NAN": 2 ** (8 * x.element_size() - 1) - 1,
-        "num_warps": num_warps(block),
-        **launch_options(x.device),
-    }
+def _shape(inboxes: Inboxes, x: Tensor, routes: Routes, per_rank: int) -> DispatchShape:
+    """For tokens, or results, of x's dtype."""
+    places, world, itemsize = len(inboxes.turns), len(inboxes.addresses), x.element_size()
+    _, bits, nan = _INTS[itemsize]
+    sections = Inboxes.sections(places, world, inboxes.hidden, inboxes.chosen, inboxes.one_by_one, itemsize)
+    return DispatchShape(
+        places=places,
+        size=inboxes.hidden,
+        block=triton.next_power_of_2(inboxes.hidden),
+        chosen=routes.ids.shape[1],
+        k=triton.next_power_of_2(inboxes.chosen),
+        per_rank=per_rank,
+        rank=inboxes.rank,
+        world=world,
+        one_by_one=inboxes.one_by_one,
+        notes=sections[0],
+        results=sections[1],
+        totals=sections[2],
+        bits=bits,
+        dtype=_FLOATS[x.dtype],
+        nan=nan,
+    )

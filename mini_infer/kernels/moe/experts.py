@@ -31,6 +31,8 @@ from torch import Tensor
 
 from mini_infer.kernels.interface import ExpertWeights, Routes
 from mini_infer.kernels.moe.experts_kernels import (
+    FewShape,
+    GroupedShape,
     combine_kernel,
     few_down_kernel,
     few_gate_up_kernel,
@@ -113,9 +115,8 @@ def _few(
     def options(tile: FewTile, weight: _Weight, in_size: int) -> dict[str, Any]:
         block_k = weight.block_k(min(triton.next_power_of_2(in_size), tile.k))
         unroll = min(tile.unroll, triton.cdiv(in_size, block_k))
-        shape = {"CHOSEN": chosen, "SIZE": size, "INNER": inner, "FORM": weight.form, "BLOCK_OUT": tile.outs}
-        more = {"ELSEWHERE": elsewhere, "BLOCK_K": block_k, "UNROLL": unroll, "num_warps": tile.num_warps}
-        return shape | more | launch_options(x.device)
+        shape = FewShape(chosen, size, inner, weight.form, elsewhere, tile.outs, block_k, unroll)
+        return {"S": shape, "num_warps": tile.num_warps, **launch_options(x.device)}
 
     few_gate_up_kernel[(triton.cdiv(2 * inner, FEW_GATE_UP.outs), tokens * chosen)](
         x, routes.ids, gate_up[:3], h, **options(FEW_GATE_UP, gate_up, size)
@@ -150,11 +151,12 @@ def expert_results(
         if (shared := shared_memory(x.device)) is not None:
             stage = (rows + tile.outs) * tile.k * x.element_size()
             tile = tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
+        out_size, in_size = target.shape[1], source.shape[1]
+        block_k = weight.block_k(tile.k if chunks == 1 else _within(in_size // chunks, tile.k))
+        sizes = gated, chosen, out_size, in_size, chunks, weight.form, rows, tile.outs, block_k
         grouped_kernel[(triton.cdiv(weight.codes.shape[1], tile.outs), num_tiles)](
-            source, weight[:3], order, places, target, num_tiles, GATED=gated, CHOSEN=chosen, OUT=target.shape[1],
-            IN=source.shape[1], CHUNKS=chunks, FORM=weight.form, BLOCK_ROWS=rows, BLOCK_OUT=tile.outs,
-            BLOCK_K=weight.block_k(tile.k if chunks == 1 else _within(source.shape[1] // chunks, tile.k)),
-            DOT=DOT_DTYPES[x.dtype], num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
+            source, weight[:3], order, places, target, num_tiles, GroupedShape(*sizes, DOT_DTYPES[x.dtype]),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
         )  # fmt: skip
 
     h, y = x.new_empty((pairs, gate_up.codes.shape[1] // 2)), x.new_empty((tokens, chosen, size), dtype=dtype)

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from mini_infer.kernels.gemv_kernels import _halves
 from mini_infer.kernels.invariant_linear import end_of_tree, wait_in_tree
+from mini_infer.kernels.pdl import take_turn
 from mini_infer.kernels.quantized.unpack import waited
 
 
@@ -90,85 +93,90 @@ def _silu_mul(gate, up):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
+@dataclass(frozen=True)
+class FewShape:
+    """What the kernels for few tokens are compiled for, which call it S."""
+
+    chosen: int
+    size: int
+    inner: int
+    form: tuple | None
+    elsewhere: bool  # some experts are -1, and nothing is read of them
+    block_out: int
+    block_k: int
+    unroll: int
+
+
+@dataclass(frozen=True)
+class GroupedShape:
+    """What a product for many tokens is compiled for, whose kernel calls it S."""
+
+    gated: bool
+    chosen: int
+    out_size: int
+    in_size: int
+    chunks: int  # of in_size, added up as the tree of invariant_linear.py: 1, 2, 4 or 8
+    form: tuple | None
+    block_rows: int
+    block_out: int
+    block_k: int
+    dot: tl.dtype
+
+
 # --- few tokens ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def few_gate_up_kernel(
-    x_ptr,
-    ids_ptr,
-    weight,
-    out_ptr,
-    CHOSEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    INNER: tl.constexpr,
-    FORM: tl.constexpr,
-    ELSEWHERE: tl.constexpr,  # some experts are -1, and nothing is read of them
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+def few_gate_up_kernel(x_ptr, ids_ptr, weight, out_ptr, S: tl.constexpr, PDL: tl.constexpr):
+    take_turn(PDL)
+    BLOCK_OUT: tl.constexpr = S.block_out
+    FORM: tl.constexpr = S.form  # Triton 3.6 hands tuples on as such alone
+    BLOCK_K: tl.constexpr = S.block_k
     pair = tl.program_id(1)
-    outs, rows, real = _owned(tl.program_id(0), BLOCK_OUT, True, INNER)
+    outs, rows, real = _owned(tl.program_id(0), BLOCK_OUT, True, S.inner)
     expert = tl.load(ids_ptr + pair)
-    if ELSEWHERE:
+    if S.elsewhere:
         real = real & (expert >= 0)
     sums = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
-    for k in tl.range(0, SIZE, BLOCK_K, loop_unroll_factor=UNROLL):
+    for k in tl.range(0, S.size, BLOCK_K, loop_unroll_factor=S.unroll):
         columns = k + tl.arange(0, BLOCK_K)
-        inside = columns < SIZE
-        if ELSEWHERE:
+        inside = columns < S.size
+        if S.elsewhere:
             inside = inside & (expert >= 0)
-        x = tl.load(x_ptr + pair // CHOSEN * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-        sums += _weights(weight, expert, rows, real, k, 2 * INNER, SIZE, BLOCK_K, FORM).to(tl.float32) * x[None, :]
-    both = _scaled(tl.sum(sums, axis=1), weight, expert, rows, real, 2 * INNER, FORM)
+        x = tl.load(x_ptr + pair // S.chosen * S.size + columns, mask=inside, other=0.0).to(tl.float32)
+        w = _weights(weight, expert, rows, real, k, 2 * S.inner, S.size, BLOCK_K, FORM)
+        sums += w.to(tl.float32) * x[None, :]
+    both = _scaled(tl.sum(sums, axis=1), weight, expert, rows, real, 2 * S.inner, FORM)
     gate, up = _halves(both, tl.float32, BLOCK_OUT // 2, 1)
     h = tl.reshape(_silu_mul(gate, up), [BLOCK_OUT // 2])
-    tl.store(out_ptr + pair * INNER + outs, h.to(out_ptr.dtype.element_ty), mask=outs < INNER)
+    tl.store(out_ptr + pair * S.inner + outs, h.to(out_ptr.dtype.element_ty), mask=outs < S.inner)
 
 
 @triton.jit
-def few_down_kernel(
-    h_ptr,
-    ids_ptr,
-    shares_ptr,
-    weight,
-    residual_ptr,
-    out_ptr,
-    CHOSEN: tl.constexpr,
-    SIZE: tl.constexpr,
-    INNER: tl.constexpr,
-    FORM: tl.constexpr,
-    ELSEWHERE: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+def few_down_kernel(h_ptr, ids_ptr, shares_ptr, weight, residual_ptr, out_ptr, S: tl.constexpr, PDL: tl.constexpr):
+    take_turn(PDL)
+    CHOSEN: tl.constexpr = S.chosen
+    BLOCK_OUT: tl.constexpr = S.block_out
+    FORM: tl.constexpr = S.form
+    BLOCK_K: tl.constexpr = S.block_k
     token = tl.program_id(1)
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    real = outs < SIZE
+    real = outs < S.size
     sums = tl.zeros([BLOCK_OUT, BLOCK_K], tl.float32)
     for place in tl.static_range(CHOSEN):
         pair = token * CHOSEN + place
         expert, share = tl.load(ids_ptr + pair), tl.load(shares_ptr + pair)
         there = real
-        if ELSEWHERE:
+        if S.elsewhere:
             there = there & (expert >= 0)
-        for k in tl.range(0, INNER, BLOCK_K, loop_unroll_factor=UNROLL):
+        for k in tl.range(0, S.inner, BLOCK_K, loop_unroll_factor=S.unroll):
             columns = k + tl.arange(0, BLOCK_K)
-            h = tl.load(h_ptr + pair * INNER + columns, mask=columns < INNER, other=0.0).to(tl.float32) * share
-            part = _weights(weight, expert, outs, there, k, SIZE, INNER, BLOCK_K, FORM).to(tl.float32) * h[None, :]
-            sums += _scaled(part, weight, expert, outs, there, SIZE, FORM)
-    places = out_ptr + token.to(tl.int64) * SIZE + outs
-    _store_sums(places, tl.sum(sums, axis=1), residual_ptr, token, outs, real, SIZE)
+            h = tl.load(h_ptr + pair * S.inner + columns, mask=columns < S.inner, other=0.0).to(tl.float32) * share
+            w = _weights(weight, expert, outs, there, k, S.size, S.inner, BLOCK_K, FORM)
+            part = w.to(tl.float32) * h[None, :]
+            sums += _scaled(part, weight, expert, outs, there, S.size, FORM)
+    places = out_ptr + token.to(tl.int64) * S.size + outs
+    _store_sums(places, tl.sum(sums, axis=1), residual_ptr, token, outs, real, S.size)
 
 
 @triton.jit
@@ -203,9 +211,7 @@ def place_kernel(
     """A program is an expert. It counts the pairs of those before it, which is where its own begin, and leaves room for
     a tile that is not full at the end of each: its tiles begin at (pairs before) // BLOCK_ROWS + expert, which nobody
     else's can reach. Pairs without an expert, -1, come last and get no tile."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     expert = tl.program_id(0)
     before, own = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_pairs, BLOCK):
@@ -233,45 +239,23 @@ def place_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def grouped_kernel(
-    x_ptr,
-    weight,
-    order_ptr,
-    tiles_ptr,
-    out_ptr,
-    num_tiles,
-    GATED: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    CHUNKS: tl.constexpr,  # of IN, added up as the tree of invariant_linear.py: 1, 2, 4 or 8
-    FORM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    DOT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """GATED: x [T, H] of tokens -> h [T k, I] in the order of experts. Else x is h -> [T k, H] by pairs."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+def grouped_kernel(x_ptr, weight, order_ptr, tiles_ptr, out_ptr, num_tiles, S: tl.constexpr, PDL: tl.constexpr):
+    """S.gated: x [T, H] of tokens -> h [T k, I] in the order of experts. Else x is h -> [T k, H] by pairs."""
+    take_turn(PDL)
     tile = tl.program_id(1)
     expert, begin = tl.load(tiles_ptr + tile), tl.load(tiles_ptr + num_tiles + tile)
     end = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    BLOCK_ROWS: tl.constexpr = S.block_rows
     HALF: tl.constexpr = BLOCK_ROWS // 2
     if expert >= 0:
         if BLOCK_ROWS >= 128:
             # The last tile of an expert is half full or less in every other case.
             if end - begin <= HALF:
-                _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, CHUNKS, FORM,
-                         HALF, BLOCK_OUT, BLOCK_K, DOT, True)  # fmt: skip
+                _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, S, HALF, True)
             else:
-                _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, CHUNKS, FORM,
-                         BLOCK_ROWS, BLOCK_OUT, BLOCK_K, DOT, True)  # fmt: skip
+                _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, S, BLOCK_ROWS, True)
         else:
-            _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, GATED, CHOSEN, OUT, IN, CHUNKS, FORM,
-                     BLOCK_ROWS, BLOCK_OUT, BLOCK_K, DOT, False)  # fmt: skip
+            _product(x_ptr, weight, order_ptr, out_ptr, expert, begin, end, S, BLOCK_ROWS, False)
 
 
 @triton.jit
@@ -283,63 +267,57 @@ def _product(
     expert,
     begin,
     end,
-    GATED: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    CHUNKS: tl.constexpr,  # of IN, added up as the tree of invariant_linear.py: 1, 2, 4 or 8
-    FORM: tl.constexpr,
+    S: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    DOT: tl.constexpr,
     TALL_PAIRS: tl.constexpr,
 ):
     """Of the pairs [begin, end) of an expert. The tensor cores' tall side is the pairs' or the weight's."""
+    BLOCK_OUT: tl.constexpr = S.block_out
+    FORM: tl.constexpr = S.form
     rows = begin + tl.arange(0, BLOCK_ROWS)
     exists = rows < end
     pairs = tl.load(order_ptr + rows, mask=exists, other=0)
     source, target = rows.to(tl.int64), pairs.to(tl.int64)
-    if GATED:
-        source, target = target // CHOSEN, source
-    HEIGHT: tl.constexpr = 2 * OUT if GATED else OUT
-    outs, w_rows, real = _owned(tl.program_id(0), BLOCK_OUT, GATED, OUT)
+    if S.gated:
+        source, target = target // S.chosen, source
+    HEIGHT: tl.constexpr = 2 * S.out_size if S.gated else S.out_size
+    outs, w_rows, real = _owned(tl.program_id(0), BLOCK_OUT, S.gated, S.out_size)
     zeros = tl.zeros([BLOCK_ROWS, BLOCK_OUT] if TALL_PAIRS else [BLOCK_OUT, BLOCK_ROWS], tl.float32)
     sums, one, two, four = zeros, zeros, zeros, zeros
-    CHUNK: tl.constexpr = IN // CHUNKS
-    WIDTH: tl.constexpr = (CHUNK + BLOCK_K - 1) // BLOCK_K * BLOCK_K
-    for at in range(0, CHUNKS * WIDTH, BLOCK_K):
-        chunk, k, stop = at // WIDTH, at, IN
-        if CHUNKS > 1:
+    CHUNK: tl.constexpr = S.in_size // S.chunks
+    WIDTH: tl.constexpr = (CHUNK + S.block_k - 1) // S.block_k * S.block_k
+    for at in range(0, S.chunks * WIDTH, S.block_k):
+        chunk, k, stop = at // WIDTH, at, S.in_size
+        if S.chunks > 1:
             stop = (chunk + 1) * CHUNK
             if WIDTH != CHUNK:  # else nothing is divided on the way to an address
                 k = chunk * CHUNK + at % WIDTH
-        columns = k + tl.arange(0, BLOCK_K)
+        columns = k + tl.arange(0, S.block_k)
         mask = exists[:, None]
-        if CHUNK % BLOCK_K != 0:
+        if CHUNK % S.block_k != 0:
             mask = mask & (columns < stop)[None, :]
-        x = tl.load(x_ptr + source[:, None] * IN + columns[None, :], mask=mask, other=0.0).to(DOT)
-        w = _weights(weight, expert, w_rows, real, k, HEIGHT, IN, BLOCK_K, FORM, CHUNKS).to(DOT)
+        x = tl.load(x_ptr + source[:, None] * S.in_size + columns[None, :], mask=mask, other=0.0).to(S.dot)
+        w = _weights(weight, expert, w_rows, real, k, HEIGHT, S.in_size, S.block_k, FORM, S.chunks).to(S.dot)
         if TALL_PAIRS:
             sums = tl.dot(x, w.T, sums, input_precision="ieee")
         else:
             sums = tl.dot(w, x.T, sums, input_precision="ieee")
             if FORM is not None:  # w is made in registers
                 sums = waited(sums)
-        if CHUNKS > 1:  # noqa: SIM102 Triton looks at both sides of an `and`
-            if at % WIDTH == WIDTH - BLOCK_K and chunk < CHUNKS - 1:
+        if S.chunks > 1:  # noqa: SIM102 Triton looks at both sides of an `and`
+            if at % WIDTH == WIDTH - S.block_k and chunk < S.chunks - 1:
                 one, two, four = wait_in_tree(sums, chunk, one, two, four)
                 sums = zeros
-    if CHUNKS > 1:
-        sums = end_of_tree(sums, one, two, four, CHUNKS)
+    if S.chunks > 1:
+        sums = end_of_tree(sums, one, two, four, S.chunks)
     if TALL_PAIRS:
         sums = sums.T
     sums = _scaled(sums, weight, expert, w_rows, real, HEIGHT, FORM)
-    if GATED:
+    if S.gated:
         gate, up = _halves(sums, tl.float32, BLOCK_OUT // 2, BLOCK_ROWS)
         sums = _silu_mul(gate, up)
-    places = out_ptr + target[None, :] * OUT + outs[:, None]
-    tl.store(places, sums.to(out_ptr.dtype.element_ty), mask=(outs < OUT)[:, None] & exists[None, :])
+    places = out_ptr + target[None, :] * S.out_size + outs[:, None]
+    tl.store(places, sums.to(out_ptr.dtype.element_ty), mask=(outs < S.out_size)[:, None] & exists[None, :])
 
 
 @triton.jit
@@ -354,9 +332,7 @@ def combine_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE

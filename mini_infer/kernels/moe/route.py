@@ -12,7 +12,8 @@ norm for themselves: x is soon read, and a kernel of its own is not soon started
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,11 +24,38 @@ from mini_infer.core.model_config import Routing
 from mini_infer.kernels.flash_decode import tickets_of
 from mini_infer.kernels.interface import RouterSpec, Routes, Scores, Stream, TokenPlaces
 from mini_infer.kernels.moe.reference import GOLDEN, TINY
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, let_next_start, take_turn, wait_for_previous
 
 _GOLDEN, _TINY = tl.constexpr(GOLDEN), tl.constexpr(TINY)
 _LOWEST = tl.constexpr(-1.0e30)
 _ROUTINGS = {Routing.learned: 0, Routing.uniform: 1, Routing.zipf: 2}
+
+
+class Picks(NamedTuple):
+    """What a choice is made of beside the logits, and where it goes: as RouterSpec, TokenPlaces and Routes say."""
+
+    bias: Tensor | None
+    token_ids: Tensor
+    positions: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """A RouterSpec as kernels are compiled for it, which call it S."""
+
+    experts: int
+    block: int  # experts and top_k, or the next powers of two
+    top_k: int
+    top_k_block: int
+    sigmoid: bool
+    normalize: bool
+    scale: float
+    groups: int
+    top_groups: int
+    group_top: int
+    routing: int  # of _ROUTINGS
 
 
 @triton.jit
@@ -56,101 +84,64 @@ def _highest(values, free):
 def _choose(
     logits,  # [BLOCK] float32, of which the first EXPERTS are there
     token,
-    bias_ptr,
-    token_ids_ptr,
-    positions_ptr,
-    ids_ptr,
-    weights_ptr,
+    picks,
     seed,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_K_BLOCK: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    GROUP_TOP: tl.constexpr,
-    ROUTING: tl.constexpr,
+    S: tl.constexpr,
 ):
+    BLOCK: tl.constexpr = S.block
+    TOP_K_BLOCK: tl.constexpr = S.top_k_block
     expert = tl.arange(0, BLOCK)
-    free = expert < EXPERTS
+    free = expert < S.experts
     logits = tl.where(free, logits, -float("inf"))
-    if SIGMOID:
+    if S.sigmoid:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
         scores = tl.exp(logits - tl.max(logits))
         scores /= tl.sum(scores)
     choice = scores
-    if ROUTING > 0:
-        token_id, position = tl.load(token_ids_ptr + token), tl.load(positions_ptr + token)
-        choice = _drawn(token_id, position, seed, expert, ROUTING == 2)
-    elif bias_ptr is not None:
-        choice += tl.load(bias_ptr + expert, mask=free, other=0.0)
+    if S.routing > 0:
+        token_id, position = tl.load(picks.token_ids + token), tl.load(picks.positions + token)
+        choice = _drawn(token_id, position, seed, expert, S.routing == 2)
+    elif picks.bias is not None:
+        choice += tl.load(picks.bias + expert, mask=free, other=0.0)
     # What is no number must lead to an expert too, and what is not free must stay below all others.
     choice = tl.where(choice > _LOWEST, choice, _LOWEST)
-    if GROUPS > 1:
-        group = expert // (EXPERTS // GROUPS)
+    if S.groups > 1:
+        group = expert // (S.experts // S.groups)
         best = tl.zeros([BLOCK], tl.float32)  # of each expert's group
-        for g in range(GROUPS):
+        for g in range(S.groups):
             own = free & (group == g)
             total = 0.0
-            for _ in range(GROUP_TOP):
+            for _ in range(S.group_top):
                 highest, at = _highest(choice, own)
                 own = own & (expert != at)
                 total += highest
             best = tl.where(group == g, total, best)
         kept = expert < 0
-        for _ in range(TOP_GROUPS):
+        for _ in range(S.top_groups):
             _score, at = _highest(best, free & ~kept)
-            kept = kept | (group == at // (EXPERTS // GROUPS))
+            kept = kept | (group == at // (S.experts // S.groups))
         choice = tl.where(kept, choice, _LOWEST)
     place = tl.arange(0, TOP_K_BLOCK)
     ids, weights = tl.zeros([TOP_K_BLOCK], tl.int32), tl.zeros([TOP_K_BLOCK], tl.float32)
-    for j in range(TOP_K):
+    for j in range(S.top_k):
         _score, at = _highest(choice, free)
         ids = tl.where(place == j, at, ids)
         weights = tl.where(place == j, tl.sum(tl.where(expert == at, scores, 0.0)), weights)
         free = free & (expert != at)
-    if NORMALIZE:
+    if S.normalize:
         weights /= tl.sum(weights) + _TINY
-    some = place < TOP_K
-    tl.store(ids_ptr + token * TOP_K + place, ids, mask=some)
-    tl.store(weights_ptr + token * TOP_K + place, weights * SCALE, mask=some)
+    some = place < S.top_k
+    tl.store(picks.ids + token * S.top_k + place, ids, mask=some)
+    tl.store(picks.weights + token * S.top_k + place, weights * S.scale, mask=some)
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _route_kernel(
-    logits_ptr,
-    bias_ptr,
-    token_ids_ptr,
-    positions_ptr,
-    ids_ptr,
-    weights_ptr,
-    seed,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_K_BLOCK: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    GROUP_TOP: tl.constexpr,
-    ROUTING: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    token, expert = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    logits = tl.load(logits_ptr + token * EXPERTS + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
-    _choose(
-        logits, token, bias_ptr, token_ids_ptr, positions_ptr, ids_ptr, weights_ptr, seed, EXPERTS, BLOCK, TOP_K,
-        TOP_K_BLOCK, SIGMOID, NORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_TOP, ROUTING,
-    )  # fmt: skip
+def _route_kernel(logits_ptr, picks, seed, S: tl.constexpr, PDL: tl.constexpr):
+    take_turn(PDL)
+    token, expert = tl.program_id(0).to(tl.int64), tl.arange(0, S.block)
+    logits = tl.load(logits_ptr + token * S.experts + expert, mask=expert < S.experts, other=0.0).to(tl.float32)
+    _choose(logits, token, picks, seed, S)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -163,38 +154,22 @@ def _norm_and_route_kernel(
     normed_ptr,
     logits_ptr,
     tickets_ptr,  # [T] int32, zeros before and after: how many of a token's programs are finished
-    bias_ptr,
-    token_ids_ptr,
-    positions_ptr,
-    ids_ptr,
-    weights_ptr,
+    picks,
     seed,
     eps,
     SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_K_BLOCK: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    GROUP_TOP: tl.constexpr,
-    ROUTING: tl.constexpr,
+    S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     part, token, columns = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_SIZE)
     own, inside = part * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS), columns < SIZE
-    real = own < EXPERTS
+    real = own < S.experts
     g = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     gates = tl.load(gate_ptr + own[:, None] * SIZE + columns, mask=real[:, None] & inside, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     x = tl.load(x_ptr + token * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + token * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
@@ -206,16 +181,13 @@ def _norm_and_route_kernel(
     if part == 0:
         tl.store(normed_ptr + token * SIZE + columns, normed, mask=inside)
     logits = tl.sum(gates.to(tl.float32) * normed.to(tl.float32)[None, :], axis=1)
-    tl.store(logits_ptr + token * EXPERTS + own, logits.to(logits_ptr.dtype.element_ty), mask=real)
+    tl.store(logits_ptr + token * S.experts + own, logits.to(logits_ptr.dtype.element_ty), mask=real)
     tl.debug_barrier()  # the ticket speaks for all threads
     if tl.atomic_add(tickets_ptr + token, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(tickets_ptr + token, 0)  # for the next launch
-        expert = tl.arange(0, BLOCK)
-        every = tl.load(logits_ptr + token * EXPERTS + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
-        _choose(
-            every, token, bias_ptr, token_ids_ptr, positions_ptr, ids_ptr, weights_ptr, seed, EXPERTS, BLOCK, TOP_K,
-            TOP_K_BLOCK, SIGMOID, NORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_TOP, ROUTING,
-        )  # fmt: skip
+        expert = tl.arange(0, S.block)
+        every = tl.load(logits_ptr + token * S.experts + expert, mask=expert < S.experts, other=0.0).to(tl.float32)
+        _choose(every, token, picks, seed, S)
 
 
 def route(logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: TokenPlaces) -> Routes:
@@ -223,7 +195,7 @@ def route(logits: Tensor, bias: Tensor | None, router: RouterSpec, tokens: Token
     routes = _empty(len(logits), router, logits.device)
     if len(logits):
         _route_kernel[(len(logits),)](
-            logits, bias, *tokens[:2], *routes, router.seed, **_constants(router), num_warps=1,
+            logits, Picks(bias, *tokens[:2], *routes), router.seed, _shape(router), num_warps=1,
             **launch_options(logits.device),
         )  # fmt: skip
     return routes
@@ -252,9 +224,10 @@ def norm_and_route(
         block_size = triton.next_power_of_2(size)
         block_experts = max(1, 8192 // (block_size * gate.element_size()))
         _norm_and_route_kernel[(triton.cdiv(len(gate), block_experts), count)](
-            x, residual, norm.weight, gate.contiguous(), total, normed, logits, tickets_of(x.device), bias, *tokens[:2],
-            *routes, router.seed, norm.eps, SIZE=size, BLOCK_SIZE=block_size, BLOCK_EXPERTS=block_experts,
-            **_constants(router), num_warps=max(1, block_size // 2048), **launch_options(x.device),
+            x, residual, norm.weight, gate.contiguous(), total, normed, logits, tickets_of(x.device),
+            Picks(bias, *tokens[:2], *routes), router.seed, norm.eps, S=_shape(router), SIZE=size,
+            BLOCK_SIZE=block_size, BLOCK_EXPERTS=block_experts, num_warps=max(1, block_size // 2048),
+            **launch_options(x.device),
         )  # fmt: skip
     return normed, total, routes
 
@@ -270,17 +243,17 @@ def _empty(count: int, router: RouterSpec, device: torch.device) -> Routes:
     return Routes(ids, torch.empty(ids.shape, dtype=torch.float32, device=device))
 
 
-def _constants(router: RouterSpec) -> dict[str, Any]:
-    return {
-        "EXPERTS": router.num_experts,
-        "BLOCK": triton.next_power_of_2(router.num_experts),
-        "TOP_K": router.top_k,
-        "TOP_K_BLOCK": triton.next_power_of_2(router.top_k),
-        "SIGMOID": router.scores is Scores.sigmoid,
-        "NORMALIZE": router.normalize,
-        "SCALE": float(router.scale),
-        "GROUPS": router.num_groups,
-        "TOP_GROUPS": router.top_groups,
-        "GROUP_TOP": router.group_top,
-        "ROUTING": _ROUTINGS[router.routing],
-    }
+def _shape(router: RouterSpec) -> RouteShape:
+    return RouteShape(
+        experts=router.num_experts,
+        block=triton.next_power_of_2(router.num_experts),
+        top_k=router.top_k,
+        top_k_block=triton.next_power_of_2(router.top_k),
+        sigmoid=router.scores is Scores.sigmoid,
+        normalize=router.normalize,
+        scale=float(router.scale),
+        groups=router.num_groups,
+        top_groups=router.top_groups,
+        group_top=router.group_top,
+        routing=_ROUTINGS[router.routing],
+    )

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -30,8 +29,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mini_infer.kernels.paged_prefill import DOT_DTYPES, shared_memory
-from mini_infer.kernels.pdl import bring_to_l2, launch_options
+from mini_infer.kernels.pdl import bring_to_l2, launch_options, let_next_start
 from mini_infer.kernels.quantized.split import added_up, scratch
+from mini_infer.kernels.quantized.tiles import DEQUANTIZED_ROWS, LIBRARY_FP8_ROWS, Tile, tile_for
 from mini_infer.kernels.quantized.tokens import quantize_tokens
 from mini_infer.kernels.quantized.unpack import (
     CHUNK,
@@ -81,8 +81,7 @@ def _quant_linear_kernel(
     DOT: tl.constexpr,  # dtype of the factors
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     row_tiles, out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), (OUT_SIZE + BLOCK_OUT - 1) // BLOCK_OUT
     band = tl.program_id(0) // (TALL * out_tiles)
     height = tl.minimum(row_tiles - band * TALL, TALL)
@@ -208,18 +207,13 @@ def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     return out
 
 
-# Rows of x above which cuBLAS is the faster: for weights alone in fewer bits with the time to make them floating again,
-# for fp8 as it is.
-_DEQUANTIZED_ROWS, _LIBRARY_FP8_ROWS = 256, 128
-
-
 def own_rows(weight: QuantizedWeight, activations: ActivationFormat | None) -> float:
     """The most for which `quantized_linear` is the fastest."""
     if activations is None:
-        return _DEQUANTIZED_ROWS
+        return DEQUANTIZED_ROWS[weight.form.number]
     form, one_scale = weight.form, activations.columns is None and weight.form.columns is None
     library = form.number is Number.fp8 and one_scale and _has_fp8(weight.codes.device)
-    return _LIBRARY_FP8_ROWS if library and all(size % 16 == 0 for size in weight.codes.shape) else math.inf
+    return LIBRARY_FP8_ROWS if library and all(size % 16 == 0 for size in weight.codes.shape) else math.inf
 
 
 @functools.cache
@@ -235,45 +229,6 @@ def library_product(x: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | 
     return torch._scaled_mm(
         x.codes, weight.codes.t(), scale_a=x.scales, scale_b=weight.scales.t(), bias=bias, out_dtype=torch.bfloat16
     )
-
-
-class Tile(NamedTuple):
-    rows: int
-    outs: int
-    k: int  # columns; of packed codes those of a chunk
-    num_warps: int
-    num_stages: int
-    splits: int = 1  # of K
-
-
-def tile_for(rows: int, number: Number, out_size: int, in_size: int, activations: bool = True) -> Tile:
-    """The best on an H200, or within 5 % of it, by the products of Qwen2.5-7B; where an SM gets less than a tile, or a
-    tile goes a long way, tiles are small and many bytes of each are in flight. Tiles differ in speed; sums differ only
-    where K is split.
-    """
-    size = min(max(triton.next_power_of_2(rows), 16), 128)
-    few = out_size <= 8192
-    if number is Number.int4:
-        if rows <= 64:
-            return Tile(size, 64, CHUNK.value, 4, 6) if few or size < 64 else Tile(size, 128, CHUNK.value, 4, 3)
-        return Tile(128, 128, CHUNK.value, 8, 4, splits=2 if few and in_size > 8192 else 1)
-    if not activations:
-        return Tile(size, 64, 256 if few and size <= 64 else 128, 4, 3)
-    if number is Number.fp8:  # 128 columns are what its sums are made of
-        if rows <= 64:
-            return Tile(size, 64, 128, 4, 8) if few else Tile(size, 128, 128, 4, 4 if size <= 32 else 3)
-        if rows <= 256:
-            return Tile(64, 64, 128, 4, 4) if few and in_size <= 8192 else Tile(128, 64, 128, 4, 4 if few else 3)
-        return Tile(128, 128, 128, 4, 3)
-    if rows <= 64:
-        return Tile(size, 64, 256, 4, 6) if few else Tile(size, 128, 128, 4, 4 if size <= 32 else 3)
-    if rows <= 256:
-        return (
-            Tile(64, 64, 128, 4, 4)
-            if few and in_size <= 8192
-            else Tile(128, 64, 256 if few else 128, 4, 4 if few else 3)
-        )
-    return Tile(128, 128, 128, 4, 3)
 
 
 def quantized_linear(

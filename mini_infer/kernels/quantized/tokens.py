@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.pdl import launch_options
+from mini_infer.kernels.pdl import launch_options, take_turn
 from mini_infer.kernels.silu_mul import gated
 from mini_infer.quantization.formats import ActivationFormat, Number
 from mini_infer.quantization.weight import QuantizedTokens
@@ -106,9 +106,7 @@ def _quantize_kernel(
     PDL: tl.constexpr,
 ):
     """A program has a share of a row, and reads the others for the largest value alone."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    take_turn(PDL)
     SHARES: tl.constexpr = (SIZE + SHARE - 1) // SHARE
     row = (tl.program_id(0) // SHARES).to(tl.int64)
     begin = tl.program_id(0) % SHARES * SHARE

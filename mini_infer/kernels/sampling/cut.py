@@ -13,8 +13,11 @@ A wrong guess costs time, not correctness: `find_cut` sees it by the masses, and
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mini_infer.kernels.sampling.shared import (
     COUNTER,
@@ -41,12 +44,30 @@ _COUNT, _MASS, _TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what
 # ----------------------------------------------------------------------------------------------------------- the guess
 
 
+class Apart(NamedTuple):
+    """What kernels leave for each other of S rows.
+
+    Attributes:
+        bounds: [S, 2] int32: the least and the largest key to set apart.
+        counts: [S, COUNTER] int32, at first zeros: how many tokens are set apart.
+        sums: [S, 3] int64, at first zeros: for top-p without top-k the mass of the row, of the tokens with smaller
+            keys, and of these and those set apart.
+        keys, ids: [S, CAPACITY] int32: the tokens set apart, in any order, as far as they fit.
+    """
+
+    bounds: Tensor
+    counts: Tensor
+    sums: Tensor
+    keys: Tensor
+    ids: Tensor
+
+
 @triton.jit
-def guess(logits, stride, own_params, own_stride, maxima, bounds, VOCAB: tl.constexpr):
-    """bounds [S, 2] int32: the least and the largest key to set apart. For top-k they are certain: up to any key there
+def guess(rows, bounds, VOCAB: tl.constexpr):
+    """The bounds of what is set apart. For top-k they are certain: up to any key there
     are as many tokens as groups with such a maximum, or more. For top-p they are an estimate from the groups' maxima,
     among which are the tokens that matter where few carry the mass, and from a sample of the other tokens."""
-    row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
+    row, logits, own_params, maxima = locate(rows, VOCAB)
     temperature, tail, top_k, _min_p = read(own_params)
     if (temperature == 0) | ((top_k >= VOCAB) & (tail == 0)):
         return
@@ -97,30 +118,14 @@ def _enclose(keys, amounts, goal):
 
 
 @triton.jit
-def gather(
-    logits,
-    stride,
-    own_params,
-    own_stride,
-    maxima,
-    bounds,
-    counts,
-    sums,
-    keys,
-    ids,
-    scale,
-    VOCAB: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """keys, ids [S, CAPACITY] int32: the tokens set apart, in any order, as far as they fit. counts [S, COUNTER] int32:
-    how many there are. sums [S, 3] int64: for top-p without top-k the mass of the row, of the tokens with smaller keys,
-    and of these and those set apart. Counts and sums come as zeros."""
-    row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
+def gather(rows, apart, scale, VOCAB: tl.constexpr, CAPACITY: tl.constexpr):
+    """Sets tokens apart, and adds up masses."""
+    row, logits, own_params, maxima = locate(rows, VOCAB)
     temperature, tail, top_k, _min_p = read(own_params)
     if (temperature == 0) | ((top_k >= VOCAB) & (tail == 0)):
         return
     top = load_highest(maxima, VOCAB)
-    first, last = _load_bounds(bounds + row * 2, VOCAB, CAPACITY)
+    first, last = _load_bounds(apart.bounds + row * 2, VOCAB, CAPACITY)
     per_tile: tl.constexpr = _TILE // GROUP
     nothing = tl.zeros((per_tile,), tl.int64)
     mass, smaller, up_to = nothing, nothing, nothing
@@ -137,14 +142,14 @@ def gather(
             mass += tl.sum(weight, axis=1)
             smaller += tl.sum(tl.where(key < first, weight, 0), axis=1)
             up_to += tl.sum(tl.where(key <= last, weight, 0), axis=1)
-        apart = wanted & (key >= first) & (key <= last)
-        place = tl.atomic_add(counts + row * COUNTER + tl.zeros_like(index), 1, mask=apart, sem="relaxed")
-        tl.store(keys + row * CAPACITY + place, key, mask=apart & (place < CAPACITY))
-        tl.store(ids + row * CAPACITY + place, index, mask=apart & (place < CAPACITY))
+        mask = wanted & (key >= first) & (key <= last)
+        place = tl.atomic_add(apart.counts + row * COUNTER + tl.zeros_like(index), 1, mask=mask, sem="relaxed")
+        tl.store(apart.keys + row * CAPACITY + place, key, mask=mask & (place < CAPACITY))
+        tl.store(apart.ids + row * CAPACITY + place, index, mask=mask & (place < CAPACITY))
     if top_k >= VOCAB:
-        tl.atomic_add(sums + row * 3, tl.sum(mass), sem="relaxed")
-        tl.atomic_add(sums + row * 3 + 1, tl.sum(smaller), sem="relaxed")
-        tl.atomic_add(sums + row * 3 + 2, tl.sum(up_to), sem="relaxed")
+        tl.atomic_add(apart.sums + row * 3, tl.sum(mass), sem="relaxed")
+        tl.atomic_add(apart.sums + row * 3 + 1, tl.sum(smaller), sem="relaxed")
+        tl.atomic_add(apart.sums + row * 3 + 2, tl.sum(up_to), sem="relaxed")
 
 
 @triton.jit
@@ -159,38 +164,23 @@ def _load_bounds(bounds, VOCAB: tl.constexpr, CAPACITY: tl.constexpr):
 
 
 @triton.jit
-def find_cut(
-    logits,
-    stride,
-    own_params,
-    own_stride,
-    maxima,
-    bounds,
-    counts,
-    sums,
-    keys,
-    ids,
-    cuts,
-    scale,
-    VOCAB: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
+def find_cut(rows, apart, cuts, scale, VOCAB: tl.constexpr, CAPACITY: tl.constexpr):
     """cuts [S, 2] int32: of rows with top-k or top-p the largest key that is kept, and the first token with it."""
-    row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
+    row, logits, own_params, maxima = locate(rows, VOCAB)
     temperature, tail, top_k, _min_p = read(own_params)
     if (temperature == 0) | ((top_k >= VOCAB) & (tail == 0)):
         return
-    keys += row * CAPACITY
-    ids += row * CAPACITY
-    sums += row * 3
-    count = tl.load(counts + row * COUNTER)
+    keys = apart.keys + row * CAPACITY
+    ids = apart.ids + row * CAPACITY
+    sums = apart.sums + row * 3
+    count = tl.load(apart.counts + row * COUNTER)
     mass, smaller, up_to = tl.load(sums), tl.load(sums + 1), tl.load(sums + 2)
     goal = _kept(mass, tail)
     whole = (count > CAPACITY) | ((top_k >= VOCAB) & ((smaller >= goal) | (up_to < goal)))
     if (count <= _FEW) & (whole == 0):
         cut, first_tie = _cut_few(keys, ids, count, top_k, tail, mass, smaller, scale, VOCAB)
     else:
-        first, last = _load_bounds(bounds + row * 2, VOCAB, CAPACITY)
+        first, last = _load_bounds(apart.bounds + row * 2, VOCAB, CAPACITY)
         smaller = tl.where(whole, 0, smaller)
         low, cut = tl.where(whole, 0, first), tl.where(whole, INFINITE, last)
         count = tl.where(whole, VOCAB, count)

@@ -23,11 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_infer.kernels.sampling.cut import find_cut, gather, guess
+from mini_infer.kernels.sampling.cut import Apart, find_cut, gather, guess
 from mini_infer.kernels.sampling.shared import (
     COUNTER,
     GROUP,
     TILE,
+    Rows,
     in_order,
     kept_weights,
     load_highest,
@@ -60,18 +61,18 @@ def sample_rows(logits: Tensor, param_rows: Tensor, positions: Tensor, *, capaci
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         weighed = weigh_rows(logits, param_rows, capacity)
-        _pick[(rows,)](*weighed, positions, tokens, weight_of_highest(vocab), vocab, num_warps=8)
+        _pick[(rows,)](weighed, positions, tokens, weight_of_highest(vocab), vocab, num_warps=8)
     return tokens
 
 
 class Weighed(NamedTuple):
-    """S rows whose cuts and masses are known, as the kernels take them."""
+    """Rows whose cuts and masses are known."""
 
     logits: Tensor
     stride: int
-    param_rows: Tensor
-    param_stride: int
-    maxima: Tensor  # [S, groups] float32
+    own_params: Tensor
+    own_stride: int
+    maxima: Tensor
     cuts: Tensor  # [S, 2] int32, of rows with top-k or top-p
     masses: Tensor  # [S, tiles] int64, of sampled rows
 
@@ -91,17 +92,22 @@ def weigh_rows(logits: Tensor, param_rows: Tensor, capacity: int = CAPACITY) -> 
     tiles = triton.cdiv(vocab, TILE.value)
     capacity = min(capacity, vocab)
     maxima = scratch(tiles * TILE.value // GROUP.value, torch.float32)
-    counts, sums = scratch(COUNTER.value, torch.int32), scratch(3, torch.int64)
-    bounds, keys, ids = scratch(2, torch.int32), scratch(capacity, torch.int32), scratch(capacity, torch.int32)
+    apart = Apart(
+        bounds=scratch(2, torch.int32),
+        counts=scratch(COUNTER.value, torch.int32),
+        sums=scratch(3, torch.int64),
+        keys=scratch(capacity, torch.int32),
+        ids=scratch(capacity, torch.int32),
+    )
     cuts, masses = scratch(2, torch.int32), scratch(tiles, torch.int64)
-    row = (logits, logits.stride(0), param_rows, param_rows.stride(0), maxima)
+    row = Rows(logits, logits.stride(0), param_rows, param_rows.stride(0), maxima)
     scale, wide = weight_of_highest(vocab), over_tiles(rows, vocab)
-    _maxima[wide](*row, counts, sums, vocab, num_warps=4)
+    _maxima[wide](row, apart, vocab, num_warps=4)
     if capacity < vocab:  # else all tokens are set apart
-        guess[(rows,)](*row, bounds, vocab, num_warps=8)
-    gather[wide](*row, bounds, counts, sums, keys, ids, scale, vocab, capacity, num_warps=8)
-    find_cut[(rows,)](*row, bounds, counts, sums, keys, ids, cuts, scale, vocab, capacity, num_warps=8)
-    _weigh[wide](*row, cuts, masses, scale, vocab, num_warps=8)
+        guess[(rows,)](row, apart.bounds, vocab, num_warps=8)
+    gather[wide](row, apart, scale, vocab, capacity, num_warps=8)
+    find_cut[(rows,)](row, apart, cuts, scale, vocab, capacity, num_warps=8)
+    _weigh[wide](row, cuts, masses, scale, vocab, num_warps=8)
     return Weighed(*row, cuts, masses)
 
 
@@ -111,11 +117,11 @@ def over_tiles(rows: int, vocab: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _maxima(logits, stride, own_params, own_stride, maxima, counts, sums, VOCAB: tl.constexpr):
-    row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
+def _maxima(rows, apart, VOCAB: tl.constexpr):
+    row, logits, _own_params, maxima = locate(rows, VOCAB)
     if tl.program_id(1) == 0:
-        tl.store(counts + row * COUNTER, 0)
-        tl.store(sums + row * 3 + tl.arange(0, 4), tl.zeros((4,), tl.int64), mask=tl.arange(0, 4) < 3)
+        tl.store(apart.counts + row * COUNTER, 0)
+        tl.store(apart.sums + row * 3 + tl.arange(0, 4), tl.zeros((4,), tl.int64), mask=tl.arange(0, 4) < 3)
     for tile in range(tl.program_id(1), triton.cdiv(VOCAB, TILE), tl.num_programs(1)):
         group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
         x = load_logits(logits, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], VOCAB)
@@ -123,9 +129,9 @@ def _maxima(logits, stride, own_params, own_stride, maxima, counts, sums, VOCAB:
 
 
 @triton.jit
-def _weigh(logits, stride, own_params, own_stride, maxima, cuts, masses, scale, VOCAB: tl.constexpr):
+def _weigh(rows, cuts, masses, scale, VOCAB: tl.constexpr):
     """masses [S, tiles] int64, of sampled rows."""
-    row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
+    row, logits, own_params, maxima = locate(rows, VOCAB)
     rule = read(own_params)
     if rule[0] == 0:
         return
@@ -137,10 +143,10 @@ def _weigh(logits, stride, own_params, own_stride, maxima, cuts, masses, scale, 
 
 
 @triton.jit
-def _pick(logits, stride, own_params, own_stride, maxima, cuts, masses, positions, tokens, scale, VOCAB: tl.constexpr):
-    row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
-    masses += row * triton.cdiv(VOCAB, TILE)
-    token = pick(logits, own_params, maxima, cuts + row * 2, masses, tl.load(positions + row), scale, VOCAB)
+def _pick(rows, positions, tokens, scale, VOCAB: tl.constexpr):
+    row, logits, own_params, maxima = locate(rows, VOCAB)
+    masses = rows.masses + row * triton.cdiv(VOCAB, TILE)
+    token = pick(logits, own_params, maxima, rows.cuts + row * 2, masses, tl.load(positions + row), scale, VOCAB)
     tl.store(tokens + row, token)
 
 

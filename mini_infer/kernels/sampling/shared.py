@@ -6,9 +6,12 @@ an int32 grow with it: the key. A key tells the token's weight, its probability 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # Columns of a row of parameters, as draw.py encodes them; floats and the uint64 as their bits. Kernels call it
 # own_params: with an argument named params Triton's launcher does not work.
@@ -22,12 +25,23 @@ LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 INFINITE = tl.constexpr(0x7F800000)  # the key of an infinite gap
 
 
+class Rows(NamedTuple):
+    """S rows of logits and of parameters, as kernels take them."""
+
+    logits: Tensor
+    stride: int
+    own_params: Tensor
+    own_stride: int
+    maxima: Tensor  # [S, groups] float32
+
+
 @triton.jit
-def locate(logits, stride, own_params, own_stride, maxima, VOCAB: tl.constexpr):
-    """The program's row, and where its logits, parameters and groups' maxima lie."""
+def locate(rows, VOCAB: tl.constexpr):
+    """The program's row of `Rows`, and where its logits, parameters and groups' maxima lie."""
     row = tl.program_id(0).to(tl.int64)
     groups: tl.constexpr = triton.cdiv(VOCAB, TILE) * TILE // GROUP
-    return row, logits + row * stride, own_params + row * own_stride, maxima + row * groups
+    logits = rows.logits + row * rows.stride
+    return row, logits, rows.own_params + row * rows.own_stride, rows.maxima + row * groups
 
 
 @triton.jit

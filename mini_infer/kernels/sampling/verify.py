@@ -10,6 +10,8 @@ and then:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -66,125 +68,74 @@ def verify_rows(
     draft_params.index_copy_(0, sources.where(sources >= 0, num_drafts), param_rows)
     p = weigh_rows(logits, param_rows, capacity)
     q = weigh_rows(draft_logits, draft_params[:num_drafts], min(capacity, draft_vocab))
-    residuals = torch.empty_like(p.masses)
     accepted = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    both = (*p, q.logits, q.stride, q.maxima, q.cuts, q.masses, drafts, sources, positions, residuals, accepted)
+    both = p, q, Judged(drafts, sources, positions, torch.empty_like(p.masses), accepted)
     sizes = (weight_of_highest(vocab), weight_of_highest(draft_vocab), vocab, draft_vocab)
     _judge[over_tiles(len(logits), vocab)](*both, *sizes, num_warps=8)
     _pick[(len(logits),)](*both, tokens, *sizes, num_warps=8)
     return tokens
 
 
+class Judged(NamedTuple):
+    """What is known of N positions, and what `_judge` finds of those that are sampled and have a draft distribution."""
+
+    drafts: Tensor  # [N] int64
+    sources: Tensor  # [N] int64
+    positions: Tensor  # [N]
+    residuals: Tensor  # [N, tiles] int64, only where the draft is rejected
+    accepted: Tensor  # [N] int32
+
+
 @triton.jit
-def _judge(
-    logits,
-    stride,
-    own_params,
-    own_stride,
-    maxima,
-    cuts,
-    masses,
-    draft_logits,
-    draft_stride,
-    draft_maxima,
-    draft_cuts,
-    draft_masses,
-    drafts,
-    sources,
-    positions,
-    residuals,
-    accepted,
-    scale,
-    draft_scale,
-    VOCAB: tl.constexpr,
-    DRAFT_VOCAB: tl.constexpr,
-):
-    """accepted [N] int32 and residuals [N, tiles] int64, of sampled positions with a draft distribution; residuals only
-    where the draft is rejected."""
-    row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
-    source = tl.load(sources + row)
+def _judge(p, q, judged, scale, draft_scale, VOCAB: tl.constexpr, DRAFT_VOCAB: tl.constexpr):
+    row, _logits, own_params, _maxima = locate(p, VOCAB)
+    source = tl.load(judged.sources + row)
     rule = read(own_params)
     if (source < 0) | (rule[0] == 0):
         return
     tiles: tl.constexpr = triton.cdiv(VOCAB, TILE)
-    p = _open(logits, maxima, cuts + row * 2, masses + row * tiles, scale, VOCAB)
-    q = _open_draft(
-        source, draft_logits, draft_stride, draft_maxima, draft_cuts, draft_masses, draft_scale, DRAFT_VOCAB
-    )
-    draft = tl.load(drafts + row)
-    accepting = uniform(own_params, tl.load(positions + row).to(tl.int64) + _ACCEPT)
-    is_accepted = accepting * _probabilities(q, draft, rule, DRAFT_VOCAB) < _probabilities(p, draft, rule, VOCAB)
+    target, proposal = _open(p, row, scale, VOCAB), _open(q, source, draft_scale, DRAFT_VOCAB)
+    draft = tl.load(judged.drafts + row)
+    accepting = uniform(own_params, tl.load(judged.positions + row).to(tl.int64) + _ACCEPT)
+    proposed = _probabilities(proposal, draft, rule, DRAFT_VOCAB)
+    is_accepted = accepting * proposed < _probabilities(target, draft, rule, VOCAB)
     if tl.program_id(1) == 0:
-        tl.store(accepted + row, is_accepted.to(tl.int32))
+        tl.store(judged.accepted + row, is_accepted.to(tl.int32))
     if is_accepted:
         return
     for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
-        residual = _residual(p, q, tile, rule, VOCAB, DRAFT_VOCAB)
-        tl.store(residuals + row * tiles + tile, tl.sum(residual))
+        residual = _residual(target, proposal, tile, rule, VOCAB, DRAFT_VOCAB)
+        tl.store(judged.residuals + row * tiles + tile, tl.sum(residual))
 
 
 @triton.jit
-def _pick(
-    logits,
-    stride,
-    own_params,
-    own_stride,
-    maxima,
-    cuts,
-    masses,
-    draft_logits,
-    draft_stride,
-    draft_maxima,
-    draft_cuts,
-    draft_masses,
-    drafts,
-    sources,
-    positions,
-    residuals,
-    accepted,
-    tokens,
-    scale,
-    draft_scale,
-    VOCAB: tl.constexpr,
-    DRAFT_VOCAB: tl.constexpr,
-):
-    row, logits, own_params, maxima = locate(logits, stride, own_params, own_stride, maxima, VOCAB)
-    source, position = tl.load(sources + row), tl.load(positions + row)
+def _pick(p, q, judged, tokens, scale, draft_scale, VOCAB: tl.constexpr, DRAFT_VOCAB: tl.constexpr):
+    row, logits, own_params, maxima = locate(p, VOCAB)
+    source, position = tl.load(judged.sources + row), tl.load(judged.positions + row)
     tiles: tl.constexpr = triton.cdiv(VOCAB, TILE)
-    cuts += row * 2
-    masses += row * tiles
     rule = read(own_params)
     if (source < 0) | (rule[0] == 0):
-        token = pick(logits, own_params, maxima, cuts, masses, position, scale, VOCAB)
+        token = pick(logits, own_params, maxima, p.cuts + row * 2, p.masses + row * tiles, position, scale, VOCAB)
     else:
-        token = tl.load(drafts + row)
-        if tl.load(accepted + row) == 0:
-            residuals += row * tiles
+        token = tl.load(judged.drafts + row)
+        if tl.load(judged.accepted + row) == 0:
+            residuals = judged.residuals + row * tiles
             if _total(residuals, VOCAB) > 0:  # else p equals q, but for rounding
-                p = _open(logits, maxima, cuts, masses, scale, VOCAB)
-                q = _open_draft(
-                    source, draft_logits, draft_stride, draft_maxima, draft_cuts, draft_masses, draft_scale, DRAFT_VOCAB
-                )
-                chosen, target = find_tile(residuals, uniform(own_params, position), VOCAB)
-                weight = _residual(p, q, chosen, rule, VOCAB, DRAFT_VOCAB)
-                token = tl.minimum(find_token(chosen, target, weight), VOCAB - 1).to(tl.int64)
+                target, proposal = _open(p, row, scale, VOCAB), _open(q, source, draft_scale, DRAFT_VOCAB)
+                chosen, left = find_tile(residuals, uniform(own_params, position), VOCAB)
+                weight = _residual(target, proposal, chosen, rule, VOCAB, DRAFT_VOCAB)
+                token = tl.minimum(find_token(chosen, left, weight), VOCAB - 1).to(tl.int64)
     tl.store(tokens + row, token)
 
 
 @triton.jit
-def _open(logits, maxima, cuts, masses, scale, VOCAB: tl.constexpr):
-    """A row's distribution, as `_probabilities` takes it. All pointers are to the row's own."""
-    unit = _UNIT / _total(masses, VOCAB).to(tl.float64)
-    return logits, load_highest(maxima, VOCAB), cuts, scale, unit
-
-
-@triton.jit
-def _open_draft(row, logits, stride, maxima, cuts, masses, scale, VOCAB: tl.constexpr):
-    """Likewise, pointers being to the first row's."""
+def _open(rows, row, scale, VOCAB: tl.constexpr):
+    """A row's distribution, as `_probabilities` takes it."""
     tiles: tl.constexpr = triton.cdiv(VOCAB, TILE)
-    maxima += row * (tiles * TILE // GROUP)
-    return _open(logits + row * stride, maxima, cuts + row * 2, masses + row * tiles, scale, VOCAB)
+    unit = _UNIT / _total(rows.masses + row * tiles, VOCAB).to(tl.float64)
+    highest = load_highest(rows.maxima + row * (tiles * TILE // GROUP), VOCAB)
+    return rows.logits + row * rows.stride, highest, rows.cuts + row * 2, scale, unit
 
 
 @triton.jit
