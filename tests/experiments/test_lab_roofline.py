@@ -199,9 +199,10 @@ def test_what_fits_a_cache_may_come_from_it(mib, gb_s):
 
 
 def test_a_dtype_that_was_not_measured_counts_at_the_fastest_rate():
-    both = dataclasses.replace(CPU, matmul_tflop_s={"float32": 0.1, "bfloat16": 0.2, "int8": 0.8})
+    both = dataclasses.replace(CPU, matmul_tflop_s={"float32": 0.1, "bfloat16": 0.2, "int8": 0.8, "float8_e4m3": 1.6})
     assert floor(roofline.Cost(0, {"float16": 1e12}), both).compute_s == pytest.approx(5)
     assert floor(roofline.Cost(0, {"float32": 1e12}), both).compute_s == pytest.approx(10)
+    assert floor(roofline.Cost(0, {"int8": 1e12}), both).compute_s == pytest.approx(1 / 1.6), "a library's may be slow"
 
 
 # --- whose ceilings ------------------------------------------------------------------------------------------------

@@ -54,9 +54,11 @@ class Ceilings:
         return self if devices == 1 else replace(self, copy_gb_s=copy, read_gb_s=read, matmul_tflop_s=rates)
 
     def tflop_s_of(self, dtype: str) -> float:
-        """One of 16 or 32 bits that was not measured counts at the fastest rate of those."""
-        wide = [rate for name, rate in self.matmul_tflop_s.items() if name not in EIGHT_BITS]
-        return self.matmul_tflop_s.get(dtype) or max(wide or self.matmul_tflop_s.values())
+        """Those of 8 bits count at the fastest rate of theirs, since libraries' int8 is far behind fp8 and what
+        tensor cores do; one of 16 or 32 bits that was not measured at the fastest of those."""
+        rates = self.matmul_tflop_s
+        alike = [rate for name, rate in rates.items() if (name in EIGHT_BITS) == (dtype in EIGHT_BITS)]
+        return max(alike or rates.values()) if dtype in EIGHT_BITS or dtype not in rates else rates[dtype]
 
 
 @dataclass(frozen=True)
