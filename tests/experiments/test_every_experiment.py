@@ -221,9 +221,10 @@ def _few(probes):
     return [(prompt, replace(params, max_tokens=6)) for prompt, params in chosen]
 
 
-def _gate_once(self, variant, point, *asked):
+def _gate_once(self, cell, *asked):
     if all(known != asked for known, _ in GATES):
-        GATES.append((asked, GATE(self, variant, point, *asked)))
+        GATES.append((asked, GATE(self, cell, *asked)))
+    variant, point = cell
     return next(replace(gate, variant=variant, point=point) for known, gate in GATES if known == asked)
 
 

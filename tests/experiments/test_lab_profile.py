@@ -9,7 +9,7 @@ from made_up_trace import KERNELS, event, trace
 from omegaconf import OmegaConf
 
 from experiments import ablation
-from experiments.lab.measure import profile_pass, session
+from experiments.lab.measure import profile_pass, subjects
 from experiments.lab.measure.profile import KernelRow, NoProfile, StepProfile, analyse, by_role, role, short_name
 from experiments.lab.show import report
 from experiments.lab.show.figures import profile as profile_figure
@@ -203,7 +203,7 @@ def test_on_a_cpu_a_profile_is_left_out_and_that_is_stated(build):
 
 def profiled(monkeypatch, fake):
     monkeypatch.setattr(ablation, "_can_profile", lambda device: True)
-    monkeypatch.setattr(session.profile_pass, "profile_decode", fake)
+    monkeypatch.setattr(subjects, "profile_decode", fake)
 
 
 def test_profiles_come_last_and_idle_shares_in_every_repeat(build, monkeypatch):

@@ -465,7 +465,8 @@ def test_a_folder_that_was_not_written_to_its_end_is_refused(tmp_path: Path) -> 
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelError, match="may be cut short: fetch or copy it again"):
         load(tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(whole)
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     with pytest.raises(ModelError, match=r"has no model-00002-of-00002\.safetensors"):

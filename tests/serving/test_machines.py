@@ -8,7 +8,7 @@ from pathlib import Path
 from served import PROMPT, SHORT, TIMEOUT_S, dry_config, until, whole
 
 from mini_infer import LLMEngine
-from mini_infer.core.config import replace
+from mini_infer.core.config import ParallelConfig, replace
 from mini_infer.serving.link.wire import Add, FrameReader, FrameWriter, Ready, command_decoder
 from mini_infer.serving.processes.async_engine import AsyncEngine
 from mini_infer.serving.processes.launch import EngineProcess
@@ -24,7 +24,7 @@ def test_prompts_are_computed_over_tcp(tmp_path: Path) -> None:
     ]
 
     async def use() -> list[int]:
-        engine = await AsyncEngine.connect(*paths, num_prefill=1)
+        engine = await AsyncEngine.connect(*paths, parallel=ParallelConfig(prefill=1, decode=1))
         try:
             await until(lambda: all(replica.failure is None for replica in engine.replicas))
             info = engine.replicas[0].info
