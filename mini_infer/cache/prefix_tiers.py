@@ -36,6 +36,9 @@ class PrefixTiers:
     Args:
         saves: prefixes are kept in host memory at all; else nothing happens here.
         files: hashes of prefixes that lie in files, and where more can be written.
+
+    Attributes:
+        writing: id of the one transfer to files that may be under way.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class PrefixTiers:
         self._unsaved: dict[bytes, None] = {}  # filled since the last `save`, in that order
         self._saves_now = False  # somebody has ended whose next turn may ask for its blocks
         self._unwritten: dict[bytes, None] = {}  # saved and in no file, in that order
-        self._writing: int | None = None  # id of the one transfer to files that may be under way
+        self.writing: int | None = None
 
     def filled(self, hashes: Iterable[bytes]) -> None:
         """Steps have filled blocks of the device."""
@@ -124,7 +127,7 @@ class PrefixTiers:
     def write(self) -> Transfer | None:
         """Starts to write to files what has been saved since; their blocks in host memory stay as they are until then.
         What is evicted there before its turn comes is lost."""
-        if self._writing is not None or not self._unwritten:
+        if self.writing is not None or not self._unwritten:
             return None
         files: list[tuple[int, bytes]] = []
         most = max(1, min(WRITTEN_AT_ONCE, self._host.num_blocks // 8))
@@ -138,13 +141,13 @@ class PrefixTiers:
             return None
         host = [block for block, _ in files]
         self._host.share(host)
-        self._writing = self._transfers.add(UnderWay(None, host=host))
-        return Transfer(self._writing, True, [], of_prefixes=True, files=files)
+        self.writing = self._transfers.add(UnderWay(None, host=host))
+        return Transfer(self.writing, True, [], of_prefixes=True, files=files)
 
     def ended(self, transfer_id: int, request: Request | None, brought: Collection[bytes]) -> None:
         """The copies of a transfer have ended, which has brought these prefixes to host memory."""
-        if transfer_id == self._writing:
-            self._writing = None
+        if transfer_id == self.writing:
+            self.writing = None
         elif request is None and self._writes:
             self._unwritten.update(dict.fromkeys(brought))
             while len(self._unwritten) > self._host.num_blocks:  # the oldest are there no more

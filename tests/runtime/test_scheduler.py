@@ -30,6 +30,7 @@ class Bench:
         num_host_blocks: int = 0,
         prefix_caching: bool = False,
         host_prefixes: bool = False,
+        files: set[bytes] | None = None,
         **config,
     ) -> None:
         settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, **config}
@@ -44,6 +45,7 @@ class Bench:
             prefix_caching=prefix_caching,
             num_host_blocks=num_host_blocks,
             host_prefixes=host_prefixes,
+            files=files,
         )
         transfer_steps = settings.pop("transfer_steps", 0)
         speculator, follows = settings.pop("speculator", None), settings.pop("follows", False)
@@ -800,3 +802,26 @@ def test_one_that_is_loading_may_go_at_any_moment(way: str) -> None:
     usage = bench.scheduler.usage()
     assert (usage.used_blocks, usage.host_blocks_used) == (0, 0)
     assert way == "abort" or again.num_output_tokens == 4
+
+
+def test_what_is_being_written_to_files_is_kept_while_somebody_waits_for_a_load() -> None:
+    bench, again = returning(files=set())
+    scheduler = bench.scheduler
+    bench.abort(again)
+    bench.add("beside", [300], max_tokens=1)
+    plan = bench.plan()
+    (write,) = [transfer for transfer in plan.transfers if transfer.files]
+    done = tuple(transfer.transfer_id for transfer in plan.transfers if transfer is not write)
+    scheduler.update(plan, StepResult([[7]], transfers_done=done), 1.0)
+    once_more = bench.add("once more", list(range(13)))
+    plan = bench.plan()
+    assert not plan.req_indices and once_more.status is RequestStatus.loading
+    done = tuple(transfer.transfer_id for transfer in plan.transfers)
+    scheduler.update(plan, StepResult([], transfers_done=done), 2.0)
+    assert once_more.status is RequestStatus.prefilling
+    assert scheduler.kv.transfers.local == [write.transfer_id], "its blocks are still read"
+    check_scheduler(scheduler)
+    bench.abort(once_more)
+    bench.add("later", [400], max_tokens=1)
+    scheduler.update(bench.plan(), StepResult([[7]], transfers_done=(write.transfer_id,)), 3.0)
+    assert write.transfer_id not in scheduler.kv.transfers

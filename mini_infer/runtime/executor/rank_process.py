@@ -155,7 +155,8 @@ def follow(runner: Runner, ring: PlanRing, stages: int) -> None:
             continue
         for wait in (False, True):
             if transfers_done < done:  # rank 0's copies have ended, and the plan may write where they read
-                transfers_done += len(runner.end_transfers(wait))
+                ended = [runner.end_transfers(wait) for _ in range(1 + wait)]  # copies, and then writes to files
+                transfers_done += sum(map(len, ended))
         launched.append((number, runner.launch(record)))
         if len(launched) > stages:
             number, step = launched.popleft()
