@@ -47,7 +47,7 @@ def local_folder(path: str) -> Path | None:
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists():
         beside = [str(other) for other in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise ModelError(f"model.path={path}: there is no such folder{_meant(str(folder), beside)}")
-    if _meant(path, SHIPPED):
+    if "/" not in path and _meant(path, SHIPPED):
         raise ModelError(f"model.path={path}: there is no such model{_meant(path, SHIPPED)}")
     return None
 

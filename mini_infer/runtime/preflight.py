@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from mini_infer.core.config import AttentionChoice, Device, EngineConfig, LoadFormat
+from mini_infer.core.config import AttentionChoice, Device, EngineConfig, Launcher, LoadFormat
 from mini_infer.core.errors import ConfigError
 from mini_infer.core.limits import require_length
 from mini_infer.core.model_config import ModelConfig
@@ -25,7 +25,8 @@ STRETCHED = ("rope_scaling", "rope_parameters")  # of config.json: positions tha
 def check(config: EngineConfig) -> tuple[str, ...]:
     """What the model will not do for want of files, a sentence each. Raises ConfigError or ModelError where an engine
     with these settings cannot start on this machine."""
-    if config.model.load_format is not LoadFormat.dry:
+    # Ray may start the engine on another machine, with devices of its own.
+    if config.model.load_format is not LoadFormat.dry and config.parallel.launcher is not Launcher.ray:
         _require_device(config)
     said = check_model(config.model)
     if config.speculation.has_draft_model:

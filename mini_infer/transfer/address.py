@@ -17,6 +17,7 @@ KEY_BYTES = 32
 BACKLOG = 16
 _TCP = "tcp://"
 _KEY_S = 5.0  # in which a connection says its key
+_CONNECT_S = 2.0  # else nobody is there; an engine's streams wait meanwhile
 # A machine that is lost says nothing: its connections end after about 15 s.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 5, socket.TCP_USER_TIMEOUT: 15_000}
 
@@ -26,9 +27,11 @@ def new_key() -> bytes:
 
 
 def connect_with(key: bytes, address: tuple[str, int]) -> socket.socket:
-    """To whoever listens there with the same key."""
-    sock = socket.create_connection(address)
+    """To whoever listens there with the same key. Raises OSError where nobody does, or a machine that is lost says
+    nothing."""
+    sock = socket.create_connection(address, _CONNECT_S)
     sock.sendall(key)
+    sock.settimeout(None)
     return sock
 
 

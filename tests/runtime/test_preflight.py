@@ -60,6 +60,10 @@ def test_settings_that_cannot_work_here(sections: dict[str, Any], said: str) -> 
         check(**sections)
 
 
+def test_engines_that_ray_starts_may_have_what_is_not_here() -> None:
+    assert check(model={"device": "cuda"}, parallel={"launcher": "ray"}) == ()
+
+
 def test_the_interpreter_runs_our_kernels_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert check(numerics="batch_invariant", attention={"decode": "triton"}) == ()
@@ -78,6 +82,7 @@ def test_names_of_models_that_are_meant() -> None:
         check("tiny-targte")
     with pytest.raises(ModelError, match=r"/no/such/folder: there is no such folder$"):
         check("/no/such/folder")
+    assert model_files.local_folder("me/tiny-target") is None, "may be on the hub"
 
 
 def test_a_folder_beside_the_one_that_is_named(folder: Path) -> None:

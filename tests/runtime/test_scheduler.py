@@ -815,7 +815,8 @@ def test_what_is_being_written_to_files_is_kept_while_somebody_waits_for_a_load(
     scheduler.update(plan, StepResult([[7]], transfers_done=done), 1.0)
     once_more = bench.add("once more", list(range(13)))
     plan = bench.plan()
-    assert not plan.req_indices and once_more.status is RequestStatus.loading
+    assert not plan.req_indices
+    assert once_more.status is RequestStatus.loading
     done = tuple(transfer.transfer_id for transfer in plan.transfers)
     scheduler.update(plan, StepResult([], transfers_done=done), 2.0)
     assert once_more.status is RequestStatus.prefilling

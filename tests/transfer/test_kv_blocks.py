@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mini_infer.cache.kv_store import KVStore
 from mini_infer.cache.layout import KVLayout, Plane
 from mini_infer.core.plan import Push
 from mini_infer.core.request import Export, Handover
+from mini_infer.transfer import address
 from mini_infer.transfer.address import Door, reach
 from mini_infer.transfer.link import Link
 from mini_infer.transfer.memory import MemoryTarget, Shared, SharedAllocator
@@ -217,6 +219,18 @@ def test_a_door_lets_in_who_has_its_address(tmp_path: Path, where: str) -> None:
     door.listener.close()
     with pytest.raises(OSError, match="refused"):
         reach(door.address)
+
+
+def test_who_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "_CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as mute:
+        place = mute.getsockname()
+        with socket.create_connection(place):  # now it takes no more, and says nothing
+            for _ in range(2):
+                start = time.monotonic()
+                with pytest.raises(TimeoutError):
+                    reach(f"tcp://127.0.0.1:{place[1]}/{address.new_key().hex()}")
+                assert time.monotonic() - start < 5
 
 
 def test_another_machine_s_clock_is_another_one() -> None:
