@@ -128,9 +128,10 @@ class Sender:
             if hello.about.get(name) != own
         ]
         number = next(self._numbers)
-        if hello.memories is None:
+        if not unlike and hello.memories is None:
             self._pusher.send_by(number, link)
-        elif not unlike and not self._pusher.connect(number, hello.memories):
+        elif not unlike and not self._pusher.connect(number, hello.memories or ()):
+            self._pusher.disconnect(number)  # from those of our ranks that have reached it
             unlike = ["its memory cannot be reached from there (the log there says why)"]
         if unlike:
             logger.error("an engine asks for prompts and gets none: %s", "; ".join(unlike))

@@ -17,6 +17,7 @@ from engine_pair import PREFILL, Pair, shuffled_turns
 from integrity import check_scheduler
 
 from mini_infer import EngineConfig, LLMEngine, SamplingParams
+from mini_infer.core.config import replace
 from mini_infer.core.request import FinishReason
 
 MAX_LEN = 40
@@ -168,6 +169,21 @@ def test_an_engine_that_is_unlike_computes_nothing_for_others(caplog: pytest.Log
         "prompts are computed here, since the engine for prompts is unlike this one: cache.block_size is "
         f"{pair.decode.config.cache.block_size} there and 999 here"
     ]
+
+
+def test_nothing_is_left_of_an_engine_whose_memory_not_all_ranks_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    pair = Pair(replace(config(rng), parallel={"connector": "memory", "hand_over": "always"}))
+    assert pair.sender is not None
+    pusher, connect = pair.sender._pusher, pair.sender._pusher.connect
+    monkeypatch.setattr(pusher, "connect", lambda *about: connect(*about) and False)
+    prompt, params = made_up(0)
+    pair.decode.add_request(prompt, params, request_id="r", prefill_at=PREFILL)
+    while pair.decode.has_unfinished_requests():
+        pair.step()
+        shuffled_turns(rng, pair)
+    assert pair.receiver.num_failed == 1
+    assert not pusher._ends
 
 
 def run(seed: int, histories: int) -> int:
