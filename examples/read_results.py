@@ -1,7 +1,7 @@
 """Reading a report's tables: what was measured, what of it counts, and the ratio that the page shows.
 
 python examples/read_results.py                            # the prefix cache, on a CPU
-python examples/read_results.py latency/7b batch=1         # another result, one of its points
+python examples/read_results.py latency/7b "batch 1"       # another result, one of its points
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ def main(name: str = "prefix_cache/tiny.in_process", point: str = "") -> None:
 
     # A row is one variant at one point, in one repeat of one process, and one metric of it.
     rows = pd.read_csv(path.with_suffix(".csv"), keep_default_na=False)
+    if "process" not in rows:  # older results are of one
+        rows["process"] = 0
     print(f"{len(rows)} rows, of which {(rows.reason == '').sum()} count. Why others do not:")
     for reason, count in rows[rows.reason != ""].reason.value_counts().head(3).items():
         print(f"  {count} x {reason}")
 
     point = point or list(info.points)[-1]
+    if point not in info.points:
+        sys.exit(f"there is no point {point!r}; points are {', '.join(info.points)}")
     counted = rows[(rows.point == point) & (rows.reason == "")]
     print(f"\nMedians at {point or 'the only point'}:")
     print(counted.pivot_table(index="metric", columns="variant", values="value", aggfunc="median").to_string(), "\n")

@@ -128,6 +128,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     from experiments.lab import points, schema, typed
     from experiments.lab.measure.kinds import Kind
     from experiments.lab.store import result as store
+    from experiments.lab.variants import ABLATION
 
     conf = root / "conf"
     if experiment not in (known := names(conf)):
@@ -170,10 +171,14 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
         info = store.read(path).info
         took, then = info.provenance.seconds / 60, info.config["measure"]
         arms = max(1, len(info.variants) - (info.aa is not None))
-        before = arms * len(info.points) * then["repeats"] * then["processes"]
+        before = arms * len(info.points) * then["repeats"] * then.get("processes", 1)  # older ones: of one
+        when = f"on {info.provenance.started[:10]}"
+        if spec["_target_"] != ABLATION:  # others have points of their own
+            lines.append(f"time      {took:.0f} minutes on {info.hardware}, {when}")
+            continue
         lines.append(
             f"time      about {took * passes / before:.0f} minutes on {info.hardware}: {took:.0f} minutes for "
-            f"{before} passes on {info.provenance.started[:10]}, and this has {passes}"
+            f"{before} passes {when}, and this has {passes}"
         )
     return "\n".join(lines)
 

@@ -22,6 +22,15 @@ def test_none_is_left_out() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == SAYS.keys() | elsewhere
 
 
+def test_results_of_any_age_can_be_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["read_results", "latency/7b", "batch 1"])
+    runpy.run_path(str(FOLDER / "read_results.py"), run_name="__main__")
+    assert "times vllm, 95 % interval" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["read_results", "latency/7b", "batch=1"])
+    with pytest.raises(SystemExit, match="there is no point 'batch=1'; points are batch 1, "):
+        runpy.run_path(str(FOLDER / "read_results.py"), run_name="__main__")
+
+
 @pytest.mark.parametrize("name", SAYS)
 def test_an_example_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [name])

@@ -1,5 +1,6 @@
 """Every config composes and converts; every mistake in one is an error that names the key and the way out."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,19 @@ def test_help_lists_experiments_with_their_questions_and_all_groups(run_py, caps
     for group, option in GROUPS:
         assert group in shown
         assert option in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "time"),
+    [
+        (["prefix_cache", "scale=tiny"], r"about \d+ minutes on cpu: "),
+        (["latency", "scale=7b"], r"about \d+ minutes on h200: "),  # perhaps a result of before there were processes
+        (["ceilings"], r"\d+ minutes on \w+, on "),
+    ],
+)
+def test_show_says_how_long_a_run_takes(run_py, capsys, arguments, time):
+    assert run_py("show", *arguments) == 0
+    assert re.search(f"^time      {time}", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_model_may_be_given_by_its_folder():
