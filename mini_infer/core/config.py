@@ -227,7 +227,7 @@ class ParallelConfig:
 
     tensor: int = 1  # ranks that share every layer's heads and columns
     expert: int = 1  # ranks that share every layer's experts; of its attention each has all, or the part of `tensor`
-    dispatch: Dispatch | None = None  # how tokens get to the experts of other ranks; default: direct where it can be
+    dispatch: Dispatch = Dispatch.grouped  # how tokens get to the experts of other ranks
     redundant_experts: int = 0  # of each layer, that have a copy on a second rank: those that most tokens went to
     pipeline: int = 1  # stages of layers, each of the ranks above; as many steps are computed at a time
     all_reduce: AllReduce = AllReduce.auto  # how their sums are made

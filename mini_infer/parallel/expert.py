@@ -39,15 +39,6 @@ class Parts(NamedTuple):
     arrives: list[int]
 
 
-def default_dispatch(kernels: Kernels, device: torch.device, ranks: int) -> Dispatch:
-    """Direct between GPUs that reach each other's memory, by kernels of ours."""
-    gpus = range(ranks)
-    reached = device.type == "cuda" and all(
-        torch.cuda.can_device_access_peer(gpu, other) for gpu in gpus for other in gpus if gpu != other
-    )
-    return Dispatch.direct if reached and kernels.dispatch is not None else Dispatch.grouped
-
-
 class ExpertRanks(NamedTuple):
     """Who shares the experts of each layer, and how tokens get to those of others."""
 
