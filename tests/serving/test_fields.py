@@ -208,6 +208,13 @@ def test_where_a_prompt_ends(shared_server: Server) -> None:
     assert num_tokens(continue_final_message=True) == num_tokens(add_generation_prompt=False) - 2
 
 
+def test_an_id_that_would_end_a_line_of_the_answers_head_is_refused(shared_server: Server) -> None:
+    for odd in ("a\nb", "a\x07b", "a\x7f"):
+        answer = shared_server.post("/v1/completions", prompt=[1], max_tokens=1, request_id=odd)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
+    assert shared_server.complete(max_tokens=1, request_id="中é")["id"] == "cmpl-中é"
+
+
 def test_names(shared_server: Server) -> None:
     answer = shared_server.complete(model="mini-infer", max_tokens=1, request_id="mine")
     assert answer["id"] == "cmpl-mine"

@@ -44,9 +44,8 @@ def _as_before(server: Server) -> Iterator[None]:
 
 
 def send(server: Server, case: Case, headers: dict[str, str]) -> Any:
-    """The answer, which is one of those that a request can rightly get. Making requests up takes as long as a
-    connection is kept alive, so that each has its own: else one is sent while the server closes it."""
-    answer = case.call(base_url=server.url, headers=headers | {"Connection": "close"})
+    """The answer, which is one of those that a request can rightly get."""
+    answer = case.call(base_url=server.url, headers=headers)
     assert answer.status_code in (200, TOO_LATE, *ERRORS), (case.body, answer.text)
     if answer.status_code != 200:
         (error,) = answer.json().values()

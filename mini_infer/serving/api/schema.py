@@ -154,7 +154,12 @@ class GenerationRequest(ApiModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # Beyond OpenAI's API.
-    request_id: str | None = Field(None, description="Becomes a part of the answer's id.", max_length=128)
+    request_id: str | None = Field(  # and of a header, in which a line must not end
+        None,
+        description="Becomes a part of the answer's id; without control characters.",
+        max_length=128,
+        pattern=r"^[^\x00-\x1f\x7f]*$",
+    )
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = Field(None, description="As structured_outputs.json.")
     guided_regex: str | None = None
