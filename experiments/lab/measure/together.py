@@ -117,6 +117,8 @@ class _Ranks:
                 connection.send((variant, setting))
             found = dict(self.first.measure(variant, **setting))
         except Exception as error:
+            for process in self._others:  # a rank's end is seen a moment after what it breaks
+                process.join(LOOK_S)
             if why := self._why or self._lost():
                 raise RuntimeError(why) from error
             raise
