@@ -79,8 +79,9 @@ class Ablation(Experiment):
             name: _label(name, changes or {}, synthetic=name in synthetic) for name, changes in spec.variants.items()
         }
         self.metrics = {name: formulas.describe(name) for name in spec.metrics}
-        foreign = {cell.variant for cell in self._cells.values() if not cell.kind.can.ours}
-        self._left_out = foreign if self._peers.processes == 0 and len(foreign) < len(self.variants) else set[str]()
+        foreign = {cell.variant: cell.kind for cell in self._cells.values() if not cell.kind.can.ours}
+        here = {name for name, kind in foreign.items() if self._peers.processes_of(kind) != 0}
+        self._left_out = set(foreign) - here if len(foreign) < len(self.variants) else set[str]()
         self._timeline: str | None = None
         if spec.timeline is not None:
             self._timeline = points.find_point(self._grid, spec.timeline, "experiment.timeline").name

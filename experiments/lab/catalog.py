@@ -9,9 +9,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from experiments.lab import schema
 from experiments.lab.axes import NO_SCALE, nodes
 from experiments.lab.commands import COMMANDS
 from experiments.lab.explain import suggest
+from experiments.lab.peers.settings import PeerSettings
 from experiments.lab.schema import SHORT
 from mini_infer.core.config import LoadFormat
 from mini_infer.core.errors import ConfigError
@@ -125,7 +127,7 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     are."""
     from hydra import compose, initialize_config_dir
 
-    from experiments.lab import points, schema, typed
+    from experiments.lab import points, typed
     from experiments.lab.measure.kinds import Kind
     from experiments.lab.store import result as store
     from experiments.lab.variants import ABLATION
@@ -160,9 +162,11 @@ def outlook(experiment: str, overrides: Sequence[str], root: Path) -> str:
     kinds = {name: (c or {}).get("kind", "engine") for name, c in variants.items() if not isinstance(c, str)}
     peers = [name for name, kind in kinds.items() if not Kind(kind).can.ours]
     if peers:
-        within = settled.config.peers.processes
-        count = measure.processes if within is None else min(within, measure.processes)
-        lines.append(f"peers     {', '.join(peers)}, in {count} of {measure.processes} processes")
+        settings = schema.build(PeerSettings, settled.config.peers, "peers")
+        for name in peers:
+            within = settings.processes_of(Kind(kinds[name]))
+            count = measure.processes if within is None else min(within, measure.processes)
+            lines.append(f"peer      {name}, in {count} of {measure.processes} processes")
     lines += [f"claims    {len(spec.get('claims') or [])}", f"code      {', '.join(spec.get('code') or [])}"]
     lines += [f"note      {note}" for note in settled.notes]
     passes = max(1, len(variants)) * len(grid) * measure.repeats * measure.processes

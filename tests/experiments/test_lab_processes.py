@@ -146,6 +146,9 @@ def test_peers_may_be_measured_in_fewer_processes(config, monkeypatch):
     assert [experiment._left_out for experiment in [Ablation.from_config(made)]] == [set()]
     found_by(monkeypatch, *[findings(1.0)] * 3)
     assert measure(made).notes[0].startswith("Other systems than mini-infer are measured in 1 of 3 processes")
+    OmegaConf.update(made, "peers.hf.processes", 2)  # its own count goes before that of all
+    own = [Ablation.from_config(processes.seeded(made, index)) for index in range(3)]
+    assert [experiment._left_out for experiment in own] == [set(), set(), {"engine"}]
     alone = config("peers.processes=0", "system=hf")  # what is measured alone is measured
     assert Ablation.from_config(alone)._left_out == set()
 

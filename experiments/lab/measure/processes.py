@@ -33,6 +33,7 @@ from experiments.lab.store.provenance import ProcessInfo
 from experiments.lab.store.result import COMPLETE
 from mini_infer.core.errors import MiniInferError
 
+PEER_PROCESSES = ("peers.processes", "peers.hf.processes")
 SEEDS = ("engine.seed", "engine.model.seed", "engine.speculation.draft.seed")  # of sampling, and of random weights
 T = TypeVar("T")
 
@@ -52,13 +53,16 @@ def measure(config: DictConfig, steps: Steps, kept: Kept | None = None) -> Findi
             f"measure.repeats={settings.repeats} was rounded up to {settings.repeats + 1}: variants take turns in ABBA "
             "order, which an odd number does not balance."
         )
-    with_peers = schema.build(PeerSettings, config.peers, "peers").processes
+    peers = schema.build(PeerSettings, config.peers, "peers")
     beside = settings.system is None and config.axes.via != axes.URL  # a system that is measured alone always is
-    if beside and with_peers is not None and 0 < with_peers < settings.processes:
-        notes.append(
-            f"Other systems than mini-infer are measured in {with_peers} of {settings.processes} processes "
-            "(peers.processes), because each takes long to start."
-        )
+    for key, what, count in (
+        ("peers.processes", "Other systems than mini-infer are", peers.processes),
+        ("peers.hf.processes", "Transformers is", peers.hf.processes),
+    ):
+        if beside and count is not None and 0 < count < settings.processes:
+            notes.append(
+                f"{what} measured in {count} of {settings.processes} processes ({key}), because starting takes long."
+            )
     found: list[Findings] = []
     several = settings.processes > 1
     for index in range(settings.processes):
@@ -110,8 +114,10 @@ def seeded(config: DictConfig, process: int) -> DictConfig:
     profiled = OmegaConf.select(config, "experiment.profile")
     if profiled and process and not set(config.experiment.metrics) & set(formulas.OF_PROFILES):
         OmegaConf.update(own, "experiment.profile", [])  # the first process's are looked at
-    if config.peers.processes is not None:
-        OmegaConf.update(own, "peers.processes", max(0, config.peers.processes - process))
+    for key in PEER_PROCESSES:
+        count = OmegaConf.select(config, key)
+        if count is not None:
+            OmegaConf.update(own, key, max(0, count - process))
     return own
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.lab import check
+from experiments.lab.measure.kinds import Kind
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,20 @@ class ProcessSettings:
 
     def __post_init__(self) -> None:
         check.above_zero("peers.*", self, "timeout_s")
+
+
+@dataclass(frozen=True)
+class HFSettings(ProcessSettings):
+    """
+    Attributes:
+        processes: so many of measure.processes measure it, the first ones, whatever peers.processes says: it is slow.
+    """
+
+    processes: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.at_least("peers.hf", self, 0, "processes")
 
 
 @dataclass(frozen=True)
@@ -90,7 +105,7 @@ class PeerSettings:
     """
 
     processes: int | None = None
-    hf: ProcessSettings = field(default_factory=ProcessSettings)  # of hf and hf_continuous
+    hf: HFSettings = field(default_factory=HFSettings)  # of hf and hf_continuous
     vllm: VLLMSettings = field(default_factory=VLLMSettings)  # its engine, its server and its load client
     served: ServedSettings = field(default_factory=ServedSettings)  # mini-infer's own server
     http: HTTPSettings = field(default_factory=HTTPSettings)
@@ -98,3 +113,8 @@ class PeerSettings:
 
     def __post_init__(self) -> None:
         check.at_least("peers", self, 0, "processes")
+
+    def processes_of(self, kind: Kind) -> int | None:
+        """How many processes measure a kind of peer; None: all."""
+        own = self.hf.processes if kind in (Kind.hf, Kind.hf_continuous) else None
+        return self.processes if own is None else own
