@@ -36,9 +36,9 @@ def sentence(result: Result) -> str:
     info, of_pairs = result.info, pairs.sentence(result)
     if of_pairs:
         return of_pairs
+    if most := at_most(result):
+        return f"At most: {', '.join(most)}."
     claimed = effects.of_claims(result)
-    if claimed and info.baseline is None and all(effect.at_another_point for effect in claimed):
-        return _at_most(result)
     if text := _one_by_one(claimed, info):
         return text
     found = _chosen(claimed)
@@ -46,15 +46,22 @@ def sentence(result: Result) -> str:
         return _without_claims(result)
     if all(effect.own is None for effect in found):
         return f"There is no answer: {found[0].reason or 'no valid measurement'}."
-    who = {_who(effect, info) for effect in found}
-    shared = who.pop() if len(who) == 1 else ""
-    parts, before = [], ("", "")
-    for effect in found:
-        here = ("" if shared else _who(effect, info), wording.point(effect.cell[1]))
-        parts.append(": ".join(part for part in (*(here if here != before else ()), in_words(effect, info)) if part))
-        before = here
-    text = ": ".join(part for part in (shared, "; ".join(parts)) if part)
-    return f"{text[0].upper()}{text[1:]}."
+    return _capital("; ".join(_told_once(found, info)) + ".")
+
+
+def at_most(result: Result) -> list[str]:
+    """Where variants are compared with themselves alone, as ceilings are: what the best one has of each metric, at the
+    last point that has it. Else nothing."""
+    info, claimed, told = result.info, effects.of_claims(result), []
+    if not claimed or info.baseline is not None or not all(effect.at_another_point for effect in claimed):
+        return []
+    for name in filter(wording.known, info.metrics):
+        measured = ([result.estimate(v, at, name) for v in info.variants] for at in reversed(info.points))
+        medians = next((found for each in measured if (found := [e.median for e in each if e])), [])
+        if medians:
+            best = (max if info.metrics[name].better is Better.higher else min)(medians)
+            told.append(f"{wording.short(name, info)} {wording.value(best, name, info)}")
+    return told
 
 
 def in_words(effect: Effect, info: RunInfo) -> str:
@@ -71,11 +78,14 @@ def in_words(effect: Effect, info: RunInfo) -> str:
         gain = effect.gain
         loss = 1 - gain.low if gain is not None and gain.low is not None else 1.0
         if effect.guards and loss <= LARGE:
-            return f"no loss above {100 * loss:.2g} % in {short}"
+            return f"no loss{f' above {100 * loss:.2g} %' if loss else ''} in {short}"
         return f"no difference shown in {short} ({wording.interval(ratio, 'x')})"
     if effect.better is Better.higher and not wording.is_share(effect.metric, info):
         short, told = f"{wording.number(ratio.median)}x {short}", f"({told})"
-    return f"{short} {told}" + ("" if effect.told > 0 else ": worse")
+    if effect.told > 0:
+        return f"{short} {told}"
+    severalfold = not 0.5 < ratio.median < 2 or wording.is_share(effect.metric, info)
+    return f"{short} {told}: {'' if severalfold else f'{100 * abs(ratio.median - 1):.2g} % '}worse"
 
 
 def figures(effect: Effect, info: RunInfo) -> str:
@@ -116,45 +126,53 @@ def _chosen(found: list[Effect]) -> list[Effect]:
     return [*chosen, *(effect for effect in rest if effect not in chosen)][:PARTS]
 
 
+def _told_once(found: list[Effect], info: RunInfo) -> list[str]:
+    """Each in words, one subject after the other; who it is, against whom and where are said where they change."""
+    subjects = list(dict.fromkeys(_who(effect, info) for effect in found))
+    parts, before = [], ("", "", "")
+    for effect in sorted(found, key=lambda each: subjects.index(_who(each, info))):
+        who, other, at = here = (_who(effect, info), _against(effect, info), wording.point(effect.cell[1]))
+        head = f"{who} against {other}" if other not in ("", before[1]) else who if here[:2] != before[:2] else ""
+        parts.append(": ".join(part for part in (head, at if here != before else "", in_words(effect, info)) if part))
+        before = here
+    return parts
+
+
 def _who(effect: Effect, info: RunInfo) -> str:
     own = info.variants[effect.cell[0]]
-    if effect.reference is None or effect.at_another_point:
-        return own if len(info.variants) > 1 else ""
-    if _is_off(effect, info):
-        return "" if own in ON else own
-    return f"{own} against {info.variants[effect.reference[0]]}"
+    return "" if len(info.variants) == 1 or (_is_off(effect, info) and own in ON) else own
+
+
+def _against(effect: Effect, info: RunInfo) -> str:
+    """A baseline that is the same engine without the mechanism need not be named."""
+    named = effect.reference is not None and not effect.at_another_point and not _is_off(effect, info)
+    return info.variants[effect.reference[0]] if named and effect.reference else ""
 
 
 def _is_off(effect: Effect, info: RunInfo) -> bool:
     return effect.reference is not None and info.variants[effect.reference[0]] in OFF
 
 
-def _at_most(result: Result) -> str:
-    """Where nothing is compared: what the best variant has of each metric, at the last point that has it."""
-    info, told = result.info, []
-    for name in filter(wording.known, info.metrics):
-        measured = ([result.estimate(v, at, name) for v in info.variants] for at in reversed(info.points))
-        medians = next((found for each in measured if (found := [e.median for e in each if e])), [])
-        if medians:
-            best = (max if info.metrics[name].better is Better.higher else min)(medians)
-            told.append(f"{wording.short(name, info)} {wording.value(best, name, info)}")
-    return f"At most: {', '.join(told)}." if told else "There is no answer: no valid measurement."
-
-
 def _one_by_one(claimed: list[Effect], info: RunInfo) -> str:
-    """Where nothing is compared, and claims name several variants: the first one's metric of each of them, the best
-    first. `Tokens equal to fp32's: w8a16 99.3 %; fp8 96.3 %.`"""
-    if not claimed or any(effect.reference for effect in claimed):
-        return ""
-    metric, at = claimed[0].metric, claimed[0].cell[1]
-    found = {e.cell[0]: e.own.median for e in claimed if (e.metric, e.cell[1]) == (metric, at) and e.own is not None}
-    if len(found) < 2 or metric in wording.RATIOS:  # of which 1 is the best
-        return ""
-    higher = info.metrics[metric].better is Better.higher
-    ranked = sorted(found, key=lambda variant: found[variant], reverse=higher)
-    told = "; ".join(f"{info.variants[v]} {wording.value(found[v], metric, info)}" for v in ranked)
-    text = wording.titled(wording.short(metric, info), at)
-    return f"{text[0].upper()}{text[1:]}: {told}."
+    """Where claims name several variants at a point, all of them told apart from the baseline, or none beside anything:
+    what each has of the first one's metric, the best first, and then of another metric.
+    `Tokens equal to fp32's: w8a16 99.3 %; fp8 96.3 %.`"""
+    told: list[str] = []
+    for metric in dict.fromkeys(effect.metric for effect in claimed):
+        at = next(effect.cell[1] for effect in claimed if effect.metric == metric)
+        own = [e for e in claimed if (e.metric, e.cell[1]) == (metric, at) and e.own is not None and not e.guards]
+        beside = {effect.reference for effect in own}
+        alike = all(effect.told for effect in own) if beside == {(info.baseline, at)} else beside == {None}
+        if len(own) > 1 and alike and metric not in wording.RATIOS:  # of which 1 is the best
+            found = {effect.cell[0]: effect.own.median for effect in own if effect.own}
+            found |= {effect.reference[0]: effect.base.median for effect in own if effect.reference and effect.base}
+            higher = info.metrics[metric].better is Better.higher
+            ranked = sorted(found, key=found.__getitem__, reverse=higher)
+            each = "; ".join(f"{info.variants[v]} {wording.value(found[v], metric, info)}" for v in ranked)
+            told.append(_capital(f"{wording.titled(wording.short(metric, info), at)}: {each}."))
+        elif not told:
+            break
+    return " ".join(told[:2])
 
 
 def _without_claims(result: Result) -> str:
@@ -162,6 +180,8 @@ def _without_claims(result: Result) -> str:
     next one shows a difference."""
     info = result.info
     for name, at in ((name, at) for name in info.metrics for at in reversed(info.points)):
+        if effects.is_scheduled(name, at, info):
+            continue
         found = {v: e for v in info.variants if v != info.aa and (e := result.estimate(v, at, name))}
         if not found:
             continue
@@ -173,6 +193,10 @@ def _without_claims(result: Result) -> str:
         if ratio is None or ratio.low is None:
             return text
         if not ratio.told:
-            return f"{text} {info.variants[first]} and {info.variants[second]} cannot be told apart."
+            return f"{text} {_capital(info.variants[first])} and {info.variants[second]} cannot be told apart."
         return f"{text} Best: {info.variants[first]}, {wording.interval(ratio, 'x')} of {info.variants[second]}."
     return "There is no answer: no valid measurement."
+
+
+def _capital(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}"

@@ -9,6 +9,7 @@ from experiments.lab.judge import stats
 from experiments.lab.judge.claims import AIM, Claim
 from experiments.lab.judge.metrics import Better
 from experiments.lab.judge.stats import Estimate
+from experiments.lab.spec import RATE
 from experiments.lab.store.result import Result, RunInfo
 
 TARGET = "target"  # begins the source of a claim
@@ -91,10 +92,15 @@ def shown(result: Result, most: int) -> list[Effect]:
         known = {(effect.metric, effect.cell) for effect in found}
         left_out = (info.baseline, info.aa, *peers(info))
         for cell in ((v, point) for point in info.points for v in info.variants if v not in left_out):
-            if (metric, cell) not in known and not info.fails(*cell):
+            if (metric, cell) not in known and not info.fails(*cell) and not is_scheduled(metric, cell[1], info):
                 more = between(result, metric, cell, (info.baseline, cell[1]))
                 found += [more] if more.gain is not None else []
     return found[:most]
+
+
+def is_scheduled(metric: str, point: str, info: RunInfo) -> bool:
+    """Whether it is a rate that the schedule of arrivals sets, below saturation, and so says nothing of the engine."""
+    return RATE in info.points[point] and info.metrics[metric].unit.endswith("/s")
 
 
 def between(result: Result, metric: str, cell: Cell, reference: Cell | None, reason: str = "") -> Effect:

@@ -196,7 +196,12 @@ class Sheet:
         return figure if gate.passed else f"FAILED: {figure}"
 
     def _points(self, metric: str) -> list[str]:
-        return [p for p in self.info.points if any((v, p, metric) in self._lacking for v in self.info.variants)]
+        """Those that have anything to say of it: a value, or why there is none that counts."""
+        return [p for p in self.info.points if any(self._tells(v, p, metric) for v in self.info.variants)]
+
+    def _tells(self, variant: str, point: str, metric: str) -> bool:
+        lacking = self._lacking.get((variant, point, metric), FEW)
+        return lacking != FEW or bool(self.table.values(variant, point, metric))
 
     def _median_of(self, metric: str) -> Column:
         def text(variant: str, point: str, _: str) -> str:

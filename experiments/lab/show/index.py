@@ -11,7 +11,7 @@ from experiments.lab.judge import pairs
 from experiments.lab.judge.claims import Verdict
 from experiments.lab.show import answer, effects, wording
 from experiments.lab.show.effects import variant_kinds
-from experiments.lab.show.pages import MARK, overrides
+from experiments.lab.show.pages import MARK, moved, overrides
 from experiments.lab.store.history import Since
 from experiments.lab.store.result import Result, RunInfo, page_name
 
@@ -21,7 +21,8 @@ BEGIN, END = "<!-- results: begin (made by `python run.py report`) -->", "<!-- r
 ABOUT = """\
 What each mechanism was worth, by what it was measured on: *small* and *7B* are models on one GPU (kernels stand under
 the model whose shapes they have), *served* is over HTTP. A figure is of the first claim of its page, beside the
-baseline's, and comes from a file in `results/`; `python run.py report` makes these pages from them again."""
+baseline's, and comes from a file in `results/`; `python run.py report` makes these pages from them again. *Commits since*
+have touched the code that the page names since it was measured; `python run.py stale` lists what is due."""
 
 
 def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since) -> str:
@@ -29,9 +30,10 @@ def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since)
     for result in results:
         if result.info.run == "default":
             row = cells.setdefault(result.info.experiment, {})
-            row.setdefault(column(result.info), []).append(_cell(result))
+            row.setdefault(column(result.info), []).append(_cell(result, since))
     lines = [(name, *("<br><br>".join(row.get(c, [])) for c in COLUMNS)) for name, row in cells.items()]
-    others = [(_link(r.info), r.info.hardware, overrides(r.info), _cell(r)) for r in results if r.info.run != "default"]
+    others = [(r.info.experiment, r.info.hardware, overrides(r.info), _cell(r, since)) for r in results
+              if r.info.run != "default"]  # fmt: skip
     parts = [
         MARK,
         "# Reports",
@@ -39,7 +41,6 @@ def index_page(results: Sequence[Result], damaged: Iterable[Path], since: Since)
         *(f"> **CANNOT BE READ**: `results/{path.as_posix()}`" for path in damaged),
         wording.table(("mechanism", *COLUMNS), lines),
         *(["## Other runs", wording.table(("experiment", "hardware", "with", "found"), others)] if others else []),
-        _age(results, since),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -80,31 +81,26 @@ def _readme_table(results: Sequence[Result]) -> str:
     return wording.table(("", f"measured on {', '.join(dict.fromkeys(r.info.hardware for r in best.values()))}"), lines)
 
 
-def _cell(result: Result) -> str:
-    """The effect and its verdicts; what is beyond a claim, its aim, stands on the page."""
-    info, found = result.info, effects.of_claims(result)
-    text = answer.in_words(found[0], info) if found else "no claim"
-    if measured := [pair for name in pairs.metrics(result)[:1] for pair in pairs.of(result, name)]:
-        text = f"{len(measured)} pairs"
+def _cell(result: Result, since: Since) -> str:
+    """The effect, its verdicts and its age; what is beyond a claim, its aim, stands on the page."""
+    info = result.info
     over = " over HTTP" if column(info) == CPU and _is_served(info) else ""
-    parts = [f"[{text}]({page_name(info)}.md){over}"]
+    parts = [f"[{_effect(result)}]({page_name(info)}.md){over}"]
     claims = [judged.verdict for judged in result.judgements]
     told = [f"{claims.count(Verdict.supported)} of {len(claims)} claims supported"] if claims else []
     told += [f"**{claims.count(Verdict.refuted)} refuted**"] if Verdict.refuted in claims else []
+    told += [moved(info, since)] if since(info) else []
     parts += [", ".join(told)] if told else []
     parts += [f"**{flag.partition(' (')[0]}**" for flag in answer.flags(result)]
     return "<br>".join(parts)
 
 
-def _age(results: Sequence[Result], since: Since) -> str:
-    """Which results are of the code as it is."""
-    fresh = list(dict.fromkeys(_link(r.info) for r in results if since(r.info) == 0))
-    told = f"Of the code as it is: {', '.join(fresh)}. " if fresh else ""
-    changed = f"For {'the others' if fresh else 'all pages'}, commits have touched the code that they name since"
-    if len(fresh) == len({page_name(r.info) for r in results}):
-        return "All pages were measured on the code as it is."
-    return f"{told}{changed}: each says how many, and `python run.py stale` lists them."
-
-
-def _link(info: RunInfo) -> str:
-    return f"[{page_name(info)}]({page_name(info)}.md)"
+def _effect(result: Result) -> str:
+    """The first claim's, in words; without any, the answer's first sentence."""
+    found = effects.of_claims(result)
+    if measured := [pair for name in pairs.metrics(result)[:1] for pair in pairs.of(result, name)]:
+        told = sum(pair.told is not pairs.Told.within for pair in measured)
+        return f"{told or 'none'} of {len(measured)} pairs told from the product of their gains"
+    if most := answer.at_most(result):
+        return f"{', '.join(most[:2])} at most"
+    return answer.in_words(found[0], result.info) if found else answer.sentence(result).partition(". ")[0]

@@ -3,6 +3,8 @@ and what it is to be measured by), and everything else folded below it."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -63,7 +65,7 @@ def screen(result: Result, since: Since, picture: Callable[[Picture], str]) -> s
         f"**{sentence(result)}**",
         _strip(result, since),
         *(picture(each) for each in gallery.of(result).first),
-        "\n".join(f"- {line}" for line in (*_beside_others(result), *_of_the_limit(result))),
+        "\n".join(f"- {line}" for line in (*_not_counted(result), *_beside_others(result), *_of_the_limit(result))),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -93,6 +95,19 @@ def _strip(result: Result, since: Since) -> str:
     return wording.table(tuple(facts), [tuple(facts.values())])
 
 
+def _not_counted(result: Result) -> list[str]:
+    """Where most of the INVALID values are, and why."""
+    places = Counter((row.variant, row.point) for row in result.rows if row.is_fault)
+    if not places:
+        return []
+    ((variant, point), count), *others = places.most_common()
+    reason = next(r.reason for r in result.rows if r.is_fault and (r.variant, r.point) == (variant, point))
+    where = f"{result.info.variants[variant]}{f' at {wording.point(point)}' if point else ''}"
+    more = f"; {places.total() - count} elsewhere" if others else ""
+    below = " More in the remarks below." if result.remarks else ""
+    return [f"**INVALID**: {count} values of {where} ({reason}){more}.{below}"]
+
+
 def _beside_others(result: Result) -> list[str]:
     """The first claim's figure beside those of peers at the same point, the original project's, and what is to be
     reached."""
@@ -111,7 +126,7 @@ def _beside_others(result: Result) -> list[str]:
         if beside and effect.own:
             at = f" at {wording.point(point)}" if point else ""
             own = f"{info.variants[variant]} {wording.value(effect.own.median, metric, info)}"
-            beside = [f"**Peers**, {wording.short(metric, info)}{at}: {own}, {' and '.join(beside)}."]
+            beside = [f"**Peers**, {wording.short(metric, info)}{at}: {own}, {', '.join(beside)}."]
     return [
         *(beside or ["**Peers**: none ran beside it."]),
         *([f"**The original project**: {info.original}."] if info.original else []),
@@ -140,8 +155,8 @@ def _of_the_limit(result: Result) -> list[str]:
 
 
 def _named(info: RunInfo, variant: str) -> str:
-    """With its version, where it says one: `vLLM 0.23.0, chunks of 512`."""
+    """With its version, where it says one: `vLLM 0.23.0, chunks of 512`, `vLLM 0.23.0 fp8`."""
     facts = info.peers.get(variant, ({},))[-1]
     version = next((str(facts[key]) for key in ("vllm", "transformers") if key in facts), "")
-    name, comma, rest = info.variants[variant].partition(",")
-    return f"{name} {version}".strip() + comma + rest
+    name = info.variants[variant]
+    return re.sub(r"^[\w.]+", rf"\g<0> {version}", name) if version else name

@@ -27,8 +27,12 @@ _SHORT = {  # what a metric is called where a line has no room
     "kv_utilization": "KV slots in use",
     "batch_size": "requests at once",
     "gpu_idle_share": "GPU idle",
-    "acceptance": "drafts accepted",
-    "accepted_of_drafted": "drafts accepted of all",
+    "acceptance": "tried drafts accepted",
+    "accepted_of_drafted": "drafts accepted",
+    "exchange_mb": "bytes sent to experts",
+    "exchange_excess": "bytes sent / needed",
+    "prefix_hit_rate": "prompt tokens found in the cache",
+    "route": "CPU time of a router",
     "formula_share": "measured / theory",
     "client_busy": "load of the client",
     "slo_rate": "requests/s within the SLO",
@@ -48,6 +52,7 @@ _SHORT = {  # what a metric is called where a line has no room
     "matmul_int8_tflop": "int8 products",
 }
 _UNITS = ("_ms", "_s", "_us", "_rps")
+_COUNTED = {"count": ("request", "requests"), "rows": ("row", "rows"), "mib": ("MiB", "MiB")}  # settings as they are said
 RATIOS = ("formula_share", "formula_speedup", "draft_cost", "verify_cost", "r_squared")  # without a unit, and no shares
 
 
@@ -55,6 +60,7 @@ def short(name: str, info: RunInfo) -> str:
     """`ttft_ms` as `first token`; `itl_p99_ms@stream` as `P99 gap of stream`."""
     group = name.partition("@")[2]
     text = known(name) or info.metrics[name].label.partition(",")[0]
+    group = re.sub(r"([a-z])(\d)", r"\1 \2", group)  # `turn2`
     return f"{text} of {group}" if group and group not in text else text
 
 
@@ -90,8 +96,10 @@ def titled(text: str, name: str) -> str:
 def point(name: str) -> str:
     """`hit_rate=0.5` as `hit rate 0.5`, `count=64` as `64 requests`, and `layers=all` as `all layers`."""
     name = re.sub(r"\b(\w+)=all\b", r"all \1", name)
-    name = re.sub(r"\bcount=1\b", "1 request", name)
-    return re.sub(r"\bcount=(\d+)", r"\1 requests", name).replace("=", " ").replace("_", " ")
+    for key, (one, many) in _COUNTED.items():
+        name = re.sub(rf"\b{key}=1\b", f"1 {one}", name)
+        name = re.sub(rf"\b{key}=(\d+)", rf"\1 {many}", name)
+    return name.replace("=", " ").replace("_", " ")
 
 
 def number(value: float) -> str:
